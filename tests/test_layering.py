@@ -88,7 +88,9 @@ def names_of_extras(relative: Path, source: str) -> set[tuple[int, str]]:
         return set()
     unseen = unseen_lines(source)
     found = imported_names(source, ".".join(relative.parent.parts))
-    return {(line, name) for line, name in found if part_of(name) == "extras" and line in unseen}
+    return {
+        (line, name) for line, name in found if subpackage_of(name) == "extras" and line in unseen
+    }
 
 
 def lazy_lines(source: str) -> set[int]:
@@ -122,13 +124,13 @@ def eager_imports(source: str) -> list[str]:
         for line, name in sorted({*imported_names(source, "ringcomm")})
         if name.split(".")[0] == "ringcomm"
         and line not in unseen
-        and part_of(name) not in EAGER
+        and subpackage_of(name) not in EAGER
         and name != "ringcomm.*"
     ]
 
 
-def part_of(name: str) -> str:
-    """The part of ringcomm that a dotted name belongs to; "" for the package's own names."""
+def subpackage_of(name: str) -> str:
+    """The subpackage of ringcomm that a dotted name belongs to; "" for the package's own names."""
     parts = name.split(".")
     if len(parts) < 2:
         return ""
@@ -151,10 +153,10 @@ def python_violations(root: Path) -> list[str]:
         reexported = names_of_extras(relative, source)
         for line, name in sorted({*imported_names(source, package)} - reexported):
             top = name.split(".")[0]
-            part = part_of(name)
-            if top in OUTSIDE or part == "bench":
+            subpackage = subpackage_of(name)
+            if top in OUTSIDE or subpackage == "bench":
                 found.append(f"{relative}:{line}: imports {name}")
-            elif top == "ringcomm" and part != own and part not in MAY_IMPORT[own]:
+            elif top == "ringcomm" and subpackage != own and subpackage not in MAY_IMPORT[own]:
                 found.append(f"{relative}:{line}: {own or 'ringcomm'} imports {name}")
         found += extras_in_strings(relative, source)
         if own == "":
@@ -167,7 +169,7 @@ def bench_violations(root: Path) -> list[str]:
     for path in sorted((root / "bench").rglob("*.py")):
         relative = path.relative_to(root)
         for line, name in imported_names(path.read_text(), ".".join(relative.parent.parts)):
-            public = part_of(name) in BENCH_MAY_IMPORT or name.startswith("ringcomm.bench")
+            public = subpackage_of(name) in BENCH_MAY_IMPORT or name.startswith("ringcomm.bench")
             inside = name.split(".")[0] == "ringcomm" and not public
             if inside or name.split(".")[0] == "tests":
                 found.append(f"{relative}:{line}: bench imports {name}")
@@ -184,15 +186,15 @@ def without_comments(text: str) -> str:
     return re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', blank, text, flags=re.DOTALL)
 
 
-def kernel_part(relative: Path) -> str:
-    """The part that a file below kernels/ belongs to; of the templates, their folder."""
+def kernel_folder(relative: Path) -> str:
+    """The folder of kernels/ that a file belongs to; of the templates, theirs."""
     if relative.parts[0] == "include" and relative.parts[2] in TEMPLATES:
         return relative.parts[2]
     return relative.parts[0]
 
 
-def included_part(line: str, path: Path, kernels: Path) -> str | None:
-    """The part of kernels/ that an #include line reaches, if any."""
+def included_folder(line: str, path: Path, kernels: Path) -> str | None:
+    """The folder of kernels/ that an #include line reaches, if any."""
     match = re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)
     if not match:
         return None
@@ -204,7 +206,7 @@ def included_part(line: str, path: Path, kernels: Path) -> str | None:
     ):
         target = (folder / match[1]).resolve()
         if target.is_file() and target.is_relative_to(kernels):
-            return kernel_part(target.relative_to(kernels))
+            return kernel_folder(target.relative_to(kernels))
     return None
 
 
@@ -213,12 +215,12 @@ def kernel_violations(root: Path) -> list[str]:
     found = []
     for path in sorted(p for p in kernels.rglob("*") if p.suffix in SOURCE_ENDINGS):
         relative = path.relative_to(kernels)
-        part = kernel_part(relative)
+        folder = kernel_folder(relative)
         for number, line in enumerate(without_comments(path.read_text()).splitlines(), 1):
             where = f"kernels/{relative}:{number}"
-            reached = included_part(line, path, kernels)
-            if reached and reached not in KERNEL_INCLUDES[part]:
-                found.append(f"{where}: {part} includes {reached}: {line.strip()}")
+            reached = included_folder(line, path, kernels)
+            if reached and reached not in KERNEL_INCLUDES[folder]:
+                found.append(f"{where}: {folder} includes {reached}: {line.strip()}")
             if path.name != "platform.h" and COMPILER_TEST.search(line):
                 found.append(f"{where}: tests for the compiler: {line.strip()}")
             if path.name != "atomics.h" and MEMORY_ORDER.search(line):

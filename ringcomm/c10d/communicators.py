@@ -52,7 +52,7 @@ class Communicators:
         name: str,
         timeout: timedelta,
         options: CommOptions | None,
-        part_of: tuple[Communicator, Sequence[int]] | None = None,
+        split_from: tuple[Communicator, Sequence[int]] | None = None,
     ) -> _Made:
         """Builds those of a group called ``name``, in which torch allows blanks.
 
@@ -63,17 +63,17 @@ class Communicators:
             name: of the group.
             timeout: of the group.
             options: of the group but for the timeout.
-            part_of: a communicator of which the members are a part, if any, and their ranks in it,
-                by rank in the group.
+            split_from: a communicator that the members are split from, if any, and their ranks in
+                it, by rank in the group.
         """
         name = "_".join(name.split()) or "unnamed"
-        if part_of is None:
+        if split_from is None:
             host = Communicator.from_store(
                 store, rank, world_size, name=name, timeout=timeout, options=options
             )
         else:
             options = replace(options or CommOptions(), timeout=timeout)
-            parent, members = part_of
+            parent, members = split_from
             host = parent.group_at(store, members, name=name, options=options)
         return cls(store, host)
 

@@ -393,7 +393,7 @@ def create_process_group(
         name=group.group_id,
         timeout=group.timeout,
         options=pg_options,
-        part_of=_within_world(group.global_ranks_in_group),
+        split_from=_within_world(group.global_ranks_in_group),
     )
     admit_ringcomm_to_monitored_barrier()
     admit_ringcomm_to_batches()
@@ -709,7 +709,7 @@ class ProcessGroup(  # type: ignore[misc]
             name=name,
             timeout=self._communicators.host.timeout if timeout is None else timeout,
             options=opts,
-            part_of=(self._communicators.host, new_ranks),
+            split_from=(self._communicators.host, new_ranks),
         )
         child = ProcessGroup(store, communicators)
         child._set_group_name(name)

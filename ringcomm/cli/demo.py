@@ -35,7 +35,7 @@ class DemoRun:
     words: tuple[str, ...]
 
 
-def parts(quick: bool, data: str | None) -> list[DemoRun]:
+def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
     """Returns the runs that make up the demo, all of two ranks."""
     pace = "--peers gloo --placement usual"
     pace += " -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -e 64M -f 128 -r 9"
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all parts, and tells at the end whether every result was right.
+    """Runs all comparisons, and tells at the end whether every result was right.
 
     Raises:
         ArgumentError: this is a rank of a launcher's, or a path is wrong.
@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise ArgumentError(f"--json {args.json}: its folder does not exist")
     started = time.perf_counter()
-    failed, documents = _run_parts(parts(args.quick, args.data))
+    failed, documents = _run_all(runs_of(args.quick, args.data))
     if INTERRUPTED in failed.values():
         return INTERRUPTED
     if args.json is not None:
-        record = {"passed": not failed, "parts": documents}
+        record = {"passed": not failed, "runs": documents}
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     for title, status in failed.items():
         print(f"FAILED: {title}: exit status {status}")
@@ -95,18 +95,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _run_parts(chosen: Sequence[DemoRun]) -> tuple[dict[str, int], dict[str, Any]]:
-    """The exit status of each part that failed, and the report of each that wrote one."""
+def _run_all(chosen: Sequence[DemoRun]) -> tuple[dict[str, int], dict[str, Any]]:
+    """The exit status of each run that failed, and the report of each that wrote one."""
     failed, documents = {}, {}
     with tempfile.TemporaryDirectory(prefix="ringcomm-demo-") as folder:
-        for number, part in enumerate(chosen):
+        for number, each in enumerate(chosen):
             file = Path(folder, f"{number}.json")
-            print(f"\n=== {part.title}", flush=True)
-            status = run_harness(part.bench, *part.words, "--json", str(file))
+            print(f"\n=== {each.title}", flush=True)
+            status = run_harness(each.bench, *each.words, "--json", str(file))
             if status != 0:
-                failed[part.title] = status
+                failed[each.title] = status
             if status == INTERRUPTED:
                 break
             if file.exists():
-                documents[part.title] = json.loads(file.read_text())
+                documents[each.title] = json.loads(file.read_text())
     return failed, documents

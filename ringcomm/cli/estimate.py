@@ -125,15 +125,15 @@ EXPERTS: Options = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the parts of the estimate and their options."""
+    """Declares the subjects of the estimate and their options."""
     parser.description = "Closed forms, which docs/estimate.md lists; GB are 1e9 bytes."
-    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     for name, told, options in (
         ("memory", "memory of a rank, by stage", MODEL | MEMORY),
         ("step", "traffic and time of a step, by stage", MODEL | STEP),
         ("experts", "memory and traffic of a layer of experts", EXPERTS),
     ):
-        part = parts.add_parser(name, help=told, description=told)
+        subject = subjects.add_parser(name, help=told, description=told)
         for option, (kind, default, meaning) in options.items():
             how: dict[str, Any] = {"action": "store_true"}
             if kind is not None:
@@ -142,13 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 meaning += "" if default in (None, ...) else " (default: %(default)s)"
             if option == "stage":
                 how["type"] = int
-            part.add_argument(f"--{option}", help=meaning, **how)
+            subject.add_argument(f"--{option}", help=meaning, **how)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the estimate; returns 2 for options that do not go together."""
     try:
-        tables = {"memory": _memory, "step": _step, "experts": _experts}[args.part](args)
+        tables = {"memory": _memory, "step": _step, "experts": _experts}[args.subject](args)
     except RingcommError as error:
         print(f"ringcomm estimate: {error}", file=sys.stderr)
         return 2
@@ -318,7 +318,7 @@ def _outside(
     args: argparse.Namespace, training: forms.Training, compute_s: float | None = None
 ) -> list[Row]:
     """Returns the bytes that a rank has outside memory, or moves in a step, and the times."""
-    rates = (args.disk_read, args.disk_write) if args.part == "step" else (None, None)
+    rates = (args.disk_read, args.disk_write) if args.subject == "step" else (None, None)
     if None in rates and rates != (None, None):
         raise ArgumentError("--disk-read and --disk-write: expected both or none")
     rows: list[Row] = []
@@ -328,7 +328,7 @@ def _outside(
             offloaded["parameters"] = training.offloaded_params()
         for kind, moved in offloaded.items():
             sizes = list(moved._asdict().items())
-            shown = sizes[:3] if args.part == "memory" else sizes[3:]
+            shown = sizes[:3] if args.subject == "memory" else sizes[3:]
             rows.append({"stage": stage, "of": kind, **_bytes(dict(shown))})
             if None not in rates:
                 time = moved.time(training.ranks_per_node, *rates)

@@ -601,12 +601,12 @@ def _benchmark(path: Path, data: Mapping[str, Any], taken: Taken, title: str = "
 
 
 def _demo(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
-    if type(data["parts"]) is not dict:
-        raise ValueError(f"parts: expected an object, got {shown(data['parts'])}")
-    for title, part in data["parts"].items():
-        if type(part) is not dict or not {"provenance", "rows"} <= set(part):
-            raise ValueError(f"parts: expected what bench writes, got {shown(part)}")
-        _benchmark(path, part, taken, printable(title))
+    if type(data["runs"]) is not dict:
+        raise ValueError(f"runs: expected an object, got {shown(data['runs'])}")
+    for title, run in data["runs"].items():
+        if type(run) is not dict or not {"provenance", "rows"} <= set(run):
+            raise ValueError(f"runs: expected what bench writes, got {shown(run)}")
+        _benchmark(path, run, taken, printable(title))
 
 
 def _training(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
@@ -645,7 +645,7 @@ def _profile(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
 # By the entries that only this kind has.
 KINDS: Sequence[tuple[set[str], Callable[[Path, Mapping[str, Any], Taken], None]]] = (
     ({"provenance", "rows"}, _benchmark),
-    ({"passed", "parts"}, _demo),
+    ({"passed", "runs"}, _demo),
     ({"options", "outcome"}, _training),
     ({"traceEvents"}, _profile),
 )

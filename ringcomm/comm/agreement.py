@@ -238,7 +238,7 @@ def difference_in_words(first: Any, other: Any, names: tuple[str, str], operatio
         ) from error
 
 
-# Parts of a description in the order in which they are compared, and the name of an entry.
+# Sections of a description in the order in which they are compared, and the name of an entry.
 # Parameters come first, since a difference there explains the others.
 _LABELS = {
     "params": "parameter",
@@ -255,9 +255,9 @@ def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
     A description has lists under "groups", of hyper-parameters, and under "modules", a dict under
     "options", and a layout's description under "layout"; or some of these.
     """
-    parts = [{**each.get("layout", {}), **each} for each in (first, other)]
+    sections = [{**each.get("layout", {}), **each} for each in (first, other)]
     for key, label in _LABELS.items():
-        sides = [_entries(each.get(key, {})) for each in parts]
+        sides = [_entries(each.get(key, {})) for each in sections]
         for entry in sorted({**sides[0], **sides[1]}):
             a, b = (each.get(entry) for each in sides)
             if a != b:
@@ -265,8 +265,8 @@ def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
     return "description", dict(first), dict(other)
 
 
-def _entries(part: list[Any] | dict[str, Any]) -> dict[Any, Any]:
-    return dict(enumerate(part)) if isinstance(part, list) else part
+def _entries(section: list[Any] | dict[str, Any]) -> dict[Any, Any]:
+    return dict(enumerate(section)) if isinstance(section, list) else section
 
 
 def _short(value: Any) -> str:

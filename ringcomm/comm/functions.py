@@ -781,8 +781,8 @@ def _launch(messages: dict[int, PeerMessage]) -> dict[int, Work]:
         for index in launch:
             message = in_order[index]
             works[keys[index]] = (
-                work.part("isend", [], None)
+                work.of_message("isend", [], None)
                 if message.is_send
-                else work.part("irecv", [message.tensor], message.peer)
+                else work.of_message("irecv", [message.tensor], message.peer)
             )
     return works

@@ -74,12 +74,12 @@ class ModelElems:
         Raises:
             ArgumentError: a parameter has another dtype or no shape yet, or ``units`` is invalid.
         """
-        parts = [
+        by_unit = [
             [_spec(*each) for each in unit.params.items()] for unit in find_units(module, units)
         ]
-        specs = [spec for part in parts for spec in part]
+        specs = [spec for each in by_unit for spec in each]
         trainable = [spec.elems for spec in specs if spec.trainable]
-        root, *sizes = [sum(spec.elems for spec in part) for part in parts]
+        root, *sizes = [sum(spec.elems for spec in each) for each in by_unit]
         return cls(
             trainable=sum(trainable),
             frozen=sum(spec.elems for spec in specs if not spec.trainable),
@@ -553,18 +553,18 @@ class Training:
         """Yields the elements and the number of a rank's chunks: of whole buckets, of the rest."""
         bucket = self.largest_bucket
         whole, rest = divmod(elems, bucket) if bucket else (0, 0)
-        for part, count in ((bucket, whole), (rest, 1)):
-            if part and count:
-                yield round_up(_share(part, shares), TILE_ELEMS), count
+        for size, count in ((bucket, whole), (rest, 1)):
+            if size and count:
+                yield round_up(_share(size, shares), TILE_ELEMS), count
 
     def swap_units(self, elems: int, count: int) -> list[SwapUnits]:
         """Returns the swap units of ``count`` chunks of ``elems`` elements of offloaded state."""
         size = elems_of_pieces(elems, piece_elems(self._offload.buffer_bytes))
         equal = (elems - 1) // size
-        parts = ((size, equal * count), (elems - equal * size, count))
+        sizes = ((size, equal * count), (elems - equal * size, count))
         return [
-            SwapUnits(sum(map(rounded_up, self.each.state_tensors(part))), number)
-            for part, number in parts
+            SwapUnits(sum(map(rounded_up, self.each.state_tensors(each))), number)
+            for each, number in sizes
             if number
         ]
 

@@ -93,7 +93,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         stage: int = 3,
         *,
         options: zero.ZeroOptions | None = None,
-        part: str | None = None,
+        submodule: str | None = None,
         checkpoint: Literal["full", "sharded"] = "full",
         accumulate_locally: bool = True,
         **settings: Any,
@@ -104,7 +104,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
             )
         self._stage = stage
         self._options = options
-        self._part_name = part
+        self._submodule = submodule
         self._is_sharded_checkpoint = checkpoint == "sharded"
         self._accumulate_locally = accumulate_locally
         self._precision = _ShardedPrecision()
@@ -134,10 +134,10 @@ class RingcommStrategy(_strategies.DDPStrategy):
         )
 
     @property
-    def part(self) -> nn.Module:
+    def sharded_module(self) -> nn.Module:
         """The module that is sharded."""
         module: nn.Module = self.lightning_module
-        return module if self._part_name is None else module.get_submodule(self._part_name)
+        return module if self._submodule is None else module.get_submodule(self._submodule)
 
     def setup(self, trainer: Any) -> None:
         """Shards the module, and has it make its optimizer when it is to be fitted."""
@@ -156,9 +156,9 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 )
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == _FITTING
-        if is_sharded(self.part) and fits:
-            zero.remove_sharding(self.part)  # an optimizer goes with one sharding
-        if not is_sharded(self.part):
+        if is_sharded(self.sharded_module) and fits:
+            zero.remove_sharding(self.sharded_module)  # an optimizer goes with one sharding
+        if not is_sharded(self.sharded_module):
             self.model_to_device()
             self._shard()
         if fits:
@@ -167,16 +167,16 @@ class RingcommStrategy(_strategies.DDPStrategy):
         self.setup_precision_plugin()
 
     def _shard(self) -> None:
-        part = self.part
-        if part is not self.lightning_module:
-            inside = set(map(id, part.parameters()))
+        module = self.sharded_module
+        if module is not self.lightning_module:
+            inside = set(map(id, module.parameters()))
             for name, param in self.lightning_module.named_parameters():
                 if id(param) not in inside and param.requires_grad:
                     raise ArgumentError(
-                        f"RingcommStrategy: part: expected all trainable parameters in "
-                        f"{self._part_name!r}, but {name} is outside of it"
+                        f"RingcommStrategy: submodule: expected all trainable parameters in "
+                        f"{self._submodule!r}, but {name} is outside of it"
                     )
-        zero.shard(part, self._stage, options=self._options)
+        zero.shard(module, self._stage, options=self._options)
 
     def model_to_device(self) -> None:
         """Moves the module, unless it comes from the meta device, which ``shard()`` fills."""
@@ -233,13 +233,13 @@ class RingcommStrategy(_strategies.DDPStrategy):
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         module = self.lightning_module
-        if self._part_name is not None:
+        if self._submodule is not None:
             return getattr(module, name)(*args, **kwargs)
         return self._forward_redirection(module, module, name, *args, **kwargs)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Keeps backwards from reducing while gradients accumulate."""
-        return zero.no_sync(self.part) if self._accumulate_locally else nullcontext()
+        return zero.no_sync(self.sharded_module) if self._accumulate_locally else nullcontext()
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, rest, storage_options=storage_options)
         has_optimizer = "optimizer_states" in checkpoint
         optimizer = self._optimizer() if has_optimizer and self.optimizers else None
-        zero.save(folder, number, self.part, optimizer, keep=1)
+        zero.save(folder, number, self.sharded_module, optimizer, keep=1)
         if self.is_global_zero:
             for each in folder.glob("lightning-*.ckpt"):
                 if each != rest:
@@ -287,7 +287,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         optimizer = self._optimizer() if self.optimizers else None
-        loaded = zero.load(folder, self.part, optimizer)
+        loaded = zero.load(folder, self.sharded_module, optimizer)
         return self.checkpoint_io.load_checkpoint(
             _rest(folder, loaded.step), weights_only=weights_only
         )

@@ -374,11 +374,11 @@ def _ring_attention(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tu
     for step in range(comm.world_size):
         last = step == comm.world_size - 1
         coming = None if last else _passed_on(comm, keys, _KEYS_TAG)
-        part = _range_of(asked, (comm.rank - step) % comm.world_size, tokens)
-        if part is not None:
-            seen = keys[:, :, :, part.keys]
-            found = _attend(query[:, :, part.queries], seen, part.is_causal, asked.scale)
-            merged = _merge(merged, found, part.queries)
+        span = _range_of(asked, (comm.rank - step) % comm.world_size, tokens)
+        if span is not None:
+            seen = keys[:, :, :, span.keys]
+            found = _attend(query[:, :, span.queries], seen, span.is_causal, asked.scale)
+            merged = _merge(merged, found, span.queries)
         if coming is not None:
             keys = coming()
     assert merged is not None
@@ -403,18 +403,18 @@ def _ring_attention_backward(
     for step in range(comm.world_size):
         last = step == comm.world_size - 1
         coming = None if last else _passed_on(comm, keys, _KEYS_TAG)
-        part = _range_of(asked, (comm.rank - step) % comm.world_size, tokens)
+        span = _range_of(asked, (comm.rank - step) % comm.world_size, tokens)
         found = None
-        if part is not None:
-            at = part.queries
+        if span is not None:
+            at = span.queries
             attended = _Attended(query[:, :, at], result[:, :, at], logs[:, :, at])
-            seen = keys[:, :, :, part.keys]
-            found = _attend_backward(grad[:, :, at], attended, seen, part.is_causal, asked.scale)
+            seen = keys[:, :, :, span.keys]
+            found = _attend_backward(grad[:, :, at], attended, seen, span.is_causal, asked.scale)
         if returning is not None:
             keys_grad = returning()
-        if part is not None and found is not None:
-            query_grad[:, :, part.queries] += found[0]
-            keys_grad[:, :, :, part.keys] += found[1]
+        if span is not None and found is not None:
+            query_grad[:, :, span.queries] += found[0]
+            keys_grad[:, :, :, span.keys] += found[1]
         if comm.world_size > 1:
             returning = _passed_on(comm, keys_grad, _GRADS_TAG)
         if coming is not None:
@@ -512,14 +512,14 @@ def _merge(
         found: the same of some of the queries.
         queries: which.
     """
-    part, part_logs = found
+    partial, partial_logs = found
     if merged is None:
-        return part.to(part_logs.dtype), part_logs
+        return partial.to(partial_logs.dtype), partial_logs
     result, logs = merged
     before = logs[:, :, queries]
-    both = torch.logaddexp(before, part_logs)
+    both = torch.logaddexp(before, partial_logs)
     kept = result[:, :, queries] * (before - both).exp().unsqueeze(-1)
-    result[:, :, queries] = kept + part * (part_logs - both).exp().unsqueeze(-1)
+    result[:, :, queries] = kept + partial * (partial_logs - both).exp().unsqueeze(-1)
     logs[:, :, queries] = both
     return result, logs
 

@@ -837,7 +837,7 @@ def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor
         UnsupportedError: ``tensor`` requires grad and ``op`` is not SUM, AVG or PREMUL_SUM.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    name, factor = _parts_of(op, "reduce_scatter", group)
+    name, factor = _name_and_factor(op, "reduce_scatter", group)
     key, world_size = enter("reduce_scatter", tensor, group, name)
     return cast(Tensor, _ops.reduce_scatter(tensor, name, factor, key, world_size))
 
@@ -861,7 +861,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
         UnsupportedError: ``tensor`` requires grad and ``op`` is not SUM, AVG or PREMUL_SUM.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    name, factor = _parts_of(op, "all_reduce", group)
+    name, factor = _name_and_factor(op, "all_reduce", group)
     key, world_size = enter("all_reduce", tensor, group, name)
     return cast(Tensor, _ops.all_reduce(tensor, name, factor, key, world_size))
 
@@ -956,7 +956,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
     return key, world_size
 
 
-def _parts_of(op: Any, function: str, group: Group) -> tuple[str, float]:
+def _name_and_factor(op: Any, function: str, group: Group) -> tuple[str, float]:
     """Name and factor of an op; traceable."""
     if not torch.compiler.is_compiling():
         try:

@@ -99,8 +99,8 @@ def _split(tensor: Tensor, group: str, world_size: int) -> Tensor:
             f"divides, got {tuple(tensor.shape)}; pad it"
         )
     rows = tensor.size(-2) // world_size
-    part = tensor.narrow(-2, communicator.rank * rows, rows)
-    return part.clone(memory_format=torch.contiguous_format)
+    own = tensor.narrow(-2, communicator.rank * rows, rows)
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def _shape_of_shard(tensor: Tensor, group: str, world_size: int) -> Tensor:
@@ -296,7 +296,7 @@ def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
     )
 
 
-def _part(tensor: Tensor, rank: int, rows: int) -> Tensor:
+def _rows_of(tensor: Tensor, rank: int, rows: int) -> Tensor:
     return tensor.narrow(-2, rank * rows, rows)
 
 
@@ -343,7 +343,7 @@ def _all_gather_matmul(
     out = _shape_of_gathered(tensor, weight, group, world_size, bias)
     with lent_to_peers(communicator, tensor, named(operation)) as lent:
         for rank in _own_first(communicator):
-            _multiply(lent[rank], weight, bias, _part(out, rank, tensor.size(-2)))
+            _multiply(lent[rank], weight, bias, _rows_of(out, rank, tensor.size(-2)))
     return out
 
 
@@ -378,10 +378,10 @@ def _matmul_reduce_scatter(
     elif out.size(-2) < ROWS_OF_A_PRODUCT:
         whole = _product(tensor, weight, bias)
         for rank, its in enumerate(products):
-            its.copy_(_part(whole, rank, out.size(-2)))
+            its.copy_(_rows_of(whole, rank, out.size(-2)))
     else:
         for rank, its in enumerate(products):
-            _multiply(_part(tensor, rank, out.size(-2)), weight, bias, its)
+            _multiply(_rows_of(tensor, rank, out.size(-2)), weight, bias, its)
     communicator.reduce_scatter_tensor(out, products)
     return out
 
@@ -406,7 +406,7 @@ def _weight_gradient(tensor: Tensor, grad: Tensor, group: str, world_size: int) 
     with lent_to_peers(communicator, tensor, named(operation)) as lent:
         for rank in range(communicator.world_size):
             rows = lent[rank].flatten(0, -2)
-            theirs = _part(grad, rank, tensor.size(-2)).flatten(0, -2)
+            theirs = _rows_of(grad, rank, tensor.size(-2)).flatten(0, -2)
             torch.addmm(out, rows.mH, theirs, beta=1 if rank else 0, out=out)
     return out
 

@@ -499,7 +499,7 @@ def wide_norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
 
 
 def joint_norm(norms: Tensor, kind: str) -> Tensor:
-    """Returns the norm of all together, float64, of float64 [parts], the norms of each."""
+    """Returns the norm of all together, float64, of float64 [norms], the norms of each."""
     if kind == "l2":
         return norms.square().sum().sqrt()
     return norms.sum() if kind == "l1" else norms.amax()

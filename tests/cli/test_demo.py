@@ -31,7 +31,7 @@ def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
     assert "\nAll results agree. (" in done.stdout
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["passed"]
-    collectives, trained = (part["rows"] for part in record["parts"].values())
+    collectives, trained = (run["rows"] for run in record["runs"].values())
     assert {(row["collective"], row["system"]) for row in collectives} == {
         (name, system) for name in COLLECTIVES for system in ("ringcomm", "gloo")
     }
@@ -44,7 +44,7 @@ def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
 
 # Its ranks are forks of one interpreter, which is what takes long to start, and has imported what
 # each of them would.
-RANKS_OF_EACH_PART = f"""
+RANKS_OF_EACH_RUN = f"""
 import os, sys
 from importlib import import_module
 import tests.support.preloaded
@@ -53,9 +53,9 @@ from ringcomm.cli import demo
 
 assert "numpy" not in sys.modules
 folder, text = sys.argv[1:]
-names = [(part.bench, part.words) for part in demo.parts(True, text)]
-parts = [(import_module("ringcomm.bench." + name), words) for name, words in names]
-for number, (module, words) in enumerate(parts):
+names = [(each.bench, each.words) for each in demo.runs_of(True, text)]
+modules = [(import_module("ringcomm.bench." + name), words) for name, words in names]
+for number, (module, words) in enumerate(modules):
     os.environ.update(WORLD_SIZE="2", {STORE_FILE}=os.path.join(folder, str(number)))
     ranks = []
     for rank in range(2):
@@ -85,11 +85,11 @@ def test_no_module_of_the_harness_names_numpy():
 
 
 @pytest.mark.skipif(not EVERY_CASE, reason="runs the demo once more, in real interpreters")
-def test_no_part_needs_numpy(tmp_path, text):
+def test_no_run_needs_numpy(tmp_path, text):
     folder = tmp_path / "no_numpy"
     folder.mkdir()
     (folder / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
-    done = run("-c", RANKS_OF_EACH_PART, tmp_path, text, path=folder)
+    done = run("-c", RANKS_OF_EACH_RUN, tmp_path, text, path=folder)
     assert done.returncode == 0, done.stderr
     for name in COLLECTIVES:
         assert f"# {name}: 2 ranks" in done.stdout
@@ -97,26 +97,26 @@ def test_no_part_needs_numpy(tmp_path, text):
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_the_harness_takes_what_each_part_says(quick):
-    parts = demo.parts(quick, "some.txt")
-    for part in parts:
-        words = [*part.words, "--json", "x.json"]
-        if part.bench == bench.COLLECTIVES:
+def test_the_harness_takes_what_each_run_says(quick):
+    runs = demo.runs_of(quick, "some.txt")
+    for each in runs:
+        words = [*each.words, "--json", "x.json"]
+        if each.bench == bench.COLLECTIVES:
             chosen = collectives.parse(words)
             # Its default is 2 ranks.
             assert (chosen.ranks, chosen.check, chosen.peers) == (None, 1, ("gloo",))
         else:
             asked = training.BENCH.build_parser().parse_args(words)
             assert (asked.ranks, asked.data) == (None, "some.txt")  # its default is 2
-    names = [part.bench for part in parts]
+    names = [each.bench for each in runs]
     assert names.count(bench.COLLECTIVES) == names.count(bench.TRAINING) == 2 - quick
-    assert not any("--data" in part.words for part in demo.parts(quick, None))
+    assert not any("--data" in each.words for each in demo.runs_of(quick, None))
 
 
 @pytest.mark.parametrize(("failing", "status"), [(None, 0), (0, 1), (-1, 1)])
-def test_a_part_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing, status):
-    parts = demo.parts(True, None)
-    wrong = None if failing is None else parts[failing]
+def test_a_run_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing, status):
+    runs = demo.runs_of(True, None)
+    wrong = None if failing is None else runs[failing]
 
     def harness(name, *words):
         return int(wrong is not None and words[:-2] == wrong.words)
@@ -131,7 +131,7 @@ def test_a_part_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing
     assert wrong is None or f"FAILED: {wrong.title}: exit status 1" in told
 
 
-def test_ctrl_c_in_a_part_ends_the_demo(monkeypatch, capsys):
+def test_ctrl_c_in_a_run_ends_the_demo(monkeypatch, capsys):
     begun = []
 
     def harness(name, *words):

@@ -1,4 +1,4 @@
-"""``ringcomm estimate``: what its parts print, and the options that they refuse."""
+"""``ringcomm estimate``: what its subjects print, and the options that they refuse."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_times_need_all_rates(estimate):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "the following arguments are required: PART"),
+        ((), "the following arguments are required: SUBJECT"),
         (("memory", "--params", "1M"), "the following arguments are required: --world"),
         (("memory", "--params", "many", "--world", 2), "such as 7.5B, 125M or 1.3e9, got 'many'"),
         (("memory", *COUNT, "--stage", 4), "--stage: invalid choice"),

@@ -328,9 +328,9 @@ def test_step_times_and_memory_by_system(tmp_path, paged):
 
 def test_a_demo_is_its_benchmarks(tmp_path, paged):
     path = benchmark(tmp_path / "bench.json", bench_row(64, "gloo", time_us=1.0, busbw_gbps=1.0))
-    parts = {f"A part {HOSTILE}": json.loads(path.read_text())}
-    page = paged(written(tmp_path / "demo.json", {"passed": True, "parts": parts}))
-    assert f"A part {HOSTILE}" in page.words and len(page.rows) == 1
+    runs = {f"A run {HOSTILE}": json.loads(path.read_text())}
+    page = paged(written(tmp_path / "demo.json", {"passed": True, "runs": runs}))
+    assert f"A run {HOSTILE}" in page.words and len(page.rows) == 1
 
 
 def record_of(**outcome):
@@ -431,7 +431,7 @@ ROW = (
         ROW % "NaN",
         ROW % "1e400",
         '{"schema": 1, "findings": []}',
-        '{"passed": true, "parts": {"a": {}}}',
+        '{"passed": true, "runs": {"a": {}}}',
         '{"options": {}, "outcome": {}}',
         '{"traceEvents": [{"ph": "X", "name": "a"}]}',
         '{"traceEvents": [{"ph": "X", "name": "a", "pid": 0, "tid": 0, "ts": 1e300, "dur": 1}]}',

@@ -27,7 +27,7 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
         raise SystemExit(f"wheels: no Python {', '.join(missing)}; --python says what to build for")
     sdist = build.build_sdist(out)
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
-    parts = notices.linked_in()
+    bundled = notices.linked_in()
     wheels = []
     # One tree for all versions, at one place: zig keeps objects by the paths of their sources.
     work = ROOT / "build" / "wheels"
@@ -37,7 +37,7 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
         builder = build.make_builder(python, work / f"builder-{version}")
         for architecture, source in sources.items():
             built = build.build_wheel(source, builder, architecture, work)
-            wheel = build.finish_wheel(built, architecture, parts, out)
+            wheel = build.finish_wheel(built, architecture, bundled, out)
             paths = [work, ROOT, Path(sys.prefix), python.parent.parent]
             print(check.check_wheel(wheel, paths), flush=True)
             wheels.append(wheel)

@@ -108,7 +108,7 @@ def build_wheel(source: Path, builder: Path, architecture: str, work: Path) -> P
     return wheel
 
 
-def finish_wheel(wheel: Path, architecture: str, parts: list[BundledCode], out: Path) -> Path:
+def finish_wheel(wheel: Path, architecture: str, bundled: list[BundledCode], out: Path) -> Path:
     """Adds the notices, and names the module after the machine it is for; returns the wheel."""
     unpacked = wheel.parent / "unpacked"
     run(sys.executable, "-m", "wheel", "unpack", "--dest", unpacked, wheel)
@@ -118,6 +118,6 @@ def finish_wheel(wheel: Path, architecture: str, parts: list[BundledCode], out: 
     for module in (tree / "ringcomm").glob("_native.cpython-*.so"):
         suffix = re.sub(r"-[a-z0-9_]+-linux-gnu\.so$", f"-{architecture}-linux-gnu.so", module.name)
         module.rename(module.with_name(suffix))
-    add_notices(info, parts)
+    add_notices(info, bundled)
     run(sys.executable, "-m", "wheel", "pack", "--dest-dir", out, tree)
     return out / wheel.name

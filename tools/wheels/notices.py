@@ -63,15 +63,15 @@ def found(pattern: str, text: str) -> str:
     return match[1]
 
 
-def software_bill(version: str, parts: list[BundledCode]) -> dict[str, object]:
+def software_bill(version: str, bundled: list[BundledCode]) -> dict[str, object]:
     """Returns the SBOM of one wheel."""
 
     def component(ref: str, name: str, version: str, licence: str, **more: object) -> object:
         known = {"type": "library", "bom-ref": ref, "name": name, "version": version}
         return {**known, "licenses": [{"expression": licence}], **more}
 
-    own, refs = f"pkg:pypi/ringcomm@{version}", [f"{part.name}@{part.version}" for part in parts]
-    homes = [[{"type": "website", "url": part.home}] for part in parts]
+    own, refs = f"pkg:pypi/ringcomm@{version}", [f"{part.name}@{part.version}" for part in bundled]
+    homes = [[{"type": "website", "url": part.home}] for part in bundled]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -79,26 +79,26 @@ def software_bill(version: str, parts: list[BundledCode]) -> dict[str, object]:
         "metadata": {"component": component(own, "ringcomm", version, OWN_LICENCE, purl=own)},
         "components": [
             component(ref, part.name, part.version, part.licence, externalReferences=home)
-            for ref, part, home in zip(refs, parts, homes, strict=True)
+            for ref, part, home in zip(refs, bundled, homes, strict=True)
         ],
         "dependencies": [{"ref": own, "dependsOn": refs}],
     }
 
 
-def add_notices(info: Path, parts: list[BundledCode]) -> None:
+def add_notices(info: Path, bundled: list[BundledCode]) -> None:
     """Writes licences and SBOM into a ``.dist-info``, and names the licences in its metadata."""
     metadata = info / "METADATA"
     head, blank, body = metadata.read_text().partition("\n\n")
-    expressions = dict.fromkeys([OWN_LICENCE, *(part.licence for part in parts)])
+    expressions = dict.fromkeys([OWN_LICENCE, *(part.licence for part in bundled)])
     own_line = f"License-Expression: {OWN_LICENCE}"
     if own_line not in head.splitlines():
         raise SystemExit(f"wheels: {metadata.name} has no line {own_line}")
     lines = head.replace(own_line, f"License-Expression: {' AND '.join(expressions)}")
-    for part in parts:
+    for part in bundled:
         name = f"LICENSE.{part.name}"
         (info / "licenses" / name).write_text(part.text)
         lines += f"\nLicense-File: {name}"
     metadata.write_text(lines + blank + body)
     (info / "sboms").mkdir()
-    bill = software_bill(found(r"(?m)^Version: (.*)$", head), parts)
+    bill = software_bill(found(r"(?m)^Version: (.*)$", head), bundled)
     (info / "sboms" / "ringcomm.cdx.json").write_text(json.dumps(bill, indent=1) + "\n")

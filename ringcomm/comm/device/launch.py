@@ -167,7 +167,7 @@ class DeviceWork(Work):
         self._source = source
         self._holds = holds
 
-    def part(self, name: str, outputs: Outputs, source: int | None) -> DeviceWork:
+    def of_message(self, name: str, outputs: Outputs, source: int | None) -> DeviceWork:
         """Returns the handle of one message of several that went out together.
 
         Args:

@@ -516,7 +516,7 @@ def reduction_of(op: object) -> NativeOp:
         return NativeOp(PREMUL_SUM, op.factor)
     if not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         raise ArgumentError(f"op: expected a torch.distributed.ReduceOp, got {op!r}")
-    kind, factor = _parts_of(op)
+    kind, factor = _kind_and_factor(op)
     name = _NAMES.get(kind)
     if name is None:
         raise ArgumentError(f"op: {kind} is unknown; known are {', '.join(OP_CODES)}")
@@ -530,7 +530,7 @@ def reduction_of(op: object) -> NativeOp:
     return NativeOp(PREMUL_SUM, _factor_of(factor))
 
 
-def _parts_of(op: object) -> tuple[object, object]:
+def _kind_and_factor(op: object) -> tuple[object, object]:
     """Returns the kind and factor of an op of torch."""
     # Checked first, because torch makes isinstance(kind, ReduceOp) true as well.
     if isinstance(op, ReduceOp.RedOpType):

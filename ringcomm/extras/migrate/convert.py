@@ -460,8 +460,8 @@ class _DeepSpeedCheckpoint:
         found = {name: ForeignTensor.whole(module[name]) for name in model["buffer_names"]}
         for name, told in (model["frozen_param_shapes"] or {}).items():
             shape = sizes_of(told)
-            parts = [each["frozen_param_fragments"][name].view(-1) for each in self._models]
-            found[name] = ForeignTensor.of_runs(_cut(parts, prod(shape)), shape, name)
+            fragments = [each["frozen_param_fragments"][name].view(-1) for each in self._models]
+            found[name] = ForeignTensor.of_runs(_cut(fragments, prod(shape)), shape, name)
         return {**found, **masters}
 
     def _read_optimizer(self, made: ForeignState) -> None:
@@ -503,8 +503,8 @@ class _DeepSpeedCheckpoint:
                 begin = 0
                 for name, shape in shapes.items():
                     elems = -(-prod(shape) // len(flat))
-                    parts = [partitions[group][begin : begin + elems] for partitions in flat]
-                    runs[name] = _cut(parts, prod(shape))
+                    fragments = [partitions[group][begin : begin + elems] for partitions in flat]
+                    runs[name] = _cut(fragments, prod(shape))
                     begin += elems
         else:
             for partitions, optimizer in zip(flat, self._optimizers, strict=True):
@@ -516,11 +516,11 @@ class _DeepSpeedCheckpoint:
         return {n: ForeignTensor.of_runs(runs.get(n, []), shapes[n], n) for n in shapes}
 
 
-def _cut(parts: Sequence[Tensor], elems: int) -> list[Tensor]:
-    """Returns the first ``elems`` elements of parts that lie one after the other."""
+def _cut(fragments: Sequence[Tensor], elems: int) -> list[Tensor]:
+    """Returns the first ``elems`` elements of fragments that lie one after the other."""
     found: list[Tensor] = []
-    for part in parts:
-        found.append(part[:elems])
+    for fragment in fragments:
+        found.append(fragment[:elems])
         elems -= found[-1].numel()
     return found
 

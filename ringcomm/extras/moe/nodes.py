@@ -72,13 +72,13 @@ def _needed(comm: Communicator, expert_rows: Tensor) -> Tensor:
     return needed[:, : comm.num_nodes]
 
 
-def _local_ptrs(comm: Communicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
-    """Where ranks of the node have such parts of outboxes, by local rank; collective."""
-    offsets = [outboxes.offset_of(part) for part in parts]
+def _local_ptrs(comm: Communicator, outboxes: Outboxes, tensors: Sequence[Tensor]) -> list[Lent]:
+    """Where ranks of the node have such tensors of outboxes, by local rank; collective."""
+    offsets = [outboxes.offset_of(tensor) for tensor in tensors]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
     return [
-        (outboxes.at(column.tolist()), [part])
-        for column, part in zip(everyone.t(), parts, strict=True)
+        (outboxes.at(column.tolist()), [tensor])
+        for column, tensor in zip(everyone.t(), tensors, strict=True)
     ]
 
 
@@ -208,8 +208,8 @@ def _exchange_entries(
         got, torch.stack([slot, order, bits], 1), of_here.sum(1).tolist(), leaving.tolist()
     )
     # They come by rank and expert, and rows lie by expert and rank.
-    parts = got.split(of_here.reshape(-1).tolist())  # type: ignore[no-untyped-call]
-    got = torch.cat([parts[rank * here + e] for e in range(here) for rank in range(world_size)])
+    by_source = got.split(of_here.reshape(-1).tolist())  # type: ignore[no-untyped-call]
+    got = torch.cat([by_source[rank * here + e] for e in range(here) for rank in range(world_size)])
     ranks = torch.arange(world_size, device="cpu").repeat(here)
     ranks = ranks.repeat_interleave(of_here.t().reshape(-1))
     room = total if routes.limit < 0 else routes.limit

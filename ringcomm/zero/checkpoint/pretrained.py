@@ -410,10 +410,10 @@ class _Stack:
 
     def __init__(self, converter: Any) -> None:
         self._converter = converter
-        self._parts: dict[str | None, list[StoredTensor]] = {}
+        self._by_pattern: dict[str | None, list[StoredTensor]] = {}
 
     def add(self, pattern: str | None, stored: StoredTensor) -> None:
-        self._parts.setdefault(pattern, []).append(stored)
+        self._by_pattern.setdefault(pattern, []).append(stored)
 
     def in_order(self, name: str, tensor: Tensor, files: WeightFiles) -> tuple[StoredTensor, ...]:
         """Returns the stored tensors in the order of the flattened parameter's elements."""
@@ -436,7 +436,7 @@ class _Stack:
 
     def _runs(self, name: str, dims: int) -> list[StoredTensor]:
         if self._converter is None:
-            runs = [each for part in self._parts.values() for each in part]
+            runs = [each for stored in self._by_pattern.values() for each in stored]
             if len(runs) > 1:
                 raise CheckpointError(
                     f"{runs[0].name} and {runs[1].name} in the files are both {name} of the module"
@@ -444,22 +444,22 @@ class _Stack:
             return runs
         how = self._converter
         kinds = [(type(each).__name__, getattr(each, "dim", 0)) for each in how.operations]
-        parts = [
-            sorted(self._parts[each], key=lambda stored: _natural(stored.name))
+        by_source = [
+            sorted(self._by_pattern[each], key=lambda stored: _natural(stored.name))
             for each in how.source_patterns
-            if each in self._parts
+            if each in self._by_pattern
         ]
-        one_each = len({len(part) for part in parts}) == 1
-        stacked = kinds == [("MergeModulelist", 0)] and len(parts) == 1
+        one_each = len({len(each) for each in by_source}) == 1
+        stacked = kinds == [("MergeModulelist", 0)] and len(by_source) == 1
         joined = kinds == [("MergeModulelist", 0), ("Concatenate", 1)] and one_each and dims > 1
-        whole = kinds == [("Concatenate", 0)] and all(len(part) == 1 for part in parts)
+        whole = kinds == [("Concatenate", 0)] and all(len(each) == 1 for each in by_source)
         if not (stacked or joined or whole) or len(how.target_patterns) != 1:
             raise UnsupportedError(
-                f"pretrained: {name} is made of {parts[0][0].name} and others by "
+                f"pretrained: {name} is made of {by_source[0][0].name} and others by "
                 f"{[kind for kind, _ in kinds]}, which does not keep their elements in order; load "
                 "the model with from_pretrained() and pass it to shard()"
             )
-        return [each for row in zip(*parts, strict=True) for each in row]
+        return [each for row in zip(*by_source, strict=True) for each in row]
 
 
 def _fill(runs: Sequence[StoredTensor], shape: tuple[int, ...]) -> bool:
@@ -723,10 +723,10 @@ class Pretrained(WeightSource):
                 f"pretrained: {name} is made of {len(runs)} tensors in the files, of which this "
                 "rank has a part; load the model with from_pretrained() and divide it then"
             )
-        part = None
+        box = None
         if sharding is not None:
-            part = DTensorBox(sharding.shape, sharding.offsets, tuple(local_of(tensor).shape))
-        return StoredValues(self, runs, dtype or runs[0].dtype, part)
+            box = DTensorBox(sharding.shape, sharding.offsets, tuple(local_of(tensor).shape))
+        return StoredValues(self, runs, dtype or runs[0].dtype, box)
 
     def initialize(self, module: nn.Module) -> None:
         assert self._fill is not None
@@ -762,7 +762,7 @@ class StoredValues(Values):
         source: reads them.
         runs: the stored tensors whose elements follow each other.
         dtype: that the elements get first: the parameter's in the module, or that of the files.
-        part: which part of it this rank has; None for all.
+        box: which elements of it this rank has; None for all.
     """
 
     def __init__(
@@ -770,12 +770,12 @@ class StoredValues(Values):
         source: Pretrained,
         runs: Sequence[StoredTensor],
         dtype: torch.dtype | None,
-        part: DTensorBox | None,
+        box: DTensorBox | None,
     ) -> None:
         self._source = source
         self._runs = runs
         assert dtype is not None
-        self._dtype, self._part = dtype, part
+        self._dtype, self._box = dtype, box
 
     @property
     def dtype(self) -> torch.dtype:
@@ -785,8 +785,8 @@ class StoredValues(Values):
         self._source.read(lambda files: self._read(files, begin, out))
 
     def _read(self, files: WeightFiles, begin: int, out: Tensor) -> None:
-        if self._part is not None:
-            for box in DTensorShard(self._part, begin, out).boxes():
+        if self._box is not None:
+            for box in DTensorShard(self._box, begin, out).boxes():
                 files.read_box(self._runs[0], box.offsets, box.local, self._dtype)
             return
         first = 0

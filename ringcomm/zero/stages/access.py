@@ -405,12 +405,12 @@ class _Access:
         sharers = self.sharded.setting.sharers
         assert sharers is not None and self.bucket is not None
         everything = Chunk(first, first + flat.numel())
-        parts = []
+        pieces = []
         for chunk in self.bucket.layout.chunks(sharers):
             low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
             here = Segment(low, max(low, high), self.index)
-            parts.append(within(flat, everything, here))
-        return parts
+            pieces.append(within(flat, everything, here))
+        return pieces
 
     def shown(self, flat: Tensor, local: bool) -> Tensor:
         """Returns a whole flattened tensor as it was asked for: flat, or as the parameter lies."""
@@ -433,18 +433,18 @@ class _Access:
         if value.device != self.sharded.setting.device:
             device = self.sharded.setting.device
             raise self.fail(f"value: expected a tensor on {device}, got one on {value.device}")
-        part = value if local else self._part_of(value)
+        own = value if local else self._own_of(value)
         chunk = Chunk(0, 0) if self.bucket is None else self.bucket.chunk
         low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
         elems = max(0, high - low)
         expected = (elems,) if local else self.spec.shape
-        if tuple(part.shape) != expected:
-            raise self.fail(f"value: expected shape {expected}, got {tuple(part.shape)}")
-        flat = part.detach().reshape(-1).to(torch.float32)
+        if tuple(own.shape) != expected:
+            raise self.fail(f"value: expected shape {expected}, got {tuple(own.shape)}")
+        flat = own.detach().reshape(-1).to(torch.float32)
         begin = low - self.segment.begin
         return flat if local else flat[begin : begin + elems]
 
-    def _part_of(self, value: Tensor) -> Tensor:
+    def _own_of(self, value: Tensor) -> Tensor:
         """Returns this rank's part of a value that is whole, or a DTensor as the parameter is."""
         sharding = self.spec.sharding
         if is_distributed(value):

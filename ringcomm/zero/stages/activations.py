@@ -324,12 +324,12 @@ class ActivationStore:
         """Submits the writes of a content; what is in the storage was copied when this returns."""
         whole = _bytes_of(storage, content.begin, content.size_bytes)
         for at in range(0, content.size_bytes, self._piece_bytes):
-            part = whole[at : at + self._piece_bytes]
+            piece = whole[at : at + self._piece_bytes]
             slot = self._slot()
-            slot[: part.numel()].copy_(part)
-            extent = self._take_extent(part.numel())
+            slot[: piece.numel()].copy_(piece)
+            extent = self._take_extent(piece.numel())
             content.extents.append(extent)
-            pages = slot[: rounded_up(part.numel())]
+            pages = slot[: rounded_up(piece.numel())]
             self._writing.append((slot, self.scratch.write(extent.number, pages)))
 
     def _take_extent(self, size_bytes: int) -> _StoredExtent:

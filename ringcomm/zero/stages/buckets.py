@@ -205,12 +205,12 @@ class ReplicatedBucket(ParamBucket):
 
     def settle(self, async_op: bool = False) -> Work | None:
         chunks = self.layout.chunks(self.comm)
-        parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
+        gathered = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
         if self.compression is None:
-            return self.comm.all_gather(parts, parts[self.comm.rank], async_op=async_op)
+            return self.comm.all_gather(gathered, gathered[self.comm.rank], async_op=async_op)
         assert self.wide is not None
         return self.comm.steps.all_gather_quantized(
-            self.wide, parts, self.compression, async_op=async_op
+            self.wide, gathered, self.compression, async_op=async_op
         )
 
     def check(self) -> None:

@@ -228,8 +228,8 @@ def _put_in(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> No
     names = [name for name in state if name.startswith(prefix)]
     # The module inside may have a child of the same name.
     first = f"{wrapped}{key}." if inner is not None and key in inner._modules else wrapped
-    has_part = all(name.startswith(wrapped) for name in names)
-    if not (has_part and any(name.startswith(first) for name in names)):
+    is_wrapped = all(name.startswith(wrapped) for name in names)
+    if not (is_wrapped and any(name.startswith(first) for name in names)):
         _replace_prefix(state, prefix, wrapped)
 
 

@@ -114,9 +114,9 @@ class ReplicatedPlan(StagePlan):
         if self._comm.num_nodes == 1:
             self._comm.all_gather_into_tensor(whole, own)
         else:
-            parts = whole.chunk(world)
+            chunks = whole.chunk(world)
             indices = map(self._comm.shard_index_of, range(world))
-            self._comm.all_gather([parts[index] for index in indices], own)
+            self._comm.all_gather([chunks[index] for index in indices], own)
         self.backend.update_shard(bucket, whole)
 
 

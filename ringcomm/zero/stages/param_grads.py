@@ -435,22 +435,22 @@ class ModuleGradients:
 
     # ---- what needs no other rank ---------------------------------------------------------------
 
-    def _parts(self, own: ParamGradient) -> list[Tensor]:
+    def _terms(self, own: ParamGradient) -> list[Tensor]:
         """Returns all tensors of this rank whose sum over the ranks is the gradient."""
         engine, param = self._engine, own._param()
         engine.order.settle()
-        parts: list[Tensor] = []
+        terms: list[Tensor] = []
         grad = None if param is None else grad_of(param)
         if grad is not None:
-            parts.append(local_of(grad))
+            terms.append(local_of(grad))
         if engine.reduction is not None:
-            parts += engine.reduction.parts(*own._position)
+            terms += engine.reduction.terms(*own._position)
         elif self._has_sum(own):
             optimizer = self._optimizer()
             assert optimizer is not None and optimizer.accumulator is not None
             assert param is not None
-            parts.append(optimizer.accumulator.sum_of(param))
-        return parts
+            terms.append(optimizer.accumulator.sum_of(param))
+        return terms
 
     def _scale(
         self, own: ParamGradient, name: str, rest: Sequence[Any], kwargs: dict[str, Any]
@@ -465,11 +465,11 @@ class ModuleGradients:
             self._refuse_in_backward(name)
         reduced = self._reduced(own)
         current = reduced is not None and reduced.is_current
-        parts = self._parts(own)
+        terms = self._terms(own)
         if current and reduced is not None and self._engine.reduction is None:
-            parts.append(reduced.piece())
-        for part in parts:
-            getattr(part, name)(*rest, **kwargs)
+            terms.append(reduced.piece())
+        for term in terms:
+            getattr(term, name)(*rest, **kwargs)
         if current and reduced is not None:
             self._wrote(reduced)
 

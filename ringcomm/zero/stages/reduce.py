@@ -365,7 +365,7 @@ class Buffers:
         self._whole: dict[int, Tensor] = {}
         # More than there are in a gap.
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._parts: dict[tuple[int, int], BufferView] = {}
+        self._views: dict[tuple[int, int], BufferView] = {}
 
     def get(self, bucket: GradientBucket, must: bool) -> BufferView | None:
         """Returns a buffer, which holds anything; None if all are in use.
@@ -387,9 +387,9 @@ class Buffers:
         else:
             return None
         key = whole.data_ptr(), bucket.number
-        if key not in self._parts:
-            self._parts[key] = _view_of(whole, bucket.stored, self._zeros[dtype])
-        return self._parts[key]
+        if key not in self._views:
+            self._views[key] = _view_of(whole, bucket.stored, self._zeros[dtype])
+        return self._views[key]
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
@@ -855,7 +855,7 @@ class Reduction:
             self.updates.forget()
         self.buckets[number].zeroed.add(index)
 
-    def parts(self, number: int, index: int) -> list[Tensor]:
+    def terms(self, number: int, index: int) -> list[Tensor]:
         """Returns all that this rank has of a parameter's gradient besides ``p.grad``.
 
         Their sum over the ranks, each element being in one shard, is the gradient.
@@ -863,12 +863,12 @@ class Reduction:
         self._fill_cleared()
         self.wait()
         bucket = self.buckets[number]
-        parts = list(bucket.unreduced(index))
+        found = list(bucket.unreduced(index))
         if number in self.kept:
-            parts.append(bucket.stored.params[index].view(self.kept[number]))
+            found.append(bucket.stored.params[index].view(self.kept[number]))
         if bucket.holds:
-            parts.append(bucket.piece(index))
-        return parts
+            found.append(bucket.piece(index))
+        return found
 
     def _fill_cleared(self) -> None:
         """Fills what was cleared with zeros; see NOTE [Gradients cleared one by one]."""

@@ -433,16 +433,16 @@ def unsharded(
         Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
             anything: changes are gone at stage 3, and at lower stages stay this rank's own.
     """
-    parts = _engines_and_parts(module)
+    engines = _engines_and_params(module)
     if write_from is not None:
-        with _on_all(parts):
-            _check_writing(parts, write_from)
+        with _on_all(engines):
+            _check_writing(engines, write_from)
     with ExitStack() as here:
-        for engine, part in parts:
+        for engine, only in engines:
             units = [
                 unit
                 for unit in engine.setup.units
-                if part is None or any(id(param) in part for param in unit.params.values())
+                if only is None or any(id(param) in only for param in unit.params.values())
             ]
             here.enter_context(engine.unsharded(units))
             if engine.unsharder is not None:
@@ -451,26 +451,26 @@ def unsharded(
         if write_from is None:
             yield
             return
-        with _on_all(parts):
+        with _on_all(engines):
             yield
-        for engine, part in parts:
-            _take_changes(engine, write_from, part)
+        for engine, only in engines:
+            _take_changes(engine, write_from, only)
 
 
-_Parts = Sequence[tuple[ShardEngine, frozenset[int] | None]]
+_Engines = Sequence[tuple[ShardEngine, frozenset[int] | None]]
 
 
 @contextmanager
-def _on_all(parts: _Parts) -> Iterator[None]:
+def _on_all(engines: _Engines) -> Iterator[None]:
     """Has what raises inside raise on all ranks of the engines; collective."""
     with ExitStack() as ranks:
-        for engine, _ in parts:
+        for engine, _ in engines:
             ranks.enter_context(all_or_none(engine.comm, "unsharded", engine.mesh))
         yield
 
 
-def _check_writing(parts: _Parts, write_from: int) -> None:
-    for engine, _ in parts:
+def _check_writing(engines: _Engines, write_from: int) -> None:
+    for engine, _ in engines:
         engine.check_values("unsharded")
         world_size = engine.comm.world_size
         if type(write_from) is not int or not 0 <= write_from < world_size:
@@ -479,7 +479,7 @@ def _check_writing(parts: _Parts, write_from: int) -> None:
             )
 
 
-def _engines_and_parts(
+def _engines_and_params(
     module: nn.Module | Tensor | Iterable[Tensor],
 ) -> list[tuple[ShardEngine, frozenset[int] | None]]:
     """Returns the engines of parameters, each with the ``id`` of its own; None for all that it has.
@@ -503,7 +503,7 @@ def _engines_and_parts(
         found.setdefault(_engine_of_param(param), set()).add(id(param))
     if not found:
         raise ArgumentError("unsharded: expected parameters of sharded modules, got none")
-    return [(engine, frozenset(part)) for engine, part in found.items()]
+    return [(engine, frozenset(own)) for engine, own in found.items()]
 
 
 def _engine_of_param(param: Tensor) -> ShardEngine:
@@ -528,7 +528,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     engine = engine_of(module, "full_state_dict")
     with ExitStack() as here:
-        for each, _ in _engines_and_parts(module):
+        for each, _ in _engines_and_params(module):
             here.enter_context(each.unsharded(each.setup.units))
         state = engine.setup.module.state_dict()
         return {
@@ -538,26 +538,26 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @normal_tensors()
-def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -> None:
+def _take_changes(engine: ShardEngine, rank: int, only: frozenset[int] | None) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective.
 
     Args:
         engine: the engine of the parameters.
         rank: the rank that has changed them.
-        part: ``id`` of the parameters; None for all.
+        only: ``id`` of the parameters; None for all.
     """
     comm = engine.comm
     engine.check_all("unsharded")
     named = dict(engine.named_parameters())
-    names = [name for name, param in named.items() if part is None or id(param) in part]
+    names = [name for name, param in named.items() if only is None or id(param) in only]
     told = {"parameters": names, "write_from": rank}
     check_agreement(comm, "unsharded", {"options": told})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     engine.count_change([named[name] for name in names])
     with engine.together("unsharded"):
-        _broadcast(engine, named, rank, part)
-        refresh_masters(engine, part)
+        _broadcast(engine, named, rank, only)
+        refresh_masters(engine, only)
         follow_quantized(engine)
     comm.barrier()
     if requantize(engine):
@@ -574,30 +574,30 @@ def _unshard_again(engine: ShardEngine) -> None:
 
 
 def _broadcast(
-    engine: ShardEngine, named: Mapping[str, Tensor], rank: int, part: frozenset[int] | None
+    engine: ShardEngine, named: Mapping[str, Tensor], rank: int, only: frozenset[int] | None
 ) -> None:
     """Gives all ranks one rank's unsharded parameters, of which each keeps its own; collective."""
     comm = engine.comm
     bucketed: set[int] = set()
     for bucket in (*engine.stored, *engine.setup.stored_frozen):
         assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
-        for begin, end in _changed_in(bucket, part):
+        for begin, end in _changed_in(bucket, only):
             comm.broadcast(bucket.flat[begin:end], rank)
             if isinstance(bucket, ShardedBucket):
                 bucket.keep_own(begin, end)
         if isinstance(bucket, ShardedBucket):
-            bucket.accept_changes(part)
-        if part is None and bucket.compression is None:
+            bucket.accept_changes(only)
+        if only is None and bucket.compression is None:
             bucket.wide = None
         bucketed.update(id(each.param) for each in bucket.params)
     for param in named.values():
-        if id(param) not in bucketed and param.numel() and (part is None or id(param) in part):
+        if id(param) not in bucketed and param.numel() and (only is None or id(param) in only):
             comm.broadcast(local_of(param).detach(), rank)
 
 
-def _changed_in(bucket: ParamBucket, part: frozenset[int] | None) -> list[tuple[int, int]]:
-    """Returns the runs of a bucket's elements that parameters of a part fill; None for all."""
-    chosen = [each for each in bucket.params if part is None or id(each.param) in part]
+def _changed_in(bucket: ParamBucket, only: frozenset[int] | None) -> list[tuple[int, int]]:
+    """Returns the runs that parameters of these ``id`` fill in a bucket; None for all."""
+    chosen = [each for each in bucket.params if only is None or id(each.param) in only]
     if len(chosen) == len(bucket.params):
         return [(0, bucket.layout.elems)]
     return [(each.begin, each.end) for each in chosen]

@@ -164,8 +164,8 @@ def train(stage, settings, folder, rank, world_size):
         (1, {}),
         (2, {"checkpoint": "sharded"}),
         (3, {}),
-        (3, {"checkpoint": "sharded", "part": "net", "options": MIXED}),
-        (2, {"part": "net", "options": MIXED}),
+        (3, {"checkpoint": "sharded", "submodule": "net", "options": MIXED}),
+        (2, {"submodule": "net", "options": MIXED}),
     ],
     ids=["1-full", "2-sharded", "3-full", "3-sharded-bf16", "2-full-bf16"],
 )
@@ -302,7 +302,7 @@ def refusals(folder, rank, world_size):
     module = make_module()
     module.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ArgumentError, match="in 'net', but scale is outside"):
-        attempt(RingcommStrategy(1, part="net"), module)
+        attempt(RingcommStrategy(1, submodule="net"), module)
 
 
 def test_what_cannot_be_is_refused(ranks, tmp_path):
