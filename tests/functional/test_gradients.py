@@ -108,7 +108,7 @@ def test_a_wrong_second_order_is_noticed(worlds, monkeypatch, case):
         gradgradcheck(function, leaves, fast_mode=True)
 
 
-def own_part(operator, name):
+def on_this_rank(operator, name):
     """Gradients that stay on their rank: what one gets who forgets the other ranks."""
 
     def local(grad, *rest):
@@ -131,11 +131,11 @@ def summed(operator, name):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("all_gather", own_part),
-        ("reduce_scatter", own_part),
-        ("all_reduce", own_part),
-        ("all_to_all", own_part),
-        ("broadcast", own_part),
+        ("all_gather", on_this_rank),
+        ("reduce_scatter", on_this_rank),
+        ("all_reduce", on_this_rank),
+        ("all_to_all", on_this_rank),
+        ("broadcast", on_this_rank),
         ("all_reduce AVG", summed),
         ("all_to_all uneven", swapped),
     ],

@@ -26,7 +26,7 @@ SAVED = re.compile(r"Save (?:it|this) as `([\w.]+)`")
 FOREIGN = {"Python.h", "cuda.h", "file.py", "mpi.h", "zero_to_fp32.py"}
 
 
-def python_parts(text: str) -> tuple[str, str]:
+def told_and_code(text: str) -> tuple[str, str]:
     """The comments and docstrings of Python text, and the rest of it."""
     lines = text.splitlines()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -57,7 +57,7 @@ def prose_and_code(path: Path) -> tuple[str, str]:
     """The prose of a file (comments, docstrings, Markdown) and the rest of its text."""
     text = path.read_text()
     if path.suffix == ".py":
-        return python_parts(text)
+        return told_and_code(text)
     if path.suffix in CPP_ENDINGS:
         return split(text, r"//[^\n]*|/\*.*?\*/")
     if path.suffix == ".md":

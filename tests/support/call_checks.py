@@ -120,13 +120,13 @@ def check_reduce_scatter_list(comm: Communicator, case: Case) -> None:
     world, rank = comm.world_size, comm.rank
     counts = [case.count * each // 2 for each in range(world)]
 
-    def part(of: int, to: int) -> torch.Tensor:
+    def operand_of(of: int, to: int) -> torch.Tensor:
         return operand(counts[to], of + 2 * to, world, case.dtype, case.op)
 
-    sources = [put(comm, part(rank, to), case.memory, to) for to in range(world)]
+    sources = [put(comm, operand_of(rank, to), case.memory, to) for to in range(world)]
     output = sources[rank] if case.in_place else room(comm, counts[rank], case.dtype, case.memory)
     _end(comm.reduce_scatter(output, sources, op_of(case.op), case.async_op))
-    want = reduced([part(of, rank) for of in range(world)], case.op)
+    want = reduced([operand_of(of, rank) for of in range(world)], case.op)
     _expect(comm, case, equal(on_host(output), want))
 
 

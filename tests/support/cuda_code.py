@@ -238,7 +238,7 @@ def compile_text(
 
 # The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
 # one of those that move.
-_PART = re.compile(
+_SUBUNIT = re.compile(
     r"^RC_(?:(?:REDUCE|ADAMW|QUANT)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
 )
 
@@ -251,14 +251,17 @@ def kernels_of(name: str) -> set[str]:
     """Returns the kernels that :func:`compile_unit` makes of ``name``."""
     if "/shard_" in name:
         return {k for k in kernels_of(name.replace("/shard_", "/")) if "_step_" not in k}
-    unit, _, part = name.partition("/")
-    parts = set(_PART.findall(units.read_source(units.source_root(), units.UNITS[unit]).text))
+    unit, _, subunit = name.partition("/")
+    subunits = set(_SUBUNIT.findall(units.read_source(units.source_root(), units.UNITS[unit]).text))
     kernels = units.UNITS[unit].kernels
-    if not part:
+    if not subunit:
         return set(kernels)
-    # By the longest: rc_ll_move is of the part ll_move.
-    of = {k: max((p for p in parts if k.endswith(f"_{p}")), key=len, default=part) for k in kernels}
-    return {kernel for kernel, its_part in of.items() if its_part == part}
+    # By the longest: rc_ll_move is of the subunit ll_move.
+    of = {
+        k: max((p for p in subunits if k.endswith(f"_{p}")), key=len, default=subunit)
+        for k in kernels
+    }
+    return {kernel for kernel, its in of.items() if its == subunit}
 
 
 def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
@@ -273,16 +276,16 @@ def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
     if "/shard_" in name:
         text, headers, macros = unit_source(name.replace("/shard_", "/"))
         return _STEP.sub("", text), headers, macros
-    name, _, part = name.partition("/")
+    name, _, subunit = name.partition("/")
     unit = units.UNITS[name]
     source = units.read_source(units.source_root(), unit)
-    text = _PART.sub(lambda line: line[0] if line[1] == part else "", source.text)
+    text = _SUBUNIT.sub(lambda line: line[0] if line[1] == subunit else "", source.text)
     macros = [f"-D{macro}" for macro in unit.macros]
-    return text if part else source.text, dict(source.headers), macros
+    return text if subunit else source.text, dict(source.headers), macros
 
 
 def compile_unit(name: str, target: str) -> Binary:
-    """Compiles one unit of the kernels, or a part of it, with NVRTC.
+    """Compiles one unit of the kernels, or a subunit, with NVRTC.
 
     Args:
         name: as of :func:`unit_source`.

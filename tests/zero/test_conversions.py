@@ -40,15 +40,15 @@ NO_OPS: dict[str, Callable[[Any], Any]] = {
     "device and dtype": lambda m: m.to("cpu:0", torch.float32, True),
     "other tensor": lambda m: m.to(torch.zeros(1)),
     # Module.type() converts integers, too, which batch norms count in.
-    "type": lambda m: [part.type(torch.float32) for part in parts_in_floats(m)] and m,
-    "type by name": lambda m: [part.type("torch.FloatTensor") for part in parts_in_floats(m)] and m,
+    "type": lambda m: [layer.type(torch.float32) for layer in layers_of(m)] and m,
+    "type by name": lambda m: [layer.type("torch.FloatTensor") for layer in layers_of(m)] and m,
     "memory format": lambda m: m.to(memory_format=torch.contiguous_format),
     "copy": lambda m: m._apply(torch.clone),
 }
 
 
-def parts_in_floats(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, (nn.Linear, nn.Conv1d))]
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if isinstance(layer, (nn.Linear, nn.Conv1d))]
 
 
 BASE = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Conv1d(1, 2, 3), nn.Flatten())

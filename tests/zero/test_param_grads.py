@@ -93,7 +93,7 @@ def zero_list(module: Any) -> None:
     torch._foreach_zero_(found or [torch.zeros(1)])
 
 
-def zero_parts(module: Any) -> None:
+def zero_submodules(module: Any) -> None:
     for block in module.inner.blocks:
         block.zero_grad()
 
@@ -110,7 +110,7 @@ CLEARED = {
     "compiled": lambda module: compiled(module.inner).zero_grad(),
     "torch's optimizer": lambda module: torch.optim.SGD(module.parameters()).zero_grad(),
     "to zero by torch's": lambda module: torch.optim.SGD(module.parameters()).zero_grad(False),
-    "parts": zero_parts,
+    "submodules": zero_submodules,
     "None": none_each,
     "del": delete_each,
     "zero_": zero_each,
@@ -243,7 +243,7 @@ def clip_all(module: Any) -> list[Tensor]:
     return [utils.clip_grad_norm_(module.parameters(), 0.5)]
 
 
-def clip_parts(module: Any) -> list[Tensor]:
+def clip_each(module: Any) -> list[Tensor]:
     kinds = (1.0, 2.0, 3.0, math.inf)
     return [
         utils.clip_grad_norm_(param, 0.01, kind)
@@ -281,7 +281,7 @@ def by_hand(module: Any) -> list[Tensor]:
 
 @covering(
     strength=1,
-    change=[clip_all, clip_parts, clip_values, clip_apart, by_hand],
+    change=[clip_all, clip_each, clip_values, clip_apart, by_hand],
     options={"one pass": None, "two passes": AdamWOptions(check_finite=True)},
 )
 def test_what_torch_changes_is_what_the_step_takes(worlds, change, options):

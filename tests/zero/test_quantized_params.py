@@ -369,7 +369,7 @@ def write_unsharded(module: Any, param: Tensor) -> None:
         param.data.view(-1)[5] = 9.0
 
 
-def write_unsharded_part(module: Any, param: Tensor) -> None:
+def write_one_unsharded(module: Any, param: Tensor) -> None:
     with zero.unsharded(param, write_from=1):
         param.data.view(-1)[5] = 9.0
 
@@ -390,7 +390,7 @@ def write_master(module: Any, param: Tensor) -> None:
 
 WRITES: dict[str, Callable[[Any, Tensor], None]] = {
     "unsharded": write_unsharded,
-    "a part unsharded": write_unsharded_part,
+    "one unsharded": write_one_unsharded,
     "writing_shards": write_shards,
     "set_master": write_master,
 }

@@ -165,7 +165,7 @@ BENCHMARK = {
 }
 OF_RUNS: tuple[dict[str, Any], ...] = (
     BENCHMARK,
-    {"passed": True, "parts": {"a": BENCHMARK}},
+    {"passed": True, "runs": {"a": BENCHMARK}},
     {
         "options": {"stage": 2},
         "ranks": 2,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ringcomm import _native
 from tests import ptx_interpreter as ptx
-from tests.proof.ptx.small_jobs import part_of
+from tests.proof.ptx.small_jobs import subunit_of
 from tests.ptx_interpreter import PtxSchedule, RefusedError
 from tests.support.device_worlds import Devices
 from tests.support.emulator.ptx import PtxKernels, ptx_of
@@ -42,26 +42,26 @@ def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
 
 def check(devices: Devices, differences: Differences) -> None:
     """Asserts that there are no differences, and that no kernel did anything wrong."""
-    assert list(differences(end_of(devices, PtxKernels(PtxSchedule(7), part=part_of)))) == []
+    assert list(differences(end_of(devices, PtxKernels(PtxSchedule(7), subunit=subunit_of)))) == []
     assert ptx.failure() is None
     ptx.forget_allowed()
 
 
 def check_seen(
-    devices: Devices, part: str, mutant: tuple[str, str], differences: Differences
+    devices: Devices, subunit: str, mutant: tuple[str, str], differences: Differences
 ) -> None:
-    """Asserts that a mutant of a part of a unit makes differences, or does something wrong.
+    """Asserts that a mutant of a subunit makes differences, or does something wrong.
 
     Args:
         devices: where it runs.
-        part: as of ``ptx_of``.
+        subunit: as of ``ptx_of``.
         mutant: a pattern of the text, and what it becomes.
         differences: finds them.
     """
-    whole = ptx_of(part)
+    whole = ptx_of(subunit)
     changed = re.sub(*mutant, whole)
     assert changed != whole
-    kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
+    kernels = PtxKernels(subunit=subunit_of, text_of=lambda subunit: changed)
     try:
         found: object = next(differences(end_of(devices, kernels)), None)
     except RefusedError:  # such a text shows nothing

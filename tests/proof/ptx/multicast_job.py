@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from ringcomm import Communicator, ReduceOp
-from tests.proof.ptx.small_jobs import part_of
+from tests.proof.ptx.small_jobs import subunit_of
 from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import MEMORIES, OPTIONS, Devices, on_host, put, room
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 UNIT = "multicast_float32"
-# Each of the two channels has parts of 256 bytes for two ranks, of 128 for four.
+# Each of the two channels has pieces of 256 bytes for two ranks, of 128 for four.
 WINDOW_BYTES = 2048
 # Fewer bytes than a vector has; all of one piece; an odd number of several.
 COUNTS = (3, 555)
@@ -37,14 +37,14 @@ def multicast_kernels(
 
     ``text`` is that of ``UNIT``, if another one than the compiler's is wanted.
     """
-    texts = {part: ptx_of(part) for part in ("move", "reduce_float32/sum", UNIT)}
+    texts = {subunit: ptx_of(subunit) for subunit in ("move", "reduce_float32/sum", UNIT)}
     if text is not None:
         texts[UNIT] = text
 
-    def text_of(part: str) -> str:
-        return texts[part] if part in texts else ptx_of(part)
+    def text_of(subunit: str) -> str:
+        return texts[subunit] if subunit in texts else ptx_of(subunit)
 
-    return PtxKernels(schedule or PtxSchedule(), strict=strict, part=part_of, text_of=text_of)
+    return PtxKernels(schedule or PtxSchedule(), strict=strict, subunit=subunit_of, text_of=text_of)
 
 
 def values_of(comm: Communicator, turn: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:

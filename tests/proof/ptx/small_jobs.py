@@ -3,9 +3,9 @@
 Together they take the kernels through every way that data goes: one-shot and ring, out of the heap
 with no copy and through slots, LL, messages, the optimizer's steps. What a rank has lent for a
 call is written over on the stream right behind it. Run as a program it does one job with the PTX of
-its kernels, in which the named lines of a part order nothing, and with a slip, if one is named:
+its kernels, in which the named lines of a subunit order nothing, and with a slip, if one is named:
 
-    python -m tests.proof.ptx.small_jobs JOB '{PART: [LINE, ...], ...}' [SLIP]
+    python -m tests.proof.ptx.small_jobs JOB '{SUBUNIT: [LINE, ...], ...}' [SLIP]
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ SLIPS = {
 }
 
 
-def part_of(unit: str, kernel: str) -> str:
-    """The smallest part of a unit that a kernel can be taken from."""
+def subunit_of(unit: str, kernel: str) -> str:
+    """The smallest subunit that a kernel can be taken from."""
     if unit.startswith(("reduce_", "quantize_")):
         return f"{unit}/{kernel.rsplit('_', 1)[1]}"
     if unit.startswith("adamw_"):
-        # Those of no dtype of parameters are in every part: the one that is loaded in any case.
+        # Those of no dtype of parameters are in every subunit: the one that is loaded in any case.
         last, grads = kernel.rsplit("_", 1)[1], unit.removeprefix("adamw_")
         return f"{unit}/{last if last in ('float32', 'bfloat16', 'float16') else grads}"
     return unit
@@ -464,13 +464,13 @@ def run(job: str, kernels: PtxKernels) -> None:
 def main() -> None:
     job, changes, *slips = sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:]
 
-    def text_of(part: str) -> str:
-        text = without(ptx_of(part), changes.get(part, ()))
+    def text_of(subunit: str) -> str:
+        text = without(ptx_of(subunit), changes.get(subunit, ()))
         for slip in slips:
             text = re.sub(*SLIPS[slip], text)
         return text
 
-    kernels = PtxKernels(PtxSchedule(even_are_late=True), part=part_of, text_of=text_of)
+    kernels = PtxKernels(PtxSchedule(even_are_late=True), subunit=subunit_of, text_of=text_of)
     try:
         run(job, kernels)
     except (AssertionError, RingcommError, DriverError) as error:

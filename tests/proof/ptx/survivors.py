@@ -1,6 +1,6 @@
 """The search for mutants of the PTX that no job shows, and for reasons that explain none.
 
-A mutant is a pair: where it is made (a job, or a part of a unit), and the name of its access. A
+A mutant is a pair: where it is made (a job, or a subunit), and the name of its access. A
 reason is a pattern of such names, as ``ACCESS`` or as ``WHERE: ACCESS``.
 """
 

@@ -1,7 +1,7 @@
 """The CUDA units' PTX, executed on emulated devices, computes what the host does, bit for bit.
 
 Memory is at its worst there: a load sees what an acquire has shown and no more. ``make ptx-check``
-runs all tests of devices in this way. To compile a part of a unit takes seconds, so ``make test``
+runs all tests of devices in this way. To compile a subunit takes seconds, so ``make test``
 has the narrowest elements and those of the sums, and an optimizer's step of each form;
 RINGCOMM_PTX_CHECK=all has all.
 """
@@ -23,7 +23,7 @@ from ringcomm.algorithms import spelled
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.comm.device.test_device_bits import drawn, reduced_on_host
 from tests.comm.device.test_device_steps import RULES, same_as_on_host
-from tests.proof.ptx.small_jobs import part_of
+from tests.proof.ptx.small_jobs import subunit_of
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import nvrtc
 from tests.support.call_checks import (
@@ -56,9 +56,9 @@ AT_RANDOM = PtxSchedule(7, even_are_late=True)
 
 @contextmanager
 def ptx_devices(schedule: PtxSchedule) -> Iterator[Devices]:
-    for part in ("move", "reduce_float32/sum"):
-        ptx_of(part)  # compiled now: ranks would be late at their rendezvous
-    made = Devices("emulated", ptx=PtxKernels(schedule, part=part_of))
+    for subunit in ("move", "reduce_float32/sum"):
+        ptx_of(subunit)  # compiled now: ranks would be late at their rendezvous
+    made = Devices("emulated", ptx=PtxKernels(schedule, subunit=subunit_of))
     yield made
     made.close()
 

@@ -2,7 +2,7 @@
 
 Each is run on the interpreter in jobs whose results are known (small_jobs.py), and must be seen
 there, as a wrong result or as an access that must not be. ``make test`` takes a mutant of each
-kind, and RINGCOMM_PTX_CHECK=all every access that a job comes to, in each part of a unit that has
+kind, and RINGCOMM_PTX_CHECK=all every access that a job comes to, in each subunit that has
 it: one of the jobs that come to it must see it, or the reason is here.
 """
 
@@ -58,7 +58,7 @@ if EVERYTHING:
         "too few lanes at a shuffle": "norm alone",
     }
 # Texts in which the templates of all CUDA units are: those of other types differ by arithmetic.
-PARTS = ("move", "reduce_float32/sum", "adamw_float32/float32")
+SUBUNITS = ("move", "reduce_float32/sum", "adamw_float32/float32")
 
 TRIES = 3  # of a job: on a busy machine ranks may be late at their rendezvous
 
@@ -109,14 +109,14 @@ LONG_WAITS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job said: of which lines each part's kernels came to, or how it failed."""
+    """What a job said: of which lines each subunit's kernels came to, or how it failed."""
 
     reached: Mapping[str, list[int]]
     failed: str | None
 
 
 def do(job: str, changes: Mapping[str, list[int]], *slips: str) -> Outcome:
-    """Does a job in a process of its own, with changes made to the texts of its parts.
+    """Does a job in a process of its own, with changes made to the texts of its subunits.
 
     Fails where the process did not come to say how the job ended: that shows nothing.
     """
@@ -131,11 +131,11 @@ def do(job: str, changes: Mapping[str, list[int]], *slips: str) -> Outcome:
 
 @cache
 def accesses() -> dict[str, dict[str, list[int]]]:
-    """The lines of every access that orders memory, by its name and by part."""
+    """The lines of every access that orders memory, by its name and by subunit."""
     found: dict[str, dict[str, list[int]]] = {}
-    for part in PARTS:
-        for name, copies in orderings(ptx_of(part)).items():
-            found.setdefault(name, {})[part] = [each.line for each in copies]
+    for subunit in SUBUNITS:
+        for name, copies in orderings(ptx_of(subunit)).items():
+            found.setdefault(name, {})[subunit] = [each.line for each in copies]
     return found
 
 
@@ -167,14 +167,14 @@ def test_a_slip_is_seen(sample: dict[str, Future[Outcome]], slip: str) -> None:
 
 
 def _jobs_by_mutant(pool: ThreadPoolExecutor) -> dict[Mutant, list[str]]:
-    """The jobs that come to each access, of each part, when nothing is changed."""
+    """The jobs that come to each access, of each subunit, when nothing is changed."""
     found: dict[Mutant, list[str]] = {}
     for job, outcome in zip(JOBS, pool.map(lambda job: do(job, {}), JOBS), strict=True):
         assert outcome.failed is None, f"the job {job!r} fails with nothing changed"
-        for name, by_part in accesses().items():
-            for part, lines in by_part.items():
-                if set(lines) & set(outcome.reached.get(part, ())):
-                    found.setdefault((part, name), []).append(job)
+        for name, by_subunit in accesses().items():
+            for subunit, lines in by_subunit.items():
+                if set(lines) & set(outcome.reached.get(subunit, ())):
+                    found.setdefault((subunit, name), []).append(job)
     return found
 
 
@@ -183,8 +183,8 @@ def test_every_place_is_missed(pool: ThreadPoolExecutor) -> None:
     jobs = _jobs_by_mutant(pool)
 
     def outcome(mutant: Mutant) -> str:
-        part, name = mutant
-        lines = {part: accesses()[name][part]}
+        subunit, name = mutant
+        lines = {subunit: accesses()[name][subunit]}
         return next((said for job in jobs[mutant] if (said := do(job, lines).failed)), RIGHT)
 
     def outcomes(mutants: list[Mutant]) -> dict[Mutant, str]:

@@ -31,7 +31,7 @@ from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from tests import ptx_interpreter as ptx
 from tests.proof.compile.compiled import compile_kernel
-from tests.proof.ptx.small_jobs import part_of
+from tests.proof.ptx.small_jobs import subunit_of
 from tests.proof.ptx.triton_jobs import allow_all, open_context
 from tests.ptx_interpreter import PtxSchedule
 from tests.support.call_checks import (
@@ -75,7 +75,7 @@ def gpu() -> Iterator[PtxLauncher]:
 
 @pytest.fixture(scope="module")
 def devices(gpu: PtxLauncher) -> Iterator[Devices]:
-    made = Devices("emulated", devices=3, ptx=PtxKernels(part=part_of))
+    made = Devices("emulated", devices=3, ptx=PtxKernels(subunit=subunit_of))
     yield made
     made.close()
 

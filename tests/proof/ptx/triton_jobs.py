@@ -29,7 +29,7 @@ from ringcomm import Communicator
 from ringcomm._tl import adamw_launch, launch  # noqa: F401
 from ringcomm.algorithms import spelled
 from tests import ptx_interpreter as ptx
-from tests.proof.ptx.small_jobs import QUICK, new_values, part_of
+from tests.proof.ptx.small_jobs import QUICK, new_values, subunit_of
 from tests.proof.ptx.triton_accesses import accesses, without
 from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import Devices, on_host, put
@@ -177,7 +177,7 @@ def _outcome(job: str, mutant: str) -> str | list[str]:
         7 if mutant == ONE_WARP_LESS else None,
     )
     with executed(gpu):
-        devices = Devices("emulated", devices=3, ptx=PtxKernels(part=part_of))
+        devices = Devices("emulated", devices=3, ptx=PtxKernels(subunit=subunit_of))
         JOBS[job](devices, SHORT_S if mutant else OPTIONS.timeout_s)
         devices.close()
     if mutant:

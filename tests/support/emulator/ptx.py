@@ -38,7 +38,7 @@ def from_environment() -> PtxKernels | None:
 
 
 def ptx_of(unit: str, target: str = TARGET) -> str:
-    """Returns the PTX of a unit, or of a part of it: see ``cuda_code.unit_source``.
+    """Returns the PTX of a unit, or of a subunit: see ``cuda_code.unit_source``.
 
     It says of each instruction which line of the source it comes from. It is kept under ``build/``
     for whoever asks next, by a digest of all that it is made from.
@@ -85,14 +85,14 @@ class PtxKernels:
         schedule: of warps and lanes.
         strict: kernels may use memory of devices, and tensors that ``ptx_interpreter.allow`` was
             given, as it is with all that are passed to a call; else any memory of the process.
-        part: which part of a unit a kernel is taken from; default: the whole unit.
-        text_of: returns the PTX of a part, of which it may make a mutant.
+        subunit: which subunit a kernel is taken from; default: the whole unit.
+        text_of: returns the PTX of a subunit, of which it may make a mutant.
     """
 
     schedule: PtxSchedule = field(default_factory=PtxSchedule)
     strict: bool = True
-    part: Callable[[str, str], str] = lambda unit, kernel: unit
-    text_of: Callable[[str], str] = lambda part: ptx_of(part)
+    subunit: Callable[[str, str], str] = lambda unit, kernel: unit
+    text_of: Callable[[str], str] = lambda subunit: ptx_of(subunit)
     _modules: dict[str, int] = field(default_factory=dict, init=False)
     _kernels: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -108,16 +108,18 @@ class PtxKernels:
             return self._kernels[unit, name]
 
     def reached(self) -> dict[str, list[int]]:
-        """By part, the lines of its text that order memory and that kernels have come to."""
-        return {part: ptx_interpreter.reached(module) for part, module in self._modules.items()}
+        """By subunit, the lines of its text that order memory and that kernels have come to."""
+        return {
+            subunit: ptx_interpreter.reached(module) for subunit, module in self._modules.items()
+        }
 
     def _find(self, unit: str, name: str, like: int) -> int:
-        part = self.part(unit, name)
-        if part not in self._modules:
-            self._modules[part] = ptx_interpreter.load(self.text_of(part))
+        subunit = self.subunit(unit, name)
+        if subunit not in self._modules:
+            self._modules[subunit] = ptx_interpreter.load(self.text_of(subunit))
         handle = library().emulated_ptx_kernel(
-            self._modules[part], name.encode(), like, ctypes.byref(self.schedule)
+            self._modules[subunit], name.encode(), like, ctypes.byref(self.schedule)
         )
         if not handle:
-            raise RefusedError(f"no kernel {name} in the PTX of {part}")
+            raise RefusedError(f"no kernel {name} in the PTX of {subunit}")
         return int(handle)

@@ -31,8 +31,10 @@ def values(name: str, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(elems) + step * 1000 + len(name)).to(dtype)
 
 
-def part(whole: Tensor, cuts: Cuts, rank: int, shape: tuple[int, ...] | None = None) -> FlatShard:
-    """Rank ``rank``'s part of a flat tensor."""
+def flat_shard(
+    whole: Tensor, cuts: Cuts, rank: int, shape: tuple[int, ...] | None = None
+) -> FlatShard:
+    """Rank ``rank``'s shard of a flat tensor."""
     ends = [0, *cuts, whole.numel()]
     data = whole[ends[rank] : ends[rank + 1]].clone()
     return FlatShard(whole.numel(), ends[rank], data, shape)
@@ -46,7 +48,7 @@ def even_cuts(elems: int, world_size: int) -> list[int]:
 def state(step: int, rank: int = 0, world_size: int = 1) -> dict[str, FlatShard]:
     """This rank's parts of all tensors at a step."""
     return {
-        name: part(values(name, step), even_cuts(prod(shape), world_size), rank, shape)
+        name: flat_shard(values(name, step), even_cuts(prod(shape), world_size), rank, shape)
         for name, shape in SHAPES.items()
     }
 

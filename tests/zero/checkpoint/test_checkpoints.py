@@ -24,8 +24,8 @@ from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,
     files_below,
+    flat_shard,
     in_world,
-    part,
     save_step,
     state,
     values,
@@ -160,18 +160,26 @@ FLAWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "step": ({"step": 2}, MismatchError, "rank 0 saves step 1, rank 1 step 2"),
     "data": ({"data": 1}, MismatchError, "ranks 0 and 1 give different data; give what differs as"),
     "dtype": (
-        {"x": part(X.double(), [40], 1)},
+        {"x": flat_shard(X.double(), [40], 1)},
         MismatchError,
         "on rank 0 and .*float64.* on rank 1",
     ),
-    "elems": ({"x": part(X[:60], [40], 1)}, MismatchError, r"\[77\], \[77\]\] on rank 0 and .*60"),
+    "elems": (
+        {"x": flat_shard(X[:60], [40], 1)},
+        MismatchError,
+        r"\[77\], \[77\]\] on rank 0 and .*60",
+    ),
     "shape": (
-        {"x": part(X, [40], 1, (7, 11))},
+        {"x": flat_shard(X, [40], 1, (7, 11))},
         MismatchError,
         r"\[77\]\] on .*\[7, 11\]\] on rank 1",
     ),
-    "gap": ({"x": part(X, [41], 1)}, ArgumentError, "the pieces hold 76 of its 77 elements"),
-    "twice": ({"x": part(X, [39], 1)}, ArgumentError, r"overlap, .*rank-00000.*\(in rank-00001"),
+    "gap": ({"x": flat_shard(X, [41], 1)}, ArgumentError, "the pieces hold 76 of its 77 elements"),
+    "twice": (
+        {"x": flat_shard(X, [39], 1)},
+        ArgumentError,
+        r"overlap, .*rank-00000.*\(in rank-00001",
+    ),
 }
 
 
@@ -181,7 +189,7 @@ def test_ranks_that_do_not_fit_save_nothing(worlds, tmp_path, flaw):
 
     def work(ranks):
         mine = given if ranks.rank else {}
-        tensors = {"x": mine.get("x", part(X, [40], ranks.rank))}
+        tensors = {"x": mine.get("x", flat_shard(X, [40], ranks.rank))}
         checkpoints = Checkpoints(tmp_path, ranks=ranks)
         with pytest.raises(kind, match=message):
             checkpoints.save(mine.get("step", 1), tensors, data=mine.get("data", 0))
@@ -199,9 +207,13 @@ BAD_CONTENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         "expected a FlatShard, got Tensor",
     ),
-    "name": ({"tensors": {"": part(X, [], 0)}}, ArgumentError, "names as text that is not empty"),
-    "surrogate": ({"tensors": {"\ud800": part(X, [], 0)}}, ArgumentError, "names as text"),
-    "number": ({"tensors": {3: part(X, [], 0)}}, ArgumentError, "names as text"),
+    "name": (
+        {"tensors": {"": flat_shard(X, [], 0)}},
+        ArgumentError,
+        "names as text that is not empty",
+    ),
+    "surrogate": ({"tensors": {"\ud800": flat_shard(X, [], 0)}}, ArgumentError, "names as text"),
+    "number": ({"tensors": {3: flat_shard(X, [], 0)}}, ArgumentError, "names as text"),
     "rank tensor": ({"rank_tensors": {"x": 3}}, ArgumentError, "expected a tensor, got int"),
     "rank dtype": (
         {"rank_tensors": {"x": torch.ones(1, dtype=torch.complex64)}},

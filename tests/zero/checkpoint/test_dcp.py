@@ -34,8 +34,8 @@ from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,
     even_cuts,
+    flat_shard,
     in_world,
-    part,
     save_step,
     values,
 )
@@ -64,7 +64,7 @@ def save(path, rank, world_size):
     """Parts, grids, replicas and JSON values; the first rank has no part of the flat tensor."""
     cuts = [0, *even_cuts(1000, world_size - 1)]
     state = {
-        "flat": part(FLAT, cuts, rank, (10, 100)),
+        "flat": flat_shard(FLAT, cuts, rank, (10, 100)),
         "none": FlatShard(0, 0, torch.empty(0), (0, 3)),
         "grids": grids(),
         "whole": WHOLE,
@@ -76,9 +76,9 @@ def save(path, rank, world_size):
     dcp.save(state, storage_writer=writer, planner=SavePlanner())
 
 
-def expect(state, flat_part):
+def expect(state, flat):
     """Loaded, and to the last bit what was saved."""
-    assert torch.equal(state["flat"].local, flat_part)
+    assert torch.equal(state["flat"].local, flat)
     for name, grid in state["grids"].items():
         full = grid.full_tensor() if hasattr(grid, "full_tensor") else grid
         assert torch.equal(full, GRID), name
@@ -100,13 +100,13 @@ def blank(flat: FlatShard, empty_grids: dict[str, Any]) -> dict[str, Any]:
 
 def load(path, rank, world_size):
     cuts = [100 + each for each in even_cuts(900, world_size)]
-    own = part(torch.zeros(1000), cuts, rank)
+    own = flat_shard(torch.zeros(1000), cuts, rank)
     empty_grids = grids()
     for grid in empty_grids.values():
         grid.to_local().zero_()
     state = blank(own, empty_grids)
     dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
-    expect(state, part(FLAT, cuts, rank).local)
+    expect(state, flat_shard(FLAT, cuts, rank).local)
 
 
 def check_without_torch(path):
@@ -149,11 +149,12 @@ def test_two_ranks_save_and_any_load(two_ranks, three_ranks, tmp_path, backend):
 def load_unsharded(path, rank, world_size):
     cuts = {name: even_cuts(values(name, 1).numel(), world_size) for name in SHAPES}
     state = {
-        name: part(torch.zeros_like(values(name, 1)), each, rank) for name, each in cuts.items()
+        name: flat_shard(torch.zeros_like(values(name, 1)), each, rank)
+        for name, each in cuts.items()
     }
     dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
     for name, each in cuts.items():
-        assert torch.equal(state[name].local, part(values(name, 1), each, rank).local)
+        assert torch.equal(state[name].local, flat_shard(values(name, 1), each, rank).local)
 
 
 def test_what_is_saved_without_torch_is_loaded_with_it(worlds, two_ranks, three_ranks, tmp_path):
@@ -171,13 +172,13 @@ def test_what_is_saved_without_torch_is_loaded_with_it(worlds, two_ranks, three_
 
 
 def save_and_load_with_torch_alone(path, rank, world_size):
-    saved = part(FLAT, even_cuts(1000, world_size), rank)
+    saved = flat_shard(FLAT, even_cuts(1000, world_size), rank)
     dcp.save({"x": saved}, checkpoint_id=path)
     dist.barrier()
     cuts = [700] * (world_size - 1)
-    loaded = part(torch.zeros(1000), cuts, rank)
+    loaded = flat_shard(torch.zeros(1000), cuts, rank)
     dcp.load({"x": loaded}, checkpoint_id=path)
-    assert torch.equal(loaded.local, part(FLAT, cuts, rank).local)
+    assert torch.equal(loaded.local, flat_shard(FLAT, cuts, rank).local)
 
 
 def test_shards_work_with_torchs_own_planner_and_storage(two_ranks, tmp_path):
@@ -360,7 +361,7 @@ def fail_on_rank_one(path, rank, world_size):
         if rank == 1 and name == "write":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    state = {"x": part(FLAT, even_cuts(1000, world_size), rank)}
+    state = {"x": flat_shard(FLAT, even_cuts(1000, world_size), rank)}
     with interposed(full), pytest.raises(api.CheckpointException, match="No space left") as raised:
         dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
     assert list(raised.value.failures) == [1]

@@ -13,7 +13,7 @@ from torch import nn
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.zero.checkpoint import Checkpoints, export_safetensors
 from ringcomm.zero.checkpoint import format as tensor_file
-from tests.zero.checkpoint.states import even_cuts, in_world, part
+from tests.zero.checkpoint.states import even_cuts, flat_shard, in_world
 from tests.zero.checkpoint.system_calls import count_calls, interposed
 
 
@@ -43,8 +43,8 @@ def folder(worlds, tmp_path):
         tensors = {}
         for name, tensor in named.items():
             flat, cuts = tensor.detach().reshape(-1), even_cuts(tensor.numel(), 2)
-            tensors[f"model.{name}"] = part(flat, cuts, ranks.rank, tuple(tensor.shape))
-            tensors[f"exp_avg.{name}"] = part(flat.float() + 1, cuts, ranks.rank)
+            tensors[f"model.{name}"] = flat_shard(flat, cuts, ranks.rank, tuple(tensor.shape))
+            tensors[f"exp_avg.{name}"] = flat_shard(flat.float() + 1, cuts, ranks.rank)
         return Checkpoints(tmp_path / "root", ranks=ranks).save(5, tensors, data={"tied": TIED})
 
     return in_world(worlds, 2, work)[0]
@@ -148,7 +148,7 @@ def test_a_bad_request_writes_nothing(folder, tmp_path, settings, kind, message)
 @pytest.mark.parametrize("tied", [{"a": "nothing"}, {"scale": "count"}, {"a": 3}, ["scale"], 3])
 def test_aliases_that_cannot_be_are_refused(tmp_path, tied):
     x = torch.ones(1)
-    tensors = {"model.scale": part(x, [], 0), "model.count": part(x, [], 0)}
+    tensors = {"model.scale": flat_shard(x, [], 0), "model.count": flat_shard(x, [], 0)}
     folder = Checkpoints(tmp_path / "root").save(1, tensors, data={"tied": tied})
     with pytest.raises(CheckpointError, match="expected a dict of aliases that are not saved"):
         export_safetensors(folder, tmp_path / "out")

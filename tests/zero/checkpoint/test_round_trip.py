@@ -18,8 +18,8 @@ from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,
     even_cuts,
+    flat_shard,
     in_world,
-    part,
     save_step,
     values,
 )
@@ -37,7 +37,7 @@ def saved_by(worlds, root, whole, cuts):
 
     def work(ranks):
         checkpoints = Checkpoints(root, ranks=ranks)
-        return checkpoints.save(1, {"x": part(whole, cuts, ranks.rank)})
+        return checkpoints.save(1, {"x": flat_shard(whole, cuts, ranks.rank)})
 
     return Reader(in_world(worlds, len(cuts) + 1, work)[0])
 
