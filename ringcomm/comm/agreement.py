@@ -278,7 +278,7 @@ def _short(value: Any) -> str:
     extra = "" if value["trainable"] else ", frozen"
     extra += "" if value["tied_to"] is None else f", tied to parameter {value['tied_to']}"
     extra += "" if value["stride"] is None else f", stride {tuple(value['stride'])}"
-    extra += ", in parts" if "divided_by" in value else ""
+    extra += ", a local shard" if "divided_by" in value else ""
     kind = f"{value['dtype']} of shape {tuple(value['shape'])}"
     return f"{name}({kind} in group {value['group']}{extra})"
 

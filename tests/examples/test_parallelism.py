@@ -64,19 +64,19 @@ def check(example: str, share: float, rank: int, world_size: int) -> list[float]
     if found:
         assert not EVERY_CASE or found[-1] < share * found[0], found
         if example in REFERENCES:
-            parts = runpy.run_path(str(EXAMPLES / example))
-            expected = REFERENCES[example](parts)
+            names = runpy.run_path(str(EXAMPLES / example))
+            expected = REFERENCES[example](names)
             assert len(found) == len(expected)
             assert all(abs(a - b) < CLOSE for a, b in zip(found, expected, strict=True)), expected
     return found
 
 
-def trained(parts: dict[str, Any], model: nn.Module, loss_of: Any, clips: bool) -> list[float]:
+def trained(names: dict[str, Any], model: nn.Module, loss_of: Any, clips: bool) -> list[float]:
     """The losses of one process, by torch alone; ``loss_of`` is of a step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=parts["LEARNING_RATE"], foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=names["LEARNING_RATE"], foreach=False)
     found = []
-    for step in range(min(parts["STEPS"], FIRST_STEPS)):
-        loss = loss_of(parts["make_batch"](step))
+    for step in range(min(names["STEPS"], FIRST_STEPS)):
+        loss = loss_of(names["make_batch"](step))
         loss.backward()
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -86,46 +86,46 @@ def trained(parts: dict[str, Any], model: nn.Module, loss_of: Any, clips: bool) 
     return found
 
 
-def gpt_of_one_process(parts: dict[str, Any]) -> list[float]:
-    model = nn.Sequential(*parts["make_stages"]())
+def gpt_of_one_process(names: dict[str, Any]) -> list[float]:
+    model = nn.Sequential(*names["make_stages"]())
 
     def loss_of(tokens: Tensor) -> Tensor:
-        loss: Tensor = parts["loss_of"](model(tokens[:, :-1]), tokens[:, 1:])
+        loss: Tensor = names["loss_of"](model(tokens[:, :-1]), tokens[:, 1:])
         return loss
 
-    return trained(parts, model, loss_of, clips=True)
+    return trained(names, model, loss_of, clips=True)
 
 
-def llama_of_one_process(parts: dict[str, Any]) -> list[float]:
-    model = parts["make_model"]()
-    return trained(parts, model, lambda x: model(input_ids=x, labels=x).loss, clips=True)
+def llama_of_one_process(names: dict[str, Any]) -> list[float]:
+    model = names["make_model"]()
+    return trained(names, model, lambda x: model(input_ids=x, labels=x).loss, clips=True)
 
 
-def whole_context(parts: dict[str, Any]) -> list[float]:
-    model = parts["make_model"]()
-    at = torch.arange(parts["LENGTH"])
+def whole_context(names: dict[str, Any]) -> list[float]:
+    model = names["make_model"]()
+    at = torch.arange(names["LENGTH"])
     attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
 
     def loss_of(tokens: Tensor) -> Tensor:
-        loss: Tensor = parts["loss_of"](model(tokens, at, attend), tokens)
+        loss: Tensor = names["loss_of"](model(tokens, at, attend), tokens)
         return loss
 
-    return trained(parts, model, loss_of, clips=False)
+    return trained(names, model, loss_of, clips=False)
 
 
-def moe_of_one_process(parts: dict[str, Any]) -> list[float]:
+def moe_of_one_process(names: dict[str, Any]) -> list[float]:
     """All experts on one rank, which sees all tokens; losses are those of the text alone."""
     with ringcomm.local_world(1) as alone:
-        model = parts["make_model"](alone[0])
+        model = names["make_model"](alone[0])
         printed: list[float] = []
 
         def loss_of(tokens: Tensor) -> Tensor:
-            loss, auxiliary = parts["losses_of"](model, tokens)
+            loss, auxiliary = names["losses_of"](model, tokens)
             printed.append(loss.item())
             total: Tensor = loss + auxiliary
             return total
 
-        trained(parts, model, loss_of, clips=True)
+        trained(names, model, loss_of, clips=True)
     return printed
 
 

@@ -130,19 +130,19 @@ SGD_PROBLEM = replace(
     groups=({}, {"lr": 0.25}),
 )
 MIXED = [
-    ("value", lambda parts: (parts.value(0.5), None)),
-    ("some values", lambda parts: (parts.value(0.5, parts.some), None)),
-    ("one value", lambda parts: (parts.value(0.0, parts.some[1]), None)),
-    ("norm of some", lambda parts: parts.norm(0.7, parts.some)),
-    ("norms of both", lambda parts: [*parts.norm(0.7, parts.some), *parts.norm(0.1, parts.rest)]),
-    ("norm, then value", lambda parts: (parts.norm(2.0, None)[0], parts.value(0.05))),
-    ("value, then norm", lambda parts: (parts.value(0.5), *parts.norm(0.7, None))),
-    ("value, then norm of some", lambda parts: (parts.value(0.5), *parts.norm(0.7, parts.some))),
+    ("value", lambda clips: (clips.value(0.5), None)),
+    ("some values", lambda clips: (clips.value(0.5, clips.some), None)),
+    ("one value", lambda clips: (clips.value(0.0, clips.some[1]), None)),
+    ("norm of some", lambda clips: clips.norm(0.7, clips.some)),
+    ("norms of both", lambda clips: [*clips.norm(0.7, clips.some), *clips.norm(0.1, clips.rest)]),
+    ("norm, then value", lambda clips: (clips.norm(2.0, None)[0], clips.value(0.05))),
+    ("value, then norm", lambda clips: (clips.value(0.5), *clips.norm(0.7, None))),
+    ("value, then norm of some", lambda clips: (clips.value(0.5), *clips.norm(0.7, clips.some))),
 ]
 
 
 @dataclass
-class Parts:
+class Clipping:
     """Clips with ringcomm, or with torch where there is no optimizer."""
 
     params: list[Tensor]
@@ -170,33 +170,33 @@ class Parts:
         return [torch.nn.utils.clip_grad_norm_(chosen, most, foreach=False)]
 
 
-def clipped_in_parts(comm, clip, options=SUM, problem=SGD_PROBLEM):
+def clipped_by(comm, clip, options=SUM, problem=SGD_PROBLEM):
     """What the clipping returned, and final parameters."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     told = []
     for step in range(3):
         problem.give(params, step, 0 if comm is None else comm.rank)
-        told += [each for each in clip(Parts(params, optimizer)) if each is not None]
+        told += [each for each in clip(Clipping(params, optimizer)) if each is not None]
         optimizer.step()
     return told, params
 
 
 @pytest.mark.parametrize("clip", [clip for _, clip in MIXED], ids=[name for name, _ in MIXED])
 def test_values_and_parts_are_clipped_as_by_torch_in_every_world(worlds, clip):
-    told, expected = clipped_in_parts(None, clip)
+    told, expected = clipped_by(None, clip)
     theirs = SGD_PROBLEM.params()
     reference, torchs = SGD_PROBLEM.torch(theirs), []
     for step in range(3):
         SGD_PROBLEM.give(theirs, step, 0)
-        torchs += [each for each in clip(Parts(theirs, None)) if each is not None]
+        torchs += [each for each in clip(Clipping(theirs, None)) if each is not None]
         reference.step()
     torch.testing.assert_close(told, torchs, rtol=1e-5, atol=0.0)
     # A norm that differs in its last bit scales otherwise; values are clipped to the bit.
     rtol, atol = (1e-5, 1e-6) if told else (0.0, 0.0)
     torch.testing.assert_close(expected, theirs, rtol=rtol, atol=atol)
     for world in (1, 3):
-        for mine, params in worlds(world).run(clipped_in_parts, clip):
+        for mine, params in worlds(world).run(clipped_by, clip):
             assert mine == told
             assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 

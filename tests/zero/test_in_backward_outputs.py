@@ -180,7 +180,7 @@ def test_the_bits_are_those_of_updates_in_the_step(worlds, name):
 def test_gradients_in_parts_are_refused(worlds, stage):
     """A reentrant checkpoint runs a backward of its own, of whose gradients more may come."""
 
-    class Parts(Recursive):
+    class Reentrant(Recursive):
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
             if not depth:
                 return self.norm(x)
@@ -208,5 +208,5 @@ def test_gradients_in_parts_are_refused(worlds, stage):
         with pytest.raises(RingcommError):
             optimizer.step()  # ends that backward on all ranks
 
-    base = Parts()
+    base = Reentrant()
     worlds(2).run(work)
