@@ -309,8 +309,8 @@ def test_a_step_has_the_bits_of_the_native_kernels(devices, ranks, kind, op, nor
     for elems in SIZES:
         case = replace(ShardCase(elems, *kind), op=op)
         for form in ("one pass", "two passes"):
-            devices = [f"cuda:{rank * 2 // ranks}" for rank in range(ranks)]
-            ours = [Memory(case, r, ranks, device=device) for r, device in enumerate(devices)]
+            names = [f"cuda:{rank * 2 // ranks}" for rank in range(ranks)]
+            ours = [Memory(case, r, ranks, device=device) for r, device in enumerate(names)]
             native = [Memory(case, rank, ranks) for rank in range(ranks)]
             for memory in ours:
                 allow_all(memory)
