@@ -90,6 +90,10 @@ node.works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True
 del world, node
 """,
     },
+    # At exit the world is closed under the threads, whose calls raise from then on. Neither they
+    # nor the workers of the world may be in torch when the interpreter is finalized: torch takes
+    # the GIL back in destructors, and before Python 3.14 that ends the thread and aborts
+    # (python/cpython#87135). So the workers have time for all that is queued, which may be much.
     "threads that call": {
         "a world": WORLD
         + """
@@ -98,8 +102,11 @@ def loop(comm):
         while True:
             comm.all_reduce(torch.ones(3), async_op=True)
 for comm in world:
-    threading.Thread(target=loop, args=(comm,), daemon=True).start()
+    thread = threading.Thread(target=loop, args=(comm,), daemon=True)
+    thread.start()
+    at_the_end.append(thread.join)
 time.sleep(0.1)
+engine.EXIT_GRACE_S = 60
 """,
     },
     "a forked child": {
@@ -130,6 +137,9 @@ del module
 # from the newest to the oldest, so what an old one holds dies after those of ringcomm are empty;
 # and only modules that something holds are emptied at all.
 DRIVER = """
+import atexit
+at_the_end = []  # called after all that others register
+atexit.register(lambda: [each() for each in at_the_end])
 import contextlib, gc, json, os, sys, threading, time
 import torch, torch.distributed as dist
 import ringcomm
