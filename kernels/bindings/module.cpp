@@ -71,8 +71,7 @@ int host_algorithm(nb::handle name, Collective collective) {
 
 nb::dict algorithms_by_name(Collective collective) {
   nb::dict codes;
-  for (int i = 0; i <= int(Algorithm::kMulticast); ++i)
-    codes[name_of(Algorithm(i), collective)] = i;
+  for (int i = 0; i < int(Algorithm::kCount); ++i) codes[name_of(Algorithm(i), collective)] = i;
   return codes;
 }
 
@@ -461,7 +460,7 @@ NB_MODULE(_native, m) {
   nb::dict dtypes, ops, algorithms_of;
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
   for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
-  for (int i = int(Collective::kNone) + 1; i <= int(Collective::kReducePartial); ++i)
+  for (int i = int(Collective::kNone) + 1; i < int(Collective::kCount); ++i)
     algorithms_of[name_of(Collective(i))] = algorithms_by_name(Collective(i));
   add_constant(
       m, "DTYPES", dtypes,

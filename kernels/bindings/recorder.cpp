@@ -33,7 +33,7 @@ CallId id_of(const CallWords& words) {
 void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
   nb::dict codes;
   codes["collectives"] =
-      names(int(Collective::kReducePartial) + 1, [](int i) { return name_of(Collective(i)); });
+      names(int(Collective::kCount), [](int i) { return name_of(Collective(i)); });
   codes["dtypes"] = names(int(DType::kCount), [](int i) { return name_of(DType(i)); });
   codes["ops"] = names(int(RedOp::kCount), [](int i) { return name_of(RedOp(i)); });
   add_constant(m, "RECORD_NAMES", codes,

@@ -52,6 +52,8 @@ const char* name_of(Collective collective) {
       return "reduce_scatter_partial";
     case Collective::kReducePartial:
       return "reduce_partial";
+    case Collective::kCount:
+      break;
   }
   return "unknown";
 }
@@ -93,7 +95,8 @@ const char* name_of(RedOp op) {
 const char* name_of(Algorithm algorithm, Collective collective) {
   if (algorithm == Algorithm::kOneShot && collective == Collective::kAllReduce) return "two_shot";
   static const char* const names[] = {"auto", "one_shot", "ring", "ll", "copy_engine", "multicast"};
-  return uint32_t(algorithm) < 6 ? names[uint32_t(algorithm)] : "unknown";
+  static_assert(std::size(names) == size_t(Algorithm::kCount));
+  return algorithm < Algorithm::kCount ? names[uint32_t(algorithm)] : "unknown";
 }
 
 const char* name_of(Status status) {

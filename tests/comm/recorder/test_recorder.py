@@ -1,6 +1,7 @@
 """The flight recorder: what it keeps, from where, and that nobody sees half of a record."""
 
 import os
+import re
 import struct
 import threading
 import time
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import AbortedError, ArgumentError, CommOptions, RingcommError
+from ringcomm import AbortedError, ArgumentError, CommOptions, RingcommError, _native
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder import records as format
 from ringcomm.comm.recorder.records import read_header, read_recorder, unstable_records
+from tests.support import ROOT
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
@@ -26,6 +28,26 @@ def in_world(body, *, records=256, world=2, timeout=30.0):
 
 def here(offset, function):
     return f"{__file__}:{function.__code__.co_firstlineno + offset}"
+
+
+def enumerators(name):
+    """The values of an enumeration of call.h, but for their count."""
+    source = (ROOT / "kernels/include/ringcomm/protocol/call.h").read_text()
+    (body,) = re.findall(rf"enum class {name} : uint32_t {{(.*?)}};", source, re.DOTALL)
+    values = re.findall(r"\bk\w+", body)
+    assert values[-1] == "kCount"
+    return values[:-1]
+
+
+def test_every_code_of_a_record_has_a_name_of_its_own():
+    """Readers take a record with another code, or one without a name, for a torn one."""
+    names = _native.RECORD_NAMES
+    assert len(names["collectives"]) == len(enumerators("Collective"))
+    assert list(_native.ALGORITHMS.values()) == list(range(len(enumerators("Algorithm"))))
+    assert _native.ALGORITHMS_OF.keys() == set(names["collectives"][1:])
+    for known in (*names.values(), list(_native.ALGORITHMS)):
+        assert len(set(known)) == len(known) and "unknown" not in known
+    assert "none" not in (*names["collectives"][1:], *names["dtypes"], *names["ops"])
 
 
 def test_what_is_recorded_of_collectives():

@@ -23,7 +23,8 @@ enum class Collective : uint32_t {
   kAdamWAllGather,
   kReduceScatterAdamWAllGather,
   kReduceScatterPartial,
-  kReducePartial
+  kReducePartial,
+  kCount
 };
 enum class Algorithm : uint32_t {
   kAuto = 0,
@@ -31,7 +32,8 @@ enum class Algorithm : uint32_t {
   kRing = 2,
   kLL = 3,
   kCopyEngine = 4,
-  kMulticast = 5
+  kMulticast = 5,
+  kCount = 6
 };
 
 // The kernels that run a call. Their streams look alike, but they may cut a buffer differently.
