@@ -134,7 +134,14 @@ class TritonEnd:
         return self._run(plan, in_ptr, out_ptr)
 
     def all_reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
     ) -> int:
         """Has the native method's arguments, as the methods below.
 
@@ -144,26 +151,37 @@ class TritonEnd:
 
         name = _DTYPE_OF[dtype]
         size_bytes = elems * getattr(torch, name).itemsize
-        plan = plan_all_reduce(size_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size)
+        plan = plan_all_reduce(
+            size_bytes, name, _OP_OF[op], self.chosen(algorithm), self._world_size
+        )
         return self._run(plan, in_ptr, out_ptr)
 
     def reduce_scatter(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        out_elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
     ) -> int:
         from ringcomm._tl.launch import plan_reduce_scatter
 
         name = _DTYPE_OF[dtype]
-        chunk_bytes = elems * getattr(torch, name).itemsize
+        chunk_bytes = out_elems * getattr(torch, name).itemsize
         plan = plan_reduce_scatter(
-            chunk_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size
+            chunk_bytes, name, _OP_OF[op], self.chosen(algorithm), self._world_size
         )
         return self._run(plan, in_ptr, out_ptr)
 
-    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
+    def all_gather(
+        self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algorithm: int
+    ) -> int:
         from ringcomm._tl.launch import plan_all_gather
 
         itemsize = getattr(torch, _DTYPE_OF[dtype]).itemsize
-        plan = plan_all_gather(in_bytes, dtype, itemsize, self.chosen(algo), self._world_size)
+        plan = plan_all_gather(in_bytes, dtype, itemsize, self.chosen(algorithm), self._world_size)
         return self._run(plan, in_ptr, out_ptr)
 
 

@@ -534,48 +534,62 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
         return Reducing(dtype, op, factor)
 
     def _call(
-        self, name: str, head: tuple[int, int, int, int], algo: int, body: Callable[[], None]
+        self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
         """Makes a call, as :meth:`_run` does."""
-        return self._run(name, head, algo, body)
+        return self._run(name, head, algorithm, body)
 
     def all_reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
     ) -> int:
         r, size_bytes = self._reducing("all_reduce", dtype, op, factor), elems * ELEM_BYTES[dtype]
         ins, out = Span(in_ptr, elems), Span(out_ptr, elems)
         reduce = self._reduce_in_one_hop if size_bytes <= ONE_HOP_BYTES else self._reduce_to_all
         head = (size_bytes, dtype, op, -1)
-        return self._call("all_reduce", head, algo, lambda: reduce(ins, out, r))
+        return self._call("all_reduce", head, algorithm, lambda: reduce(ins, out, r))
 
     def reduce_scatter(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        out_elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
     ) -> int:
-        size = ELEM_BYTES[dtype] * elems
-        spans = [Span(in_ptr + rank * size, elems) for rank in range(self._world)]
-        return self._reduce_scatter(spans, out_ptr, (dtype, op, factor), algo)
+        size = ELEM_BYTES[dtype] * out_elems
+        spans = [Span(in_ptr + rank * size, out_elems) for rank in range(self._world)]
+        return self._reduce_scatter(spans, out_ptr, (dtype, op, factor), algorithm)
 
     def reduce_scatter_list(
         self,
         in_ptrs: Sequence[int],
-        elems: Sequence[int],
+        in_elems: Sequence[int],
         out_ptr: int,
         dtype: int,
         op: int,
         factor: float,
     ) -> int:
         return self._reduce_scatter(
-            spans_of(in_ptrs, elems), out_ptr, (dtype, op, factor), ONE_SHOT
+            spans_of(in_ptrs, in_elems), out_ptr, (dtype, op, factor), ONE_SHOT
         )
 
     def _reduce_scatter(
-        self, spans: list[Span], out_ptr: int, how: tuple[int, int, float], algo: int
+        self, spans: list[Span], out_ptr: int, how: tuple[int, int, float], algorithm: int
     ) -> int:
         r = self._reducing("reduce_scatter", *how)
         out = Span(out_ptr, spans[self.layout.rank].elems)
         head = (sum(span.elems for span in spans) * ELEM_BYTES[r.dtype], r.dtype, r.op, -1)
         body = partial(self._reduce_to_each, spans, out, r)
-        return self._call("reduce_scatter", head, algo, body)
+        return self._call("reduce_scatter", head, algorithm, body)
 
     def reduce(
         self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int
@@ -584,18 +598,20 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
         body = partial(self._reduce_to_root, root, Span(in_ptr, elems), Span(out_ptr, elems), r)
         return self._call("reduce", (elems * ELEM_BYTES[dtype], dtype, op, root), ONE_SHOT, body)
 
-    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
+    def all_gather(
+        self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algorithm: int
+    ) -> int:
         spans = [Span(out_ptr + rank * in_bytes, in_bytes) for rank in range(self._world)]
-        return self._all_gather(in_ptr, spans, dtype, algo)
+        return self._all_gather(in_ptr, spans, dtype, algorithm)
 
     def all_gather_list(
-        self, in_ptr: int, out_ptrs: Sequence[int], sizes_bytes: Sequence[int], dtype: int
+        self, in_ptr: int, out_ptrs: Sequence[int], out_bytes: Sequence[int], dtype: int
     ) -> int:
-        return self._all_gather(in_ptr, spans_of(out_ptrs, sizes_bytes), dtype, ONE_SHOT)
+        return self._all_gather(in_ptr, spans_of(out_ptrs, out_bytes), dtype, ONE_SHOT)
 
-    def _all_gather(self, in_ptr: int, spans: list[Span], dtype: int, algo: int) -> int:
+    def _all_gather(self, in_ptr: int, spans: list[Span], dtype: int, algorithm: int) -> int:
         head = (sum(span.elems for span in spans), dtype, -1, -1)
-        return self._call("all_gather", head, algo, lambda: self._gather_spans(in_ptr, spans))
+        return self._call("all_gather", head, algorithm, lambda: self._gather_spans(in_ptr, spans))
 
     def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int) -> int:
         body = partial(self._broadcast, Span(ptr, size_bytes), root)
@@ -616,12 +632,12 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     def all_to_all(
         self,
         in_ptrs: Sequence[int],
-        in_sizes_bytes: Sequence[int],
+        in_bytes: Sequence[int],
         out_ptrs: Sequence[int],
-        out_sizes_bytes: Sequence[int],
+        out_bytes: Sequence[int],
         dtype: int,
     ) -> int:
-        ins, outs = spans_of(in_ptrs, in_sizes_bytes), spans_of(out_ptrs, out_sizes_bytes)
+        ins, outs = spans_of(in_ptrs, in_bytes), spans_of(out_ptrs, out_bytes)
         body = partial(self._exchange, ins, outs)
         return self._call("all_to_all", (0, dtype, -1, -1), ONE_SHOT, body)
 

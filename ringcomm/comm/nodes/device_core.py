@@ -366,7 +366,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return Reducing(dtype, op, factor)
 
     def _call(
-        self, name: str, head: tuple[int, int, int, int], algo: int, body: Callable[[], None]
+        self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
         """Enqueues a call once the rail peers have made it, too."""
 
@@ -374,7 +374,7 @@ class DeviceNodesCore(CollectivesOverNodes):
             self._check_headers()
             body()
 
-        return self._run(name, head, algo, agreed)
+        return self._run(name, head, algorithm, agreed)
 
     def _within(self, name: str, *args: Any) -> None:
         """Enqueues a call of the node's communicator."""

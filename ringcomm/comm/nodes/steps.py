@@ -227,17 +227,19 @@ class StepsCore(NodesCore):
             "all_gather_bucket", head, AUTO, lambda: self._gather_spans(own_ptr, spans)
         )
 
-    def all_gather_on_rail(self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algo: int) -> int:
+    def all_gather_on_rail(
+        self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algorithm: int
+    ) -> int:
         """Gathers among the ranks of this rank's rail alone, in local_rank.
 
         Args:
             ptrs: by node, where the bytes of its rank of the rail belong; this node's are there.
             sizes_bytes: by node, equal on all ranks of the rail.
-            algo: "auto" or "one_shot".
+            algorithm: "auto" or "one_shot".
         """
         spans = [Span(*span) for span in zip(ptrs, sizes_bytes, strict=True)]
         head = (sum(sizes_bytes), -1, -1, -1)
-        return self._run("all_gather_on_rail", head, algo, lambda: self._gather_on_rail(spans))
+        return self._run("all_gather_on_rail", head, algorithm, lambda: self._gather_on_rail(spans))
 
     def gather_quantized(self, call: QuantizedGather, compression: str) -> int:
         """Gathers quantized FP32 numbers; all ranks have what is dequantized."""
