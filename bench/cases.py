@@ -205,15 +205,20 @@ def expected_values(case: Case) -> torch.Tensor:
         parts = torch.stack([_pattern(case, source).to(torch.float64) for source in ranks])
         reduced = REDUCTIONS[case.op](parts, 0).to(case.dtype)
         whole = _tiled(case, reduced, case.total_elems)
-        return whole[own] if name == "reduce_scatter" else whole
+        if name == "reduce_scatter":
+            return whole[own]
+        if name in ("all_reduce", "reduce"):
+            return whole
     if name in ("all_gather", "gather"):
         return torch.cat([input_values(case, source) for source in ranks])
     if name == "all_to_all":
         return torch.cat([input_values(case, source)[own] for source in ranks])
     if name == "send_recv":
         return input_values(case, (rank - 1) % case.world)
-    whole = input_values(case, case.root)
-    return whole[own] if name == "scatter" else whole
+    if name in ("broadcast", "scatter"):
+        whole = input_values(case, case.root)
+        return whole[own] if name == "scatter" else whole
+    raise NotImplementedError(f"expected_values of bench/cases.py does not know {name}")
 
 
 def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:

@@ -5,7 +5,6 @@ The peers "mpi" and "impi" are both this: which MPI it is was settled when the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from ..cases import Buffers, Case, Prepared
-from .systems import PeerSetup, System, Unavailable
+from .systems import Call, PeerSetup, System, Unavailable, find_call
 from .torch_groups import allocate_buffers, plain
 
 # MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
@@ -59,7 +58,7 @@ class Mpi(System):
         right, left = (case.rank + 1) % case.world, (case.rank - 1) % case.world
         reduced = [own, None] if case.in_place and not at_root else [send, at[0]]
         op = [_op(case)] if case.collective.reduces else []
-        calls: dict[str, tuple[Callable[..., object], list[Any]]] = {
+        calls: dict[str, Call] = {
             "all_reduce": (comm.Allreduce, [send, receive, *op]),
             "reduce_scatter": (comm.Reduce_scatter_block, [send, receive, *op]),
             "all_gather": (comm.Allgather, [send, receive]),
@@ -70,7 +69,7 @@ class Mpi(System):
             "all_to_all": (comm.Alltoall, [send, receive]),
             "send_recv": (comm.Sendrecv, [send, right, 0, receive, left, 0]),
         }
-        function, arguments = calls[name]
+        function, arguments = find_call(calls, name, "MPI")
         return Prepared((Buffers(case, source, target),), partial(function, *arguments))
 
     def close(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..launch import RankInfo
 
@@ -24,6 +25,8 @@ _MODULES = {
     "torch": ("torch_ops", "TorchOps", ("cuda",)),
     "copy": ("torch_ops", "Copies", ("cuda",)),
 }
+# A function and its arguments.
+Call = tuple[Callable[..., object], list[Any]]
 SYSTEMS = tuple(_MODULES)
 ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
 # Forms of sums between nodes, which may stand in the place of an algorithm.
@@ -36,6 +39,17 @@ _WITH_ALGORITHMS = {
 
 class Unavailable(Exception):
     """The system has no such call: the cell of the table stays empty and says why."""
+
+
+def find_call(calls: Mapping[str, Call], name: str, library: str) -> Call:
+    """Returns the call of the collective ``name`` among those of ``library`` that are written.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if name not in calls:
+        raise Unavailable(f"no {name} is written for {library}")
+    return calls[name]
 
 
 def is_system(spec: str) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..cases import Buffers, Case, Prepared
 from ..devices import ONE_LAUNCH, PROCESSES_ON_ONE_GPU, nccl_version
-from .systems import PeerSetup, System, Unavailable
+from .systems import Call, PeerSetup, System, Unavailable, find_call
 
 Tensor = torch.Tensor
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -96,7 +96,7 @@ def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Pre
         interface.recv(target, (case.rank - 1) % world)
         work.wait()
 
-    calls: dict[str, tuple[Callable[..., object], list[Any]]] = {
+    calls: dict[str, Call] = {
         "all_reduce": (interface.all_reduce, [target, *op]),
         "reduce_scatter": (interface.reduce_scatter_tensor, [target, source, *op]),
         "all_gather": (interface.all_gather_into_tensor, [target, source]),
@@ -107,7 +107,7 @@ def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Pre
         "all_to_all": (interface.all_to_all_single, [target, source]),
         "send_recv": (send_recv, []),
     }
-    function, arguments = calls[name]
+    function, arguments = find_call(calls, name, "torch.distributed")
     how = extra if name in ("all_reduce", "reduce_scatter", "all_gather") else {}
     return Prepared((Buffers(case, source, target),), partial(function, *arguments, **how))
 

@@ -1,6 +1,8 @@
 """Sizes, bandwidth factors and exact inputs; and that wrong results are seen as wrong."""
 
+from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from ringcomm.bench.cases import (
     input_values,
     wrong_elements,
 )
+from ringcomm.bench.collectives.systems import Unavailable
+from ringcomm.bench.collectives.torch_groups import prepare
 from ringcomm.bench.timing import Device
 from tests.support.covering import covering
 
@@ -136,6 +140,16 @@ def test_expected_values_are_those_of_a_spelled_out_collective(name, dtype_name,
         case = make_case(name, world=world, rank=rank, dtype_name=dtype_name)
         inputs = [input_values(case, source) for source in range(world)]
         assert torch.equal(expected_values(case), reference(name, case, inputs))
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_a_collective_that_a_table_lacks_is_told(reduces):
+    case = make_case("all_to_all")
+    case = replace(case, collective=replace(case.collective, name="scan", reduces=reduces))
+    with pytest.raises(NotImplementedError, match=r"bench/cases\.py does not know scan"):
+        expected_values(case)
+    with pytest.raises(Unavailable, match=r"no scan is written for torch\.distributed"):
+        prepare(MagicMock(), case, lambda count, dtype: torch.zeros(count, dtype=dtype))
 
 
 @pytest.mark.parametrize("op", OPS)
