@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ringcomm
 from ringcomm import CommOptions, UnsupportedError, _native
 from ringcomm.comm.host import arguments as admission
+from ringcomm.comm.host.collectives import Collectives
 
 N = 4
 
@@ -386,6 +388,18 @@ NAMES = sorted(
         *("reduce_scatter", "reduce_scatter_tensor"),
     ]
 )
+
+
+def test_all_calls_that_change_tensors_are_tried():
+    """The coalesced ones change what the calls that they are made of change."""
+    calls = inspect.getmembers(Collectives, inspect.isfunction)
+    asynchronous = {
+        name
+        for name, call in calls
+        if "async_op" in call.__annotations__ and not name.startswith("_")
+    }
+    coalesced = {name for name in asynchronous - set(NAMES) if name.endswith("_coalesced")}
+    assert asynchronous == {*NAMES, "barrier", *coalesced}
 
 
 @pytest.mark.parametrize("async_op", [False, True])
