@@ -1,6 +1,7 @@
 """The kernels of ``algorithm="multicast"``, executed on an emulated switch."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -160,12 +161,19 @@ if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
     }
 
 
-def _caught(tmp_path, text: str) -> str:
-    """Runs a job with this PTX; returns its error, or nothing. A crash is an error of the test."""
+def _caught(tmp_path, text: str, may_stray: bool = False) -> str:
+    """Runs a job with this PTX; returns its error, or nothing.
+
+    A crash is an error of the test. With ``may_stray`` a memory fault is one of the job: a lane that
+    runs ahead of a dropped barrier may follow an address that no lane has stored yet, on which a GPU
+    raises an illegal memory access. It happens in one run of some 400.
+    """
     file = tmp_path / "mutant.ptx"
     file.write_text(text)
     command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]
     done = fork_server.run(command, kind=fork_server.PopenForDevices, cwd=ROOT)
+    if may_stray and done.returncode == -signal.SIGSEGV:
+        return "illegal memory access"
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -192,7 +200,7 @@ def test_an_ordering_that_is_dropped_is_an_error(tmp_path, name):
     text = ptx_of(UNIT)
     by_name = orderings(text)
     lines = [each.line for part in name.split(", ") for each in by_name[part]]
-    assert _caught(tmp_path, without(text, lines))
+    assert _caught(tmp_path, without(text, lines), may_stray=name.startswith("barrier"))
 
 
 @pytest.mark.parametrize("name", SOURCES)
