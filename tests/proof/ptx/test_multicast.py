@@ -164,9 +164,9 @@ if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
 def _caught(tmp_path, text: str, may_stray: bool = False) -> str:
     """Runs a job with this PTX; returns its error, or nothing.
 
-    A crash is an error of the test. With ``may_stray`` a memory fault is one of the job: a lane that
-    runs ahead of a dropped barrier may follow an address that no lane has stored yet, on which a GPU
-    raises an illegal memory access. It happens in one run of some 400.
+    A crash is an error of the test. With ``may_stray`` a memory fault is an error of the job: a
+    lane that runs ahead of a dropped barrier may follow an address that no lane has stored yet, on
+    which a GPU raises an illegal memory access. It happens in one run of some 400.
     """
     file = tmp_path / "mutant.ptx"
     file.write_text(text)
