@@ -1,8 +1,8 @@
 """The algorithms of collectives, by the names that each operation has for them.
 
 The algorithm that makes each phase of a call in one hop is "one_shot". An all-reduce has two
-phases, a reduce-scatter and an all-gather, so there it is "two_shot", as in torch's symmetric
-memory. Options that hold for several collectives name it "one_shot".
+phases, a reduce-scatter and an all-gather, so there it is "two_shot". Options that hold for several
+collectives name it "one_shot".
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ struct Updater {
 
 // ---- 8-bit moments ------------------------------------------------------------------------------
 
-// Eight elements of a quantization block's, with their moments.
+// Eight elements of a quantization block, with their moments.
 template <class G, class P>
 RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
                              const AdamWFactors& f, const MomentPair::Quantized& quantized,

@@ -84,7 +84,7 @@ struct CallArgs {
   int32_t in_spans, out_spans;  // index of the first span of a list; -1: an even cut
   bool inlined;                 // the launch carries the table, too
   // The optimizer's alone; in device memory.
-  const void* step;          // AdamWShard or AdamWTable
+  const void* update;        // AdamWShard or AdamWTable
   NormWords* words;          // added to
   int32_t norm, accumulate;  // NormKind; 1: `out` is added to
   // Of sums of quantized runs alone: these, chunk_bytes apart, and 0 or what the sum is divided by.

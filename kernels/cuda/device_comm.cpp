@@ -214,18 +214,18 @@ void DeviceComm::submit_copy(uint64_t to, uint64_t from, uint64_t bytes) {
 
 bool DeviceComm::next() {
   while (!pending_.empty()) {
-    const Pending step = std::move(pending_.front());
+    const Pending next = std::move(pending_.front());
     pending_.pop_front();
-    if (step.copy_bytes != 0) {
+    if (next.copy_bytes != 0) {
       try {
-        driver_->copy(step.copy_to, step.copy_from, step.copy_bytes, stream_);
+        driver_->copy(next.copy_to, next.copy_from, next.copy_bytes, stream_);
       } catch (...) {
         pending_.clear();
         throw;
       }
       continue;
     }
-    prepared_ = step.launch;
+    prepared_ = next.launch;
     if (observer_) observer_->enqueues(prepared_, driver_->is_capturing(stream_));
     return true;
   }

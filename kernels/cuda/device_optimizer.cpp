@@ -27,13 +27,13 @@ void DeviceComm::launch_alone(void* function, uint64_t elems, const CallArgs& ar
 
 void DeviceComm::prepare_adamw(uint64_t table) {
   CallArgs args{};
-  args.step = reinterpret_cast<const void*>(table);
+  args.update = reinterpret_cast<const void*>(table);
   launch_alone(kernel("adamw_float32", "rc_adamw_prepare"), 0, args);
 }
 
 void DeviceComm::adamw_shard(const ShardOf& shard, const GradsOf& grad) {
   CallArgs args{};
-  args.step = reinterpret_cast<const void*>(shard.address);
+  args.update = reinterpret_cast<const void*>(shard.address);
   args.in = grad.ptr;
   const std::string name = std::string("rc_adamw_shard_") + name_of_float(shard.param_dtype);
   launch_alone(kernel(unit_of(grad.dtype), name), shard.elems, args);
@@ -88,7 +88,7 @@ void DeviceComm::reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems
 void DeviceComm::adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads) {
   const std::string name = std::string("rc_adamw_step_") + name_of_float(shard.param_dtype);
   Prepared p = optimizer_call(collective, name, grads, shard.bucket_elems, shard.param_dtype);
-  p.args.step = reinterpret_cast<const void*>(shard.address);
+  p.args.update = reinterpret_cast<const void*>(shard.address);
   submit(std::move(p));
 }
 

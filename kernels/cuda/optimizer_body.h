@@ -18,7 +18,7 @@ RC_TEAM_FN int divisor_of(const CallArgs& args, int world) {
 
 template <class Team>
 RC_TEAM_FN void prepare_kernel(Team team, const LaunchParams& p, int, Workspace&) {
-  const AdamWTable& table = *static_cast<const AdamWTable*>(p.calls[0].step);
+  const AdamWTable& table = *static_cast<const AdamWTable*>(p.calls[0].update);
   prepare_adamw(table, team.lane(), team.num_lanes());
   team.sync();
   if (team.lane() == 0) advance_control(*table.control);
@@ -33,7 +33,7 @@ RC_TEAM_FN Run run_of_channel(const Team& team, uint64_t elems) {
 // Into shared memory, since its dozen addresses would cost the loops two dozen registers.
 template <class Team>
 RC_TEAM_FN void load_shard(Team& team, const CallArgs& args, Workspace& w) {
-  if (team.lane() == 0) w.shard = *static_cast<const AdamWShard*>(args.step);
+  if (team.lane() == 0) w.shard = *static_cast<const AdamWShard*>(args.update);
   team.sync();
 }
 

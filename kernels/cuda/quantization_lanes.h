@@ -157,14 +157,14 @@ struct Quantizer {
   }
 
   // Any block, from and to any address.
-  RC_COLD static void any_block(Quantizer e, uint64_t block) {
-    const int n = int(e.run.count_of(block)), lane = e.lane;
-    const T* const from = e.run.numbers + block * kQuantBlock;
+  RC_COLD static void any_block(Quantizer quantizer, uint64_t block) {
+    const int n = int(quantizer.run.count_of(block)), lane = quantizer.lane;
+    const T* const from = quantizer.run.numbers + block * kQuantBlock;
     const int mine = lane < n ? (n - lane + kQuantLanes - 1) / kQuantLanes : 0;
     const BlockScale scale =
         scale_of(mine, [&](int i) { return Traits<T>::load(from[lane + i * kQuantLanes]); });
-    e.put_scale(block, scale);
-    uint8_t* const to = e.out + block * kValueBytes<Format>;
+    quantizer.put_scale(block, scale);
+    uint8_t* const to = quantizer.out + block * kValueBytes<Format>;
     const int bytes = int(values_bytes(Format::format, uint64_t(n)));
     RC_ROLLED
     for (int i = lane; i < bytes; i += kQuantLanes) {

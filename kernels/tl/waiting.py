@@ -39,7 +39,7 @@ from .words import (
 # --------------------------------------------------------------------------------------------------
 # The points at which tests inject faults into the interpreter: publications, acks and waits.
 #
-# The Triton twin of ``Team::passing`` (ringcomm/core/team.h): the plan that the process has armed
+# The Triton twin of ``Team::passing`` (ringcomm/core/team.h): the fault that the process has armed
 # (``ringcomm._native.arm_fault``) counts these passages as it does those of native calls.
 # --------------------------------------------------------------------------------------------------
 

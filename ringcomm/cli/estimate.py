@@ -91,8 +91,8 @@ MODEL: Options = {
         False,
         "keep what quantization of gradients loses, as zero.Compression",
     ),
-    "state-on": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(offload_state=)"),
-    "params-on": (("memory", "disk"), "memory", "as ZeroOptions(offload_params=), at stage 3"),
+    "offload-state": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(offload_state=)"),
+    "offload-params": (("memory", "disk"), "memory", "as ZeroOptions(offload_params=), at stage 3"),
     "buffer-mib": (parse_positive, 64, "buffers of each disk, in 2^20 bytes"),
     "resident-gb": (parse_positive, 0, "what stays in memory of each disk, in 1e9 bytes"),
     "json": (None, False, "print bytes and seconds as JSON"),
@@ -202,14 +202,14 @@ def _training(args: argparse.Namespace) -> forms.Training:
         params=args.shard_params,
         state=args.shard_state,
         compression=compression,
-        offload_params=_disk(args) if args.params_on == "disk" else None,
+        offload_params=_disk(args) if args.offload_params == "disk" else None,
     )
     optimizer = AdamWOptions(
         **precision.optimizer_defaults,
         accumulate_dtype=torch.float32 if args.accumulate == "fp32" else None,
         state=args.shard_state,
         compression=compression,
-        offload_state={"memory": None, "cpu": "cpu", "disk": _disk(args)}[args.state_on],
+        offload_state={"memory": None, "cpu": "cpu", "disk": _disk(args)}[args.offload_state],
         update=args.update,
     )
     return forms.Training(
@@ -309,8 +309,8 @@ def _model_row(training: forms.Training) -> dict[str, list[Row]]:
 
 
 def _stages(args: argparse.Namespace) -> tuple[int, ...]:
-    if args.params_on == "disk" and args.stage not in (None, 3):
-        raise ArgumentError(f"--params-on disk: expected --stage 3, got {args.stage}")
+    if args.offload_params == "disk" and args.stage not in (None, 3):
+        raise ArgumentError(f"--offload-params disk: expected --stage 3, got {args.stage}")
     return forms.STAGES if args.stage is None else (args.stage,)
 
 
@@ -323,8 +323,10 @@ def _outside(
         raise ArgumentError("--disk-read and --disk-write: expected both or none")
     rows: list[Row] = []
     for stage in _stages(args):
-        offloaded = {} if args.state_on == "memory" else {"state": training.offloaded_state(stage)}
-        if args.params_on == "disk" and stage == 3:
+        offloaded = (
+            {} if args.offload_state == "memory" else {"state": training.offloaded_state(stage)}
+        )
+        if args.offload_params == "disk" and stage == 3:
             offloaded["parameters"] = training.offloaded_params()
         for kind, moved in offloaded.items():
             sizes = list(moved._asdict().items())

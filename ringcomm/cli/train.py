@@ -90,12 +90,12 @@ def _check(options: Options, ranks: int) -> None:
 
 
 def _check_paths(options: Options) -> None:
-    for name in ("state_on", "params_on"):
+    for name in ("offload_state", "offload_params"):
         folder = getattr(options, name)
         there = folder is None or os.path.isdir(folder)
         expect(there, f"{argument(name)} {folder}: expected a folder on a disk")
-    told = f"--params-on: expected --stage 3, got {options.stage}, which keeps all in memory"
-    expect(options.params_on is None or options.stage == 3, told)
+    told = f"--offload-params: expected --stage 3, got {options.stage}, which keeps all in memory"
+    expect(options.offload_params is None or options.stage == 3, told)
     for name in ("json", "profile"):
         path = getattr(options, name)
         there = path is None or os.path.isdir(os.path.dirname(os.path.abspath(path)))

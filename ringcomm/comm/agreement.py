@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
 
 class RankMesh(Protocol):
-    """The interface of a mesh whose ranks have different parts of a model."""
+    """The interface of a mesh whose ranks have different local shards."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -173,7 +173,7 @@ def check_agreement(
 def check_on_mesh(
     comm: Communicator | None, mesh: RankMesh | None, operation: str, mine: Mapping[str, Any]
 ) -> None:
-    """Compares what ranks with different parts of parameters have in common; collective.
+    """Compares what ranks with different local shards have in common; collective.
 
     Args:
         comm: the ranks with the same parts; None for this one alone.

@@ -76,8 +76,8 @@ class Options(ModelConfig):
     device: str = flag("cpu", "cuda: a rank takes the GPU LOCAL_RANK", ("cpu", "cuda"))
     shard_params: str = flag("node", "ranks that share parameters, over nodes", ("node", "world"))
     shard_state: str = flag("world", "ranks that share the state, over nodes", ("node", "world"))
-    state_on: str | None = flag(None, "folder on a disk for the optimizer's state")
-    params_on: str | None = flag(None, "folder on a disk for parameters, at stage 3")
+    offload_state: str | None = flag(None, "folder on a disk for the optimizer's state")
+    offload_params: str | None = flag(None, "folder on a disk for parameters, at stage 3")
     save: str | None = flag(None, "folder for checkpoints; the latest two are kept")
     save_every: int = flag(100, "steps between checkpoints; the last step is saved, too")
     resume: str | None = flag(None, "go on from the latest save; auto: if any", ("latest", "auto"))
@@ -267,7 +267,7 @@ class Trainer:
             precision=zero.Precision(param=dtype, buffer=dtype),
             params=options.shard_params,
             state=options.shard_state,
-            offload_params=Disk(options.params_on) if options.params_on else None,
+            offload_params=Disk(options.offload_params) if options.offload_params else None,
         )
         gpt.to(comm.device)
         self.module = zero.shard(gpt, options.stage, comm=comm, options=zero_options)
@@ -275,7 +275,9 @@ class Trainer:
         if options.dtype == "fp16":
             scale = LossScaleOptions(init_scale=options.loss_scale or 2.0**16)
             self.scaler = LossScaler(scale, device=comm.device)
-        state = AdamWOptions(offload_state=Disk(options.state_on) if options.state_on else None)
+        state = AdamWOptions(
+            offload_state=Disk(options.offload_state) if options.offload_state else None
+        )
         params, betas = self.module.parameters(), (0.9, 0.95)
         self.optimizer = AdamW(
             params, betas=betas, weight_decay=0.1, options=state, loss_scaler=self.scaler

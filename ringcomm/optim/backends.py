@@ -647,7 +647,7 @@ class TritonCalls:
                 'TRITON_INTERPRET=1 before Triton is imported, or use kernels="native"'
             )
 
-    def plan(
+    def run(
         self,
         name: str,
         make: Callable[[int], KernelPlan],
@@ -717,7 +717,7 @@ class TritonReducer(Reducer):
         descriptor = self._descriptor(out)
         found = descriptor[2:]
         found.zero_()  # blocks add to it
-        self._triton.plan(
+        self._triton.run(
             "reduce_scatter_norm",
             lambda algorithm: plan_reduce_scatter_norm(
                 grads.numel(),
@@ -803,7 +803,7 @@ class TritonBackend(Backend):
         from ringcomm._tl.adamw_launch import plan_adamw_all_gather
 
         kind, descriptor = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
-        self._triton.plan(
+        self._triton.run(
             "adamw_all_gather",
             lambda algorithm: plan_adamw_all_gather(bucket.layout.elems, kind, algorithm),
             grad,
@@ -816,7 +816,7 @@ class TritonBackend(Backend):
 
         op, elems = self._op, bucket.layout.elems
         kind = self._kind(bucket, grads.dtype, op)
-        self._triton.plan(
+        self._triton.run(
             "reduce_scatter_adamw_all_gather",
             lambda algorithm: plan_one_pass(elems, kind, op, algorithm),
             grads,

@@ -200,7 +200,16 @@ def test_steps_that_take_two_passes_and_updates_in_backward(told):
 
 def test_what_is_outside_memory(told, estimate):
     asked = ("--params", 1 << 33, "--world", 8)
-    disk = ("--state-on", "disk", "--params-on", "disk", "--buffer-mib", 128, "--resident-gb", 0.5)
+    disk = (
+        "--offload-state",
+        "disk",
+        "--offload-params",
+        "disk",
+        "--buffer-mib",
+        128,
+        "--resident-gb",
+        0.5,
+    )
     found = told("memory", *asked, *disk, "--stage", 3)
     in_memory = (128 << 20) + 500_000_000
     assert found[MEMORY][0]["state_bytes"] == found[MEMORY][0]["params_bytes"] == in_memory
@@ -226,7 +235,7 @@ def test_what_is_outside_memory(told, estimate):
     assert rows[0]["write_s"] > rows[0]["read_s"] and "added_s" not in rows[0]
     code, _, err = estimate("step", *asked, *disk, "--disk-write", 4)
     assert code == 2 and "--disk-read and --disk-write: expected both or none" in err
-    _, out, _ = estimate("memory", *asked, "--stage", 3, "--state-on", "cpu")
+    _, out, _ = estimate("memory", *asked, "--stage", 3, "--offload-state", "cpu")
     assert table(out, "outside memory")[1:] == [["3", "state", "0.0661", "0", "12.9"]]
 
 
@@ -277,8 +286,8 @@ def test_experts(told, estimate):
         ("memory", "--params", "999.9T", "--world", 1, "--preset", "fp32", "--budget-gb", 5),
         ("memory", *GPT2, "--world", 7, "--micro-batch", 1000, "--budget-gb", 0.123456789),
         ("step", "--params", "999.9T", "--world", 99_999, *TIMES),
-        ("step", *COUNT, "--state-on", "disk", *RATES, *TIMES),
-        ("step", "--params", "9.99T", "--world", 8, "--state-on", "disk", *RATES, *TIMES),
+        ("step", *COUNT, "--offload-state", "disk", *RATES, *TIMES),
+        ("step", "--params", "9.99T", "--world", 8, "--offload-state", "disk", *RATES, *TIMES),
     ],
 )
 def test_tables_fit_100_columns(estimate, arguments):
@@ -299,9 +308,12 @@ def test_tables_fit_100_columns(estimate, arguments):
         (("--params", "1M", "--nodes", 3), "nodes: expected a divisor of 2 ranks, got 3"),
         (("--params", "1M", "--bucket-elems", "1000"), "expected a positive multiple of 512"),
         (("--params", "1M", "--activations-on", "disk"), "expected --layers and the other sizes"),
-        (("--params", "1M", "--params-on", "disk", "--stage", 2), "expected --stage 3, got 2"),
-        (("--params", "1M", "--state-on", "disk", "--buffer-mib", 1e-3), "from 4096 to"),
-        (("--params", "1M", "--state-on", "disk", "--buffer-mib", 0.01), "at least 32768, got 104"),
+        (("--params", "1M", "--offload-params", "disk", "--stage", 2), "expected --stage 3, got 2"),
+        (("--params", "1M", "--offload-state", "disk", "--buffer-mib", 1e-3), "from 4096 to"),
+        (
+            ("--params", "1M", "--offload-state", "disk", "--buffer-mib", 0.01),
+            "at least 32768, got 104",
+        ),
         (("--params", "1M", "--update", "in_backward", "--clip"), "steps of two passes"),
         (
             ("--params", "1M", "--compression", "int2"),
@@ -312,7 +324,7 @@ def test_tables_fit_100_columns(estimate, arguments):
             "compression: expected one of param, int8",
         ),
         (
-            ("--params", "1M", "--compression-parameters", "fp8", "--state-on", "disk"),
+            ("--params", "1M", "--compression-parameters", "fp8", "--offload-state", "disk"),
             "offload_state: expected",
         ),
         (("--params", "1M", "--error-feedback"), "error_feedback: expected quantized gradients"),

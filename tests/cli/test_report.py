@@ -338,7 +338,7 @@ def record_of(**outcome):
     usual |= {"held_out_before": 5.5, "held_out_after": 2.5, "tokens_per_s": 1234.5}
     usual |= {"memory": [{"before_bytes": 1_000_000, "steps_bytes": [3_000_000, 2_000_000]}]}
     return {
-        "options": {"stage": 3, "state_on": None, "width": 64},
+        "options": {"stage": 3, "offload_state": None, "width": 64},
         "ranks": 2,
         "software": {"torch": torch.__version__},
         "outcome": {**usual, "skipped_steps": 0, "loss_scale": None, **outcome},

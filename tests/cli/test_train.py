@@ -137,8 +137,14 @@ def test_killed_rank_ends_the_run(text):
         (("--save", "{small}"), "small: expected a folder, or nothing yet, got a file"),
         (("--resume",), "--resume: expected --save FOLDER beside it"),
         (("--save", "{small}.runs", "--save-every", -5), "--save-every must be at least 1"),
-        (("--state-on", "/no/such/place"), "--state-on /no/such/place: expected a folder on a"),
-        (("--params-on", "."), "--params-on: expected --stage 3, got 2, which keeps all in memory"),
+        (
+            ("--offload-state", "/no/such/place"),
+            "--offload-state /no/such/place: expected a folder on a",
+        ),
+        (
+            ("--offload-params", "."),
+            "--offload-params: expected --stage 3, got 2, which keeps all in memory",
+        ),
         (("--loss-scale", 8), "--loss-scale: fp32 gradients need no scale"),
         (("--dtype", "fp16", "--loss-scale", 0), "init_scale"),
     ],

@@ -138,8 +138,8 @@ def test_state_and_parameters_on_a_disk_train_alike(tmp_path, trained):
     skip_unless_disk(tmp_path)
     common = common_options(tmp_path)
     runs = {
-        "state": (*common, "--state-on", tmp_path),
-        "both": (*common, "--stage", 3, "--state-on", tmp_path, "--params-on", tmp_path),
+        "state": (*common, "--offload-state", tmp_path),
+        "both": (*common, "--stage", 3, "--offload-state", tmp_path, "--offload-params", tmp_path),
     }
     records, _ = train_all(tmp_path, runs)
     for record in records.values():

@@ -21,7 +21,7 @@ NEEDS_A_GPU = {
     "test_nodes.py": "NCCL moves the memory of GPUs, each of one rank alone",
     "test_training.py": "torch's wrappers use streams of their own for tensors of CUDA only",
     "test_optimizer.py::test_a_graph_replays_steps_as_eager_ones": (
-        "a step has operations of torch's in it, which an emulated device cannot record"
+        "a step has operations of torch's in it, which an emulated device cannot capture"
     ),
     "test_optimizer.py::test_a_step_does_not_wait_for_the_device": (
         "torch says where it would wait for CUDA only"

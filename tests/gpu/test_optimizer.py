@@ -120,7 +120,7 @@ def step_once(optimizer, clip):
 def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
     """Nothing in a step waits for the device or depends on the host: step, lr and scale are there.
 
-    Two steps are recorded, and replayed three times with other gradients and learning rates.
+    Two steps are captured, and replayed three times with other gradients and learning rates.
     """
 
     def build():

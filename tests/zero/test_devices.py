@@ -18,8 +18,8 @@ from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
 from ringcomm.zero.stages.sharding import engine_of
 from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import on_host
+from tests.support.emulator.capture import graph_of
 from tests.support.emulator.in_stream_order import InStreamOrder
-from tests.support.emulator.recording import graph_of
 from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 

@@ -45,7 +45,7 @@ def launch(prepared: Sequence[Prepared], stream: int) -> None:
 # launch that does not fit waits, by events on the device, for the oldest launches whose end frees
 # enough blocks. Messages cannot be ordered like this, since a send may wait for a receive that
 # comes after a collective. So from a communicator's first message on, blocks for the messages of
-# all its local ranks are kept beside the collectives, of whatever communicator: what does not fit
+# all its ranks here are kept beside the collectives, of whatever communicator: what does not fit
 # beside what is kept already is refused, a communicator when it is built or a first message. If
 # ranks launch the collectives of several communicators in different orders, they run concurrently
 # as far as the device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).

@@ -531,7 +531,7 @@ class CallEngine(ABC):
         self._guard = threading.Lock()
         self.refuse: Callable[[str], RingcommError] | None = None
         self.closed = False
-        # None selects the native kernels, and lets calls take the quick paths.
+        # None selects the native kernels, and lets calls take the fast path.
         self.kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
         self._sum_group_size = membership.options.sum_group_size

@@ -76,10 +76,10 @@ class CommOptions:
             128 KiB and more of the other's plain tensors straight out of that process
             (process_vm_readv). It applies if both ranks want it and the kernel lets both.
             Otherwise data are staged in the heap, which is a second copy.
-        transport: the engine between nodes: "gloo" or "nccl", or a function that returns a process
-            group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is Gloo for
-            tensors of the CPU, and NCCL for those of GPUs. It only moves data: it sends and
-            receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
+        transport: what moves messages between nodes: "gloo" or "nccl", or a function that returns
+            a process group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is
+            Gloo for tensors of the CPU, and NCCL for those of GPUs. It only moves data: it sends
+            and receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
         compression: what travels between nodes in reductions of 16-bit types: "none", partial sums
             as they are, so that a result is rounded once; or "param", partial sums rounded to the
             type, which halves the bytes and rounds twice. "int8", "fp8" and "int4" quantize sums of

@@ -44,7 +44,7 @@ class _Failed(Exception):
     """A call has failed, and the watch knows why."""
 
 
-# The collectives of sharded training whose headers have a tag in local_rank of a root.
+# The collectives of sharded training whose headers have a tag in place of a root.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32s8sqiii"
 _COLLECTIVES = _native.RECORD_NAMES["collectives"]

@@ -230,7 +230,7 @@ class StepsCore(NodesCore):
     def all_gather_on_rail(
         self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algorithm: int
     ) -> int:
-        """Gathers among the ranks of this rank's rail alone, in local_rank.
+        """Gathers among the ranks of this rank's rail alone, in place.
 
         Args:
             ptrs: by node, where the bytes of its rank of the rail belong; this node's are there.
@@ -455,7 +455,7 @@ class StepCalls:
         self._engine.start_call(Call("all_gather_bucket", run, [bucket]))
 
     def all_gather_on_rail(self, tensors: Sequence[Tensor], async_op: bool = False) -> Work | None:
-        """Gathers among the ranks of this one's rail alone, in local_rank.
+        """Gathers among the ranks of this one's rail alone, in place.
 
         Args:
             tensors: by node, contiguous; that of this rank's node is sent, the others are written.

@@ -1,10 +1,10 @@
 """The calls over several nodes, of which only a node's own memory is mapped.
 
 NOTE [A token crosses once]
-A rank sends each token once to every other node on which it has experts: to its *proxy* there, the
-rank of its own local rank. The proxy keeps what arrives in its outbox, and its local peers read it
-there as they read the tokens of ranks of their node. So a token of H bytes of which k experts are
-on n other nodes costs n H on the network, and not k H.
+A rank sends each token once to every other node on which it has experts: to its *proxy*, the rank
+there with the sender's local rank. The proxy keeps what arrives in its outbox, and its local peers
+read it there as they read the tokens of ranks of their node. So a token of H bytes of which k
+experts are on n other nodes costs n H on the network, and not k H.
 
 On the way back the sum of a token is made in the order of k, in FP32, and so of all its rows at
 once: each row of an expert on another node crosses by itself. A node could add up its rows of a

@@ -379,8 +379,8 @@ class _Access:
 
     def may_fail(self, local: bool) -> bool:
         """Returns whether other ranks wait for one on which the state cannot be reached."""
-        on_disk = self.sharded.offload is not None or self.placement.store is not None
-        return not local and on_disk
+        is_offloaded = self.sharded.offload is not None or self.placement.store is not None
+        return not local and is_offloaded
 
     def read(self, name: str, local: bool) -> Tensor:
         """Returns a copy of the parameter's part of a tensor of the ranks' state."""

@@ -13,7 +13,7 @@ from ringcomm import CommOptions
 from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaleOptions, LossScaler
 from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import Devices
-from tests.support.emulator.recording import graph_of
+from tests.support.emulator.capture import graph_of
 
 # The ring's pieces are whole tiles of 512 elements.
 COMM = CommOptions(timeout=20.0, segment_bytes=4096, channels=2)
@@ -160,7 +160,7 @@ def step_once(optimizer, clip):
 
 
 # Rule and dtype, clipped, scaled: one with all, and each of the others with each of both.
-RECORDED: dict[str, tuple[Any, torch.dtype]] = {
+CAPTURED: dict[str, tuple[Any, torch.dtype]] = {
     "AdamW": (AdamW, torch.float32),
     "bfloat16": (AdamW, torch.bfloat16),
     "SGD": (partial(SGD, momentum=0.9), torch.float32),
@@ -179,12 +179,12 @@ RECORDED: dict[str, tuple[Any, torch.dtype]] = {
 def test_a_graph_replays_steps_as_eager_ones(devices, name, clip, scaled):
     """Nothing in a step waits for the device: its number, the rate and the scale are there.
 
-    Two steps are recorded, and replayed with other gradients and rates. Nothing of a step runs
-    while it is recorded, and the numbers that it would find then are not those of the replay.
+    Two steps are captured, and replayed with other gradients and rates. Nothing of a step runs
+    while it is captured, and the numbers that it would find then are not those of the replay.
     """
     if devices.emulated is None:
-        pytest.skip("tests/gpu/test_optimizer.py records with torch.cuda")
-    make, dtype = RECORDED[name]
+        pytest.skip("tests/gpu/test_optimizer.py captures with torch.cuda")
+    make, dtype = CAPTURED[name]
 
     def body(comm):
         def build():
@@ -215,7 +215,7 @@ def test_a_graph_replays_steps_as_eager_ones(devices, name, clip, scaled):
             step_once(which, clip)
 
         with graph_of(devices.emulated, [lr], partial(twice, optimizer)) as replay:
-            assert all(map(torch.equal, params, before)), "recording runs nothing"
+            assert all(map(torch.equal, params, before)), "a capture runs nothing"
             for turn in range(1, 4):
                 for each in (eager_lr, lr):
                     each.fill_(1e-2 / turn)

@@ -9,7 +9,7 @@ the work of the device: allocations, pinned ones too, mappings and their ends, p
 first use of a kernel.
 What it does not: torch's operations run at once on the CPU, and the memory of plain tensors is
 reused as soon as they die; ``EmulatedRuntime.in_stream_order`` makes up for both, and
-``recording.graph_of`` has graphs capture them. The division of
+``capture.graph_of`` has graphs capture them. The division of
 a multiprocessor's memory between L1 and shared memory, the queues that a graph's branches go
 through, preemption, time slices of processes, and locks of the driver are not modelled.
 """

@@ -55,7 +55,7 @@ enum class Status : int32_t {
 };
 constexpr int kStatuses = 9;
 
-// The steps of every protocol between ranks.
+// The events of every protocol between ranks, at which tests inject faults.
 enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };
 constexpr int kPoints = 3;
 

@@ -22,7 +22,7 @@ from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.faults.device.conftest import Rigs
 from tests.proof.faults.device.rig import DEVICE, LONG_S, Gate, Rig, error_of, until
 from tests.support.emulator import DriverError
-from tests.support.emulator.recording import RecordedOperations
+from tests.support.emulator.capture import CapturedOperations
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
@@ -183,7 +183,7 @@ def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float]
                 record = functools.partial(
                     rig.runtime.run_on_stream, 0, rig.runtime.current_stream(0)
                 )
-                operations = end.enter_context(RecordedOperations(record, [recorded["lr"]]))
+                operations = end.enter_context(CapturedOperations(record, [recorded["lr"]]))
             _step(optimizer)
             end.close()
         for turn in range(1, 4):

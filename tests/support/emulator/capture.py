@@ -1,4 +1,4 @@
-"""Has a graph of an emulated device record torch's operations, as a capture on a GPU does."""
+"""Has a graph of an emulated device capture torch's operations, as a capture on a GPU does."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.support.emulator.runtime import EmulatedRuntime
 Tensor = torch.Tensor
 
 
-class RecordedOperations(TorchDispatchMode):
-    """Inside, operations are recorded and not run; what they return is known at a replay only.
+class CapturedOperations(TorchDispatchMode):
+    """Inside, operations are captured and not run; what they return is known at a replay only.
 
     Until then it holds NaN, or the number farthest from 0, so that nothing which depends on it
     comes out right. What they work on stays until :meth:`forget`, since graphs may be replayed.
 
     Args:
-        record: records a function, which every replay calls in its place.
+        capture: captures a function, which every replay calls in its place.
         known: tensors whose values the host may read. It may not read any other.
     """
 
     def __init__(
-        self, record: Callable[[Callable[[], None]], None], known: Iterable[Tensor] = ()
+        self, capture: Callable[[Callable[[], None]], None], known: Iterable[Tensor] = ()
     ) -> None:
         super().__init__()
-        self._record = record
+        self._capture = capture
         self._known = {each.data_ptr() for each in known}
         self._operations: list[Callable[[], None]] = []
         self._handed_out: list[Any] = []
@@ -71,7 +71,7 @@ class RecordedOperations(TorchDispatchMode):
         # The emulator keeps what it is to call for good, so that it must not hold the tensors.
         index = len(self._operations)
         self._operations.append(operation)
-        self._record(lambda: self._operations[index]())
+        self._capture(lambda: self._operations[index]())
 
     @torch.no_grad()
     def _run(self, func: Any, args: Any, kwargs: Any, outputs: Iterable[Tensor]) -> None:
@@ -96,8 +96,8 @@ def graph_of(
 ) -> Iterator[Callable[[], None]]:
     """Records a call, torch's operations in it included; gives what replays it, and waits."""
     with runtime.capture() as graph:
-        record = partial(runtime.run_on_stream, 0, runtime.current_stream(0))
-        with RecordedOperations(record, known) as operations:
+        capture = partial(runtime.run_on_stream, 0, runtime.current_stream(0))
+        with CapturedOperations(capture, known) as operations:
             call()
 
     def replay() -> None:
