@@ -179,7 +179,7 @@ def test_a_send_that_nobody_receives():
     world.close()
     line = body.__code__.co_firstlineno
     # All slots are full.
-    assert f" for rank 1 (step {ringcomm.CommOptions().slots}, epoch" in told[0], told
+    assert f" for rank 1 (item {ringcomm.CommOptions().slots}, epoch" in told[0], told
     assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 7} waited" in told[0], told
     assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
 

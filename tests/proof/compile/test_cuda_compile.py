@@ -183,7 +183,8 @@ class TestUnits:
                 assert checks.quantization_loop(kernel, stores=False) == []
                 assert "scale" in name or checks.quantization_loop(kernel, stores=True) == []
             if name.endswith("_float32") and quantizes(name):
-                assert checks.quantization_loop(kernel, stores=name.startswith("rc_sum_")) == []
+                stores = name.startswith("rc_dequantize_and_sum_")
+                assert checks.quantization_loop(kernel, stores) == []
             if is_ll(name) or is_alone(name):
                 continue
             # The norm is a reduce-scatter alone: it copies nothing.

@@ -40,7 +40,7 @@ from tests.proof.fuzz.mutations import SCALE
 # Bytes of memory for each byte of the input, by reader, and for all of them beside that.
 MOST_PER_BYTE = {
     "JSON": 100,
-    "records of the rendezvous": 100,
+    "handles at a rendezvous": 100,
     "descriptions of optimizers": 100,
     "objects": 150,
     "manifests": 150,
@@ -345,7 +345,7 @@ PICKLES = (b"]", b"}", b")\x85", b"]\x94", b"c a\nb\n".replace(b" ", b""), b"K\x
 CASES: list[Case] = [
     *shapes("JSON", lambda value: value, lambda raw, _: decode(read_json(raw))),
     *shapes(
-        "records of the rendezvous",
+        "handles at a rendezvous",
         lambda value: {"version": 1, "rank": value},
         lambda raw, _: HeapHandle.from_json(raw, 1, "op"),
     ),

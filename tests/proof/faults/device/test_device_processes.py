@@ -150,7 +150,7 @@ def test_a_stopped_process_is_a_timeout(kind: str) -> None:
     for told, total in survivors(3, kind, "stop", names):
         for name, (error, text, _) in told.items():
             assert error is CollectiveTimeout, (name, text)
-            assert "rank 2" in text and "waited" in text and "step" in text, (name, text)
+            assert "rank 2" in text and "waited" in text and "item" in text, (name, text)
         assert total == 2
 
 
