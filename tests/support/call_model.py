@@ -1,7 +1,7 @@
 """The wait of each rank when one fails, from the steps of calls in kernels/include.
 
-Of staged, native calls on the host. No rank's steps depend on who comes first, so where each rank
-comes to a stand follows from the schedule alone.
+The calls are staged, native calls on the host. No rank's events depend on the order in which ranks
+come, so the schedule alone decides where each rank stops.
 """
 
 from __future__ import annotations

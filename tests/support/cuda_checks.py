@@ -301,7 +301,7 @@ def update_loop(kernel: Kernel) -> list[str]:
 
 
 def quantization_loop(kernel: Kernel, stores: bool) -> list[str]:
-    """Returns what the loop lacks that quantizes FP32 numbers, or that stores dequantized ones."""
+    """Returns the defects of the loop that quantizes FP32 numbers or stores dequantized ones."""
     if stores:
         most = max((_wide_stores(loop) for loop in kernel.loops()), default=0)
     else:

@@ -21,12 +21,12 @@ _GUARD = 0xA5
 
 @dataclass(frozen=True)
 class QuantizationEnd:
-    """What quantizes on a device.
+    """The quantization of a device.
 
-        Attributes:
-    quantize, sum: ``quantize`` and ``dequantize_and_sum`` of the native device communicator.
-            to_device: brings a tensor of the host to the device, where kernels may use it.
-            to_host: returns what is there once all calls are done.
+    Attributes:
+        quantize, sum: ``quantize`` and ``dequantize_and_sum`` of the native device communicator.
+        to_device: brings a tensor of the host to the device, where kernels may use it.
+        to_host: returns what is there once all calls are done.
     """
 
     quantize: Callable[..., object]

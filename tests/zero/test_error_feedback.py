@@ -1,4 +1,4 @@
-"""What quantized gradients lose, kept and fed back: over steps, stages, scales, checkpoints."""
+"""Error feedback of quantized gradients: over steps, stages, scales and checkpoints."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
             worst.append(float((total(found)[0] / count - exact).abs().max()))
     fed_first, fed_last, usual_first, usual_last = worst
     assert fed_first == usual_first == usual_last
-    # Nothing is owed that is more than quantization's bound of what is sent, M / 14 for each node.
+    # The buffer never holds more than quantization loses of one sum: at most M / 14 for each node.
     assert fed_last <= 2 * fed_first / steps
 
 

@@ -200,7 +200,7 @@ def test_gradients_in_parts_are_refused(worlds, stage):
         # Before the order of the buckets is known the first ones wait for the end.
         only(module).backward()
         optimizer.step()
-        # Gradients in parts fill a bucket again, which has one turn all the same.
+        # A second gradient of a parameter fills its bucket again; the bucket has one turn.
         engine = owner_of(next(module.parameters()))
         assert sorted(engine.reduction.order) == list(range(len(engine.reduction.buckets)))
         with pytest.raises(ArgumentError, match=refused[stage]):

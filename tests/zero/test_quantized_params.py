@@ -70,7 +70,7 @@ class Reference:
         self.params = dict(self.module.named_parameters())
         self.masters = {n: p.detach().clone().float() for n, p in base.named_parameters()}
         self._buckets, self._format, self._run = buckets, quant_format, run
-        # What steps the masters quantizes nothing: FP32, in a world of one.
+        # The optimizer of the masters quantizes nothing: it is FP32, in a world of one.
         self._stepped = deepcopy(base)
         self._optimizer = AdamW(groups_of(self._stepped), lr=1e-2, comm="alone")
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.97)

@@ -206,7 +206,7 @@ def keeps_type(dtype: torch.dtype) -> bool:
 
 
 def check_reducible(operation: str, dtype: int, op: int) -> None:
-    """Refuses what no kernel reduces; @@quantized of the native module.
+    """Refuses a dtype and an op that no kernel reduces; both are codes of the native module.
 
     Raises:
         ArgumentError: as :meth:`DeviceComm.reduce` does for the same.

@@ -65,8 +65,8 @@ inline const Case kCycle[] = {
 };
 constexpr uint64_t kCycleSteps = std::size(kCycle);
 
-// Of LL calls, by turns. The first ones leave the memory of a second packet alone, in which
-// those then find what much earlier calls have left.
+// The sizes of LL calls, by turns. The first calls write no second packet, so later calls find
+// there the packets of much earlier calls.
 constexpr uint64_t kLLElems[] = {1, 2, 2, 1, 2, 1, 128, 100, 3, 127, 17, 64, 1, 5, 40, 77};
 
 inline uint64_t ll_calls_before(uint64_t step) {

@@ -97,8 +97,8 @@ struct World {
     }
   }
 
-  // As if `first` items and LL calls had been; and where those of the last time around left
-  // packets whose flags are about to come again, if nobody clears them.
+  // Puts the words into the state behind `first` items and LL calls. The buffers hold packets of
+  // the round before, whose flags come again unless the buffers are cleared.
   void write_words(int rank) {
     char* const region = regions[size_t(rank)];
     for (int i = 0; i < int(Stream::kCount); ++i)

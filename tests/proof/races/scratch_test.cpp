@@ -108,7 +108,7 @@ void fault(ScratchEnd end, int code, Damage damage) {
   const ScratchResult result = bench.end(first);
   const uint64_t offset = result.offset;
   expect(result.end == end, "the fault");
-  // Of a damaged extent one cut is; elsewhere the first of three to end.
+  // A damaged extent has one damaged cut; other faults name the first of three cuts to end.
   if (end == ScratchEnd::kDamaged) expect(offset == kExtent + kCut, "the cut that is damaged");
   expect(offset >= kExtent && offset < 2 * kExtent && result.bytes == kCut, "a cut of the extent");
   expect(result.code == code, "the error of the system");
