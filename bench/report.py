@@ -11,10 +11,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from ringcomm.cli import table_lines
 
 SCHEMA = 1
 # Names the commit of a source tree that came without its history, or with another one.
@@ -150,21 +153,17 @@ def size_label(size_bytes: int) -> str:
 
 
 class Column(NamedTuple):
-    """A column of a table. ``width`` is as in a format: ">9" to the right, "<22" to the left."""
+    """A column of a table, at least ``width`` wide; its texts end, or begin, at one place."""
 
     title: str
     unit: str
-    width: str
+    width: int
     text: Callable[[Row], object]
-
-
-def _join(columns: Sequence[Column], texts: Iterable[object]) -> str:
-    pairs = zip(columns, texts, strict=True)
-    return " ".join(f"{text!s:{column.width}}" for column, text in pairs)
+    right: bool = True
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """Rows as text, below a ``title``, whose first columns are ``key`` and the others ``cell``.
 
     The first column of ``cell`` tells that a row has no time. With ``placements``, side by side and
@@ -176,35 +175,49 @@ class Table:
     cell: tuple[Column, ...]
     placements: tuple[str, ...] = ()
 
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        return self.key + self.cell * (len(self.placements) or 1)
+
     def head(self) -> str:
-        lines = [self.title] if self.title else []
         names = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
-        groups = len(self.placements) or 1
-        key, cell = (_join(each, [c.title for c in each]) for each in (self.key, self.cell))
+        lines = []
         if self.placements:
-            named = "".join(f"  {names[each]:^{len(cell)}}" for each in self.placements)
-            lines.append("#" + " " * (len(key) - 1) + named)
-        lines.append("#" + key[1:] + f"  {cell}" * groups)
-        key, cell = (_join(each, [c.unit for c in each]) for each in (self.key, self.cell))
-        lines.append("#" + key[1:] + f"  {cell}" * groups)
-        return "\n".join(line.rstrip() for line in lines)
+            groups = ["", *(names[each] for each in self.placements)]
+            widths = [_joint_width(self.key)] + [_joint_width(self.cell)] * len(self.placements)
+            lines += table_lines([groups], widths=widths)
+        lines += self._aligned([[column.title for column in self._columns]])
+        lines += self._aligned([[column.unit for column in self._columns]])
+        marked = ["#" + line[1:] for line in lines]
+        return "\n".join([self.title, *marked] if self.title else marked)
 
     def lines(self, rows: Iterable[Row]) -> list[str]:
-        found: dict[tuple[str, int], dict[str, Row]] = {}
+        found: dict[tuple[tuple[str, ...], int], dict[str, Row]] = {}
         for number, row in enumerate(rows):
-            key = _join(self.key, [column.text(row) for column in self.key])
+            key = tuple(str(column.text(row)) for column in self.key)
             apart = (key, 0 if self.placements else number)
             found.setdefault(apart, {})[row.placement if self.placements else ""] = row
-        return [
-            "  ".join([key, *(self._cell(cells.get(each)) for each in self.placements or ("",))])
+        groups = self.placements or ("",)
+        return self._aligned(
+            [*key, *chain.from_iterable(self._cell(cells.get(each)) for each in groups)]
             for (key, _), cells in found.items()
-        ]
+        )
 
-    def _cell(self, row: Row | None) -> str:
-        texts = ["" if row is None else column.text(row) for column in self.cell]
+    def _cell(self, row: Row | None) -> list[str]:
+        texts = ["" if row is None else str(column.text(row)) for column in self.cell]
         if row is None or not (row.rounds or row.loss):
             texts[0] = "n/a"
-        return _join(self.cell, texts)
+        return texts
+
+    def _aligned(self, texts: Iterable[Sequence[str]]) -> list[str]:
+        """Returns lines whose columns stand below each other, though rows come one by one."""
+        columns = self._columns
+        sides, widths = [each.right for each in columns], [each.width for each in columns]
+        return table_lines(texts, right=sides, widths=widths)
+
+
+def _joint_width(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns) + 2 * (len(columns) - 1)
 
 
 def _number(name: str, digits: int = 2, per: float = 1.0) -> Callable[[Row], str]:
@@ -223,49 +236,49 @@ def _agreement(row: Row) -> str:
 
 # The columns of nccl-tests.
 COLLECTIVE_KEY = (
-    Column("size", "(B)", ">12", lambda row: row.size_bytes),
-    Column("count", "(elems)", ">10", lambda row: row.count),
-    Column("type", "", ">9", lambda row: row.dtype),
-    Column("redop", "", ">6", lambda row: row.op),
-    Column("root", "", ">5", lambda row: row.root if row.root >= 0 else "-"),
-    Column("system", "", "<15", lambda row: row.system),
-    Column("mode", "", "<19", lambda row: row.mode),
+    Column("size", "(B)", 12, lambda row: row.size_bytes),
+    Column("count", "(elems)", 9, lambda row: row.count),
+    Column("type", "", 8, lambda row: row.dtype),
+    Column("redop", "", 5, lambda row: row.op),
+    Column("root", "", 4, lambda row: row.root if row.root >= 0 else "-"),
+    Column("system", "", 15, lambda row: row.system, right=False),
+    Column("mode", "", 18, lambda row: row.mode, right=False),
 )
 COLLECTIVE_CELL = (
-    Column("time", "(us)", ">10", _number("time_us")),
-    Column("algbw", "(GB/s)", ">8", _number("algbw_gbps")),
-    Column("busbw", "(GB/s)", ">8", _number("busbw_gbps")),
-    Column("#wrong", "", ">7", lambda row: "-" if row.wrong is None else row.wrong),
-    Column("ratio", "", ">8", _number("ratio")),
-    Column("p95", "(us)", ">10", _number("p95_us")),
-    Column("ratio95", "", ">8", _number("ratio_p95")),
+    Column("time", "(us)", 10, _number("time_us")),
+    Column("algbw", "(GB/s)", 7, _number("algbw_gbps")),
+    Column("busbw", "(GB/s)", 7, _number("busbw_gbps")),
+    Column("#wrong", "", 6, lambda row: "-" if row.wrong is None else row.wrong),
+    Column("ratio", "", 7, _number("ratio")),
+    Column("p95", "(us)", 9, _number("p95_us")),
+    Column("ratio95", "", 7, _number("ratio_p95")),
 )
 _CASE = (
-    Column(" case", "", "<22", lambda row: row.collective),
-    Column("of", "", "<28", lambda row: row.placement),
-    Column("type", "", "<8", lambda row: row.dtype),
-    Column("system", "", "<34", lambda row: row.system),
+    Column(" case", "", 21, lambda row: row.collective, right=False),
+    Column("of", "", 27, lambda row: row.placement, right=False),
+    Column("type", "", 8, lambda row: row.dtype, right=False),
+    Column("system", "", 33, lambda row: row.system, right=False),
 )
-TIMES = Table(
+TIMES = RowTable(
     "# ratio: of times, median over rounds, with its quartiles",
     _CASE,
     (
-        Column("time", "(ms)", ">11", _number("time_us", 3, 1e3)),
-        Column("best", "(ms)", ">11", _number("best_us", 3, 1e3)),
-        Column("ratio", "", ">7", _number("ratio", 3)),
-        Column("low", "", ">7", _number("ratio_low", 3)),
-        Column("high", "", ">7", _number("ratio_high", 3)),
-        Column("speed", "(GB/s)", ">8", _number("algbw_gbps")),
-        Column("check", "", "<8", _agreement),
-        Column("", "", "<1", lambda row: row.note),
+        Column("time", "(ms)", 11, _number("time_us", 3, 1e3)),
+        Column("best", "(ms)", 10, _number("best_us", 3, 1e3)),
+        Column("ratio", "", 6, _number("ratio", 3)),
+        Column("low", "", 6, _number("ratio_low", 3)),
+        Column("high", "", 6, _number("ratio_high", 3)),
+        Column("speed", "(GB/s)", 7, _number("algbw_gbps")),
+        Column("check", "", 8, _agreement, right=False),
+        Column("", "", 1, lambda row: row.note, right=False),
     ),
 )
-LOSSES = Table(
+LOSSES = RowTable(
     "",
     _CASE,
     (
-        Column("steps", "", ">6", lambda row: row.count),
-        Column("loss", "(nats/B)", ">9", _number("loss", 5)),
+        Column("steps", "", 5, lambda row: row.count),
+        Column("loss", "(nats/B)", 8, _number("loss", 5)),
     ),
 )
 

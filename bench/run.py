@@ -27,7 +27,7 @@ from .board import Board
 from .devices import ONE_LAUNCH, ModeError
 from .launch import REST_S, LaunchError, RankInfo, Wanted, join, lead_session, run_ranks, started_by
 from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
-from .report import TIMES, Report, Row, Table, collect, write_csv, write_json
+from .report import TIMES, Report, Row, RowTable, collect, write_csv, write_json
 from .timing import Call, Device, Entrant, Pace, Timing, measure, rows_of
 
 COLLECTIVES = "collectives"
@@ -108,7 +108,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     over_nodes: bool = False  # torch's default group is of all ranks, on several nodes
     _close: Callable[[], object] = lambda: None
-    _table: Table | None = None
+    _table: RowTable | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.world = self.info.rank, self.info.world
@@ -155,7 +155,7 @@ class Run:
         """Times the calls, and adds their rows, which are as of :func:`.timing.rows_of`."""
         self.add(rows_of(case, self.time(calls), subject))
 
-    def add(self, rows: Sequence[Row], table: Table = TIMES) -> None:
+    def add(self, rows: Sequence[Row], table: RowTable = TIMES) -> None:
         """Keeps rows, and prints them; above them the head of a table that has just begun."""
         self.rows.extend(rows)
         if table != self._table:

@@ -44,7 +44,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT[""] = _below
 
 OUTSIDE = {"bench", "tests", "setup"}
-BENCH_MAY_IMPORT = {"", "errors", "examples", "extras", "launch"}
+BENCH_MAY_IMPORT = {"", "cli", "errors", "examples", "extras", "launch"}
 
 COMPILER_TEST = re.compile(
     r"\b(__CUDACC__|__CUDACC_RTC__|__CUDA_ARCH__|__HIP__|_MSC_VER|__GNUC__|__clang__|"

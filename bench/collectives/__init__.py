@@ -12,11 +12,13 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from ringcomm.cli import table_lines
+
 from .. import cases, devices, run
 from ..cases import Case, Collective, Prepared, wrong_elements
 from ..launch import LaunchError, RankInfo, Wanted, join, started_by
 from ..options import choice, count, option, parse_size, positive, rounds
-from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, Table
+from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, RowTable
 from ..run import Bench, Run
 from ..timing import Device, Entrant, Pace, measure, timed
 from .systems import (
@@ -250,7 +252,7 @@ class Walk:
             f"# ratio: time over that of {options.subject}, median over rounds\n"
             f"# p95, ratio95: the 95th percentile of the rounds, and that over {options.subject}'s"
         )
-        table = Table(title, COLLECTIVE_KEY, COLLECTIVE_CELL, tuple(placements))
+        table = RowTable(title, COLLECTIVE_KEY, COLLECTIVE_CELL, tuple(placements))
         of = (options.datatype, options.op, options.root, info.rank, info.world)
         for size in sizes_bytes(options):
             cells = [Case(collective, size, *of, each, self.device.tensors) for each in placements]
@@ -318,7 +320,7 @@ ABOUT = """Times collectives of ringcomm and of other libraries in one run, in t
 
 Runs alone (it starts its ranks itself), under torchrun and under mpiexec. Other benches:
 
-""" + "\n".join(f"ringcomm bench {name:16}{text}" for name, text in run.BENCHES.items())
+""" + "\n".join(table_lines((f"ringcomm bench {name}", text) for name, text in run.BENCHES.items()))
 BENCH = Bench(
     run.COLLECTIVES,
     ABOUT,

@@ -132,17 +132,28 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
     return parser, module
 
 
-def table_lines(rows: Iterable[Sequence[str]], *, right: bool = False) -> list[str]:
+def table_lines(
+    rows: Iterable[Sequence[str]],
+    *,
+    right: bool | Sequence[bool] = False,
+    widths: Sequence[int] = (),
+) -> list[str]:
     """Returns the lines of a table: columns as wide as their longest cell, two blanks between.
 
     Args:
         rows: of equally many cells.
-        right: whether cells end, rather than begin, at one place.
+        right: whether cells end, rather than begin, at one place; for all columns, or for each.
+        widths: the least width of each column, for a table whose rows are printed as they come.
     """
     cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    pad = str.rjust if right else str.ljust
-    return ["  ".join(map(pad, row, widths)).rstrip() for row in cells]
+    if not cells:
+        return []
+    columns = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if widths:
+        columns = list(map(max, columns, widths))
+    sides = [right] * len(columns) if isinstance(right, bool) else right
+    formats = [f"{'>' if side else '<'}{width}" for side, width in zip(sides, columns, strict=True)]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in cells]
 
 
 def _version() -> str:

@@ -11,7 +11,7 @@ from ringcomm.bench.report import (
     TIMES,
     Report,
     Row,
-    Table,
+    RowTable,
     read,
     size_label,
     write_csv,
@@ -92,7 +92,7 @@ def test_wrong_elements_add_up(report):
 
 def test_the_table_puts_placements_side_by_side():
     rows = [measured("ringcomm"), measured("ringcomm", "in", time_us=9.25), measured("gloo")]
-    table = Table("# a title", COLLECTIVE_KEY, COLLECTIVE_CELL, ("out", "in"))
+    table = RowTable("# a title", COLLECTIVE_KEY, COLLECTIVE_CELL, ("out", "in"))
     lines = table.lines(rows)
     assert len(lines) == 2
     assert lines[0].split() == [
@@ -104,6 +104,14 @@ def test_the_table_puts_placements_side_by_side():
     assert head[0] == "# a title"
     assert "out of place" in head[1] and "in place" in head[1]
     assert all(word in head[2] for word in ("size", "redop", "algbw", "busbw", "#wrong"))
+
+
+def test_rows_that_come_one_by_one_stand_below_the_head():
+    titles = TIMES.head().splitlines()[1]
+    for ratio in (36.25, 7.5):
+        (line,) = TIMES.lines([measured("ringcomm", ratio=ratio)])
+        assert line.index("ringcomm") == titles.index("system")
+        assert line.index(f"{ratio:.3f}") + len(f"{ratio:.3f}") == titles.index("ratio") + 5
 
 
 def test_a_table_of_times_says_what_is_wrong_and_why_there_is_no_time(report):

@@ -114,8 +114,8 @@ def summary(facts: Mapping[str, str], results: Sequence[Result]) -> list[str]:
     lines += [f"{REHEARSAL} {facts[REHEARSAL]}"] if REHEARSAL in facts else []
     if any(result.name in ("bench", "steps") for result in results):
         lines += goal_lines([report for result in results for report in result.reports])
-    rows = [(each.name, each.verdict, f"{each.seconds:>5.0f} s", each.detail) for each in results]
-    return lines + table_lines(rows)
+    rows = [(each.name, each.verdict, f"{each.seconds:.0f} s", each.detail) for each in results]
+    return lines + table_lines(rows, right=(False, False, True, False))
 
 
 if __name__ == "__main__":
