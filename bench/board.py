@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringcomm.errors import look_at, timed_out, where
+
 _LINE_BYTES = 64
 _DEADLINE_S = 300.0
 _LOOKS_PER_CLOCK = 1024
@@ -27,8 +29,8 @@ class Board:
     """A barrier of all ranks, and small objects through the store of all ranks.
 
     ``group`` is a group of all ranks where they are on several nodes; None: they are on one
-    machine. Raises ``TimeoutError`` from :meth:`barrier` when a rank of one machine stays away for
-    five minutes; a group has a timeout of its own.
+    machine. Raises ``CollectiveTimeout`` from :meth:`barrier` when a rank of one machine stays away
+    for five minutes; a group has a timeout of its own.
     """
 
     def __init__(
@@ -67,7 +69,13 @@ class Board:
                 time.sleep(_REST_POLL_S) if rest_s > 0 else os.sched_yield()
                 looks += 1
                 if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {self.rank}: rank {peer} is not at the barrier")
+                    raise timed_out(
+                        f"{where('barrier', self.rank, self.world)}:",
+                        _DEADLINE_S,
+                        f"rank {peer}, which did not come",
+                        look_at(f"rank {peer}"),
+                        option="_DEADLINE_S",
+                    )
         if rest_s > 0:
             last_ns = max(self._words[peer * stride + 1] for peer in range(self.world))
             while time.monotonic_ns() < last_ns + _START_NS:

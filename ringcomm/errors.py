@@ -143,18 +143,19 @@ def _peer(fault: Mapping[str, Any]) -> str:
 def _lost(found: str, advice: str, fault: Mapping[str, Any]) -> PeerLost:
     return PeerLost(
         f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but "
-        f"{found} (noticed after {fault['waited_ms']} ms at item {fault['item']}). {advice}"
+        f"{found} (noticed after {_seconds(fault['waited_ms'] / 1000)} at item {fault['item']}). "
+        f"{advice}"
     )
 
 
 _MAKE_ALIKE = "All ranks must make the same calls before one of them "
 
 
-def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
+def _timeout(fault: Mapping[str, Any]) -> RingcommError:
     seen = f"item {fault['item']}, epoch wanted {fault['wanted']}, seen {fault['seen']}"
     return timed_out(
         f"rank {fault['rank']} in {fault['mine']}",
-        fault["waited_ms"],
+        fault["waited_ms"] / 1000,
         f"{_peer(fault)} ({seen}), which did not come",
         look_at(_peer(fault)),
     )
@@ -230,15 +231,38 @@ def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:
     )
 
 
-def timed_out(waiter: str, waited_ms: float, awaited: str, advice: str) -> CollectiveTimeout:
-    """The error of a wait that lasted as long as the timeout allows: whose, and for whom or what.
+def _seconds(seconds: float) -> str:
+    return f"{round(seconds, 3):g} s"
 
-    ``advice`` says what to do, if not to raise the timeout.
+
+def waited_for(waited_s: float, awaited: str) -> str:
+    """The words of a wait that lasted as long as the timeout allows: how long, and for what.
+
+    They are for a sentence that goes on; :func:`timed_out` makes the whole error.
     """
-    return CollectiveTimeout(
-        f"{waiter} waited {waited_ms:.0f} ms, until its timeout ended, for {awaited}. {advice}, or "
-        "raise timeout="
-    )
+    return f"waited {_seconds(waited_s)}, until its timeout ended, for {awaited}"
+
+
+def timed_out(
+    waiter: str,
+    waited_s: float,
+    awaited: str,
+    advice: str,
+    *,
+    kind: type[RingcommError] = CollectiveTimeout,
+    option: str = "timeout=",
+) -> RingcommError:
+    """The error of a wait that lasted as long as the timeout allows.
+
+    Args:
+        waiter: who waited, in which call.
+        waited_s: how long, in seconds.
+        awaited: for whom or what.
+        advice: what to do, if not to raise the timeout.
+        kind: class of the error.
+        option: sets the timeout.
+    """
+    return kind(f"{waiter} {waited_for(waited_s, awaited)}. {advice}, or raise {option}")
 
 
 def look_at(rank: str, *, on_other_node: bool = False) -> str:
@@ -250,8 +274,8 @@ def look_at(rank: str, *, on_other_node: bool = False) -> str:
 def not_done(call: str, waited_s: float, state: str = "the call goes on") -> CollectiveTimeout:
     """The error of ``Work.wait(timeout=...)`` that ended before the call did."""
     return CollectiveTimeout(
-        f"{call}: not done after {waited_s:g} s of wait(timeout=...); {state}. Wait again, or "
-        "abort the communicator"
+        f"{call}: not done after {_seconds(waited_s)} of wait(timeout=...); {state}. Wait again, "
+        "or abort the communicator"
     )
 
 

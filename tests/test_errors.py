@@ -32,7 +32,7 @@ def test_tree(name):
         (
             "timeout",
             "CollectiveTimeout",
-            ("waited 70 ms, until its timeout ended, for rank 2", "raise timeout="),
+            ("waited 0.07 s, until its timeout ended, for rank 2", "raise timeout="),
         ),
         ("peer_lost", "PeerLost", ("expected rank 2", "has ended")),
         ("mismatch", "MismatchError", ("Rank 1 called mine", "rank 2 called theirs")),

@@ -55,7 +55,15 @@ from ringcomm.comm.host.arguments import (
 from ringcomm.comm.host.engine import Work as CommunicatorWork
 from ringcomm.comm.host.options import CommOptions, seconds_of
 from ringcomm.cuda import find_device
-from ringcomm.errors import ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError, where
+from ringcomm.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLost,
+    UnsupportedError,
+    timed_out,
+    waited_for,
+    where,
+)
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import FIRST_POLL_S, LAST_POLL_S, launch_attempt
 from ringcomm.rendezvous.same_node import Lookout
@@ -181,7 +189,7 @@ class MonitoredBarrier:
             vain = ended == awaited if wait_all_ranks else bool(ended)
             if vain or deadline.is_over():
                 missing = awaited if wait_all_ranks else (ended or awaited)[:1]
-                self._fail(prefix, missing, ended, timeout)
+                self._fail(prefix, missing, [r for r in ended if r in missing], timeout)
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, LAST_POLL_S)
         self._store.set(f"{prefix}/verdict", _PASS)
@@ -198,12 +206,18 @@ class MonitoredBarrier:
         if ended:
             what += f"; of {_ranks(ended).lower()} the process has ended"
         self._store.set(f"{prefix}/verdict", what)
-        advice = "Look at what those ranks do instead, or raise timeout="
-        if missing == ended:
-            advice = "See why, and build a group of the ranks that are left"
-        raise (PeerLost if ended else CollectiveTimeout)(
-            f"monitored_barrier on rank 0 of {self._world_size}: expected every rank to come: "
-            f"{what}. {advice}."
+        head = where("monitored_barrier", 0, self._world_size)
+        if missing != ended:
+            raise timed_out(
+                f"{head}:",
+                timeout.total_seconds(),
+                f"every rank to come: {what}",
+                "Look at what those ranks do instead",
+                kind=PeerLost if ended else CollectiveTimeout,
+            )
+        raise PeerLost(
+            f"{head}: expected every rank to come: {what}. See why, and build a group of the ranks "
+            "that are left"
         )
 
     def _report(self, prefix: str, timeout: timedelta) -> None:
@@ -228,7 +242,7 @@ class MonitoredBarrier:
         while not self._store.check([key]):
             why = ""
             if deadline.is_over():
-                why = f"rank 0 did not come within {_ms(timeout)} ms"
+                why = waited_for(timeout.total_seconds(), "rank 0, which did not come")
             for _ in self._lookout.ended_among([0]):
                 why = "its process has ended"
             if why and not self._store.check([key]):

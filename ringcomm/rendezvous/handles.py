@@ -36,6 +36,7 @@ from ringcomm.errors import (
     RingcommError,
     UnsupportedError,
     printable,
+    timed_out,
     where,
 )
 from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_record, shown
@@ -406,11 +407,13 @@ def _wait_for(
     """
     spec.lookout.look(missing, spec.operation)
     if spec.deadline.is_over():
-        raise RendezvousError(
-            f"{spec.operation}: waited {spec.deadline.timeout_s:g} s for "
-            f"{spec.lookout.named_all(missing)}, which did not come.{hint()} Were all "
-            f"{spec.world_size} ranks started, and do all build this communicator? If they are "
-            "only late, raise timeout="
+        raise timed_out(
+            f"{spec.operation}:",
+            spec.deadline.timeout_s,
+            f"{spec.lookout.named_all(missing)}, which did not come",
+            f"{hint()}See that all {spec.world_size} ranks were started and build this "
+            "communicator",
+            kind=RendezvousError,
         )
     time.sleep(pause_s)
 
@@ -589,7 +592,7 @@ class Rendezvous:
         return _look_up(self._spec, f"{self._prefix}/{stage}/{rank}") is not None
 
     def _came_twice(self, missing: list[int]) -> str:
-        """Returns a hint where two processes seem to have one rank, as a sentence, or ""."""
+        """Returns a hint where two processes seem to have one rank, or ""; a blank ends it."""
         if not self._arrivals:
             return ""
         store, few, fewer = self._spec.store, self._spec.rank, self._arrival
@@ -603,8 +606,8 @@ class Rendezvous:
             often, few, fewer = few, behind[0], came[behind[0]]
         other = f"rank {few} only {fewer}" if often != few else "this process is not the last"
         return (
-            f" Rank {often} has come {came[often]} times, and {other}: was rank {often} given to "
-            "two processes, or has it tried again by itself?"
+            f"Rank {often} has come {came[often]} times, and {other}: was rank {often} given to "
+            "two processes, or has it tried again by itself? "
         )
 
     def look_for_failures(self, awaited: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, timed_out, where
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import forming, need_descriptors
 from ringcomm.rendezvous.same_node import store_on_node
@@ -174,23 +174,24 @@ def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
             (address, port), launched.world_size, timeout_s, serves=serves, multi_tenant=True
         )
     except (RuntimeError, ValueError, OSError) as error:
-        what = f"nobody answered within {timeout_s:g} s"
+        operation = where(
+            f"communicator from {launched.launcher}", launched.rank, launched.world_size
+        )
+        told = f"at MASTER_ADDR={address} MASTER_PORT={port}: {str(error).partition(chr(10))[0]}"
+        if serves:
+            raise RendezvousError(
+                f"{operation}: rank 0 cannot serve a store {told}. If the port is taken, by "
+                "another job or by a second process with RANK=0, set another MASTER_PORT on all "
+                "ranks, or end that process"
+            ) from error
         advice = (
-            "Does rank 0, which serves the store, run, and do all ranks have its host and port in "
-            "these variables?"
+            "See that rank 0, which serves the store, runs, and that all ranks have its host and "
+            "port in these variables"
         )
         if of_agent:
-            advice = "torchrun serves the store: does it run on the first node?"
-        elif serves:
-            what = "rank 0 cannot serve a store"
-            advice = (
-                "If the port is taken, by another job or by a second process with RANK=0, set "
-                "another MASTER_PORT on all ranks, or end that process"
-            )
-        raise RendezvousError(
-            f"communicator from {launched.launcher} on rank {launched.rank} of "
-            f"{launched.world_size}: {what} at MASTER_ADDR={address} MASTER_PORT={port}: "
-            f"{str(error).partition(chr(10))[0]}. {advice}"
+            advice = "See that torchrun, which serves the store, runs on the first node"
+        raise timed_out(
+            f"{operation}:", timeout_s, f"an answer {told}", advice, kind=RendezvousError
         ) from error
 
 
@@ -461,12 +462,23 @@ def store_at(
     try:
         _stores[key] = open_store(key, world_size, timeout_s, serves=rank == 0)
     except (RuntimeError, ValueError, OSError) as error:
-        what = "the store of rank 0 does not answer"
+        told = (
+            f"at {called} ({address.source}; {PORT_VARIABLE} takes the place of the port): "
+            f"{str(error).partition(chr(10))[0]}"
+        )
+        advice = (
+            "MASTER_ADDR and MASTER_PORT, which are not set on this rank, take its place: set both "
+            "on all ranks"
+        )
         if rank == 0:
-            what = "rank 0 cannot serve a store"
-        raise RendezvousError(
-            f"{operation}: {what} at {called} ({address.source}; {PORT_VARIABLE} takes the place "
-            f"of the port) within {timeout_s:g} s: {str(error).partition(chr(10))[0]}. MASTER_ADDR "
-            "and MASTER_PORT, which are not set on this rank, take its place: set both on all ranks"
+            raise RendezvousError(
+                f"{operation}: rank 0 cannot serve a store {told}. {advice}"
+            ) from error
+        raise timed_out(
+            f"{operation}:",
+            timeout_s,
+            f"the store of rank 0, which does not answer {told}",
+            advice,
+            kind=RendezvousError,
         ) from error
     return _stores[key]

@@ -32,7 +32,7 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING, Protocol
 
 from ringcomm import _native
-from ringcomm.errors import PeerLost, RendezvousError, RingcommError, start_thread, where
+from ringcomm.errors import PeerLost, RendezvousError, RingcommError, start_thread, timed_out, where
 from ringcomm.process import Deadline
 
 if TYPE_CHECKING:
@@ -458,11 +458,14 @@ def ask_port(sockets: LaunchSockets, deadline: Deadline) -> int:
         if port is not None:
             return port
         time.sleep(RETRY_S)
-    held = f" {' and '.join(sorted(strangers))} answered in its place." if strangers else ""
-    raise RendezvousError(
-        f"{sockets.operation}: waited {deadline.timeout_s:g} s for rank 0 of the same launcher, "
-        f"which did not come to {sockets.shown}.{held} Ranks must be started by one launcher "
-        f"process directly, and as one user; otherwise {_MASTER}"
+    held = f"{' and '.join(sorted(strangers))} answered in its place. " if strangers else ""
+    raise timed_out(
+        f"{sockets.operation}:",
+        deadline.timeout_s,
+        f"rank 0 of the same launcher, which did not come to {sockets.shown}",
+        f"{held}Ranks must be started by one launcher process directly, and as one user; otherwise "
+        f"{_MASTER}",
+        kind=RendezvousError,
     )
 
 

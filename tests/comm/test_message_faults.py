@@ -80,7 +80,7 @@ def test_the_error_names_the_item_that_did_not_come(published):
     with Ranks(_killed_sender, 2, published + 1) as ranks:
         (outcome,) = ranks.wait(LONG_S / 2, [0])
     assert outcome.ok, outcome.describe()
-    assert f"ms at item {published})" in outcome.value
+    assert f" s at item {published})" in outcome.value
 
 
 def test_what_a_sender_took_back_is_not_received():

@@ -36,8 +36,8 @@ LATER_ERROR = "AbortedError"
 NAMES = {"messages": ("isend", "irecv", "recv")}
 # Who gave up, after how long, and where: of a lost peer and of a timeout.
 WAITED = (
-    re.compile(r"rank (\d+) in .* \(noticed after (\d+) ms at item (\d+)\)"),
-    re.compile(r"rank (\d+) in .* waited (\d+) ms, .* \(item (\d+), epoch"),
+    re.compile(r"rank (\d+) in .* \(noticed after ([\d.]+) s at item (\d+)\)"),
+    re.compile(r"rank (\d+) in .* waited ([\d.]+) s, .* \(item (\d+), epoch"),
 )
 
 
@@ -46,7 +46,7 @@ class Wait:
     """The wait that ended in an error, from its text."""
 
     rank: int
-    waited_ms: int
+    waited_s: float
     item: int
 
     @classmethod
@@ -54,7 +54,10 @@ class Wait:
         """None: the text says nothing of a wait."""
         told = text.partition(": ")[2]
         found = next(filter(None, (form.match(told) for form in WAITED)), None)
-        return cls(*map(int, found.groups())) if found else None
+        if found is None:
+            return None
+        rank, waited_s, item = found.groups()
+        return cls(int(rank), float(waited_s), int(item))
 
 
 def run_chain(
@@ -142,8 +145,8 @@ def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
         yield f"the error does not name an item and how long was waited: {error.text}"
         return
     least_s = STOPPED_TIMEOUT_S[schedule.calls[fault.call].kernels]
-    if fault.action == "stop" and wait.waited_ms < least_s * 1000:
-        yield f"expected a wait of {least_s} s or more, got {wait.waited_ms} ms: {error.text}"
+    if fault.action == "stop" and wait.waited_s < least_s:
+        yield f"expected a wait of {least_s} s or more, got {wait.waited_s} s: {error.text}"
     expected = expected_waits(schedule)
     if expected is not None and WaitPoint(fault.rank, wait.item) != expected.get(wait.rank):
         yield f"expected one of the waits {expected}, got {wait}: {error.text}"
@@ -155,10 +158,10 @@ def check_deadline(text: str, rank: int, elapsed_s: float, timeout_s: float) -> 
     if wait is None:
         yield f"the error does not say how long was waited: {text}"
         return
-    if wait.waited_ms < timeout_s * 1000:
-        yield f"gave up after {wait.waited_ms} ms of {timeout_s} s: {text}"
-    if wait.rank == rank and wait.waited_ms > elapsed_s * 1000:
-        yield f"waited {wait.waited_ms} ms in a call of {elapsed_s} s: {text}"
+    if wait.waited_s < timeout_s:
+        yield f"gave up after {wait.waited_s} s of {timeout_s} s: {text}"
+    if wait.rank == rank and wait.waited_s > elapsed_s:
+        yield f"waited {wait.waited_s} s in a call of {elapsed_s} s: {text}"
     if elapsed_s > timeout_s + GRACE_S:
         yield f"raised after {elapsed_s} s, with a timeout of {timeout_s} s: {text}"
 

@@ -587,7 +587,7 @@ class DeviceCallEngine(CallEngine):
             named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             error = timed_out(
                 f"{head}:",
-                core.timeout_ms,
+                core.timeout_ms / 1000,
                 f"{named} to make the same call (item 0: nothing was launched)",
                 "Ranks of one process on one device run in one launch: give each a thread that "
                 "makes all its calls",

@@ -25,7 +25,13 @@ from ringcomm.comm.host.arguments import CallChecks, NativeOp
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.comm.host.rendezvous import Membership, spec_of
 from ringcomm.cuda.multicast import MulticastWindow, granularity_bytes, why_not
-from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
+from ringcomm.errors import (
+    MismatchError,
+    RendezvousError,
+    RingcommError,
+    UnsupportedError,
+    timed_out,
+)
 from ringcomm.json_reader import read_fields, shown
 from ringcomm.memory.device_heap import (
     USUAL_CAUSES,
@@ -182,10 +188,12 @@ def _receive(
         if descriptor is not None:
             return descriptor
         rendezvous.look_for_failures([0])
-    raise RendezvousError(
-        f"{spec.operation}: multicast_bytes: waited {spec.deadline.timeout_s:g} s for the "
-        "multicast object of rank 0, which did not come. See what that rank reports, or raise "
-        "timeout="
+    raise timed_out(
+        f"{spec.operation}: multicast_bytes:",
+        spec.deadline.timeout_s,
+        "the multicast object of rank 0, which did not come",
+        "See what that rank reports",
+        kind=RendezvousError,
     )
 
 
@@ -288,18 +296,21 @@ def prove_links(
 
 def _broken_link(
     links: Links, unseen: list[tuple[int, int]], operation: str, timeout_s: float
-) -> RendezvousError:
+) -> RingcommError:
     owner, writer = unseen[0]
     mine, theirs = links.handles[links.rank].named, links.handles[writer].named
     if owner == links.rank:
-        failure = f"what {theirs} writes into the memory of {mine} does not arrive"
+        failure = f"what {theirs} writes into the memory of {mine}, which does not arrive"
     else:
-        failure = f"{mine} does not see in the memory of {theirs} what that rank wrote there"
+        failure = f"{mine} to see in the memory of {theirs} what that rank wrote there"
     peers = sorted({peer for _, peer in unseen})
-    others = f" The same with ranks {peers[1:]}." if len(peers) > 1 else ""
-    return RendezvousError(
-        f"{operation}: {failure}, within {timeout_s:g} s.{others} {USUAL_CAUSES}. Or that rank "
-        "did not come this far in time: see what it reports, or raise timeout="
+    others = f"The same with ranks {peers[1:]}. " if len(peers) > 1 else ""
+    return timed_out(
+        f"{operation}:",
+        timeout_s,
+        failure,
+        f"{others}{USUAL_CAUSES}. Or that rank did not come this far in time: see what it reports",
+        kind=RendezvousError,
     )
 
 

@@ -609,7 +609,7 @@ class NodesMessages:
         self._watch.fail(
             timed_out(
                 f"{layout.named(layout.rank)} in {request.called}, from any rank,",
-                waited_s * 1000,
+                waited_s,
                 f"a message, which no rank has sent{told}",
                 "Look at what the senders do",
             )

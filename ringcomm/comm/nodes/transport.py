@@ -36,6 +36,7 @@ from ringcomm.errors import (
     UnsupportedError,
     printable,
     start_thread,
+    waited_for,
 )
 from ringcomm.json_reader import read_record
 from ringcomm.process import Deadline
@@ -199,7 +200,7 @@ class AskingStore(Store):
         while not self.underlying_store.check(keys):
             self._look()
             if deadline.is_over():
-                raise TimeoutError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
+                raise TimeoutError(waited_for(timeout.total_seconds(), ", ".join(keys)))
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, LAST_POLL_S)
 
@@ -803,7 +804,9 @@ class DeviceRails:
         while not arrived.query():
             if deadline.is_over():
                 self.break_up()
-                raise RuntimeError("nothing arrived in time")
+                raise RuntimeError(
+                    waited_for(deadline.timeout_s, "the numbers of those ranks, of which none came")
+                )
             time.sleep(PROOF_POLL_S)
         numbers: list[int] = theirs.tolist()
         return numbers

@@ -42,7 +42,6 @@ from ringcomm.comm.recorder.records import Recording, at, renumbered
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import (
     AbortedError,
-    CollectiveTimeout,
     PeerLost,
     RingcommError,
     from_fault,
@@ -288,12 +287,12 @@ class Watch:
         if waited_s >= timeout_s:
             came = f"{awaited}, which did not come"
             advice = look_at(awaited, on_other_node=True)
-            self.fail(timed_out(f"{who} in {called}", waited_s * 1000, came, advice))
+            self.fail(timed_out(f"{who} in {called}", waited_s, came, advice))
             return
         self.fail(
             PeerLost(
                 f"{who} in {called} expected {awaited} to take part, but the connection to it "
-                f"broke after {waited_s * 1000:.0f} ms ({said}). "
+                f"broke after {waited_s:.3f} s ({said}). "
                 "Its process or its node has ended: see why"
             )
         )
@@ -580,11 +579,11 @@ class Watch:
         )
 
 
-def _waited_beyond(fault: dict[str, Any], beyond: int) -> CollectiveTimeout:
+def _waited_beyond(fault: dict[str, Any], beyond: int) -> RingcommError:
     """Words a wait for a local peer that waits for a rank of another node, which is the cause."""
     return timed_out(
         f"rank {fault['rank']} in {fault['mine']}",
-        fault["waited_ms"],
+        fault["waited_ms"] / 1000,
         f"rank {beyond}, which did not come: rank {fault['peer']}, of its own node, waits for that "
         "rank",
         look_at(f"rank {beyond}", on_other_node=True),
@@ -772,7 +771,7 @@ class DeviceWatch(Watch):
             self.fail(
                 timed_out(
                     f"{self._me()} in {late}",
-                    timeout_s * 1000,
+                    timeout_s,
                     f"its device: data of {peers}, which made this call, too, did not arrive, or "
                     "the device waits for other work",
                     "Look at what those ranks do and at the link between the nodes",

@@ -131,7 +131,7 @@ def test_kept_promises_are_not_reported(schedule):
 
 TEXT = (
     "all_gather on rank 0 of 3: rank 1 in all_gather(float32) expected rank 2 to take part, but "
-    "its process has ended (noticed after 4 ms at item 0)."
+    "its process has ended (noticed after 0.004 s at item 0)."
 )
 FIRST = Ended("all_gather", "PeerLost", TEXT)
 LATER = Ended("all_reduce", "AbortedError", f"unusable since: {TEXT}")
@@ -180,9 +180,9 @@ REPORTS = {
 STOPPED = replace(KILLED, fault=replace(KILLED.fault, action="stop"))
 
 
-def timed_out(waited_ms):
+def timed_out(waited_s):
     text = (
-        f"all_gather on rank 0 of 3: rank 1 in all_gather(float32) waited {waited_ms} ms, until "
+        f"all_gather on rank 0 of 3: rank 1 in all_gather(float32) waited {waited_s:g} s, until "
         "its timeout ended, for rank 2 (item 0, epoch wanted 3, seen 2), which did not come."
     )
     first = Ended("all_gather", "CollectiveTimeout", text)
@@ -191,22 +191,22 @@ def timed_out(waited_ms):
 
 
 def test_a_wait_that_was_too_short_is_seen():
-    assert list(check_report(STOPPED, timed_out(1000))) == []
+    assert list(check_report(STOPPED, timed_out(1))) == []
     (found,) = check_report(STOPPED, timed_out(0))
-    assert "expected a wait of 1.0 s or more, got 0 ms" in found
+    assert "expected a wait of 1.0 s or more, got 0.0 s" in found
 
 
 @pytest.mark.parametrize(
-    ("waited_ms", "elapsed_s", "expected"),
+    ("waited_s", "elapsed_s", "expected"),
     [
-        (1000, 1.0, ""),
-        (0, 1.0, "gave up after 0 ms of 1.0 s"),
-        (8000, 8.1, "raised after 8.1 s"),
-        (1500, 1.1, "waited 1500 ms in a call of 1.1 s"),
+        (1.0, 1.0, ""),
+        (0.0, 1.0, "gave up after 0.0 s of 1.0 s"),
+        (8.0, 8.1, "raised after 8.1 s"),
+        (1.5, 1.1, "waited 1.5 s in a call of 1.1 s"),
     ],
 )
-def test_a_deadline_that_is_not_kept_is_seen(waited_ms, elapsed_s, expected):
-    text = timed_out(waited_ms).ended[2].text
+def test_a_deadline_that_is_not_kept_is_seen(waited_s, elapsed_s, expected):
+    text = timed_out(waited_s).ended[2].text
     found = list(check_deadline(text, 1, elapsed_s, 1.0))
     assert [expected in each for each in found] == [True] * bool(expected)
 

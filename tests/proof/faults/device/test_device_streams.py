@@ -466,7 +466,7 @@ def test_threads_in_opposite_orders_end_by_the_deadline(rig: Rig) -> None:
         )
 
     both(worlds[0], call)
-    assert all("waited 500 ms" in text for text in told.values()), told
+    assert all("waited 0.5 s" in text for text in told.values()), told
 
 
 def test_messages_beside_a_collective(rig: Rig) -> None:
