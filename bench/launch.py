@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ringcomm.launch import RankCommand, end_with, rank_variables, run_together, started
+from ringcomm.launch import RankCommand, end_with, rank_variables, run_commands, started
 
 from .report import PROCESSES
 
@@ -160,7 +160,7 @@ def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], bus
         outside = {key: os.environ[key] for key in os.environ if key not in _MPI_VARIABLES}
         shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
         ranks = [RankCommand(name, command, {**shared, **own}) for name, own in variables.items()]
-        return run_together(ranks)
+        return run_commands(ranks)
 
 
 def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -48,12 +48,12 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, available_cores() // ranks)
 
 
-def launch(start: RankLaunch) -> int:
-    """Starts the ranks and waits for their end, as :func:`run_together` does; writes no file."""
+def launch_ranks(start: RankLaunch) -> int:
+    """Starts the ranks and waits for their end, as :func:`run_commands` does; writes no file."""
     # The socket is bound here and inherited by rank 0, so the port cannot be lost to another
     # process between choosing and using it.
     with socket.create_server(("127.0.0.1", 0), backlog=4 * start.ranks) as listener:
-        return run_together([_command(start, rank, listener) for rank in range(start.ranks)])
+        return run_commands([_command(start, rank, listener) for rank in range(start.ranks)])
 
 
 def rank_variables(
@@ -116,7 +116,7 @@ def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subpro
         _end(processes)
 
 
-def run_together(commands: Sequence[RankCommand]) -> int:
+def run_commands(commands: Sequence[RankCommand]) -> int:
     """Runs ranks to their end: 0, the exit code of one that failed, or 130 after Ctrl-C.
 
     When one fails, or on Ctrl-C or SIGTERM, all are ended before this returns.

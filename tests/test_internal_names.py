@@ -54,7 +54,7 @@ INTERNAL_NAMES = {
     "json_reader": "DAMAGE exactly in_words number_below read_bounded read_json read_object shown",
     "launch": (
         "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT end_with hide_missing_numpy "
-        "launch launch_store started threads_per_rank"
+        "launch_ranks launch_store started threads_per_rank"
     ),
     "memory": "normal_tensors",
     "memory.host_heap": "HEAP_DIR_VARIABLE",
@@ -222,7 +222,7 @@ def test_the_public_modules_are_those_of_the_document():
         ("import_module(f'ringcomm.comm.{name}')", {"comm": {"*"}}),
         ("__import__('ringcomm.comm.host.engine')", {"comm.host.engine": {""}}),
         ("HOME = 'ringcomm.comm.host.engine.Call'", {"comm.host.engine": {"Call"}}),
-        ("from ringcomm.launch import launch", {"launch": {"launch"}}),
+        ("from ringcomm.launch import started", {"launch": {"started"}}),
         ("from ringcomm.errors import where", {"errors": {"where"}}),
         ("from ringcomm.memory import normal_tensors", {"memory": {"normal_tensors"}}),
         ("from ringcomm import _native, cuda", {"": {"_native"}, "cuda": {""}}),

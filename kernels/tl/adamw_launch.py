@@ -1,7 +1,7 @@
 """The host's part of the optimizer's kernels: the constants they are compiled for, and launches.
 
-The collectives are plans for :func:`ringcomm._tl.launch.launch`. Their ``out_ptr`` is the address
-of a descriptor that the device reads: an AdamWShard, or for a reduce-scatter two addresses.
+The collectives are plans for :func:`ringcomm._tl.launch.launch_kernel`. Their ``out_ptr`` is the
+address of a descriptor that the device reads: an AdamWShard, or for a reduce-scatter two addresses.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = [
     "OPTIONS",
     "KernelPlan",
     "RankPointers",
-    "launch",
+    "launch_kernel",
     "plan_all_gather",
     "plan_all_reduce",
     "plan_reduce_scatter",
@@ -133,7 +133,7 @@ def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world:
     )
 
 
-def launch(
+def launch_kernel(
     plan: KernelPlan,
     ranks: Sequence[RankPointers],
     timeout_ns: int,

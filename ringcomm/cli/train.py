@@ -17,7 +17,7 @@ from ringcomm.launch import (
     STORE_PORT_VARIABLE,
     TIMEOUT,
     RankLaunch,
-    launch,
+    launch_ranks,
     launch_store,
     threads_per_rank,
 )
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
     expect(ranks >= 1, f"--ranks must be at least 1, got {ranks}")
     _check(options, ranks)
     start = RankLaunch("ringcomm.cli.train", asdict(options), ranks, threads_per_rank(ranks))
-    return launch(start)
+    return launch_ranks(start)
 
 
 def run_rank(options: Mapping[str, Any]) -> int:
-    """Trains as one rank, which ``launch()`` or a launcher has started."""
+    """Trains as one rank, which ``launch_ranks()`` or a launcher has started."""
     launched = read_environment()
     device = "cpu"
     if options["device"] == "cuda":

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, Store
 
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.device.sharing import Prepared, launch
+from ringcomm.comm.device.sharing import Prepared, launch_prepared
 from ringcomm.comm.functions import thread_default
 from ringcomm.comm.host.arguments import SUM, is_contiguous
 from ringcomm.comm.host.engine import Call, CallEngine, RankContext, engines_at
@@ -28,7 +28,7 @@ from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import Rendezvous, RendezvousSpec
 from ringcomm.rendezvous.same_node import Lookout
 
-__all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
+__all__ = ["LocalWorld", "T", "launch_calls", "local_world", "make_call"]
 
 
 def make_call(
@@ -69,7 +69,7 @@ def make_call(
     return call
 
 
-def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:
+def launch_calls(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:
     """Launches one checked call of every rank, from one thread and on its current streams.
 
     There is one launch for each device. This serves graphs, which one thread captures, timing, and
@@ -107,7 +107,7 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
                 if first.joint_launch is not None:
                     first.joint_launch.launch_together(prepared, stream)
                 else:
-                    launch(prepared, stream)
+                    launch_prepared(prepared, stream)
             except BaseException as error:
                 first.raise_worded(group[0][1].name, error)
         except BaseException:
@@ -263,7 +263,7 @@ class LocalWorld(Sequence[Communicator]):
             make_call(communicator, name, each, algorithm)
             for communicator, each in zip(self, arguments, strict=True)
         ]
-        run_together(list(self), calls)
+        launch_calls(list(self), calls)
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
         """Refuses tensors that differ between ranks, as the mismatch would end the world."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ringcomm import launch as launcher
-from ringcomm.launch import RankLaunch, launch, threads_per_rank
+from ringcomm.launch import RankLaunch, launch_ranks, threads_per_rank
 from tests.cli.processes import is_running, ranks_of, start, wait_until
 from tests.support import ROOT
 
@@ -26,7 +26,7 @@ def _no_outer_launcher(monkeypatch):
 
 
 def run_acts(*acts, **config):
-    return launch(RankLaunch(MODULE, {"acts": acts, **config}, ranks=len(acts), threads=1))
+    return launch_ranks(RankLaunch(MODULE, {"acts": acts, **config}, ranks=len(acts), threads=1))
 
 
 def test_every_rank_knows_its_number(tmp_path):
@@ -86,9 +86,10 @@ def ids_of_ranks(folder: Path, ranks: int) -> list[int]:
 def test_ranks_end_with_their_launcher(number, tmp_path):
     config = json.dumps({"acts": ["sleep", "sleep"], "folder": str(tmp_path)})
     program = (
-        "import json, signal, sys; from ringcomm.launch import RankLaunch, launch;"
+        "import json, signal, sys; from ringcomm.launch import RankLaunch, launch_ranks;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
-        f"sys.exit(launch(RankLaunch({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
+        f"start = RankLaunch({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1);"
+        "sys.exit(launch_ranks(start))"
     )
     with start("-c", program, config, anew=True) as process:
         pids = ids_of_ranks(tmp_path, 2)

@@ -154,7 +154,7 @@ def test_wrong_option_is_refused_before_any_rank_starts(
 ):
     small = tmp_path / "small"
     small.write_text("short")
-    monkeypatch.setattr(train, "launch", lambda plan: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "launch_ranks", lambda plan: pytest.fail("ranks were started"))
     words = train_arguments(*(str(option).format(small=small) for option in options))
     assert main([str(word) for word in words[2:]]) == 1
     errors = capsys.readouterr().err

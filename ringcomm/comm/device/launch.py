@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from ringcomm.comm.device.core import COLLECTIVES, Calls, DeviceCore, SeenEvent
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
-from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
+from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch_prepared
 from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
 from ringcomm.comm.host.core import NoFastCalls
 from ringcomm.comm.host.engine import (
@@ -523,14 +523,14 @@ class DeviceCallEngine(CallEngine):
         if self.sends_alone:
             # Not every rank of this process takes part in a message, so there is no joint launch.
             # Messages may not wait for each other: DeviceOrder.sends() keeps blocks for them.
-            launch([prepared], stream)
+            launch_prepared([prepared], stream)
             return
         if self.joint_launch is not None:
             self.joint_launch.launch(self.rank, prepared, stream, self._look_for)
             return
         blocks = prepared.prepared_kind[1]
         self.order.before(core, blocks, stream)
-        launch([prepared], stream)
+        launch_prepared([prepared], stream)
         self.order.after(core, blocks, stream)
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:

@@ -21,7 +21,7 @@ __all__ = [
     "JointLaunch",
     "Prepared",
     "joint_launch_of",
-    "launch",
+    "launch_prepared",
     "order_of",
 ]
 
@@ -29,7 +29,7 @@ __all__ = [
 Prepared = _native.DeviceComm | TritonLaunch
 
 
-def launch(prepared: Sequence[Prepared], stream: int) -> None:
+def launch_prepared(prepared: Sequence[Prepared], stream: int) -> None:
     """Launches calls of one kind, of ranks on one device, together on ``stream``."""
     first = prepared[0]
     if isinstance(first, TritonLaunch):
@@ -335,7 +335,7 @@ class JointLaunch:
                 self._runtime.wait_event(self._device, stream.handle, arrival.ready)
             blocks = channels * len(each)
             self._order.before(self, blocks, stream.handle)
-            launch([arrival.prepared for arrival in each], stream.handle)
+            launch_prepared([arrival.prepared for arrival in each], stream.handle)
             self._order.after(self, blocks, stream.handle)
             done = self._runtime.record_event(self._device, stream.handle)
             for arrival in each:
@@ -351,7 +351,7 @@ class JointLaunch:
                 runtime.wait_event(device, stream, runtime.record_event(device, own))
             blocks = prepared[0].prepared_kind[1] * len(prepared)
             self._order.before(self, blocks, stream)
-            launch(prepared, stream)
+            launch_prepared(prepared, stream)
             self._order.after(self, blocks, stream)
             if not captures:
                 runtime.wait_event(device, own, runtime.record_event(device, stream))

@@ -219,13 +219,14 @@ class HostTriton:
         self._table = ctypes.create_string_buffer(table, len(table))
 
     def __call__(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
-        from ringcomm._tl.launch import RankPointers, launch
+        from ringcomm._tl.launch import RankPointers, launch_kernel
 
         core = self._core
         pointers = RankPointers(ctypes.addressof(self._table), in_ptr, out_ptr)
         core.record_begin(plan.call)
         try:
-            launch(plan, [pointers], core.timeout_ms * 1_000_000, self._geometry, core.health)
+            timeout_ns = core.timeout_ms * 1_000_000
+            launch_kernel(plan, [pointers], timeout_ns, self._geometry, core.health)
         except BaseException as error:
             # Peers wait for data that this rank will not publish any more.
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
@@ -256,7 +257,7 @@ class TritonLaunch:
 
     def launch_with(self, others: Sequence[TritonLaunch], stream: int) -> None:
         """Launches this call and those of ``others``, which have the same kind, on ``stream``."""
-        from ringcomm._tl.launch import launch as launch_kernel
+        from ringcomm._tl.launch import launch_kernel
 
         ranks = [self.pointers, *(other.pointers for other in others)]
         runtime, device = self.device_ref

@@ -236,7 +236,7 @@ def test_a_call_that_was_not_launched_takes_no_number(devices, monkeypatch, with
         raise ValueError("too many list entries")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharing, "launch", refuses)
+        patch.setattr(sharing, "launch_prepared", refuses)
         if not withdraws:
             patch.setattr(DeviceCallEngine, "withdraw", lambda engine: None)
         with pytest.raises(ArgumentError, match="too many list entries"):

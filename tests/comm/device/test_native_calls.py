@@ -57,9 +57,9 @@ def taken(monkeypatch):
     def launch_counted(prepared, stream):
         natives = [getattr(each, "native", each) for each in prepared]
         made.append(len(natives))
-        sharing.launch(natives, stream)
+        sharing.launch_prepared(natives, stream)
 
-    monkeypatch.setattr(launch, "launch", launch_counted)
+    monkeypatch.setattr(launch, "launch_prepared", launch_counted)
     return made
 
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ringcomm._tl.geometry import Geometry
-from ringcomm._tl.launch import OPTIONS, KernelPlan, RankPointers, launch
+from ringcomm._tl.launch import OPTIONS, KernelPlan, RankPointers, launch_kernel
 from tests.support.cuda_code import Binary, Kernel, Loop
 from tests.support.triton_device import WARP, StandIn, in_place, only_front_end
 
@@ -55,7 +55,7 @@ def _launch(plan: KernelPlan, world: int, more: int) -> None:
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
     ranks = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
     sizes = tuple(size + more for size in plan.sizes)
-    launch(replace(plan, sizes=sizes), ranks, 20_000_000_000 + more, geometry)
+    launch_kernel(replace(plan, sizes=sizes), ranks, 20_000_000_000 + more, geometry)
 
 
 def read_by_triton(plan: KernelPlan, world: int) -> bool:
