@@ -172,7 +172,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Buffers:
+class CaseBuffers:
     """One rank's tensors; ``case`` is the cell as that rank sees it."""
 
     case: Case
@@ -188,7 +188,7 @@ class Prepared:
     ordered on the current stream. Without buffers the call is timed and never checked.
     """
 
-    buffers: tuple[Buffers, ...]
+    buffers: tuple[CaseBuffers, ...]
     call: Callable[[], object]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import ringcomm
 
-from .devices import ONE_LAUNCH, Gpu
+from .devices import ONE_LAUNCH, CudaDevice
 from .launch import LaunchError
 from .options import choice, option
 from .report import Row, row_of
@@ -246,7 +246,7 @@ def measure(run: Run) -> None:
     world = asked.ranks if asked.what == "step" else 1
     case = KernelCase(_WHAT[asked.what], getattr(torch, asked.dtype), asked.millions << 20, world)
     try:
-        gpu = Gpu(0)
+        gpu = CudaDevice(0)
     except RuntimeError as error:
         raise LaunchError(str(error)) from error
     # It copies between two large tensors, which are to be gone before memory is dealt out.

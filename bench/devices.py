@@ -73,7 +73,7 @@ _COPY_BYTES = 2 << 30
 _COPY_ROUNDS = 20
 
 
-class Gpu(Device):
+class CudaDevice(Device):
     """A CUDA device; work is ordered on one stream of its own, the process's current one.
 
     With ``sleep_cycles`` the device sleeps while the host queues the calls of a turn, so that it

@@ -58,7 +58,7 @@ class GptShape:
         return f"{self.width}x{self.depth}, {self.sequences}x{self.context} tokens"
 
 
-class Block(nn.Module):
+class ParallelBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
@@ -83,7 +83,9 @@ def make_stage(shape: GptShape, number: int) -> nn.Sequential:
     stage = nn.Sequential()
     if number == 0:
         stage.embed = nn.Embedding(VOCABULARY, shape.width)
-    stage.blocks = nn.Sequential(*[Block(shape.width) for _ in range(shape.depth // AXES["pp"])])
+    stage.blocks = nn.Sequential(
+        *[ParallelBlock(shape.width) for _ in range(shape.depth // AXES["pp"])]
+    )
     if number == AXES["pp"] - 1:
         stage.head = nn.Linear(shape.width, VOCABULARY)
     return stage

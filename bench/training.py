@@ -28,13 +28,13 @@ from ringcomm.examples.corpus import read_corpus
 
 from . import training_deepspeed
 from . import training_systems as gpt
-from .devices import PROCESSES_ON_ONE_GPU, Gpu
+from .devices import PROCESSES_ON_ONE_GPU, CudaDevice
 from .options import choice, numbers, option, positive
 from .report import PROCESSES, Row, row_of
 from .run import Bench, Run
 from .timing import Device, Timing, ratios
 from .timing import rows_of as timed_rows
-from .training_systems import Batches, Shape, Training
+from .training_systems import Batches, Shape, TrainedModel
 
 DEFAULT_CONTEXT = 64
 _MB = 1e6
@@ -57,7 +57,9 @@ class TrainingOutcome(NamedTuple):
         return f"{losses}; {self.held_bytes / _MB:.1f} MB a rank"
 
 
-def find_out(run: Run, trained: Mapping[str, Training], nodes: int) -> dict[str, TrainingOutcome]:
+def find_out(
+    run: Run, trained: Mapping[str, TrainedModel], nodes: int
+) -> dict[str, TrainingOutcome]:
     """Compares each system with its twin; collective, and the same on all ranks."""
     pairs = {} if gpt.TORCH_ALONE in trained else gpt.twins(run.world, nodes)
     mine = {}
@@ -123,7 +125,7 @@ def measure(run: Run) -> None:
         found = find_out(run, trained, comm.num_nodes)
         run.add(rows_of(shape, run.world, timings, found, comm.num_nodes))
         del trained
-    run.facts = Gpu(0).facts() if on_gpu and run.rank == 0 else {}
+    run.facts = CudaDevice(0).facts() if on_gpu and run.rank == 0 else {}
     if any(row.system in training_deepspeed.STAGES and row.rounds for row in run.rows):
         run.versions["deepspeed"] = training_deepspeed.installed_version() or ""
 

@@ -65,7 +65,7 @@ PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspe
 MESH_TWINS = {HSDP_HERE: HSDP}
 
 
-class Lion(torch.optim.Optimizer):
+class TorchLion(torch.optim.Optimizer):
     """Lion as a user of torch would have it: its operations on lists of tensors."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
@@ -142,7 +142,7 @@ OPTIMIZERS = {
     "adamw": Optimizers(_stepping(_of.AdamW), _ADAMW),
     "adamw8bit": Optimizers(_stepping(_of.AdamW8bit), _ADAMW),
     "sgd": Optimizers(_stepping(_of.SGD, **_SGD), _stepping(torch.optim.SGD, fused=True, **_SGD)),
-    "lion": Optimizers(_stepping(_of.Lion), _stepping(Lion)),
+    "lion": Optimizers(_stepping(_of.Lion), _stepping(TorchLion)),
     "muon": Optimizers(
         lambda module: _of.Muon(_muon_groups(module), lr=LEARNING_RATE), _torchs_muon
     ),
@@ -199,7 +199,7 @@ class Batches(NamedTuple):
         return tokens[own].to(self.device), targets[own].to(self.device)
 
 
-class Training:
+class TrainedModel:
     """A model that one system trains; a call is a step.
 
     Two steps are taken at once: the first builds what is built at a step, and the second what
@@ -253,7 +253,7 @@ class Training:
         }
 
 
-def differences(trained: Training, twin: Training) -> int:
+def differences(trained: TrainedModel, twin: TrainedModel) -> int:
     """Counts this rank's losses and weights that differ in any bit from the twin's; collective."""
     unequal = int((torch.stack(trained.losses) != torch.stack(twin.losses)).sum())
     theirs = twin.weights()
@@ -322,7 +322,9 @@ def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
     return model, OPTIMIZERS[shape.optimizer].torchs(model)
 
 
-def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> dict[str, Training]:
+def entrants(
+    batches: Batches, comm: ringcomm.Communicator, *, alone: bool
+) -> dict[str, TrainedModel]:
     """Begins training on each system; collective.
 
     ``batches`` is of this rank, and ``comm`` of all. With ``alone`` they compete with torch without
@@ -353,4 +355,4 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
                     builds[name] = partial(_zero, shape, stage, comm, how)
                 builds[HSDP] = lambda: _fsdp2(shape, _mesh(comm, "gloo"))
                 builds[HSDP_HERE] = lambda: _fsdp2(shape, _mesh(comm, "ringcomm"))
-    return {name: Training(build, batches) for name, build in builds.items()}
+    return {name: TrainedModel(build, batches) for name, build in builds.items()}

@@ -202,7 +202,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
     options, info = run.options, run.info
     if device is None:
         gpu = info.rank if info.mode == devices.GPU_PER_RANK else 0
-        device = devices.Gpu(gpu) if options.device == "cuda" else Device()
+        device = devices.CudaDevice(gpu) if options.device == "cuda" else Device()
     ranks_here, nodes = info.world if info.mode == devices.ONE_LAUNCH else 1, nodes_of(options)
     setup = PeerSetup(
         **vars(info),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..board import share_memory
-from ..cases import Buffers, Case, Prepared
+from ..cases import Case, CaseBuffers, Prepared
 from .systems import PeerSetup, System, Unavailable
 from .torch_groups import allocate_buffers, plain
 
@@ -76,7 +76,7 @@ class BareLoop(System):
         how = "mapped" if self._zero_copy else "staged"
         arguments = [*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, numbers)]
         call = partial(getattr(self._library, f"bare_{name}_{how}"), *arguments)
-        return Prepared((Buffers(case, source, target),), call)
+        return Prepared((CaseBuffers(case, source, target),), call)
 
     def _allocate(self, count_elems: int, dtype: torch.dtype) -> torch.Tensor:
         size_bytes = count_elems * dtype.itemsize

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from ..cases import Buffers, Case, Prepared
+from ..cases import Case, CaseBuffers, Prepared
 from .systems import Call, PeerSetup, System, Unavailable, find_call
 from .torch_groups import allocate_buffers, plain
 
@@ -70,7 +70,7 @@ class Mpi(System):
             "send_recv": (comm.Sendrecv, [send, right, 0, receive, left, 0]),
         }
         function, arguments = find_call(calls, name, "MPI")
-        return Prepared((Buffers(case, source, target),), partial(function, *arguments))
+        return Prepared((CaseBuffers(case, source, target),), partial(function, *arguments))
 
     def close(self) -> None:
         self._comm.Barrier()

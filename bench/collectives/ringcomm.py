@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ringcomm
 
-from ..cases import Buffers, Case, Prepared
+from ..cases import Case, CaseBuffers, Prepared
 from ..devices import ONE_LAUNCH
 from . import torch_groups
 from .systems import COMPRESSIONS, PeerSetup, System, Unavailable
@@ -105,7 +105,7 @@ class OneLaunch(Ringcomm):
             raise Unavailable("all_reduce works in place only")
         cases = [replace(case, rank=rank) for rank in range(case.world)]
         tensors = [torch_groups.allocate_buffers(own, self._allocate) for own in cases]
-        buffers = tuple(Buffers(own, *each) for own, each in zip(cases, tensors, strict=True))
+        buffers = tuple(CaseBuffers(own, *each) for own, each in zip(cases, tensors, strict=True))
         inputs, outputs = map(list, zip(*tensors, strict=True))
         op = {"op": torch_groups.REDUCE_OPS[case.op]} if case.collective.reduces else {}
         how = {**self._algorithm_of(case), **op}

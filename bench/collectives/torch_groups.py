@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cases import Buffers, Case, Prepared
+from ..cases import Case, CaseBuffers, Prepared
 from ..devices import ONE_LAUNCH, PROCESSES_ON_ONE_GPU, nccl_version
 from .systems import Call, PeerSetup, System, Unavailable, find_call
 
@@ -109,7 +109,7 @@ def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Pre
     }
     function, arguments = find_call(calls, name, "torch.distributed")
     how = extra if name in ("all_reduce", "reduce_scatter", "all_gather") else {}
-    return Prepared((Buffers(case, source, target),), partial(function, *arguments, **how))
+    return Prepared((CaseBuffers(case, source, target),), partial(function, *arguments, **how))
 
 
 class Gloo(System):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..cases import REDUCTIONS, Buffers, Case, Prepared
+from ..cases import REDUCTIONS, Case, CaseBuffers, Prepared
 from ..devices import ONE_GPU_MODES
 from ..timing import Call, Device
 from .systems import PeerSetup, System, Unavailable
@@ -96,13 +96,13 @@ class TorchOps(Copies):
         case = cases[0]
         inputs, outputs = (self._zeros(case, n) for n in (case.total_elems, case.chunk_elems))
         call = fastest(self._setup.device, ways_to_reduce(case.op, inputs, outputs.view(-1)))
-        return Prepared(tuple(map(Buffers, cases, inputs, outputs)), call)
+        return Prepared(tuple(map(CaseBuffers, cases, inputs, outputs)), call)
 
     def _all_gather(self, cases: Sequence[Case]) -> Prepared:
         case = cases[0]
         inputs, outputs = (self._zeros(case, n) for n in (case.chunk_elems, case.total_elems))
         call = fastest(self._setup.device, ways_to_copy(outputs, inputs.view(-1)))
-        return Prepared(tuple(map(Buffers, cases, inputs, outputs)), call)
+        return Prepared(tuple(map(CaseBuffers, cases, inputs, outputs)), call)
 
     def _all_reduce(self, cases: Sequence[Case]) -> Prepared:
         case, device = cases[0], self._setup.device
@@ -110,7 +110,9 @@ class TorchOps(Copies):
         scratch = torch.zeros_like(tensors[0])
         reduce = fastest(device, ways_to_reduce(case.op, tensors, scratch))
         copy = fastest(device, ways_to_copy(tensors, scratch))
-        return Prepared(tuple(map(Buffers, cases, tensors, tensors)), lambda: (reduce(), copy()))
+        return Prepared(
+            tuple(map(CaseBuffers, cases, tensors, tensors)), lambda: (reduce(), copy())
+        )
 
 
 def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:

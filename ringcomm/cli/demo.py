@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     if INTERRUPTED in failed.values():
         return INTERRUPTED
     if args.json is not None:
-        record = {"passed": not failed, "runs": documents}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        result = {"passed": not failed, "runs": documents}
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     for title, status in failed.items():
         print(f"FAILED: {title}: exit status {status}")
     verdict = "NOT all results agree." if failed else "All results agree."

@@ -156,10 +156,10 @@ def check_descriptor_paths() -> Finding:
 _COPIER = """
 import ctypes, os, sys
 pid, address = map(int, sys.argv[1:])
-class Span(ctypes.Structure):
+class IoVector(ctypes.Structure):
     _fields_ = [("ptr", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
 to = ctypes.create_string_buffer(5)
-mine, theirs = Span(ctypes.addressof(to), 5), Span(address, 5)
+mine, theirs = IoVector(ctypes.addressof(to), 5), IoVector(address, 5)
 copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
 copy.argtypes = [ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong]
 copy(pid, ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1, 0)

@@ -11,7 +11,7 @@ _FOLDS: dict[object, Any] = {ReduceOp.SUM: torch.sum, ReduceOp.MAX: torch.amax}
 
 
 class StandInGpu(Device):
-    """Takes the place of ``ringcomm.bench.devices.Gpu``; counts what is asked of it."""
+    """Takes the place of ``ringcomm.bench.devices.CudaDevice``; counts what is asked of it."""
 
     name = "cuda:0"
 

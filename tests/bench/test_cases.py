@@ -14,8 +14,8 @@ from ringcomm.bench.cases import (
     MOST_RANKS_CHECKED,
     OPS,
     POISON,
-    Buffers,
     Case,
+    CaseBuffers,
     Prepared,
     count_wrong,
     expected_values,
@@ -199,7 +199,7 @@ def check(case, *calls_of):
     for make in calls_of:
         source = torch.zeros(case.input_elems, dtype=case.dtype)
         target = torch.zeros(case.output_elems, dtype=case.dtype)
-        sets.append(Prepared((Buffers(case, source, target),), make(source, target)))
+        sets.append(Prepared((CaseBuffers(case, source, target),), make(source, target)))
     return wrong_elements(OneRankBoard(), Device(), {"x": sets})["x"]
 
 
@@ -231,7 +231,7 @@ def test_the_correctness_pass_counts_a_call_that_does_nothing():
 def test_the_correctness_pass_looks_at_every_rank_of_a_process():
     cases = [make_case("all_gather", world=3, rank=rank) for rank in range(3)]
     buffers = tuple(
-        Buffers(case, torch.zeros(case.input_elems), torch.zeros(case.output_elems))
+        CaseBuffers(case, torch.zeros(case.input_elems), torch.zeros(case.output_elems))
         for case in cases
     )
 

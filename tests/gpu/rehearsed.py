@@ -18,7 +18,7 @@ from unittest import mock
 import ringcomm
 from ringcomm import cuda
 from ringcomm.bench import device_steps, devices, launch, run, training
-from ringcomm.bench.devices import COPY_FACT, Gpu, choose
+from ringcomm.bench.devices import COPY_FACT, CudaDevice, choose
 from ringcomm.bench.timing import Call, Device
 from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
@@ -34,14 +34,14 @@ FACTS = {
 
 
 class EmulatedGpu(Device):
-    """In the place of ``ringcomm.bench.devices.Gpu``, and of other clocks of its programs."""
+    """In the place of :class:`.devices.CudaDevice`, and of other clocks of its programs."""
 
     name, tensors = DEVICE, PLAIN
 
     def __init__(self, index: object = 0) -> None:
         super().__init__(device.synchronize)
 
-    refresh = Gpu.refresh
+    refresh = CudaDevice.refresh
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         with device.capture() as replay:
@@ -77,11 +77,11 @@ def stand_ins() -> Iterator[None]:
 
     emulated = EmulatedCuda()
     stand_ins: list[tuple[Any, str, object]] = [
-        (devices, "Gpu", EmulatedGpu),
+        (devices, "CudaDevice", EmulatedGpu),
         (devices, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
-        (device_steps, "Gpu", EmulatedGpu),
+        (device_steps, "CudaDevice", EmulatedGpu),
         (device_steps, "_cuda", emulated),
-        (training, "Gpu", EmulatedGpu),
+        (training, "CudaDevice", EmulatedGpu),
         (training, "Device", EmulatedGpu),
         (run, "run_ranks", run_ranks),
         (ringcomm, "local_world", local_world),

@@ -20,7 +20,7 @@ from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
 from tools.gpu_check import benches, stages
 from tools.gpu_check.__main__ import run_stages, summary
-from tools.gpu_check.record import Record
+from tools.gpu_check.result_files import ResultFiles
 from tools.gpu_check.runner import (
     BUDGET_S,
     FAILED,
@@ -51,8 +51,8 @@ FACTS = {
 def check(tmp_path):
     log = tmp_path / "log"
     log.touch()
-    record = Record(FACTS, tmp_path / "results", tmp_path / "out", log)
-    return CheckRun(Runner(tmp_path, log, os.environ), tmp_path, record)
+    files = ResultFiles(FACTS, tmp_path / "results", tmp_path / "out", log)
+    return CheckRun(Runner(tmp_path, log, os.environ), tmp_path, files)
 
 
 def python(code):
@@ -122,7 +122,7 @@ def test_a_stage_that_raises_stops_no_other(check, capsys):
     assert any(line.startswith("build  failed") for line in summary(FACTS, results))
 
 
-# ---- the record ----------------------------
+# ---- the files of results ----------------------------
 
 # The command on a GPU that is made up, with one stage that ends and one that does not.
 COMMAND = """
@@ -168,7 +168,7 @@ def wait_until(holds, limit_s=60):
 
 
 def test_a_record_stands_after_each_stage(check):
-    """The record of the stages so far is there, whatever ends the run later."""
+    """The files with the stages so far are there, whatever ends the run later."""
     seen = []
 
     def body(check, limit):
@@ -190,12 +190,12 @@ def test_a_record_stands_after_each_stage(check):
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(check, capsys):
-    """OUT is no folder: the results have the record, and the run its verdict."""
+    """OUT is no folder: the folder of results has the files, and the run its verdict."""
     (check.folder / "out").touch()
     run = {name: lambda check, limit: Result("build", OK, "built") for name in ("build", "test")}
     results = run_stages(STAGES[:2], check, run, time.monotonic())
     assert [result.verdict for result in results] == [OK, OK]
-    assert capsys.readouterr().out.count("the record cannot be written: ") == 2
+    assert capsys.readouterr().out.count("the results cannot be written: ") == 2
     assert not check.save(ended=True)
     (file,) = (check.folder / "results").glob("*.json")
     assert json.loads(file.read_text())["provenance"]["ended"] == "yes"

@@ -9,7 +9,7 @@ from ringcomm.bench.timing import Timing
 from ringcomm.bench.training import TrainingOutcome, rows_of
 from ringcomm.bench.training_systems import TORCH_ALONE, Shape
 from tools.gpu_check.goals import evaluate
-from tools.gpu_check.record import Record
+from tools.gpu_check.result_files import ResultFiles
 from tools.gpu_check.runner import FAILED, OK, Result
 
 FACTS = {"gpu": "NVIDIA H999 80GB (test)", "NCCL": "2.28.3", "commit": "abc", "date": "2031-02-03"}
@@ -193,7 +193,7 @@ def test_a_run_without_figures_reaches_nothing():
 
 
 @pytest.fixture
-def record(tmp_path):
+def result_files(tmp_path):
     reports = [
         report_of(row("ringcomm:one_shot", SIZE, 250.0), row("torch", SIZE, 400.0, ratio=1.6)),
         report_of(row("ringcomm", 4096, 3.0, "all_reduce", graph_calls=20)),
@@ -205,11 +205,11 @@ def record(tmp_path):
     ]
     log = tmp_path / "gpu-check.log"
     log.write_text("all of it")
-    return Record(FACTS, tmp_path / "results", tmp_path / "out", log, results)
+    return ResultFiles(FACTS, tmp_path / "results", tmp_path / "out", log, results)
 
 
-def test_what_is_written(record, tmp_path):
-    files = record.write(ended=True)
+def test_what_is_written(result_files, tmp_path):
+    files = result_files.write(ended=True)
     base = "gpu-nvidia-h999-80gb-test-2031-02-03"
     assert [file.name for file in files] == [f"{base}{end}" for end in (".json", ".csv", ".md")]
     copies = {file.name for file in (tmp_path / "out").iterdir()}
@@ -223,8 +223,8 @@ def test_what_is_written(record, tmp_path):
         assert facts["stage test"].startswith("failed") and facts["figure us"] == "4.5"
 
 
-def test_the_report_for_readers(record):
-    text = record.write()[2].read_text()
+def test_the_report_for_readers(result_files):
+    text = result_files.write()[2].read_text()
     assert f"# {FACTS['gpu']}, 2031-02-03" in text
     # 3 x 64 MiB in 250 us are 805 GB/s of 1000.
     assert "| reduce_scatter, 2 ranks, 64 MiB | 0.805 | no |" in text

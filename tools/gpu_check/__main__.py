@@ -16,7 +16,7 @@ from ringcomm.bench.devices import COPY_FACT
 from ringcomm.bench.report import commit
 from ringcomm.cli import table_lines
 
-from .record import REHEARSAL, Record, goal_lines
+from .result_files import REHEARSAL, ResultFiles, goal_lines
 from .runner import BUDGET_S, FAILED, LEFT_OUT, STAGES, Result, Runner, Stage, limit_s, select
 from .stages import MARK, NOT_A_GPU, RUN, CheckRun
 
@@ -26,8 +26,8 @@ FOLDER = ROOT / "build" / "gpu-check"
 LOG_NAME = "gpu-check.log"
 NO_GPU_STATUS = 2
 # In a process of its own: a context here would hold memory during the whole run.
-_PROBE = "import json; from {} import {} as Gpu; print(json.dumps(Gpu(0).facts()))"
-_GPU, _EMULATED = ("ringcomm.bench.devices", "Gpu"), ("tests.gpu.rehearsed", "EmulatedGpu")
+_PROBE = "import json; from {} import {} as Device; print(json.dumps(Device(0).facts()))"
+_GPU, _EMULATED = ("ringcomm.bench.devices", "CudaDevice"), ("tests.gpu.rehearsed", "EmulatedGpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts |= {COPY_FACT: f"none, {MARK}", REHEARSAL: NOT_A_GPU}
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     results_folder = folder if rehearsal else ROOT / "bench" / "results"
-    record = Record(facts, results_folder, out, folder / LOG_NAME)
-    check = CheckRun(runner, folder, record, rehearsal)
+    files = ResultFiles(facts, results_folder, out, folder / LOG_NAME)
+    check = CheckRun(runner, folder, files, rehearsal)
     results = run_stages(stages, check, RUN, begin)
     written = check.save(ended=True)
     print("\n".join(summary(facts, results)))
@@ -68,7 +68,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], str]:
     names = ",".join(stage.name for stage in STAGES)
     add = parser.add_argument
     add("--stages", default=names, metavar="LIST", help=f"some of {names}")
-    told = "for all stages together; a stage without time is left out, and named in the record"
+    told = "for all stages together; a stage without time is left out, and named in the results"
     add("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help=told)
     told = "on an emulated device, whose figures are no GPU's and are marked; or a sample of it"
     kinds = ("rehearsal", "sample")
@@ -87,7 +87,7 @@ def run_stages(
     begin: float,
 ) -> list[Result]:
     """Runs stages; one that fails or raises stops no other. Their time counts from ``begin``."""
-    results = check.record.results
+    results = check.files.results
     for index, stage in enumerate(stages):
         started = time.monotonic()
         limit = limit_s(stages, index, started - begin)

@@ -12,7 +12,7 @@ _MODEL = "--width 768 --depth 12 --heads 12 --sequences 4 --context 512"
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchRun:
     """One run of a bench. ``limit_s`` bounds it; an optional one may fail."""
 
     name: str
@@ -26,37 +26,37 @@ class Bench:
         return f"-m {self.runner} {self.words}".split()
 
 
-def plan(nccl_version: Sequence[int]) -> list[Bench]:
+def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
     """Plans the benches in the order of their weight: a slow machine goes without the last ones."""
     # Every algorithm, Triton's kernels, torch and the copy, all sizes.
     how = f"{_GPU} --mode one-launch --placement usual --peers {_SYSTEMS} -b 1M -e 256M -f 4"
     first, *others = (
-        Bench(f"one launch, {n} ranks", 45.0, f"collectives {how} -r 9 -w 2 --ranks {n}")
+        BenchRun(f"one launch, {n} ranks", 45.0, f"collectives {how} -r 9 -w 2 --ranks {n}")
         for n in WORLDS
     )
     # Latency, as a graph replays the calls.
     how = f"{_GPU} --mode one-launch --ranks 2 --placement in -b 4K -e 32K -f 2 -r 15 -w 3"
     peers = "--peers ringcomm:one_shot,ringcomm:ll,torch"
-    small = Bench("small, in graphs", 30.0, f"collectives all_reduce {how} --graph {peers}")
+    small = BenchRun("small, in graphs", 30.0, f"collectives all_reduce {how} --graph {peers}")
     # Processes that share the GPU, with NCCL where its version lets them; else one run shows what
     # there is to show. NCCL's kernels may wait for a rank whose process has no time slice.
     how = f"{_GPU} --mode processes-on-one-gpu --placement usual --peers nccl -b 4K -e 64M -f 16"
     how += " -r 5 -w 1 --turn-us 5000"
     shared = [
-        Bench(f"processes, {n} ranks", 40.0, f"collectives {how} --ranks {n}", optional=True)
+        BenchRun(f"processes, {n} ranks", 40.0, f"collectives {how} --ranks {n}", optional=True)
         for n in (sorted(WORLDS) if tuple(nccl_version) >= (2, 30) else [2])
     ]
     return [first, small, *others, *shared]
 
 
-def optimizer_plan() -> list[Bench]:
+def optimizer_plan() -> list[BenchRun]:
     """Plans as :func:`plan` does, for the optimizer and what trains with it."""
-    steps = [Bench(f"step, {n} ranks", 25.0, f"device_steps step -m 256 -n {n}") for n in WORLDS]
+    steps = [BenchRun(f"step, {n} ranks", 25.0, f"device_steps step -m 256 -n {n}") for n in WORLDS]
     training = [
-        Bench(f"training, {n} ranks", 30.0, f"training --device cuda -n {n} {_MODEL} -r 7")
+        BenchRun(f"training, {n} ranks", 30.0, f"training --device cuda -n {n} {_MODEL} -r 7")
         for n in (1, 2)
     ]
-    shard = Bench("shard", 25.0, "device_steps shard -m 256")
+    shard = BenchRun("shard", 25.0, "device_steps shard -m 256")
     return [shard, *steps[:2], *training, *steps[2:]]
 
 
@@ -69,7 +69,7 @@ _SMALL = {
 }
 
 
-def rehearsed(run: Bench) -> Bench:
+def rehearsed(run: BenchRun) -> BenchRun:
     """Returns the run at small sizes, on an emulated device, which needs more time than a GPU."""
     words = f"{run.words} {_SMALL[run.words.split()[0]]}"
     if "--graph" in words:  # an emulated device records none of torch's operations

@@ -28,7 +28,7 @@ class Stage:
     least_s: float
 
 
-# In the order in which they run. Together below ten minutes, with some seconds for the record.
+# In the order in which they run. Together below ten minutes, with some seconds for the files.
 STAGES = (
     Stage("build", 110.0, 10.0),
     Stage("test", 240.0, 40.0),
@@ -66,7 +66,7 @@ def limit_s(stages: Sequence[Stage], index: int, elapsed_s: float) -> float:
 class Result:
     """The end of one stage: a verdict with a line about it, and the tail of a failed command.
 
-    The record also takes what was ``noted``, and the ``reports`` of benchmarks.
+    The files also have what was ``noted``, and the ``reports`` of benchmarks.
     """
 
     name: str

@@ -16,7 +16,7 @@ from pathlib import Path
 from ringcomm.bench.report import Report, read
 
 from . import benches
-from .record import Record
+from .result_files import ResultFiles
 from .runner import FAILED, OK, PARTIAL, UNAVAILABLE, Finished, Result, Runner
 
 TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "tests/tl")
@@ -33,7 +33,7 @@ NOT_A_GPU = "on an emulated device: no figure here is a GPU's, and no goal is ju
 
 @dataclass
 class CheckRun:
-    """A run: its commands, a folder for what they write, and the record.
+    """A run: its commands, a folder for what they write, and the files of results.
 
     ``rehearsal`` is "rehearsal", or "sample": a file of tests, and one bench of each stage; "" on a
     GPU.
@@ -41,23 +41,23 @@ class CheckRun:
 
     runner: Runner
     folder: Path
-    record: Record
+    files: ResultFiles
     rehearsal: str = ""
 
     def python(self, arguments: Sequence[str], limit_s: float, **environment: str) -> Finished:
         return self.runner.run([sys.executable, *arguments], limit_s, environment)
 
     def save(self, *running: Result, ended: bool = False) -> bool:
-        """Records the partial results of the running stage, or the end of all stages.
+        """Writes the partial results of the running stage, or the end of all stages.
 
-        Returns True if the record was written. If it cannot be written (a full disk, an OUT that is
+        Returns True if they were written. If they cannot be written (a full disk, an OUT that is
         not a folder), the run continues and fails at its end.
         """
         try:
-            self.record.write(*running, ended=ended)
+            self.files.write(*running, ended=ended)
             return True
         except OSError as error:
-            print(f"gpu-check: the record cannot be written: {error}", flush=True)
+            print(f"gpu-check: the results cannot be written: {error}", flush=True)
             return False
 
 
@@ -68,7 +68,7 @@ def build(check: CheckRun, limit_s: float) -> Result:
     kernels = ["OFF"]
     has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
     if has_nvcc and not check.rehearsal:  # an emulated device has kernels of its own
-        major = int(check.record.facts["compute capability"].partition(".")[0])
+        major = int(check.files.facts["compute capability"].partition(".")[0])
         kernels.append(_TARGETS.get(major, "all"))
     command = ["setup.py", "-q", "build_ext", "--inplace"]
     command += ["--parallel", str(len(os.sched_getaffinity(0)))]
@@ -249,7 +249,7 @@ def sanitize(check: CheckRun, limit_s: float) -> Result:
 
 def bench(check: CheckRun, limit_s: float) -> Result:
     """The benchmarks of the collectives, heaviest first, as far as the time goes."""
-    version = tuple(int(part) for part in check.record.facts["NCCL"].split(".") if part.isdigit())
+    version = tuple(int(part) for part in check.files.facts["NCCL"].split(".") if part.isdigit())
     return _run_benches("bench", benches.plan(version), check, limit_s)
 
 
@@ -269,7 +269,7 @@ def marked(report: Report) -> Report:
 
 
 def _run_benches(
-    stage: str, plan: Sequence[benches.Bench], check: CheckRun, limit_s: float
+    stage: str, plan: Sequence[benches.BenchRun], check: CheckRun, limit_s: float
 ) -> Result:
     end = time.monotonic() + limit_s
     result = Result(stage, OK, "")

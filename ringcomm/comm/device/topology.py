@@ -808,7 +808,7 @@ class TopologyChoice:
 
 
 @dataclass(frozen=True)
-class _Device:
+class _SharedDevice:
     """A device that some ranks share: a GPU, an instance of one, or an unknown device."""
 
     ranks: tuple[int, ...]
@@ -830,7 +830,7 @@ def host_choice(ranks: int) -> TopologyChoice:
     return TopologyChoice("one_shot", (tuple(range(ranks)),), reason)
 
 
-def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Device]:
+def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_SharedDevice]:
     """Lists the devices in canonical order: by NUMA node, then by bus id.
 
     Devices of unknown position follow, by their first rank.
@@ -847,7 +847,7 @@ def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Devi
         name = placements[members[0]]
         gpu = topology.find(name) if name is not None else None
         instance = gpu is not None and _is_instance(gpu, name)
-        devices.append(_Device(tuple(members), gpu, instance))
+        devices.append(_SharedDevice(tuple(members), gpu, instance))
     return sorted(
         devices,
         key=lambda d: (not d.known, d.gpu.position if d.gpu else (), d.ranks[0]),
@@ -858,7 +858,7 @@ def _is_instance(gpu: Gpu, name: str | None) -> bool:
     return name is not None and normalized_name(name) in map(normalized_name, gpu.mig_instances)
 
 
-def _connection(topology: Topology, one: _Device, other: _Device) -> Connection:
+def _connection(topology: Topology, one: _SharedDevice, other: _SharedDevice) -> Connection:
     if one.gpu is None or other.gpu is None:
         return Connection("unknown")
     if one.gpu is other.gpu:
@@ -869,7 +869,7 @@ def _connection(topology: Topology, one: _Device, other: _Device) -> Connection:
 
 
 def _algorithm(
-    devices: list[_Device], between: dict[tuple[int, int], Connection]
+    devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]
 ) -> tuple[str, str]:
     world = sum(len(device.ranks) for device in devices)
     if world == 1:
@@ -889,7 +889,7 @@ def _algorithm(
     return "ring", _why_ring(devices, between)
 
 
-def _why_ring(devices: list[_Device], between: dict[tuple[int, int], Connection]) -> str:
+def _why_ring(devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]) -> str:
     counts = [each.links.count for each in between.values()]
     if min(counts) > 0:
         return f"pairs of GPUs have different NVLinks, {min(counts)} to {max(counts)}"
@@ -901,7 +901,7 @@ def _why_ring(devices: list[_Device], between: dict[tuple[int, int], Connection]
 
 
 def _troubles(
-    topology: Topology, devices: list[_Device], between: dict[tuple[int, int], Connection]
+    topology: Topology, devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]
 ) -> list[str]:
     """Lists what a user should know before trusting the choice."""
     told = []
@@ -922,7 +922,7 @@ def _troubles(
 
 
 def _rings(
-    devices: list[_Device], between: dict[tuple[int, int], Connection]
+    devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]
 ) -> tuple[tuple[Ring, ...], str]:
     """Returns orders of the devices, and words about them for the choice's reason."""
     count = len(devices)
@@ -955,7 +955,7 @@ def _quality(connection: Connection) -> float:
     return 0 if connection.kind == "refused" else levels.get(connection.level or "", 0.5)
 
 
-def _expand(ring: Ring, devices: list[_Device]) -> Ring:
+def _expand(ring: Ring, devices: list[_SharedDevice]) -> Ring:
     """Returns the ranks in the order of a ring of devices, beginning with rank 0."""
     ranks = [rank for index in ring for rank in devices[index].ranks]
     start = ranks.index(0)

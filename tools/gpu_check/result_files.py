@@ -1,4 +1,4 @@
-"""The record of a run: rows as JSON and CSV, Markdown for readers, and the log."""
+"""The files of a run: rows as JSON and CSV, Markdown for readers, and the log."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def goal_lines(reports: Sequence[Report]) -> list[str]:
 
 
 @dataclass
-class Record:
-    """Everything that is known of a run.
+class ResultFiles:
+    """Everything that is known of a run, and the files that have it.
 
     Attributes:
         folder: where the files go; ``out``: copies of them and of the log, or None.
