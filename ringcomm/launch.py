@@ -142,11 +142,12 @@ def _supervise(names: Sequence[str], processes: Sequence[subprocess.Popen[Any]])
     ends = zip(names, [process.poll() for process in processes], strict=True)
     # A rank that a signal ended is the cause; its peers fail because they lost it.
     name, code = min(((name, code) for name, code in ends if code), key=lambda end: end[1] > 0)
-    sys.stderr.write(f"ringcomm: {name} {_describe(code)}; all ranks were ended\n")
+    sys.stderr.write(f"ringcomm: {name} {describe_exit(code)}; all ranks were ended\n")
     return code if code > 0 else 1
 
 
-def _describe(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Words how a failed process ended; the code is negative where a signal ended it."""
     if code > 0:
         return f"failed with exit code {code}"
     try:

@@ -53,8 +53,8 @@ INTERNAL_NAMES = {
     "integers": "integer",
     "json_reader": "DAMAGE exactly in_words number_below read_bounded read_json read_object shown",
     "launch": (
-        "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT end_with hide_missing_numpy "
-        "launch_ranks launch_store started threads_per_rank"
+        "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT describe_exit end_with "
+        "hide_missing_numpy launch_ranks launch_store started threads_per_rank"
     ),
     "memory": "normal_tensors",
     "memory.host_heap": "HEAP_DIR_VARIABLE",

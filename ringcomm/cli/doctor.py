@@ -22,7 +22,7 @@ from ringcomm.cli import table_lines
 from ringcomm.cuda.build import describe_source
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
-from ringcomm.launch import RankCommand, end_with, started
+from ringcomm.launch import RankCommand, describe_exit, end_with, started
 from ringcomm.process import available_cores, memory_limit_bytes
 
 # What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
@@ -225,7 +225,7 @@ def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
                 return Finding("self-test", FAIL, hang, "see above")
     for number, (rank, error) in enumerate(zip(ranks, errors, strict=True)):
         if rank.returncode != 0:
-            reason = error.strip().splitlines()[-1:] or [f"exit status {rank.returncode}"]
+            reason = error.strip().splitlines()[-1:] or [f"it {describe_exit(rank.returncode)}"]
             return Finding("self-test", FAIL, f"rank {number}: {reason[0]}", "see above")
     return Finding("self-test", OK, "2 ranks exchanged and summed what they should")
 

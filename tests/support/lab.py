@@ -33,7 +33,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from typing import Any
 from ringcomm.launch import end_with, rank_variables
 from tests.support import CAN_INSTALL, ROOT, must_not_skip
 from tests.support.fork_server import Namespaces, Popen
-from tests.support.ranks import Outcome, RanksFailed, answer_of
+from tests.support.ranks import Outcome, answer_of, gather, values_of
 
 Check = Callable[..., Any] | str
 
@@ -430,10 +429,10 @@ class _Rank:
         """The answer that is there, or the end of the process."""
         outcome = Outcome(self.numbers.rank)
         try:
-            outcome.value, outcome.error, outcome.trace = pickle.loads(self.pipe.recv_bytes())
+            outcome.read(self.pipe)
         except (EOFError, OSError):
             outcome.exitcode = self.process.wait(END_S)
-            outcome.error = RuntimeError(f"ended without an answer, status {outcome.exitcode}")
+            outcome.error = RuntimeError("it ended without an answer")
         return self._with_output(outcome)
 
     def late(self) -> Outcome:
@@ -493,11 +492,7 @@ class LabRanks:
             RanksFailed: a rank raised, died or did not answer; all that each said is shown.
         """
         self.start(fn, *args)
-        outcomes = self.outcomes(timeout_s, GRACE_S)
-        failed = [outcome.describe() for outcome in outcomes if not outcome.ok]
-        if failed:
-            raise RanksFailed("\n".join(failed))
-        return [outcome.value for outcome in outcomes]
+        return values_of(self.outcomes(timeout_s, GRACE_S))
 
     def start(self, fn: Check, *args: Any) -> None:
         """Begins a call, whose end :meth:`outcomes` waits for."""
@@ -518,21 +513,16 @@ class LabRanks:
             grace_s: how long the others may take once one has failed; None: as long as ever.
         """
         self._is_called = False
-        deadline = time.monotonic() + timeout_s
-        outcomes: dict[int, Outcome] = {}
-        waiting = {rank.pipe: rank for rank in self._ranks}
-        while waiting:
-            left = max(deadline - time.monotonic(), 0)
-            ready = connection.wait(list(waiting), left)
-            for rank in [rank for pipe, rank in waiting.items() if not ready or pipe in ready]:
-                del waiting[rank.pipe]
-                outcome = rank.outcome() if ready else rank.late()
-                outcomes[outcome.rank] = outcome
-                if not outcome.ok and grace_s is not None:
-                    deadline = min(deadline, time.monotonic() + grace_s)
-        if not all(outcome.ok for outcome in outcomes.values()):
+        outcomes = gather(
+            [rank.pipe for rank in self._ranks],
+            lambda rank: self._ranks[rank].outcome(),
+            lambda rank: self._ranks[rank].late(),
+            timeout_s,
+            grace_s,
+        )
+        if not all(outcome.ok for outcome in outcomes):
             self.close()
-        return [outcomes[rank] for rank in range(sum(self.shape))]
+        return outcomes
 
     def kill(self, node: int, local_rank: int) -> None:
         """Kills one rank, and waits for its end."""

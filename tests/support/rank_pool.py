@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import multiprocessing
 import os
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ import ringcomm
 import ringcomm.c10d
 from ringcomm import CommOptions
 from ringcomm.launch import end_with, rank_variables
-from tests.support.ranks import context
+from tests.support.ranks import Outcome, answer_of, context, gather, values_of
 
 Check = Callable[[int, int], Any]
 Surround = Callable[[str], AbstractContextManager[object]]
@@ -112,6 +110,24 @@ def in_group(setting: Setting, check: Check, rank: int, world_size: int, rendezv
             dist.destroy_process_group()
 
 
+def in_groups(
+    settings: Sequence[Setting],
+    check: Check,
+    surround: Surround,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+) -> None:
+    """Runs ``check`` in a group of each setting in turn; the results must be equal."""
+    results = []
+    for number, setting in enumerate(settings):
+        with surround(setting.backend):
+            joined = f"{rendezvous}.{number}"
+            results.append(in_group(setting, check, rank, world_size, joined))
+    for other in results[1:]:
+        same(results[0], other)
+
+
 def launched(check: Check, rank: int, world_size: int) -> Any:
     """Runs ``check`` with the variables that torchrun sets.
 
@@ -129,7 +145,7 @@ def launched(check: Check, rank: int, world_size: int) -> Any:
 
 
 def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) -> None:
-    """Body of one process: takes (settings, check, rendezvous), answers None or a traceback."""
+    """Body of one process: takes (settings, check, rendezvous), and answers as a rank does."""
     torch.set_num_threads(1)
     ringcomm.c10d.register()
     while True:
@@ -137,18 +153,8 @@ def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) 
             settings, check, rendezvous = pipe.recv()
         except EOFError:
             return
-        try:
-            results = []
-            for number, setting in enumerate(settings):
-                with surround(setting.backend):
-                    joined = f"{rendezvous}.{number}"
-                    results.append(in_group(setting, check, rank, world_size, joined))
-            for other in results[1:]:
-                same(results[0], other)
-            answer = None
-        except BaseException:
-            answer = traceback.format_exc()
-        pipe.send(answer)
+        where = (rank, world_size, rendezvous)
+        pipe.send_bytes(answer_of(partial(in_groups, settings, check, surround, *where)))
 
 
 def fork_ranks(
@@ -226,32 +232,24 @@ class RankPool:
         rendezvous = str(Path(self._folder.name) / str(self._runs))
         for _, pipe in self._ranks:
             pipe.send((settings, check, rendezvous))
-        failures = self._failures()
-        if failures:
+        outcomes = gather(
+            [pipe for _, pipe in self._ranks],
+            self._outcome,
+            lambda rank: Outcome(rank, error=TimeoutError("did not answer in time")),
+            ANSWER_TIMEOUT_S,
+            GRACE_S,
+        )
+        if not all(outcome.ok for outcome in outcomes):
             self._stop()
-            raise AssertionError("\n".join(f"rank {r}: {text}" for r, text in failures.items()))
+        values_of(outcomes)
 
-    def _failures(self) -> dict[int, str]:
-        failures: dict[int, str] = {}
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        waiting = dict(enumerate(pipe for _, pipe in self._ranks))
-        while waiting:
-            left = deadline - time.monotonic()
-            ready = multiprocessing.connection.wait(list(waiting.values()), max(left, 0))
-            if not ready:
-                return failures | dict.fromkeys(waiting, "did not answer in time")
-            for rank, pipe in list(waiting.items()):
-                if pipe not in ready:
-                    continue
-                del waiting[rank]
-                try:
-                    answer = pipe.recv()
-                except EOFError:
-                    answer = "the process died"
-                if answer is not None:
-                    failures[rank] = answer
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        return failures
+    def _outcome(self, rank: int) -> Outcome:
+        outcome = Outcome(rank)
+        try:
+            outcome.read(self._ranks[rank][1])
+        except EOFError:
+            outcome.error, outcome.trace = EOFError(), "the process died"
+        return outcome
 
     def _start(self) -> None:
         how = context()

@@ -26,6 +26,7 @@ import torch
 from torch.distributed import FileStore, Store
 
 import ringcomm
+from ringcomm.launch import describe_exit
 from tests.support import fork_server
 
 POLL_S = 0.01
@@ -52,7 +53,13 @@ class Outcome:
         return self.error is None and not self.exitcode
 
     def describe(self) -> str:
-        return f"rank {self.rank}: exit code {self.exitcode}\n{self.trace}"
+        end = f" {describe_exit(self.exitcode)}" if self.exitcode else ""
+        raised = "" if self.error is None else repr(self.error)
+        return f"rank {self.rank}{end}: {self.trace or raised}"
+
+    def read(self, answer: Connection) -> None:
+        """Takes what :func:`answer_of` has made, from the pipe that brings it."""
+        self.value, self.error, self.trace = pickle.loads(answer.recv_bytes())
 
 
 class RanksFailed(AssertionError):
@@ -92,6 +99,43 @@ def answer_of(call: Callable[[], Any]) -> bytes:
         except Exception:
             answer = pickle.dumps((None, RuntimeError(repr(error)), trace))
         return answer
+
+
+def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The results by rank; raises :class:`RanksFailed`, with all traces, where a rank has none."""
+    failed = [outcome.describe() for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RanksFailed("\n".join(failed))
+    return [outcome.value for outcome in outcomes]
+
+
+def gather(
+    pipes: Sequence[Connection],
+    answered: Callable[[int], Outcome],
+    late: Callable[[int], Outcome],
+    timeout_s: float,
+    grace_s: float | None = None,
+) -> list[Outcome]:
+    """Waits for the answers of ranks that stay up; returns the outcomes by rank.
+
+    Args:
+        pipes: to the ranks.
+        answered: the outcome of a rank from whose pipe an answer, or its end, can be read.
+        late: the outcome of a rank that did not answer in time.
+        timeout_s: how long the slowest rank may take.
+        grace_s: how long the others may take once one has failed; None: as long as ever.
+    """
+    deadline = time.monotonic() + timeout_s
+    outcomes: dict[int, Outcome] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
+        for pipe in [pipe for pipe in waiting if not ready or pipe in ready]:
+            rank = waiting.pop(pipe)
+            outcomes[rank] = answered(rank) if ready else late(rank)
+            if not outcomes[rank].ok and grace_s is not None:
+                deadline = min(deadline, time.monotonic() + grace_s)
+    return [outcomes[rank] for rank in range(len(pipes))]
 
 
 def join_nodes(
@@ -197,7 +241,7 @@ class Ranks:
         while True:
             if answer.poll(POLL_S):
                 with contextlib.suppress(EOFError):  # it died
-                    outcome.value, outcome.error, outcome.trace = pickle.loads(answer.recv_bytes())
+                    outcome.read(answer)
                 break
             # It may have answered and ended since the look above.
             if wait([process.sentinel], 0) and not answer.poll():
@@ -229,7 +273,4 @@ def run_ranks(
     """
     with kind(fn, world_size, *args) as ranks:
         outcomes = ranks.wait(timeout_s)
-    failed = [outcome.describe() for outcome in outcomes if not outcome.ok]
-    if failed:
-        raise RanksFailed("\n".join(failed))
-    return [outcome.value for outcome in outcomes]
+    return values_of(outcomes)
