@@ -119,7 +119,7 @@ PROOFS = (
     Proof(
         "machine code of the device library",
         ("tests/proof/compile/test_device_compile.py",),
-        (*_COMPILED_KERNELS, *_COMMUNICATORS, "tests/tl/*.py"),
+        (*_COMPILED_KERNELS, *_COMMUNICATORS, "tests/tl/*.py", "tests/support/memories.py"),
     ),
     Proof(
         "PTX interpreter",

@@ -92,6 +92,17 @@ def interpreting(health: Callable[[int], int]) -> Iterator[None]:
             _health = before
 
 
+def interpreted_int64(number: int) -> Any:
+    """An argument of an interpreted kernel that is an int64 however small ``number`` is.
+
+    Triton takes a Python integer for an int32 where it fits into 32 bits. An address does so on the
+    heap of a Python that is linked at a fixed address.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    return tl.tensor(interpreter_builder.get_int64(number), tl.int64)
+
+
 @contextmanager
 def patched_once() -> Iterator[None]:
     """Inside, Triton's interpreter prepares its language once per kernel.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from ringcomm._tl.fused_compute import (
     reduce_scatter_rms_norm_kernel,
 )
 from ringcomm._tl.geometry import Geometry
+from ringcomm._tl.hooks import IS_INTERPRETED, interpreted_int64
 from ringcomm.comm.agreement import first_other, gather_bytes, mismatch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
@@ -45,7 +46,7 @@ _TWO_NUMBERS = struct.Struct("<qq")
 # Memory that a peer may still touch, of contexts that ended without all ranks' consent.
 _abandoned: list[object] = []
 # By a kernel and which of its parameters are addresses: the kernel, and what is launched for it.
-_launched: dict[tuple[int, tuple[int | str, ...]], tuple[Any, Any]] = {}
+_launched: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,40 @@ class Symmetric:
     ptrs: torch.Tensor
 
 
-def _for_any_alignment(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
+def _with_int64(function: FunctionType, names: tuple[str, ...]) -> FunctionType:
+    """A copy of the function whose parameters ``names`` are annotated as int64."""
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    copy.__annotations__ = {**function.__annotations__, **dict.fromkeys(names, tl.int64)}
+    return copy
+
+
+def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
     """The kernel, compiled once for all values of the parameters ``addresses``.
 
     Triton compiles anew (seconds) for an address that is a multiple of 16 where others were not,
-    while the peers wait. The kernels themselves see whether addresses are aligned.
+    and for one below 2^31, which it takes for an int32, while the peers wait. The kernels
+    themselves see whether addresses are aligned.
     """
     if not isinstance(kernel, JITFunction) or not addresses:
         return kernel  # it is the interpreter's, or the user's own wrapper of one
-    key = id(kernel), addresses
+    names = tuple(kernel.arg_names[at] if isinstance(at, int) else at for at in addresses)
+    key = id(kernel), names
     if key not in _launched:
         launched = triton.jit(
-            kernel.fn,
+            _with_int64(kernel.fn, names),
             version=kernel.version,
             repr=kernel._repr,
             launch_metadata=kernel.launch_metadata,
             do_not_specialize=kernel.do_not_specialize,
-            do_not_specialize_on_alignment=[*kernel.do_not_specialize_on_alignment, *addresses],
+            do_not_specialize_on_alignment=[*kernel.do_not_specialize_on_alignment, *names],
             debug=kernel.debug,
             noinline=kernel.noinline,
         )
@@ -244,7 +262,7 @@ class Context:
             position for position, arg in enumerate(args) if isinstance(arg, torch.Tensor)
         ]
         addresses += [key for key, arg in constants.items() if isinstance(arg, torch.Tensor)]
-        launched = _for_any_alignment(kernel, tuple(addresses))
+        launched = _for_any_address(kernel, tuple(addresses))
         try:
             with self._target.launching():
                 launched[tuple(grid)](*passed, **named)
@@ -264,7 +282,8 @@ class Context:
                 f"{arg.device}. Copy it there"
             )
         # An empty tensor has no address, and a small number would be another type to Triton.
-        return arg.data_ptr() or self.table_ptr
+        address = arg.data_ptr() or self.table_ptr
+        return interpreted_int64(address) if IS_INTERPRETED else address
 
     def check(self, name: str = "check") -> None:
         """Raises what made the communicator unusable, if anything did.

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
+import platform
+
+import pytest
 import torch
 
 import ringcomm
 
 Tensor = torch.Tensor
+# mmap.MAP_32BIT from Python 3.13 on.
+MAP_32BIT = 0x40
+needs_low_addresses = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="MAP_32BIT is a flag of x86-64"
+)
 MEMORIES = ("plain", "heap", "mixed", "unaligned")
 
 
@@ -31,3 +40,13 @@ def put(tensor: Tensor, memory: str, rank: int = 0) -> Tensor:
         # As bytes: not every dtype has a copy kernel.
         target.view(torch.uint8).copy_(tensor.view(torch.uint8))
     return target
+
+
+def below_2_gib(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` whose address fits into an int32, as on a heap of a Python that is
+    linked at a fixed address."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_32BIT
+    memory = mmap.mmap(-1, max(1, tensor.nbytes), flags=flags)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+    assert copy.data_ptr() < 2**31
+    return copy.copy_(tensor)

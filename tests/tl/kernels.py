@@ -18,7 +18,7 @@ from ringcomm._tl.words import channel_line, header_at, link_line, slot_at, word
 def offsets_kernel(out, stream, channel, peer, epoch, G: tl.constexpr):
     """Offsets of a signal, epoch and channel line, a slot and a header, as the library has them."""
     zero = tl.full((), 0, tl.int64)
-    found = word64(out)
+    found = word64(zero + out)
     tl.store(found, link_line(zero, 0, stream, channel, peer, G))
     tl.store(found + 1, link_line(zero, 2, stream, channel, peer, G))
     tl.store(found + 2, channel_line(zero, channel, G))
@@ -32,8 +32,8 @@ def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr)
     zero = tl.full((), 0, tl.int64)
     begin, size = chunk_of(zero, total_bytes + zero, chunk_bytes + zero, rank + zero)
     begin, size = slice_of(begin, size, channel + zero, G)
-    tl.store(word64(out), begin)
-    tl.store(word64(out) + 1, size)
+    tl.store(word64(zero + out), begin)
+    tl.store(word64(zero + out) + 1, size)
 
 
 @triton.jit
@@ -41,9 +41,10 @@ def quantize_kernel(
     out, source, elems, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, FORMAT: tl.constexpr
 ):
     """A quantized run of numbers, BLOCKS blocks a program."""
+    zero = tl.full((), 0, tl.int64)
     first = tl.program_id(0) * BLOCKS
     here = (first + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(pointer(source, DTYPE, False) + here, mask=here < elems, other=0.0)
+    x = tl.load(pointer(zero + source, DTYPE, False) + here, mask=here < elems, other=0.0)
     values, words = quantize_blocks(x, FORMAT)
     store_quantized(out, elems, first, values, words, FORMAT)
 
@@ -54,13 +55,14 @@ def dequantize_and_sum_kernel(
     BLOCKS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """The sum of COUNT quantized runs, ``stride`` bytes apart, in order, divided unless by 1."""
+    zero = tl.full((), 0, tl.int64)
     first = tl.program_id(0) * BLOCKS
     values, words = load_quantized(source, elems, first, BLOCKS, FORMAT)
     total = dequantize_blocks(values, words, FORMAT)
     for i in tl.static_range(1, COUNT):
-        values, words = load_quantized(source + i * stride, elems, first, BLOCKS, FORMAT)
+        values, words = load_quantized(zero + source + i * stride, elems, first, BLOCKS, FORMAT)
         total = accumulate(total, dequantize_blocks(values, words, FORMAT))
     if DIVISOR > 1:
         total = tl.div_rn(total, tl.full(total.shape, DIVISOR, tl.float32))
     here = (first + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
-    tl.store(pointer(out, DTYPE, False) + here, round_to(total, DTYPE), mask=here < elems)
+    tl.store(pointer(zero + out, DTYPE, False) + here, round_to(total, DTYPE), mask=here < elems)

@@ -9,6 +9,7 @@ import torch
 from ringcomm import ArgumentError
 from tests.support.covering import in_test_all
 from tests.support.exact import pattern
+from tests.support.memories import below_2_gib, needs_low_addresses
 from tests.tl.interpreter import no_wait, open_context, run_kernel, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -90,6 +91,21 @@ def _relay(context, kernels):
         out = torch.zeros(4)
         run_kernel(context, kernels.relay_kernel, (4,), word, data, out, value)
         assert out.tolist() == [0, value + 1, value + 2, value + 3]
+
+
+def _low_addresses(store, rank, world):
+    comm, context, _ = open_context(store, rank, world)
+    from tests.tl import device_kernels as kernels
+
+    with comm, context:
+        word, data, out = map(below_2_gib, (torch.zeros(100), torch.zeros(1), torch.zeros(4)))
+        run_kernel(context, kernels.relay_kernel, (4,), word, data, out, 3)
+        assert out.tolist() == [0, 4, 5, 6]
+
+
+@needs_low_addresses
+def test_addresses_below_2_gib_are_int64_too():
+    run_ranks(_low_addresses, 1)
 
 
 def _library(store, rank, world):

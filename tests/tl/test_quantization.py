@@ -1,11 +1,13 @@
 """Quantization by Triton's functions, in the interpreter, with the host's bits."""
 
 import itertools
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from tests.support.memories import below_2_gib, needs_low_addresses
 from tests.support.quantization_checks import QuantizationEnd, differences
 from tests.tl.interpreter import run_ranks
 
@@ -58,6 +60,16 @@ def _all(store, rank, world):
     vars(quantization)["_product"] = lambda a, b: a + b
     found["mutant"] = differences(end, "int8", torch.float32, ((191, 1),))
     return found
+
+
+def _low_addresses(store, rank, world):
+    end = replace(quantization_end(), to_device=below_2_gib)
+    return differences(end, "int8", torch.float32, ((191, 1),))
+
+
+@needs_low_addresses
+def test_the_bits_are_the_hosts_below_2_gib():
+    assert run_ranks(_low_addresses, 1) == [[]]
 
 
 def test_the_bits_are_the_hosts():

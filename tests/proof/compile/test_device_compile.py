@@ -31,6 +31,7 @@ from tests.proof.compile.compiled import (
     only_binary,
 )
 from tests.proof.compile.ptx_order import misplaced
+from tests.support.memories import below_2_gib, needs_low_addresses
 from tests.tl import device_kernels, kernels
 
 pytestmark = [
@@ -175,6 +176,22 @@ def test_a_norm_is_compiled_once_wherever_its_operands_lie(compiled):
     assert gpu.launched == ["reduce_scatter_rms_norm_kernel"] * 6
     _check(only_binary(gpu), (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
     assert gpu.made[0].metadata.enable_fp_fusion
+
+
+@needs_low_addresses
+def test_a_kernel_is_compiled_once_for_addresses_of_32_bits_too(compiled):
+    def calls(context):
+        dense = torch.zeros(1000)
+        for data in (dense, below_2_gib(dense)):
+            context.launch(
+                device_kernels.relay_kernel, (1,), context.table_ptr, context.timeout_ns,
+                data, dense, out=data, value=3, G=context.geometry,
+            )  # fmt: skip
+
+    gpu = compiled(90, calls)
+    assert gpu.launched == ["relay_kernel"] * 2
+    assert [gpu.made[0].src.signature[name] for name in ("word", "data", "out")] == ["i64"] * 3
+    only_binary(gpu)
 
 
 def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compiled):
