@@ -190,7 +190,7 @@ def parallelize(
     group = find_communicator(mesh, _OPERATION, None)
     if group is None:
         group = Communicator.from_store(HashStore(), 0, 1, name=_OPERATION)
-    found = _Plan(model, group.world_size)
+    found = _ParallelPlan(model, group.world_size)
     found.read(plan, {} if heads is None else heads)
     _check_agreement(found, group)
     _apply(found, group, mesh)
@@ -198,7 +198,7 @@ def parallelize(
 
 
 @dataclass
-class _Plan:
+class _ParallelPlan:
     """The user's plan, read against the model: the kind of each module, and all that is wrong.
 
     Attributes:
@@ -335,7 +335,7 @@ class _Plan:
         return self.kinds[name]
 
 
-def _check_agreement(found: _Plan, group: Communicator) -> None:
+def _check_agreement(found: _ParallelPlan, group: Communicator) -> None:
     """Raises on all ranks what is wrong on any, or what differs; collective."""
     with all_or_none(group, _OPERATION):
         if found.wrong:
@@ -381,7 +381,7 @@ class _Region:
     def __init__(self) -> None:
         self.tokens: torch.Size | None = None
 
-    def watch(self, found: _Plan) -> None:
+    def watch(self, found: _ParallelPlan) -> None:
         """Hooks onto the modules that are "whole", and to the begin and the end of a forward."""
         found.model.register_forward_pre_hook(self._forget)
         found.model.register_forward_hook(self._forget)
@@ -408,7 +408,7 @@ class _Region:
             )
 
 
-def _apply(found: _Plan, group: Communicator, mesh: DeviceMesh) -> None:
+def _apply(found: _ParallelPlan, group: Communicator, mesh: DeviceMesh) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(found.model.named_modules()):
         kind = found.kind_of(name)
