@@ -129,7 +129,7 @@ def _machine_lines(topology: Topology) -> list[str]:
     lines = [f"{topology.machine or 'machine'}: {len(topology.gpus)} GPUs{driver}", ""]
     lines += _matrix(topology)
     lines += ["", *_legend(topology), ""]
-    lines += [f"GPU{index}  {_describe(gpu)}" for index, gpu in enumerate(topology.gpus)]
+    lines += table_lines((f"GPU{index}", _describe(gpu)) for index, gpu in enumerate(topology.gpus))
     return lines + [f"note: {note}" for note in topology.notes]
 
 

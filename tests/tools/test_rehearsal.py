@@ -43,7 +43,7 @@ def enlarged(row):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
-def test_a_sample_is_rehearsed_from_the_probe_to_the_record(tmp_path):
+def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
     results = ROOT / "bench" / "results"
     before = sorted(results.iterdir())
     words = ("--rehearse", "sample", "--stages", "test,sanitize,bench,steps")
