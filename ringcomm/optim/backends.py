@@ -12,9 +12,11 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import device_comm_of
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, DTYPE_NAMES, OP_CODES, CallChecks
-from ringcomm.comm.host.engine import Call, Use, Work, itself
-from ringcomm.comm.host.triton import TritonEnd, require_triton
+from ringcomm.comm.host.core import Core
+from ringcomm.comm.host.engine import Call, Work
+from ringcomm.comm.host.triton import require_triton
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params, sharers_of
 from ringcomm.optim.gradients import (
@@ -23,8 +25,8 @@ from ringcomm.optim.gradients import (
     HostReducer,
     Into,
     Reducer,
-    feeding_back,
     kind_code,
+    step_core_of,
 )
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -433,11 +435,7 @@ class HostBackend(Backend):
         reducer = HostReducer(comm, options, self._step_bytes)
         super().__init__(comm is None, reducer, options, sharers_of(comm, options.state))
         self._comm = comm
-        self._calls: Use = (
-            itself
-            if comm is None
-            else comm.steps.calls_of(options.state, options.compression.gradients)
-        )
+        self._step_core_of = step_core_of(comm, options)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
@@ -465,7 +463,7 @@ class HostBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "adamw_all_gather",
-            lambda native: native.adamw_all_gather(
+            lambda core: self._step_core_of(core).adamw_all_gather(
                 shard, grad.data_ptr(), DTYPE_CODES[grad.dtype], self._algorithm, self._step_bytes
             ),
         )
@@ -474,8 +472,8 @@ class HostBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
-            lambda calls: feeding_back(
-                calls, bucket.error_feedback
+            lambda core: self._step_core_of(
+                core, bucket.error_feedback
             ).reduce_scatter_adamw_all_gather(
                 shard,
                 grads.data_ptr(),
@@ -487,9 +485,9 @@ class HostBackend(Backend):
             ),
         )
 
-    def _call(self, name: str, run: Callable[[_native.Comm], int]) -> None:
+    def _call(self, name: str, run: Callable[[Core], int]) -> None:
         if self._comm is not None:
-            self._comm.engine.start_call(Call(name, lambda core: run(self._calls(core)), []))
+            self._comm.engine.start_call(Call(name, run, []))
 
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.key)
@@ -535,7 +533,6 @@ class DeviceBackend(Backend):
         sharers = sharers_of(comm, options.state)
         super().__init__(alone, reducer, options, sharers, fused=not quantized_state)
         self._comm = comm
-        self._calls = comm.steps.calls_of(options.state, options.compression.gradients)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
@@ -560,13 +557,16 @@ class DeviceBackend(Backend):
         self._shards.clear()
 
     def begin(self, table: StepTable) -> None:
-        self._call("adamw_prepare", lambda native: native.prepare_adamw(self._table.data_ptr()))
+        self._call(
+            "adamw_prepare",
+            lambda core: device_comm_of(core).prepare_adamw(self._table.data_ptr()),
+        )
 
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
         shard = self._shard(bucket)
         self._call(
             "adamw_shard",
-            lambda native: native.adamw_shard(
+            lambda core: device_comm_of(core).adamw_shard(
                 shard.native, shard.copy.data_ptr(), grad.data_ptr(), DTYPE_CODES[grad.dtype]
             ),
         )
@@ -575,7 +575,7 @@ class DeviceBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "adamw_all_gather",
-            lambda native: self._calls(native).adamw_all_gather(
+            lambda core: device_comm_of(core).adamw_all_gather(
                 shard.native,
                 shard.copy.data_ptr(),
                 grad.data_ptr(),
@@ -588,7 +588,7 @@ class DeviceBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
-            lambda native: self._calls(native).reduce_scatter_adamw_all_gather(
+            lambda core: device_comm_of(core).reduce_scatter_adamw_all_gather(
                 shard.native,
                 shard.copy.data_ptr(),
                 grads.data_ptr(),
@@ -599,7 +599,7 @@ class DeviceBackend(Backend):
             ),
         )
 
-    def _call(self, name: str, run: Callable[[_native.DeviceComm], int]) -> None:
+    def _call(self, name: str, run: Callable[[Core], int]) -> None:
         self._comm.engine.start_call(Call(name, run, []))
 
     def _shard(self, bucket: Bucket) -> _Shard:
@@ -636,7 +636,7 @@ class TritonCalls:
         if comm is None:
             self._check_interpreted()
         else:
-            self._use = comm.engine.use_kernels(self.checks, "triton", algorithm, torch.float32)
+            self._use = comm.engine.use_triton(self.checks, algorithm, torch.float32)
 
     def _check_interpreted(self) -> None:
         from ringcomm._tl.hooks import IS_INTERPRETED
@@ -660,8 +660,8 @@ class TritonCalls:
         if comm is None:
             return
 
-        def run(native: _native.Comm) -> int:
-            end: TritonEnd = self._use(native)
+        def run(core: Core) -> int:
+            end = self._use(core)
             plan = make(end.chosen(ALGORITHMS[self._algorithm]))
             return end.run(plan, source.data_ptr(), descriptor.data_ptr())
 

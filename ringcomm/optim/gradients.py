@@ -17,9 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import device_comm_of
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
-from ringcomm.comm.host.engine import Call, Use, Work, itself
+from ringcomm.comm.host.core import Core
+from ringcomm.comm.host.engine import Call, Work
 from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
+from ringcomm.comm.nodes.steps import StepCoreOf, of_one_node
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import (
@@ -542,9 +545,11 @@ class Into:
     error_feedback: ErrorFeedback | None = None
 
 
-def feeding_back(calls: Any, error_feedback: ErrorFeedback | None) -> Any:
-    """Returns the calls of a step (:meth:`StepCalls.calls_of`) for a bucket's error feedback."""
-    return calls if error_feedback is None else calls.feeding_back(error_feedback)
+def step_core_of(comm: Communicator | None, options: ReduceOptions) -> StepCoreOf:
+    """Returns the function that maps the core of a call to that of a step with these options."""
+    if comm is None:
+        return of_one_node
+    return comm.steps.calls_of(options.state, options.compression.gradients)
 
 
 def make_error_feedback(
@@ -592,11 +597,7 @@ class HostReducer(Reducer):
         if comm is not None:
             comm.engine.check_sum_groups("optimizer", options.algorithm, "native")
         self._comm = comm
-        self._calls: Use = (
-            itself
-            if comm is None
-            else comm.steps.calls_of(options.state, options.compression.gradients)
-        )
+        self._step_core_of = step_core_of(comm, options)
         self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
@@ -613,10 +614,9 @@ class HostReducer(Reducer):
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         arguments = self._arguments(grads, into)
 
-        def run(native: _native.Comm) -> int:
-            calls = feeding_back(self._calls(native), into.error_feedback)
-            status: int = calls.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
-            return status
+        def run(core: Core) -> int:
+            step_core = self._step_core_of(core, into.error_feedback)
+            return step_core.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
 
         return self._start(run, into, async_op)
 
@@ -635,7 +635,7 @@ class HostReducer(Reducer):
             self._algorithm,
         )
 
-    def _start(self, run: Callable[[_native.Comm], int], into: Into, async_op: bool) -> Work | None:
+    def _start(self, run: Callable[[Core], int], into: Into, async_op: bool) -> Work | None:
         if self._comm is None:
             raise AssertionError("alone there is nothing to reduce")
         outputs = [into.out] if into.words is None else [into.out, into.words]
@@ -654,8 +654,8 @@ class DeviceReducer(HostReducer):
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
         words.zero_()
 
-        def run(native: _native.DeviceComm) -> int:
-            return native.grad_norm(
+        def run(core: Core) -> int:
+            return device_comm_of(core).grad_norm(
                 grads.data_ptr(),
                 DTYPE_CODES[grads.dtype],
                 grads.numel(),
@@ -674,11 +674,10 @@ class DeviceReducer(HostReducer):
         into.words.zero_()
         arguments = self._arguments(grads, into)
 
-        def run(native: _native.DeviceComm) -> int:
-            status: int = self._calls(native).reduce_scatter_norm(*arguments, into.tag)
-            return status
+        def run(core: Core) -> int:
+            return device_comm_of(core).reduce_scatter_norm(*arguments, into.tag)
 
-        return self._start(cast(Any, run), into, async_op)
+        return self._start(run, into, async_op)
 
 
 def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:

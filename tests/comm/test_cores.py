@@ -1,4 +1,4 @@
-"""All cores have the collectives of the protocol ``Core``, with its parameters by its names."""
+"""All cores have the collectives of ``Core`` and ``StepCore``, with parameters by their names."""
 
 import ast
 import inspect
@@ -6,15 +6,16 @@ import inspect
 import pytest
 
 from ringcomm import _native
+from ringcomm.comm.host import step_core
 from ringcomm.comm.host.core import Core
+from ringcomm.comm.host.step_core import StepCore
 from ringcomm.comm.host.triton import TritonEnd
 from ringcomm.comm.nodes.calls import CollectivesOverNodes
+from ringcomm.comm.nodes.steps import Steps
+from ringcomm.comm.recorder.records import OPTIMIZERS
 
 # Collectives that cores have besides: on buckets of an optimizer, and of a sum over nodes.
-BESIDE = {
-    *("reduce_scatter_norm", "adamw_all_gather", "reduce_scatter_adamw_all_gather"),
-    *("reduce_scatter_partial", "reduce_partial"),
-}
+BESIDE = {*OPTIMIZERS, "reduce_scatter_partial", "reduce_partial"}
 
 
 def parameters_of(method):
@@ -31,6 +32,14 @@ def parameters_of(method):
 def collectives_of(core):
     methods = inspect.getmembers(core, inspect.isfunction)
     return {name for name, _ in methods if name in vars(core) and not name.startswith("_")}
+
+
+def fields_of(method):
+    """The names of the arguments of a method that takes the fields of a named tuple."""
+    _, arguments = inspect.signature(method).parameters.values()
+    assert arguments.kind is arguments.VAR_POSITIONAL
+    fields = arguments.annotation.removeprefix("Unpack[").removesuffix("]")
+    return list(getattr(step_core, fields)._fields)
 
 
 EXPECTED = {name: parameters_of(getattr(Core, name)) for name in collectives_of(Core)}
@@ -58,3 +67,27 @@ def test_calls_by_triton_have_the_parameters_of_the_protocol():
     assert len(names) == 3
     for name in names:
         assert parameters_of(getattr(TritonEnd, name)) == EXPECTED[name]
+
+
+STEPS = {name: fields_of(getattr(StepCore, name)) for name in collectives_of(StepCore)}
+
+
+def test_the_protocol_of_steps_has_the_collectives_of_optimizers():
+    assert STEPS.keys() == set(OPTIMIZERS)
+
+
+def test_the_host_core_has_the_steps_of_the_protocol():
+    found = {name: parameters_of(getattr(_native.Comm, name)) for name in STEPS}
+    assert found == {name: ["self", *fields] for name, fields in STEPS.items()}
+
+
+def test_steps_over_nodes_are_those_of_the_protocol():
+    assert {name: fields_of(getattr(Steps, name)) for name in collectives_of(Steps)} == STEPS
+
+
+def test_the_steps_of_a_device_have_an_address_of_the_shard_and_no_bytes_of_the_step():
+    for name, fields in STEPS.items():
+        expected = ["self", *(field for field in fields if field != "step_bytes")]
+        if "shard" in fields:
+            expected.insert(expected.index("shard") + 1, "address")
+        assert parameters_of(getattr(_native.DeviceComm, name)) == expected

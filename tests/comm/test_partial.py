@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import ringcomm
 from ringcomm import Communicator, MismatchError, _native
 from ringcomm.comm.host.arguments import DTYPE_CODES, reduction_of
-from ringcomm.comm.host.engine import Call
+from ringcomm.comm.host.core import Core
+from ringcomm.comm.host.engine import Call, itself
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
 from tests.support.memories import MEMORIES, put, room
 
 Tensor = torch.Tensor
 OPS = _native.OPS
+comm_of: Callable[[Core], _native.Comm] = itself
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -30,8 +34,8 @@ def unfinished(inputs: list[Tensor], op: str) -> Tensor:
 def scatter_partial(comm: Communicator, inputs: list[Tensor], out: Tensor, op: str) -> None:
     how = reduction_of(op_of(op))
 
-    def run(native: _native.Comm) -> int:
-        return native.reduce_scatter_partial(
+    def run(core: Core) -> int:
+        return comm_of(core).reduce_scatter_partial(
             [each.data_ptr() for each in inputs],
             [each.numel() for each in inputs],
             out.data_ptr(),
@@ -46,8 +50,8 @@ def scatter_partial(comm: Communicator, inputs: list[Tensor], out: Tensor, op: s
 def reduce_partial(comm: Communicator, tensor: Tensor, out: Tensor, op: str, root: int) -> None:
     how, dtype = reduction_of(op_of(op)), DTYPE_CODES[tensor.dtype]
 
-    def run(native: _native.Comm) -> int:
-        return native.reduce_partial(
+    def run(core: Core) -> int:
+        return comm_of(core).reduce_partial(
             tensor.data_ptr(), out.data_ptr(), tensor.numel(), dtype, how.code, how.factor, root
         )
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch.autograd.graph import increment_version
 
+from ringcomm import _native
 from ringcomm.comm.device.core import COLLECTIVES, Calls, DeviceCore, SeenEvent
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch_prepared
 from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
-from ringcomm.comm.host.core import NoFastCalls
+from ringcomm.comm.host.core import Core, NoFastCalls
 from ringcomm.comm.host.engine import (
     AUTO,
     EXIT_GRACE_S,
@@ -33,6 +34,7 @@ from ringcomm.comm.host.engine import (
     Use,
     Work,
     closed,
+    itself,
     refusal,
     wait_seconds,
     within,
@@ -72,6 +74,7 @@ __all__ = [
     "DeviceCallEngine",
     "DeviceWork",
     "OwnStreams",
+    "device_comm_of",
 ]
 
 
@@ -318,6 +321,10 @@ def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
         alive._submit(alive.device_core.native)
 
     return submit
+
+
+# The core of a call on a device, which has calls that no other core has.
+device_comm_of: Callable[[Core], _native.DeviceComm] = itself
 
 
 class DeviceCallEngine(CallEngine):

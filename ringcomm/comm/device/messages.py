@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm.comm.device.core import MESSAGES, SeenEvent
-from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
+from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork, device_comm_of
 from ringcomm.comm.host.arguments import put_back, readable, size_bytes, writable
+from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, Work
 from ringcomm.comm.host.messages import check_tag, other_rank
 from ringcomm.cuda.runtime import Stream
@@ -172,10 +173,10 @@ class DeviceMessages:
         tag: int,
         source: int | None = None,
     ) -> DeviceWork:
-        def run(native: Any) -> int:
+        def run(core: Core) -> int:
             out = [(readable(tensor), peer) for tensor, peer in sends]
             into = [(writable(tensor), peer) for tensor, peer in receives]
-            native.messages(*self._spans(out), *self._spans(into), tag)
+            device_comm_of(core).messages(*self._spans(out), *self._spans(into), tag)
             for (tensor, _), (dense, _) in zip(receives, into, strict=True):
                 put_back(tensor, dense)
             return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -108,7 +108,7 @@ class Collectives:
         def run(core: Core) -> int:
             dense = readable(tensor)
             ptr = dense.data_ptr()
-            status: int = use(core).all_reduce(
+            status = use(core).all_reduce(
                 ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, algorithm_code
             )
             put_back(tensor, dense)
@@ -240,7 +240,7 @@ class Collectives:
 
         def run(core: Core) -> int:
             dense, into = readable(input), writable(output)
-            status: int = use(core).reduce_scatter(
+            status = use(core).reduce_scatter(
                 dense.data_ptr(),
                 into.data_ptr(),
                 count_elems,
@@ -380,7 +380,7 @@ class Collectives:
 
         def run(core: Core) -> int:
             dense, into = readable(input), writable(output)
-            status: int = use(core).all_gather(
+            status = use(core).all_gather(
                 dense.data_ptr(), into.data_ptr(), in_bytes, dtype, algorithm_code
             )
             put_back(output, into)
@@ -815,7 +815,7 @@ class Collectives:
         )
 
     def _joined(self, name: str, calls: list[Call], async_op: bool) -> Work | None:
-        runs: list[Callable[[Any], int]] = [call.run for call in calls]
+        runs = [call.run for call in calls]
 
         def run(core: Core) -> int:
             for each in runs:

@@ -31,10 +31,12 @@ from ringcomm.comm.host.options import check_compression, milliseconds_of
 from ringcomm.comm.host.rendezvous import Membership, why_lost
 from ringcomm.comm.host.triton import (
     NATIVE,
+    TRITON,
     HostTriton,
     KernelTarget,
     TritonEnd,
     check_kernels,
+    check_triton,
     host_kernel_target,
 )
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
@@ -358,10 +360,10 @@ class RankContext:
 class Call:
     """A checked call, ready to run.
 
-    ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
-    hold the result afterwards, ``inputs`` the others. ``written`` are the outputs that change
-    and whose versions advance, all by default. This is no frozen dataclass, which takes three times
-    as long to make: every call makes one.
+    ``run`` takes the core and returns its status; ``outputs`` are the tensors that hold the result
+    afterwards, ``inputs`` the others. ``written`` are the outputs that change and whose versions
+    advance, all by default. This is no frozen dataclass, which takes three times as long to make:
+    every call makes one.
     """
 
     __slots__ = ("inputs", "name", "outputs", "run", "written")
@@ -369,7 +371,7 @@ class Call:
     def __init__(
         self,
         name: str,
-        run: Callable[[Any], int],
+        run: Callable[[Core], int],
         outputs: Outputs,
         inputs: Sequence[torch.Tensor] = (),
         written: Outputs | None = None,
@@ -405,13 +407,13 @@ def within(owner: CoreOwner, timeout_ms: int, fn: Callable[[], Outputs]) -> Outp
         owner.timeout_ms = usual_ms
 
 
-# Maps the native end of a communicator to the end whose kernels a call asks for.
-Use = Callable[[Any], Any]
+# Maps the core of a communicator to the end whose kernels a call asks for.
+Use = Callable[[Core], Core | TritonEnd]
 
 
-def itself(native: Any) -> Any:
-    """Returns the native end, whose own kernels run."""
-    return native
+def itself(core: Any) -> Any:
+    """Returns the core itself, as the kind of core that its communicator is known to have."""
+    return core
 
 
 class Unusable:
@@ -616,26 +618,43 @@ class CallEngine(ABC):
         dtype: torch.dtype,
         reduction: NativeOp | None = None,
     ) -> Use:
-        """Returns the function that maps the native end to the end whose kernels a call asks for.
+        """Returns the function that maps the core to the end whose kernels a call asks for.
 
         Raises:
-            ArgumentError, UnsupportedError: see :func:`check_kernels`; or the call would not sum
-                in the groups of ``CommOptions.sum_group_size``.
+            ArgumentError: there are no such kernels.
+            UnsupportedError: see :meth:`use_triton`; or the call would not sum in the groups of
+                ``CommOptions.sum_group_size``.
         """
         kernels = kernels or self.kernels
+        if kernels is not None and kernels != NATIVE:
+            check_kernels(checks, kernels)
+            return self.use_triton(checks, algorithm, dtype, reduction)
+        if self._sum_group_size and reduction is not None:
+            self.check_sum_groups(str(checks), algorithm, NATIVE)
+        return itself
+
+    def use_triton(
+        self,
+        checks: CallChecks,
+        algorithm: str,
+        dtype: torch.dtype,
+        reduction: NativeOp | None = None,
+    ) -> Callable[[Core], TritonEnd]:
+        """Returns the function that maps the core to the end that runs Triton's kernels.
+
+        Raises:
+            UnsupportedError: see :func:`check_triton`; or the communicator sums in groups.
+        """
         if self._sum_group_size:
-            ring = reduction is not None and algorithm == "ring"
-            self.check_sum_groups(str(checks), "ring" if ring else "", kernels or "")
-        if kernels is None or kernels == NATIVE:
-            return itself
-        check_kernels(checks, kernels, algorithm, dtype, reduction)
+            self.check_sum_groups(str(checks), "", TRITON)
+        check_triton(checks, algorithm, dtype, reduction)
         if self._triton is None:
             self._triton = self._make_triton(checks)
         return self._in_triton
 
     def with_compression(
-        self, checks: CallChecks, compression: str | None, run: Callable[[Any], int]
-    ) -> Callable[[Any], int]:
+        self, checks: CallChecks, compression: str | None, run: Callable[[Core], int]
+    ) -> Callable[[Core], int]:
         """Returns a function that makes a call with compression; one node uses none.
 
         Raises:
@@ -660,9 +679,9 @@ class CallEngine(ABC):
             'Use algorithm="auto" and the native kernels, or sum_group_size=0'
         )
 
-    def _in_triton(self, native: Any) -> Any:
+    def _in_triton(self, core: Any) -> Any:
         # An unusable communicator must not become usable through its Triton kernels.
-        return native if isinstance(native, Unusable) else self._triton
+        return core if isinstance(core, Unusable) else self._triton
 
     def kernel_target(self, operation: str) -> KernelTarget:
         """Returns the target of this rank's own Triton kernels.

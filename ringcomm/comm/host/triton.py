@@ -31,6 +31,7 @@ __all__ = [
     "TritonEnd",
     "TritonLaunch",
     "check_kernels",
+    "check_triton",
     "device_kernel_target",
     "host_kernel_target",
     "require_triton",
@@ -62,30 +63,26 @@ def require_triton(checks: CallChecks) -> None:
         ) from error
 
 
-def check_kernels(
-    checks: CallChecks,
-    kernels: str,
-    algorithm: str,
-    dtype: torch.dtype,
-    reduction: NativeOp | None,
+def check_kernels(checks: CallChecks, kernels: str) -> None:
+    """Raises ArgumentError if a call asks for kernels that there are not."""
+    if kernels not in KERNELS:
+        checks.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
+
+
+def check_triton(
+    checks: CallChecks, algorithm: str, dtype: torch.dtype, reduction: NativeOp | None
 ) -> None:
-    """Checks a call that asks for certain kernels.
+    """Checks a call that asks for Triton's kernels.
 
     Args:
         checks: of the call.
-        kernels: "native" or "triton".
         algorithm: as the call names it.
         dtype: of the elements.
         reduction: None if nothing is reduced.
 
     Raises:
-        ArgumentError: there are no such kernels.
-        UnsupportedError: the Triton kernels do not support the call.
+        UnsupportedError: Triton cannot be imported, or its kernels do not support the call.
     """
-    if kernels not in KERNELS:
-        checks.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
-    if kernels == NATIVE:
-        return
     require_triton(checks)
     from ringcomm._tl.launch import DTYPES, OPS
 

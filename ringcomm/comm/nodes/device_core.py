@@ -35,6 +35,7 @@ from ringcomm.comm.device.launch import (
     POLL_S,
     DeviceCallEngine,
 )
+from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import EXIT_GRACE_S, Call
 from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.comm.nodes.calls import (
@@ -379,8 +380,8 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _within(self, name: str, *args: Any) -> None:
         """Enqueues a call of the node's communicator."""
 
-        def run(native: Any) -> int:
-            status: int = getattr(native, name)(*args)
+        def run(core: Core) -> int:
+            status: int = getattr(core, name)(*args)
             return status
 
         try:

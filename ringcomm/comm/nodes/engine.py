@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -22,6 +22,7 @@ from ringcomm.comm.device.launch import (
     OwnStreams,
 )
 from ringcomm.comm.host.arguments import CallChecks
+from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import (
     EXIT_GRACE_S,
     UNDER_WAY,
@@ -107,12 +108,12 @@ class NodesEngine(CallEngine):
         self._watch.trace = NodeTrace(self._recorder, self.layout, awaited, world_id)
 
     def with_compression(
-        self, checks: CallChecks, compression: str | None, run: Callable[[Any], int]
-    ) -> Callable[[Any], int]:
-        run = super().with_compression(checks, compression, run)
+        self, checks: CallChecks, compression: str | None, run: Callable[[Core], int]
+    ) -> Callable[[Core], int]:
+        run, owner = super().with_compression(checks, compression, run), self.owner
 
-        def run_compressed(core: Any) -> int:
-            with core.using_compression(compression):
+        def run_compressed(core: Core) -> int:
+            with owner.using_compression(compression):
                 return run(core)
 
         return run if compression is None else run_compressed

@@ -18,18 +18,24 @@ as the network, instead of the parameters: with S bytes of them (G + S) (N-1)/N 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate as accumulate_sizes
-from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
-from ringcomm.comm.host.engine import Call, CallEngine, Use, Work, itself
+from ringcomm.comm.host.core import Core
+from ringcomm.comm.host.engine import Call, CallEngine, Work, itself
 from ringcomm.comm.host.rendezvous import NodeLayout
+from ringcomm.comm.host.step_core import (
+    AdamWAllGather,
+    ReduceScatterAdamWAllGather,
+    ReduceScatterNorm,
+    StepCore,
+)
 from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
 from ringcomm.comm.nodes.compressed_sums import (
@@ -42,6 +48,9 @@ from ringcomm.comm.nodes.compressed_sums import (
     Reducing,
 )
 from ringcomm.comm.nodes.core import NodesCore
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Tensor = torch.Tensor
 
@@ -73,44 +82,6 @@ class _NodeShard(NamedTuple):
     @property
     def bucket_bytes(self) -> int:
         return self.bucket_elems * ELEM_BYTES[self.param_dtype]
-
-
-class _Reduce(NamedTuple):
-    """The arguments of ``reduce_scatter_norm``, as the native method has them."""
-
-    grads: int
-    bucket_elems: int
-    dtype: int
-    op: int
-    out: int
-    accumulate: bool
-    kind: int
-    words: int
-    algorithm: int
-    step_bytes: int
-    tag: int
-
-
-class _Update(NamedTuple):
-    """The arguments of ``adamw_all_gather``, as the native method has them."""
-
-    shard: _native.AdamWShard
-    grad: int
-    grad_dtype: int
-    algorithm: int
-    step_bytes: int
-
-
-class _ReduceUpdate(NamedTuple):
-    """The arguments of ``reduce_scatter_adamw_all_gather``, as the native method has them."""
-
-    shard: _native.AdamWShard
-    grads: int
-    grad_dtype: int
-    op: int
-    algorithm: int
-    step_bytes: int
-    tag: int
 
 
 class _StepTarget(NamedTuple):
@@ -150,9 +121,11 @@ class QuantizedGather(NamedTuple):
 class StepsCore(NodesCore):
     """One rank's core over several nodes, with the calls of sharded training."""
 
-    def steps(self, per_node: bool, compression: str | None) -> Steps:
+    def steps(
+        self, per_node: bool, compression: str | None, error_feedback: ErrorFeedback | None
+    ) -> Steps:
         """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
-        return Steps(self, per_node, compression)
+        return Steps(self, per_node, compression, error_feedback)
 
     def error_feedback_of(self, bucket_elems: int, per_node: bool) -> ErrorFeedback:
         """Returns a bucket's error feedback, which owes nothing yet; nodes have equal sizes."""
@@ -170,7 +143,7 @@ class StepsCore(NodesCore):
         return ErrorFeedback(chunk.ptr, partial, sums.ptr, of_sums)
 
     def reduce_norm(
-        self, call: _Reduce, per_node: bool, error_feedback: ErrorFeedback | None
+        self, call: ReduceScatterNorm, per_node: bool, error_feedback: ErrorFeedback | None
     ) -> int:
         """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
@@ -186,7 +159,7 @@ class StepsCore(NodesCore):
         sizes = (call.bucket_elems, FLOAT32)
         return self._run("reduce_scatter_norm", head, call.algorithm, body, optimizer=sizes)
 
-    def update(self, call: _Update, per_node: bool) -> int:
+    def update(self, call: AdamWAllGather, per_node: bool) -> int:
         """Updates what this rank keeps state for, and gathers the bucket's parameters."""
         read = _NodeShard.of(call.shard)
 
@@ -198,7 +171,10 @@ class StepsCore(NodesCore):
         return self._run("adamw_all_gather", head, call.algorithm, body, optimizer=sizes)
 
     def reduce_update(
-        self, call: _ReduceUpdate, per_node: bool, error_feedback: ErrorFeedback | None
+        self,
+        call: ReduceScatterAdamWAllGather,
+        per_node: bool,
+        error_feedback: ErrorFeedback | None,
     ) -> int:
         """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
         read = _NodeShard.of(call.shard)
@@ -374,30 +350,46 @@ class Steps:
         core: the core.
         per_node: each node has a copy of the state.
         compression: of sums of gradients; None for that of the communicator.
-        error_feedback: buffer of the bucket of the next call; None: what quantization loses is
-            lost.
+        error_feedback: buffer of the bucket; None: what quantization loses is lost.
     """
 
     core: StepsCore
     per_node: bool
     compression: str | None
-    error_feedback: ErrorFeedback | None = None
+    error_feedback: ErrorFeedback | None
 
-    def feeding_back(self, error_feedback: ErrorFeedback) -> Steps:
-        """Returns the calls for a bucket whose quantization takes up what was lost before."""
-        return replace(self, error_feedback=error_feedback)
-
-    def reduce_scatter_norm(self, *arguments: Any) -> int:
+    def reduce_scatter_norm(self, *arguments: Unpack[ReduceScatterNorm]) -> int:
+        call = ReduceScatterNorm(*arguments)
         with self.core.using_compression(self.compression):
-            return self.core.reduce_norm(_Reduce(*arguments), self.per_node, self.error_feedback)
+            return self.core.reduce_norm(call, self.per_node, self.error_feedback)
 
-    def adamw_all_gather(self, *arguments: Any) -> int:
-        return self.core.update(_Update(*arguments), self.per_node)
+    def adamw_all_gather(self, *arguments: Unpack[AdamWAllGather]) -> int:
+        return self.core.update(AdamWAllGather(*arguments), self.per_node)
 
-    def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
-        call = _ReduceUpdate(*arguments)
+    def reduce_scatter_adamw_all_gather(
+        self, *arguments: Unpack[ReduceScatterAdamWAllGather]
+    ) -> int:
+        call = ReduceScatterAdamWAllGather(*arguments)
         with self.core.using_compression(self.compression):
             return self.core.reduce_update(call, self.per_node, self.error_feedback)
+
+
+class StepCoreOf(Protocol):
+    """Maps the core of a call to the one whose collectives an optimizer's step makes.
+
+    ``error_feedback`` is the buffer of the call's bucket, which its quantization takes up.
+    """
+
+    def __call__(self, core: Core, error_feedback: ErrorFeedback | None = None, /) -> StepCore: ...
+
+
+def of_one_node(core: Any, error_feedback: ErrorFeedback | None = None, /) -> Any:
+    """Returns the core itself: that of one node makes the calls of a step, and quantizes none."""
+    return core
+
+
+# A core of several nodes is one of sharded training.
+_steps_core: Callable[[Core], StepsCore] = itself
 
 
 class StepCalls:
@@ -412,7 +404,7 @@ class StepCalls:
         self._engine = engine
         self._layout = layout
 
-    def calls_of(self, state: str, compression: str | None = None) -> Use:
+    def calls_of(self, state: str, compression: str | None = None) -> StepCoreOf:
         """Returns the function that maps the core to the one whose calls an optimizer makes.
 
         Args:
@@ -420,8 +412,13 @@ class StepCalls:
             compression: of sums of gradients between nodes; None for that of the communicator.
         """
         if len(self._layout.nodes) == 1:
-            return itself
-        return methodcaller("steps", state == "node", compression)
+            return of_one_node
+        per_node = state == "node"
+
+        def of_several_nodes(core: Core, error_feedback: ErrorFeedback | None = None, /) -> Steps:
+            return _steps_core(core).steps(per_node, compression, error_feedback)
+
+        return of_several_nodes
 
     def error_feedback_of(self, elems: int, state: str) -> ErrorFeedback | None:
         """Makes what keeps the losses of a bucket's quantization; see NOTE [Error feedback].
@@ -449,8 +446,8 @@ class StepCalls:
         """
         arguments = (own.data_ptr(), bucket.data_ptr(), bucket.numel(), bucket.element_size(), tag)
 
-        def run(core: StepsCore) -> int:
-            return core.all_gather_bucket(*arguments)
+        def run(core: Core) -> int:
+            return _steps_core(core).all_gather_bucket(*arguments)
 
         self._engine.start_call(Call("all_gather_bucket", run, [bucket]))
 
@@ -466,8 +463,8 @@ class StepCalls:
         ptrs = [tensor.data_ptr() for tensor in tensors]
         sizes_bytes = [tensor.nbytes for tensor in tensors]
 
-        def run(core: StepsCore) -> int:
-            return core.all_gather_on_rail(ptrs, sizes_bytes, AUTO)
+        def run(core: Core) -> int:
+            return _steps_core(core).all_gather_on_rail(ptrs, sizes_bytes, AUTO)
 
         return self._engine.start_call(Call("all_gather_on_rail", run, list(tensors)), async_op)
 
@@ -496,8 +493,8 @@ class StepCalls:
         dtype = DTYPE_CODES[tensors[0].dtype]
         call = QuantizedGather(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
 
-        def run(core: StepsCore) -> int:
-            return core.gather_quantized(call, compression)
+        def run(core: Core) -> int:
+            return _steps_core(core).gather_quantized(call, compression)
 
         return self._engine.start_call(
             Call("all_gather_quantized", run, [wide, *tensors]), async_op

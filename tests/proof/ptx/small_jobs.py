@@ -34,7 +34,8 @@ from ringcomm import (
     cuda,
 )
 from ringcomm.algorithms import spelled
-from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.device.launch import DeviceCallEngine, device_comm_of
+from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests import ptx_interpreter as ptx
@@ -387,8 +388,8 @@ def _norm_alone(comm: Communicator) -> None:
     words, wanted = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
     given = (values.data_ptr(), _native.DTYPES["float32"], SOME_ELEMS, 0)
 
-    def norm(end: _native.DeviceComm) -> int:
-        return end.grad_norm(*given, words.data_ptr())
+    def norm(core: Core) -> int:
+        return device_comm_of(core).grad_norm(*given, words.data_ptr())
 
     comm.engine.start_call(Call("grad_norm", norm, []))
     _native.grad_norm(*given, wanted.data_ptr())
