@@ -111,10 +111,14 @@ def where(operation: str, rank: int, world_size: int) -> str:
 
 
 def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
+    return different_calls(f"Rank {fault['rank']}", fault["mine"], _peer(fault), fault["theirs"])
+
+
+def different_calls(one: str, mine: object, other: str, theirs: object) -> MismatchError:
+    """The error of two ranks that made different calls at the same place in their order."""
     return MismatchError(
-        f"the ranks made different calls. Rank {fault['rank']} called {fault['mine']}; "
-        f"{_peer(fault)} called {fault['theirs']}. All ranks must call the same collectives in the "
-        "same order, with equal sizes, dtypes, ops and roots"
+        f"the ranks made different calls. {one} called {mine}; {other} called {theirs}. All ranks "
+        "must call the same collectives in the same order, with equal sizes, dtypes, ops and roots"
     )
 
 

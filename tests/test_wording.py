@@ -1,4 +1,4 @@
-"""What many modules have to say is worded in one place: that a wait has timed out."""
+"""What many modules have to say is worded in one place: timed-out waits, and ranks that differ."""
 
 import ast
 import re
@@ -15,6 +15,20 @@ TIMED_OUT = re.compile(r"\b(waited|within) \{\} m?s\b|\btimed out\b")
 ERRORS = "ringcomm/errors.py"
 # These wait for no peer.
 NO_PEER = {"ringcomm/comm/recorder/reader.py": "a file system that hangs"}
+
+DIFFERENCES = {ERRORS, "ringcomm/comm/agreement.py"}
+# These make a MismatchError by themselves.
+NO_AGREEMENT = {
+    "ringcomm/comm/device/rendezvous.py": "comes before there is a communicator",
+    "ringcomm/comm/host/messages.py": "a message of another size than its receive",
+    "ringcomm/comm/nodes/calls.py": "an all_to_all, where two ranks' sizes are each other's",
+    "ringcomm/examples/train_gpt.py": "an example has the public names alone",
+    "ringcomm/extras/moe/rows.py": "tells that another rank has refused its arguments",
+    "ringcomm/functional/checkpoint.py": "a rank compares with what it had itself",
+    "ringcomm/memory/device_heap.py": "comes before there is a communicator",
+    "ringcomm/rendezvous/handles.py": "comes before there is a communicator",
+    "ringcomm/zero/checkpoint/format.py": "ranks that save one tensor, of any size, or data",
+}
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -43,23 +57,35 @@ def own_timeouts(source: str) -> Iterator[int]:
             yield node.lineno
 
 
+def own_mismatches(source: str) -> Iterator[int]:
+    """The lines that make the error of ranks that differ by themselves."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and "MismatchError" in names_in(node.func):
+            yield node.lineno
+
+
 def violations(root: Path) -> list[str]:
-    files = [path for top in ("ringcomm", "bench") for path in sorted((root / top).rglob("*.py"))]
-    return [
-        f"{name}:{line} words a timed-out wait by itself; use timed_out() of ringcomm.errors"
-        for path in files
-        if (name := str(path.relative_to(root))) not in {ERRORS, *NO_PEER}
-        for line in own_timeouts(path.read_text())
-    ]
+    found = []
+    for path in (path for top in ("ringcomm", "bench") for path in (root / top).rglob("*.py")):
+        name, source = str(path.relative_to(root)), path.read_text()
+        if name not in {ERRORS, *NO_PEER}:
+            advice = "words a timed-out wait by itself; use timed_out() of ringcomm.errors"
+            found += [f"{name}:{line} {advice}" for line in own_timeouts(source)]
+        if name not in {*DIFFERENCES, *NO_AGREEMENT}:
+            advice = "words how ranks differ by itself; use ringcomm.comm.agreement"
+            found += [f"{name}:{line} {advice}" for line in own_mismatches(source)]
+    return sorted(found)
 
 
-def test_timed_out_waits_have_the_words_of_one_function():
+def test_timeouts_and_differences_are_worded_in_one_place():
     assert violations(ROOT) == []
 
 
 def test_there_is_something_to_check():
     for name in (ERRORS, *NO_PEER):
         assert list(own_timeouts((ROOT / name).read_text())), name
+    for name in (*DIFFERENCES, *NO_AGREEMENT):
+        assert list(own_mismatches((ROOT / name).read_text())), name
 
 
 @pytest.mark.parametrize(
@@ -72,6 +98,8 @@ def test_there_is_something_to_check():
         'error = RendezvousError(f"waited {limit_s:g} s for rank {peer}")',
         'error = RendezvousError(f"rank {peer} did not answer " f"within {limit_ms} ms")',
         'why = "the wait for rank 0 timed out"',
+        'raise MismatchError(f"{rank} has {theirs}")',
+        'raise errors.MismatchError(f"{rank} has {theirs}")',
     ],
 )
 def test_words_of_its_own_are_reported(tmp_path, line):
@@ -88,7 +116,9 @@ def test_words_of_its_own_are_reported(tmp_path, line):
         "raise not_done(call, 1.0)",
         "is_late = isinstance(error, CollectiveTimeout)",
         'print(f"took {begin:.1f} s")',
+        'raise unequal(head, ("step",), rows, other, advice)',
+        "is_other = isinstance(error, MismatchError)",
     ],
 )
 def test_the_words_of_the_one_function_are_not_reported(line):
-    assert list(own_timeouts(line)) == []
+    assert [*own_timeouts(line), *own_mismatches(line)] == []

@@ -30,8 +30,9 @@ from ringcomm.c10d.calls import (
     options,
     single,
 )
+from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
+from ringcomm.errors import ArgumentError, UnsupportedError
 
 __all__ = ["CoalescedCollectives", "GroupCollectives", "sparse_all_reduce"]
 
@@ -99,15 +100,12 @@ def _counts_of_non_zeros(communicator: Communicator, mine: Tensor, where: str) -
     )
     headers = header.new_empty(communicator.world_size, len(header))
     communicator.all_gather_into_tensor(headers, header)
-    for peer, row in enumerate(headers):
-        if not torch.equal(row[1:], header[1:]):
-            theirs = row[3 : 3 + int(row[2])].tolist()
-            raise MismatchError(
-                f"{where}: expected one shape and number of sparse dimensions on all ranks; rank "
-                f"{communicator.rank} has {shape} with {mine.sparse_dim()}, rank {peer} has "
-                f"{theirs} with {int(row[1])}"
-            )
-    return [int(count) for count in headers[:, 0]]
+    told = headers.tolist()
+    rows = [(sparse, sizes[:dims]) for _, sparse, dims, *sizes in told]
+    if other := first_other(rows):
+        names = ("number of sparse dimensions", "shape")
+        raise unequal(where, names, rows, other, "Give all ranks tensors of one shape")
+    return [count for count, *_ in told]
 
 
 def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> list[Tensor]:

@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
+from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import GroupMember, communicator_of, is_initialized
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.cuda import find_device
 from ringcomm.errors import (
     ArgumentError,
-    MismatchError,
     RingcommError,
     UnsupportedError,
     where,
@@ -98,12 +98,14 @@ def _check_same(axes: dict[str, int], group: dist.ProcessGroup) -> None:
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     found = [each.tolist() for each in everyone]
-    for rank, theirs in enumerate(found):
-        if theirs != found[0]:
-            raise MismatchError(
-                f"{where('Mesh', group.rank(), group.size())}: the ranks ask for different axes: "
-                f"rank 0 for {_by_dimension(found[0])}, rank {rank} for {_by_dimension(theirs)}"
-            )
+    if other := first_other(found):
+        raise unequal(
+            where("Mesh", group.rank(), group.size()),
+            ("shape of the mesh", "checksum of the axes"),
+            [(_by_dimension(each), each[-1]) for each in found],
+            other,
+            "Give all ranks the same axes",
+        )
 
 
 def _check_device(device: str | None, group: dist.ProcessGroup) -> None:

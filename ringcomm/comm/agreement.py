@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -225,17 +225,38 @@ def mismatch(
     return MismatchError(f"{head}: {who} differ. {said}. {advice}")
 
 
+def unequal(
+    head: str, names: Iterable[str], rows: Sequence[Sequence[Any]], other: int, advice: str
+) -> MismatchError:
+    """The error of ranks whose values differ, for a caller that has exchanged them itself.
+
+    Args:
+        head: the operation and this rank.
+        names: of the values of a rank.
+        rows: the values of each rank, by rank.
+        other: a rank whose values are not rank 0's, such as :func:`first_other` of the rows.
+        advice: what to do.
+    """
+    values = zip(names, rows[0], rows[other], strict=True)
+    difference = next((name, first, second) for name, first, second in values if first != second)
+    said = _in_words(*difference, ("rank 0", f"rank {other}"))
+    return MismatchError(f"{head}: the ranks differ. {said}. {advice}")
+
+
 def difference_in_words(first: Any, other: Any, names: tuple[str, str], operation: str) -> str:
     """Returns a sentence on how the descriptions of two ranks differ, or raises CorruptedError."""
     try:
-        label, a, b = first_difference(first, other)
-        said = f"{label[0].upper()}{label[1:]} is {_short(a)} on {names[0]}"
-        return f"{said} and {_short(b)} on {names[1]}"
+        return _in_words(*first_difference(first, other), names)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptedError(
             f"{operation}: {names[0]} and {names[1]} differ, and what one of them sent is no "
             f"description: {error}. Do all ranks run the same ringcomm?"
         ) from error
+
+
+def _in_words(label: str, first: Any, other: Any, names: tuple[str, str]) -> str:
+    said = f"{label[0].upper()}{label[1:]} is {_short(first)} on {names[0]}"
+    return f"{said} and {_short(other)} on {names[1]}"
 
 
 # Sections of a description in the order in which they are compared, and the name of an entry.

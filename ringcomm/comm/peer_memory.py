@@ -9,10 +9,11 @@ from typing import Protocol, cast
 
 import torch
 
+from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.arguments import is_contiguous
-from ringcomm.errors import MismatchError, where
+from ringcomm.errors import where
 from ringcomm.memory import empty
 from ringcomm.memory.host_heap import process_heap
 
@@ -27,6 +28,9 @@ class _Mapped(Protocol):
 
 # Maps a mapped heap, an address and a size in bytes to a tensor of bytes.
 _View = Callable[[_Mapped, int, int], Tensor]
+
+
+_SIZES = ("number of rows", "size in bytes", "size of an element in bytes")
 
 
 def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Tensor, ...]:
@@ -53,14 +57,13 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
     everyone = torch.empty(comm.world_size * 4, dtype=torch.int64, device=comm.device)
     comm.all_gather_into_tensor(everyone, mine)
     comm.engine.finish_host_side()
+    told = everyone.view(-1, 4).tolist()
+    sizes = [row[:3] for row in told]
+    if other := first_other(sizes):
+        head = where(operation, comm.rank, comm.world_size)
+        raise unequal(head, _SIZES, sizes, other, "Give all ranks tensors of equal shape and dtype")
     found = []
-    for rank, (rows, size_bytes, elem_bytes, at) in enumerate(everyone.view(-1, 4).tolist()):
-        if [rows, size_bytes, elem_bytes] != own:
-            raise MismatchError(
-                f"{where(operation, comm.rank, comm.world_size)}: expected a tensor of {own[0]} "
-                f"rows, {own[1]} bytes in elements of {own[2]} on all ranks, but rank {rank} has "
-                f"{rows} rows, {size_bytes} bytes in elements of {elem_bytes}"
-            )
+    for rank, (_, size_bytes, _, at) in enumerate(told):
         if rank == comm.rank or not size_bytes:
             found.append(tensor)
             continue

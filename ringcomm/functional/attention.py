@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import Group, P2POp, batch_isend_irecv, irecv, isend
-from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.functional.collectives import (
     Derivatives,
     GroupSpec,
@@ -304,16 +305,17 @@ def _check_same(form: _AttentionForm, function: str) -> None:
     mine = torch.tensor([form.is_causal, form.zigzag, scale], dtype=torch.float64, device="cpu")
     everyone = torch.empty(comm.world_size, 3, dtype=torch.float64, device="cpu")
     comm.all_gather_into_tensor(everyone, mine)
-    said = [
-        f"is_causal={bool(is_causal)}, zigzag={bool(zigzag)}, "
-        f"scale={None if math.isnan(scale) else scale}"
+    rows = [
+        (bool(is_causal), bool(zigzag), None if math.isnan(scale) else scale)
         for is_causal, zigzag, scale in everyone.tolist()
     ]
-    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-    if other is not None:
-        raise MismatchError(
-            f"{where(named(function), comm.rank, comm.world_size)}: expected the same options on "
-            f"all ranks, got {said[0]} on rank 0 and {said[other]} on rank {other}"
+    if other := first_other(rows):
+        raise unequal(
+            where(named(function), comm.rank, comm.world_size),
+            ("option is_causal", "option zigzag", "option scale"),
+            rows,
+            other,
+            "Give all ranks the same options",
         )
 
 

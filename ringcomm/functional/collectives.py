@@ -20,7 +20,7 @@ from torch.distributed import DebugLevel, ProcessGroup, get_debug_level
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
-from ringcomm.comm.agreement import gather_bytes
+from ringcomm.comm.agreement import first_other, gather_bytes, unequal
 from ringcomm.comm.communicator import Communicator, live_at
 from ringcomm.comm.functions import (
     Group,
@@ -42,7 +42,7 @@ from ringcomm.comm.host.arguments import (
     reduction_of,
     without_memory,
 )
-from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import MOST
 
 Tensor = torch.Tensor
@@ -999,13 +999,15 @@ def _check_agreement(operation: str, differentiable: bool, has_tangent: bool, gr
     communicator = communicator_of(group, operation)
     with torch._C._DisableFuncTorch():
         by_rank = gather_bytes(communicator, bytes([differentiable, has_tangent]), 2)
-    for number, what in enumerate(("require grad", "have a tangent")):
-        here = [rank for rank, flags in enumerate(by_rank) if flags[number]]
-        if 0 < len(here) < len(by_rank):
-            derivative = ("gradient", "tangent")[number]
-            raise MismatchError(
-                f"{where(operation, communicator.rank, communicator.world_size)}: expected the "
-                f"tensor to {what} on all ranks or on none, since its {derivative} is a "
-                f"collective; it does on ranks {here} of the group, and not on ranks "
-                f"{[rank for rank in range(len(by_rank)) if rank not in here]}"
+    for number, what in enumerate(("requires grad", "has a tangent")):
+        rows = [(bool(flags[number]),) for flags in by_rank]
+        if other := first_other(rows):
+            here = [rank for rank, (does,) in enumerate(rows) if does]
+            raise unequal(
+                where(operation, communicator.rank, communicator.world_size),
+                (f"whether the tensor {what}",),
+                rows,
+                other,
+                f"It is true on ranks {here} of the group. Have it so on all ranks or on none, "
+                f"since the {('gradient', 'tangent')[number]} is a collective",
             )

@@ -23,7 +23,7 @@ from ringcomm._tl.fused_compute import (
 )
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, interpreted_int64
-from ringcomm.comm.agreement import first_other, gather_bytes, mismatch
+from ringcomm.comm.agreement import first_other, gather_bytes, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer, integers
@@ -177,9 +177,9 @@ class Context:
         told = map(_TWO_NUMBERS.unpack, gather_bytes(self.comm, mine, len(mine)))
         numbers, owns = zip(*told, strict=True)
         if other := first_other(numbers):
-            everyone = [{"options": {what: each}} for each in numbers]
+            rows = [(each,) for each in numbers]
             advice = "Give all ranks the same arguments"
-            raise mismatch(self._where(operation), everyone, other, advice)
+            raise unequal(self._where(operation), (f"option {what}",), rows, other, advice)
         return list(owns)
 
     # ---- memory -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import ReduceOp, distributed_c10d
 
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 from tests.support.rank_pool import default_group
 
 SIZES = (1, 7, 1000, 70001)
@@ -237,6 +237,9 @@ def sparse_refusals(rank, world_size):
     tensor = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (4,))
     with pytest.raises(UnsupportedError, match="op SUM"):
         dist.all_reduce(tensor, ReduceOp.MAX)
+    other = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (4 + rank,))
+    with pytest.raises(MismatchError, match=r"Shape is \[4\] on rank 0 and \[5\] on rank 1"):
+        dist.all_reduce(other)
     dist.all_reduce(tensor)
     assert tensor.to_dense().sum() == world_size
 

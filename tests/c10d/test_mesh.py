@@ -34,7 +34,8 @@ def meshes(store: Any, rank: int, world_size: int) -> list[Any]:
             with pytest.raises(ArgumentError) as error:
                 ringcomm.Mesh(**axes)  # type: ignore[arg-type]
             refused.append(str(error.value).partition(": ")[2])
-        with pytest.raises(MismatchError, match=r"rank 0 for .*'tp': 1.*, rank 1 for .*'tp': 2"):
+        said = r'mesh is .*"tp": 1.* on rank 0 and .*"tp": 2.* on rank 1'
+        with pytest.raises(MismatchError, match=said):
             ringcomm.Mesh(dp=4 if rank == 0 else 2, tp=1 if rank == 0 else 2)
         one = torch.ones(4)
         ringcomm.all_reduce(one, group=mesh["tp"])

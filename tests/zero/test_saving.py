@@ -353,7 +353,7 @@ def test_what_cannot_be_saved(worlds, tmp_path):
             zero.save(tmp_path, 1, module, AdamW(other.parameters()))
         with pytest.raises(ArgumentError, match="was not sharded"):
             zero.save(tmp_path, 1, nn.Linear(2, 2))
-        with pytest.raises(MismatchError, match="rank 0 saves step 5, rank 1 step 6"):
+        with pytest.raises(MismatchError, match="Step is 5 on rank 0 and 6 on rank 1"):
             zero.save(tmp_path, 5 + comm.rank, module)
         with pytest.raises(CheckpointError, match="found none"):
             zero.load(tmp_path, module)

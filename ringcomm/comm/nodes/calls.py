@@ -29,6 +29,7 @@ from ringcomm.errors import (
     MismatchError,
     PeerLost,
     UnsupportedError,
+    different_calls,
 )
 from ringcomm.process import Deadline
 
@@ -378,11 +379,11 @@ class CallsOverNodes(NoFastCalls):
         """Ends the call, since another rank makes another one."""
         me, other = (self.layout.named(rank) for rank in (self.layout.rank, peer))
         self._watch.fail(
-            MismatchError(
-                f"the ranks made different calls. {me.capitalize()} called {self._called}"
-                f"{self._watch.site_of(self._record)}; "
-                f"{other} called {theirs}. All ranks must call the same collectives in the same "
-                "order, with equal sizes, dtypes, ops and roots"
+            different_calls(
+                me.capitalize(),
+                f"{self._called}{self._watch.site_of(self._record)}",
+                other,
+                theirs,
             )
         )
         raise _Failed

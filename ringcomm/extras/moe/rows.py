@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.arguments import DTYPE_CODES, CallChecks, is_contiguous, readable
@@ -80,13 +82,14 @@ class RowsHeader(NamedTuple):
 _IN_COMMON = {
     "operation": "which call it makes (dispatch, combine, or the backward of one)",
     "number": "the dispatch whose rows these are (its number)",
-    "experts": "num_experts",
+    "experts": "option num_experts",
     "k": "experts of a token (the columns of topk_idx)",
     "hidden": "the columns of the rows",
     "dtype": "the dtype of the rows (ringcomm's code)",
-    "compression": "compression (0: none)",
+    "compression": "option compression (0: none)",
     "weighted": "whether there are weights",
 }
+_in_common = attrgetter(*_IN_COMMON)
 
 
 class Outboxes:
@@ -218,14 +221,10 @@ def exchange(
     for rank, theirs in enumerate(headers):
         if theirs.refused:
             raise MismatchError(f"{head}: rank {rank} refused its arguments; its error says why")
-    for rank, theirs in enumerate(headers):
-        for name, meaning in _IN_COMMON.items():
-            expected, got = getattr(headers[0], name), getattr(theirs, name)
-            if expected != got:
-                raise MismatchError(
-                    f"{head}: expected {meaning} to be equal on all ranks, but rank 0 has "
-                    f"{expected} and rank {rank} has {got}"
-                )
+    rows = [_in_common(header) for header in headers]
+    if other := first_other(rows):
+        advice = "Give all ranks the same options, and have them make the same calls"
+        raise unequal(head, _IN_COMMON.values(), rows, other, advice)
     return headers
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ringcomm.comm.agreement import Ranks, outcomes
-from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
+from ringcomm.comm.agreement import Ranks, first_other, outcomes, unequal
+from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, shown
 from ringcomm.zero.checkpoint import format as commit
@@ -556,12 +556,10 @@ class _Save:
         return {"step": self._step, **self._contents.describe()}
 
     def _check_same_step(self, described: list[dict[str, Any]]) -> None:
-        for rank, each in enumerate(described):
-            if each["step"] != described[0]["step"]:
-                raise MismatchError(
-                    f"{self._operation}: rank 0 saves step {described[0]['step']}, rank {rank} "
-                    f"step {each['step']}; all ranks must save the same step"
-                )
+        rows = [(each["step"],) for each in described]
+        if other := first_other(rows):
+            advice = "All ranks must save the same step"
+            raise unequal(self._operation, ("step",), rows, other, advice)
 
     def _begin(self, target: Path) -> str:
         latest = self._checkpoints.latest()

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from ringcomm.comm.agreement import all_or_none
+from ringcomm.comm.agreement import all_or_none, first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.engine import Work
 from ringcomm.comm.peer_memory import peer_tensors
-from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.memory import normal_tensors, zeros
 from ringcomm.offload.scratch import Disk, DiskChunk, DiskChunks
 from ringcomm.optim.buckets import dequantized, empty_for_streams
@@ -810,10 +810,13 @@ class DiskBucket(WorldBucket):
                 if fault is not None:
                     raise fault
         if set(tags) != {self._tag}:
-            other = next(rank for rank, tag in enumerate(tags) if tag != self._tag)
-            raise MismatchError(
-                f"{where('zero', comm.rank, comm.world_size)}: unshards {self.params[0].name}, and "
-                f"rank {other} another parameter. With parameters on a disk all ranks unshard the "
-                "same ones in the same order: give all the same way through the model, and call "
-                "unsharded() on all"
+            # Of the others' parameters it knows only that they are not this one.
+            names = [self.params[0].name if tag == self._tag else "another one" for tag in tags]
+            raise unequal(
+                where("zero", comm.rank, comm.world_size),
+                ("unsharded parameter",),
+                [(name,) for name in names],
+                first_other(names),
+                "With parameters on a disk all ranks unshard the same ones in the same order: give "
+                "all the same way through the model, and call unsharded() on all",
             )

@@ -84,11 +84,11 @@ def test_one_rank_refuses_its_arguments(world, name):
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"experts": 9}, "expected num_experts to be equal on all ranks"),
-    "hidden": ({"x": torch.zeros(13, 41)}, "the columns of the rows"),
-    "dtype": ({"x": torch.zeros(13, 40).bfloat16()}, "the dtype of the rows"),
+    "experts": ({"experts": 9}, "Option num_experts is 6 on rank 0 and 9 on rank 1"),
+    "hidden": ({"x": torch.zeros(13, 41)}, "The columns of the rows"),
+    "dtype": ({"x": torch.zeros(13, 40).bfloat16()}, "The dtype of the rows"),
     "k": ({"idx": torch.zeros(13, 1).long(), "weights": torch.zeros(13, 1)}, "columns of topk_idx"),
-    "weights": ({"weights": None}, "whether there are weights"),
+    "weights": ({"weights": None}, "Whether there are weights"),
     "compression": ({"compression": "fp8"}, "compression"),
 }
 
@@ -123,7 +123,7 @@ def test_rows_of_another_dispatch(world):
     def body(comm):
         rows, _, first = dispatch(comm)
         rows, _, second = dispatch(comm)
-        with pytest.raises(MismatchError, match="the dispatch whose rows these are"):
+        with pytest.raises(MismatchError, match="The dispatch whose rows these are"):
             moe.combine(rows, first if comm.rank == 1 else second)
         assert moe.combine(rows, second).shape == (13, 40)
 
@@ -145,7 +145,7 @@ def test_another_number_of_rows(world):
 def test_one_rank_calls_something_else(world):
     def body(comm):
         rows, _, handle = dispatch(comm)
-        with pytest.raises(MismatchError, match="which call it makes"):
+        with pytest.raises(MismatchError, match="Which call it makes"):
             if comm.rank == 1:
                 moe.combine(rows, handle)
             else:

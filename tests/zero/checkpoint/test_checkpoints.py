@@ -157,7 +157,7 @@ def test_what_keeps_nothing_is_refused(tmp_path, keep):
 
 X = values("moment", 0)
 FLAWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "step": ({"step": 2}, MismatchError, "rank 0 saves step 1, rank 1 step 2"),
+    "step": ({"step": 2}, MismatchError, "Step is 1 on rank 0 and 2 on rank 1"),
     "data": ({"data": 1}, MismatchError, "ranks 0 and 1 give different data; give what differs as"),
     "dtype": (
         {"x": flat_shard(X.double(), [40], 1)},
