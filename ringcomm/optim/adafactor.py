@@ -249,25 +249,15 @@ def _is_number(value: object) -> bool:
 
 def _values_of(bucket: Bucket) -> Tensor:
     """Returns what this rank's chunk of a bucket is computed in: float32 [chunk elements]."""
-    master = bucket.state.master
-    if master is None:
+    if bucket.state.master is None:
         with bucket.params_here():
             return bucket.own_params.to(torch.float32, copy=bucket.may_be_away)
-    if bucket.offload is None:
-        return master
-    # A step visits the pieces that it changes alone; elsewhere parameters stay as they are.
-    with bucket.params_here():
-        values = bucket.own_params.to(torch.float32, copy=True)
-    for piece in bucket.pieces(write=False):
-        assert piece.state.master is not None
-        here, _ = bucket.within(*piece.chunk)
-        values[here].copy_(piece.state.master)
-    return values
+    return bucket.state.whole_master()
 
 
 def _keep_masters(bucket: Bucket, values: Tensor) -> None:
     """Keeps what :func:`_values_of` gave where it was a copy of masters."""
-    if bucket.offload is not None and bucket.state.master is not None:
+    if bucket.state.master is not None:
         bucket.state.take({"master": values})
 
 

@@ -410,6 +410,11 @@ class ShardState:
         masters = (("master", self.master), ("remainder", self.remainder))
         return {name: each for name, each in masters if each is not None}
 
+    def whole_master(self) -> Tensor:
+        """Returns the FP32 master, which there is; if it is offloaded, a copy."""
+        assert self.master is not None
+        return self.master
+
     def wide(self) -> dict[str, Tensor]:
         """Returns the moments in FP32, by name; copies of the 8-bit ones."""
         return {**self.moments, **{name: each.wide() for name, each in self.quantized.items()}}
@@ -496,20 +501,61 @@ class BucketMemory:
     holder: ParamHolder | None = None
 
 
-class StateOffload(Protocol):
-    """What keeps a state that does not lie in memory as a whole."""
+class StateOffload:
+    """The offload of buckets' state: none here, as a bucket has its whole state in memory.
+
+    A subclass keeps state elsewhere, and brings it into memory in pieces.
+    """
+
+    #: True if no access to state moves it, so that none fails on this rank alone.
+    in_memory = True
 
     def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
-        """Takes up a bucket's state, and returns what stands for it."""
-        ...
+        """Takes up a bucket's state, and returns it, or what stands for it."""
+        state = ShardState.zeros(bucket.layout, bucket.chunk, master, bucket.device)
+        state.quantized_state = quantized_state
+        return state
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Does :meth:`Bucket.ensure` for a bucket whose state is here."""
-        ...
+        """Does :meth:`Bucket.ensure`."""
+        state, elems, device = bucket.state, bucket.chunk.elems, bucket.device
+        missing = [name for name in names if state.memory(name) is None]
+        if missing and bucket.is_piece:
+            raise AssertionError(f"a piece of bucket {bucket.number} has no memory for {missing}")
+        for name in missing:
+            if state.quantized_state:
+                size_bytes = QuantizedMoment.size_bytes(elems)
+                memory = empty_for_streams(size_bytes, torch.uint8, device).zero_()
+                state.quantized[name] = QuantizedMoment(MOMENT_FORMATS[name], memory)
+            else:
+                state.moments[name] = empty_for_streams(elems, torch.float32, device).zero_()
+        return bool(missing)
+
+    def reserve(self) -> None:
+        """Takes the memory and the space that the state needs."""
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
-        """Does :meth:`Bucket.pieces` for a bucket whose state is here."""
-        ...
+        """Does :meth:`Bucket.pieces`."""
+        return iter((bucket,))
+
+    def begin_step(
+        self,
+        find_active: Callable[[], Sequence[float] | None],
+        order: Iterable[int] | None = None,
+    ) -> None:
+        """Plans the visits of a step, where they move state; see ``PiecedOffload``."""
+
+    def update_only(self, active: Sequence[float]) -> None:
+        """Has the visits that follow in a step move state of these parameters alone."""
+
+    def end_step(self) -> None:
+        """Ends the visits of a step."""
+
+    def raise_fault(self) -> None:
+        """Raises the first error of a visit, if there was any."""
+
+
+NO_OFFLOAD = StateOffload()
 
 
 def _has_no_copies() -> None:
@@ -527,7 +573,7 @@ class Bucket:
         device: of all tensors.
         state: the optimizer's state of the chunk; if it is offloaded, what stands for it,
             whose elements :meth:`pieces` gives.
-        offload: what keeps the state; None for memory.
+        offload: what keeps the state.
         is_piece: True if another bucket's :meth:`piece` made it, so that its state is laid out
             there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
@@ -554,7 +600,7 @@ class Bucket:
         self.device = memory.own_params.device
         self.segments = layout.segment_table(self.device)
         self.state = ShardState()
-        self.offload: StateOffload | None = None
+        self.offload: StateOffload = NO_OFFLOAD
         self.is_piece = False
         self.grad_shard: Tensor | None = None
         self.error_feedback: ErrorFeedback | None = None
@@ -598,22 +644,19 @@ class Bucket:
         return nullcontext() if holder is None else holder.here(write, anew)
 
     def keep_state(
-        self, master: str, quantized_state: bool, offload: StateOffload | None = None
+        self, master: str, quantized_state: bool, offload: StateOffload = NO_OFFLOAD
     ) -> None:
         """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.
 
         Args:
             master: as in :class:`AdamWOptions`.
             quantized_state: as in :class:`ShardState`.
-            offload: what keeps the state; None for memory.
+            offload: what keeps the state.
         """
         self.offload = offload
         if self.compression is not None:
-            assert offload is None and self._memory.wide is not None
+            assert offload.in_memory and self._memory.wide is not None
             self.state = ShardState(quantized_state=quantized_state, master=self._memory.wide)
-        elif offload is None:
-            self.state = ShardState.zeros(self.layout, self.chunk, master, self.device)
-            self.state.quantized_state = quantized_state
         else:
             self.state = offload.add(self, master, quantized_state)
 
@@ -630,12 +673,7 @@ class Bucket:
             end: only pieces that begin before this one; None for all.
             write: keep what is changed in the state.
         """
-        if self.offload is None:
-            yield self
-        else:
-            yield from self.offload.visit(
-                self, begin, self.chunk.end if end is None else end, write
-            )
+        return self.offload.visit(self, begin, self.chunk.end if end is None else end, write)
 
     def within(self, begin: int, end: int) -> tuple[slice, slice]:
         """Returns where elements [begin, end) of the bucket, if the chunk has some of them, lie.
@@ -822,20 +860,7 @@ class Bucket:
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""
-        if self.offload is not None:
-            return self.offload.ensure(self, names)
-        state, elems = self.state, self.chunk.elems
-        missing = [name for name in names if state.memory(name) is None]
-        if missing and self.is_piece:
-            raise AssertionError(f"a piece of bucket {self.number} has no memory for {missing}")
-        for name in missing:
-            if state.quantized_state:
-                size_bytes = QuantizedMoment.size_bytes(elems)
-                memory = empty_for_streams(size_bytes, torch.uint8, self.device).zero_()
-                state.quantized[name] = QuantizedMoment(MOMENT_FORMATS[name], memory)
-            else:
-                state.moments[name] = empty_for_streams(elems, torch.float32, self.device).zero_()
-        return bool(missing)
+        return self.offload.ensure(self, names)
 
 
 def make_bucket(

@@ -22,7 +22,7 @@ units move twice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,7 +34,15 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.device_heap import PinnedStorage
 from ringcomm.offload.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
-from ringcomm.optim.buckets import MOMENT_FORMATS, Bucket, QuantizedMoment, ShardState, master_dtype
+from ringcomm.optim.buckets import (
+    MOMENT_FORMATS,
+    NO_OFFLOAD,
+    Bucket,
+    QuantizedMoment,
+    ShardState,
+    StateOffload,
+    master_dtype,
+)
 from ringcomm.optim.layout import TILE_ELEMS, BucketLayout, Chunk, round_up
 from ringcomm.optim.placement import OPERATION
 from ringcomm.optim.setting import Setting
@@ -133,6 +141,16 @@ class OffloadedState(ShardState):
             for name, copy in copies.items():
                 copy[here].copy_(given[name])
         return copies
+
+    def whole_master(self) -> Tensor:
+        # A step visits the pieces that it changes alone; elsewhere parameters stay as they are.
+        bucket = self._bucket
+        with bucket.params_here():
+            values = bucket.own_params.to(torch.float32, copy=True)
+        for piece in bucket.pieces(write=False):
+            here, _ = bucket.within(*piece.chunk)
+            values[here].copy_(piece.state.whole_master())
+        return values
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         for piece in self._bucket.pieces() if tensors else ():
@@ -316,7 +334,7 @@ class _OffloadedBucket:
     pieces: list[StatePiece] = field(default_factory=list)
 
 
-class PiecedOffload:
+class PiecedOffload(StateOffload):
     """The state of one optimizer on one rank, in extents elsewhere.
 
     Args:
@@ -327,6 +345,8 @@ class PiecedOffload:
     Attributes:
         fault: the first error of the disk; nothing is visited any more.
     """
+
+    in_memory = False
 
     def __init__(self, storage: SwapStorage, buffer_bytes: int, resident_bytes: int) -> None:
         self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
@@ -475,20 +495,20 @@ class PiecedOffload:
 
     def begin_step(
         self,
-        skips: bool = False,
-        active: Sequence[float] | None = None,
+        find_active: Callable[[], Sequence[float] | None],
         order: Iterable[int] | None = None,
     ) -> None:
         """Plans the visits of a step.
 
         Args:
-            skips: the step changes nothing.
-            active: by parameter, not 0 where it takes the step; None visits all pieces.
+            find_active: returns by parameter a number, not 0 where it takes the step; None for
+                visits of all pieces.
             order: the buckets' numbers in the order in which they will be updated; None for their
                 own. What :meth:`update_only` says of a bucket overrules the plan.
         """
         self._visited, self._active = {}, None
-        if skips or self.fault is not None:
+        active = find_active()
+        if self.fault is not None or (active is not None and not any(active)):
             return
         try:
             if not self._is_laid_out:
@@ -557,8 +577,8 @@ def wait_limit_s(disk: Disk, comms: Iterable[Communicator]) -> float:
     return min((comm.timeout.total_seconds() / 2 for comm in comms), default=DEFAULT_TIMEOUT_S)
 
 
-def make_offload(setting: Setting) -> PiecedOffload | None:
-    """Returns the offload that an optimizer's options ask for, or None for memory; collective.
+def make_offload(setting: Setting) -> StateOffload:
+    """Returns the offload that an optimizer's options ask for; collective but for memory.
 
     Raises:
         UnsupportedError: the parameters are not on the device that the offload serves.
@@ -566,7 +586,7 @@ def make_offload(setting: Setting) -> PiecedOffload | None:
     """
     target = setting.options.offload_state
     if target is None:
-        return None
+        return NO_OFFLOAD
     on_cpu = setting.device.type == "cpu" and not setting.launches
     if on_cpu is not isinstance(target, Disk):
         expected = (

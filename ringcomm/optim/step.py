@@ -25,7 +25,14 @@ from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, wher
 from ringcomm.memory.host_heap import give_back_freed
 from ringcomm.optim import backends
 from ringcomm.optim.backends import Backend, OwnPlan, StagePlan, StepTable
-from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, OutsideWrites, count_change
+from ringcomm.optim.buckets import (
+    Bucket,
+    BucketDevice,
+    Buckets,
+    OutsideWrites,
+    StateOffload,
+    count_change,
+)
 from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import (
     NORM_WORDS,
@@ -58,7 +65,7 @@ from ringcomm.optim.placement import (
 )
 from ringcomm.optim.rules import ParamState, as_json
 from ringcomm.optim.setting import Setting
-from ringcomm.optim.state_offload import PiecedOffload, make_offload
+from ringcomm.optim.state_offload import make_offload
 
 # ---- What an optimizer's steps work on: parameters in buckets, with state, table and plan -------
 
@@ -139,7 +146,7 @@ class PreparedStep:
         self.plan: StagePlan
         self._check_ranks()
         # Made once the ranks are known to want the same, since they agree on whether they can.
-        self.offload: PiecedOffload | None = (
+        self.offload: StateOffload = (
             make_offload(setting) if self._before is None else self._before.offload
         )
         #: Number of the chunk of the state here, and how many there are.
@@ -209,8 +216,7 @@ class PreparedStep:
             if bucket.error_feedback is not None:
                 bucket.error_feedback.scale_by(setting.loss_scale)
         with self._offload_agreement():
-            if self.offload is not None:
-                self.offload.reserve()
+            self.offload.reserve()
 
     def write_masters(self, buckets: Sequence[Bucket], write: Callable[[Bucket], None]) -> None:
         """Has masters written for the first time, by a method of buckets.
@@ -226,7 +232,7 @@ class PreparedStep:
 
     def _offload_agreement(self) -> AbstractContextManager[None]:
         """Has all ranks learn of an error inside, where offloaded state is read or written."""
-        if self.offload is None:
+        if self.offload.in_memory:
             return nullcontext()
         return all_or_none(self.setting.comm, self._operation, self.mesh)
 
@@ -316,7 +322,7 @@ class PreparedStep:
         changed = [bucket.ensure(needed) for bucket, needed in pairs]
         if any(changed):
             self.backend.forget()
-            if self.offload is not None:
+            if not self.offload.in_memory:
                 self._bind_again()
 
     def _bind_again(self) -> None:
@@ -331,12 +337,12 @@ class PreparedStep:
     def _raise_faults(self, operation: str) -> None:
         """Raises the error of a rank's disk on all ranks, if there was any; collective."""
         store = None if self._placement is None else self._placement.store
-        if self.offload is None and store is None:
+        if self.offload.in_memory and store is None:
             return
         with all_or_none(self.setting.comm, operation, self.mesh):
-            for each in (self.offload, store):
-                if each is not None:
-                    each.raise_fault()
+            self.offload.raise_fault()
+            if store is not None:
+                store.raise_fault()
 
 
 _log = logging.getLogger("ringcomm.optim")
@@ -520,16 +526,18 @@ class ShardedStep(PreparedStep):
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
         self.plan.begin(self.table)
-        if self.offload is not None and self._launches:
-            self.offload.begin_step()  # what takes the step, the host would have to wait for
-        elif self.offload is not None:
-            skips = bool(self.table.control[backends.FOUND_INF])
-            self.offload.begin_step(skips, self.table.active.tolist())
+        self.offload.begin_step(self._find_active)
         for bucket in self.buckets:
             update(bucket)
         self.plan.end()
-        if self.offload is not None:
-            self.offload.end_step()
+        self.offload.end_step()
+
+    def _find_active(self) -> list[float] | None:
+        """Returns by parameter a number, not 0 where the step changes it; None if unknown."""
+        if self._launches:
+            return None  # the host would have to wait for it
+        active: list[float] = self.table.active.tolist()
+        return [0.0] * len(active) if self.table.control[backends.FOUND_INF] else active
 
     def count_step(self) -> None:
         """Counts the step in the versions of the parameters that it has changed.

@@ -45,6 +45,13 @@ def by_algorithm(params: list[Tensor]) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
 
 
+def offload_of(optimizer: Any) -> Any:
+    """Returns the offload of an optimizer, whose storage counts and may be broken."""
+    offload = optimizer.sharded_step().offload
+    assert isinstance(offload, state_offload.PiecedOffload)
+    return offload
+
+
 KINDS: dict[str, Any] = {
     "AdamW": lambda params, **rest: AdamW(params, lr=1e-2, amsgrad=True, **rest),
     "AdamW8bit": lambda params, **rest: AdamW8bit(params, lr=1e-2, **rest),
@@ -165,7 +172,7 @@ def test_a_step_moves_each_swap_unit_once(folder, dtype, master, elem_bytes, res
     optimizer = AdamW([param], comm="alone", options=options)
 
     def step() -> tuple[int, int]:
-        offload = optimizer.sharded_step().offload
+        offload = offload_of(optimizer)
         offload.wait()
         before = offload.storage.bytes_read, offload.storage.bytes_written
         param.grad = torch.ones_like(param)
@@ -176,18 +183,16 @@ def test_a_step_moves_each_swap_unit_once(folder, dtype, master, elem_bytes, res
     step(), step()
     # wait() writes what buffers hold, which steps one after the other would do as well.
     assert step() == (elem_bytes * elems * (count - resident),) * 2
-    optimizer.sharded_step().offload.wait()
-    before = optimizer.sharded_step().offload.storage.bytes_read
+    offload_of(optimizer).wait()
+    before = offload_of(optimizer).storage.bytes_read
     other = torch.zeros(5).requires_grad_()
     optimizer.add_param_group({"params": [other]})
-    optimizer.sharded_step().offload.wait()
+    offload_of(optimizer).wait()
     for _ in range(3):  # what has no gradient stays where it is
         param.grad, other.grad = None, torch.ones(5)
         optimizer.step()
-    optimizer.sharded_step().offload.wait()
-    assert (
-        optimizer.sharded_step().offload.storage.bytes_read - before <= elems * elem_bytes * count
-    )
+    offload_of(optimizer).wait()
+    assert offload_of(optimizer).storage.bytes_read - before <= elems * elem_bytes * count
 
 
 def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
@@ -199,7 +204,7 @@ def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
     param.grad = torch.ones(elems)
     optimizer.step()
     step = optimizer.sharded_step()
-    pieces = step.offload._pieces()
+    pieces = offload_of(optimizer)._pieces()
     taken = {id(piece.buffer): piece.buffer.memory.nbytes for piece in pieces}
     assert len(pieces) == 64
     assert sum(taken.values()) <= target.buffer_bytes + target.resident_bytes
@@ -352,7 +357,7 @@ def test_a_rank_waits_half_as_long_for_its_disk_as_others_for_it(worlds, folder)
             options = AdamWOptions(offload_state=replace(disk(folder), timeout_s=timeout_s))
             optimizer = AdamW([torch.zeros(5).requires_grad_()], comm=comm, options=options)
             optimizer.prepare()
-            file = optimizer.sharded_step().offload.storage._file
+            file = offload_of(optimizer).storage._file
             comm.timeout = 40.0
             assert file.limit_s == (timeout_s or 20.0)
             comm.timeout = before
@@ -369,7 +374,7 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
         optimizer = AdamW([param], comm=comm, options=AdamWOptions(offload_state=disk(folder)))
         param.grad = torch.ones(20_000)
         optimizer.step()
-        offload = optimizer.sharded_step().offload
+        offload = offload_of(optimizer)
         offload.wait()
         comm.barrier()
         if comm.rank == 1:

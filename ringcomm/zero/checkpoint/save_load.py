@@ -349,7 +349,7 @@ class TrainState:
 
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
         """Takes state of which torch has loaded copies: of 8 bits, or offloaded."""
-        if step.rule.quantized_state or step.offload is not None:
+        if step.rule.quantized_state or not step.offload.in_memory:
             _take(shards_to_load(self._engine, step, step.groups), state)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:

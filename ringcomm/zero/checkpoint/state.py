@@ -75,7 +75,7 @@ def shards_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorSha
     elements come from there piece by piece, in the order in which a file takes them.
     """
     yield from _error_feedback_shards(engine, step)
-    if step.offload is None:
+    if step.offload.in_memory:
         yield from state_shards(engine, step, whole=False)
         return
     step.written.take_over()

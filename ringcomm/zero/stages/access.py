@@ -379,7 +379,7 @@ class _Access:
 
     def may_fail(self, local: bool) -> bool:
         """Returns whether other ranks wait for one on which the state cannot be reached."""
-        is_offloaded = self.sharded.offload is not None or self.placement.store is not None
+        is_offloaded = not self.sharded.offload.in_memory or self.placement.store is not None
         return not local and is_offloaded
 
     def read(self, name: str, local: bool) -> Tensor:

@@ -148,8 +148,7 @@ class BackwardUpdates:
         self._find_indices(owner)
         owner.write_control(Amp(), None)
         self._step, owner.under_way = owner, True
-        if owner.offload is not None:
-            owner.offload.begin_step(active=self._last_active, order=order)
+        owner.offload.begin_step(lambda: self._last_active, order)
 
     def _find_indices(self, owner: ShardedStep) -> None:
         """Finds the parameters of the buckets in the optimizer, which may have grown."""
@@ -294,8 +293,7 @@ class BackwardUpdates:
                 active[index] = self._active[index] = 1.0
         owner.torn = True
         self._advance(owner, active)
-        if owner.offload is not None:
-            owner.offload.update_only(active)
+        owner.offload.update_only(active)
         owner.plan.reduce_update_from(owner.buckets[number], grads)
 
     def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
@@ -309,7 +307,7 @@ class BackwardUpdates:
 
     def end_backward(self) -> None:
         """Called at the end of a backward, when all updates have ended."""
-        if self._step is not None and self._step.offload is not None:
+        if self._step is not None:
             self._step.offload.end_step()
 
     # ---- its end --------------------------------------------------------------------------------
@@ -358,14 +356,12 @@ class BackwardUpdates:
             owner.setting.accumulator.clear()
 
     def _end(self, owner: ShardedStep, empty: Sequence[int], brought: Sequence[float]) -> None:
-        comm, offload = owner.setting.comm, owner.offload
-        if offload is not None:
-            offload.end_step()
+        comm = owner.setting.comm
+        owner.offload.end_step()
         with all_or_none(comm, _OPERATION, owner.mesh):
             if self._asked.refusal is not None:
                 raise self._asked.refusal
-            if offload is not None:
-                offload.raise_fault()
+            owner.offload.raise_fault()
         if owner.setting.options.unused == "zero":
             brought = [float(index not in self._frozen) for index in empty]
         found = torch.tensor(brought, dtype=torch.float64, device="cpu")
