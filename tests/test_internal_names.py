@@ -29,7 +29,7 @@ INTERNAL_NAMES = {
     "c10d.comm_argument": "CommArgument find_communicator",
     "c10d.communicators": "Communicators",
     "c10d.process_group": "ProcessGroup",
-    "comm.agreement": "all_or_none check_agreement",
+    "comm.agreement": "all_or_none check_agreement first_other unequal",
     "comm.device.launch": "DeviceCallEngine",
     "comm.device.topology": (
         "Connection Gpu LEVELS Topology TopologyChoice host_choice load read_machine save"
