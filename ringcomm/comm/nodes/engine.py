@@ -31,6 +31,7 @@ from ringcomm.comm.host.engine import (
     Outputs,
     RankContext,
     Work,
+    itself,
     refusal,
     within,
 )
@@ -72,6 +73,10 @@ TRITON_IS_OF_NODES = (
 )
 
 
+# The core of an engine over several nodes.
+_calls_over_nodes: Callable[[Core], CallsOverNodes] = itself
+
+
 class NodesEngine(CallEngine):
     """The engine of ranks on several nodes.
 
@@ -110,10 +115,11 @@ class NodesEngine(CallEngine):
     def with_compression(
         self, checks: CallChecks, compression: str | None, run: Callable[[Core], int]
     ) -> Callable[[Core], int]:
-        run, owner = super().with_compression(checks, compression, run), self.owner
+        run = super().with_compression(checks, compression, run)
 
         def run_compressed(core: Core) -> int:
-            with owner.using_compression(compression):
+            # Not by ``self.owner``: a call that is under way must not keep it alive.
+            with _calls_over_nodes(core).using_compression(compression):
                 return run(core)
 
         return run if compression is None else run_compressed
