@@ -88,7 +88,7 @@ def main() -> None:
         tokens = make_batch(step).chunk(dist.get_world_size())[dist.get_rank()]
         loss, auxiliary = losses_of(model, tokens)
         (loss + auxiliary).backward()
-        optimizer.clip_grad_norm_(1.0)  # the norm of the dense part and of all experts
+        optimizer.clip_grad_norm_(1.0)  # the norm of the dense layers and of all experts
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach()

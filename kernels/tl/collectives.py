@@ -52,7 +52,7 @@ from .words import PAIR, SHARED
 
 @triton.jit
 def slice_for(ws, chunks, rank, G: tl.constexpr):
-    """This channel's part of the chunk of ``rank``.
+    """This channel's slice of the chunk of ``rank``.
 
     ``chunks`` is an even cut: (address, bytes in all, bytes of a chunk).
     """
@@ -519,7 +519,7 @@ def all_reduce_kernel(
         tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
             size_bytes bytes of input, and of as many of output; both may be the same.
         size_bytes: of the buffer.
-        chunk_bytes: of one rank's part of it, a multiple of 64.
+        chunk_bytes: of one rank's chunk of it, a multiple of 64.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
         RING: the ring form, else the one-shot form.

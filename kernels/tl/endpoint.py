@@ -115,7 +115,7 @@ def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl
 # One rank's end of all streams during a call on one channel: send, receive, release.
 #
 # The Triton twin of ringcomm/protocol/endpoint.h; docs/protocol.md is the contract of both. A chunk
-# is a tuple (address, bytes); a slice is this channel's part of it.
+# is a tuple (address, bytes); a slice is the share of it that this channel moves.
 # --------------------------------------------------------------------------------------------------
 
 # Pieces sent before the first is awaited; see kLookahead.
@@ -135,7 +135,7 @@ def chunk_of(base, total_bytes, chunk_bytes, rank):
 
 @triton.jit
 def slice_of(address, size_bytes, channel, G: tl.constexpr):
-    """This channel's part of a chunk, in whole lines except for its tail."""
+    """This channel's slice of a chunk, in whole lines except for its tail."""
     LINE: tl.constexpr = G.line_bytes
     lines = (size_bytes + (LINE - 1)) // LINE
     begin = tl.minimum(lines * channel // G.channels * LINE, size_bytes)

@@ -227,7 +227,7 @@ def chunk_elems(elems, G: tl.constexpr):
 
 @triton.jit
 def slice_of(ws, elems, rank, G: tl.constexpr):
-    """Returns the begin of the chunk of ``rank`` in the bucket, and this channel's part [begin,
+    """Returns the begin of the chunk of ``rank`` in the bucket, and this channel's slice [begin,
     end) of the chunk."""
     size = chunk_elems(elems, G)
     origin = tl.minimum(rank * size, elems)
@@ -237,7 +237,7 @@ def slice_of(ws, elems, rank, G: tl.constexpr):
 
 @triton.jit
 def grads_of(ws, grads, elems, rank, ITEM: tl.constexpr, G: tl.constexpr):
-    """Address and bytes of this channel's part of the gradients of ``rank``'s chunk; ``grads`` 0:
+    """Address and bytes of this channel's slice of the gradients of ``rank``'s chunk; ``grads`` 0:
     no gradients are exchanged."""
     origin, begin, end = slice_of(ws, elems, rank, G)
     none = grads == 0

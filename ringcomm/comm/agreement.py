@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
 
 class RankMesh(Protocol):
-    """The interface of a mesh whose ranks have different local shards."""
+    """The interface of a mesh whose ranks have different local tensors."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -173,7 +173,7 @@ def check_agreement(
 def check_on_mesh(
     comm: Communicator | None, mesh: RankMesh | None, operation: str, mine: Mapping[str, Any]
 ) -> None:
-    """Compares what ranks with different local shards have in common; collective.
+    """Compares what ranks with different local tensors have in common; collective.
 
     Args:
         comm: the ranks with the same parts; None for this one alone.
@@ -299,7 +299,7 @@ def _short(value: Any) -> str:
     extra = "" if value["trainable"] else ", frozen"
     extra += "" if value["tied_to"] is None else f", tied to parameter {value['tied_to']}"
     extra += "" if value["stride"] is None else f", stride {tuple(value['stride'])}"
-    extra += ", a local shard" if "divided_by" in value else ""
+    extra += ", a local tensor" if "divided_by" in value else ""
     kind = f"{value['dtype']} of shape {tuple(value['shape'])}"
     return f"{name}({kind} in group {value['group']}{extra})"
 

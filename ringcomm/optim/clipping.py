@@ -105,7 +105,7 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
         MismatchError: on a CPU: the ranks have different bounds.
     """
     sharded.refuse_in_backward("clip_grad_norm_")
-    sharded.refuse_if_torn("clip_grad_norm_")
+    sharded.refuse_if_partly_updated("clip_grad_norm_")
     before = sharded.still_reduced()
     try:
         sharded.check_hyper()
@@ -159,7 +159,7 @@ def clip_joint_norm(
     """
     for term in terms:
         term.step.refuse_in_backward("clip_grad_norm_")
-        term.step.refuse_if_torn("clip_grad_norm_")
+        term.step.refuse_if_partly_updated("clip_grad_norm_")
     steps = [term.step for term in terms]
     before = [step.still_reduced() for step in steps]
     try:
@@ -296,7 +296,7 @@ def _check_step(sharded: ShardedStep, operation: str) -> None:
     """Raises if the step cannot be taken, or cannot sum a norm of what is written to shards."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
     sharded.refuse_in_backward(name)
-    sharded.refuse_if_torn(name)
+    sharded.refuse_if_partly_updated(name)
     sharded.check_hyper()
     if setting.options.kernels == "triton" and setting.world_size > 1:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""DTensor parameters: this rank's local shard of one, its gradient, and the mesh.
+"""DTensor parameters: this rank's local tensor of one, its gradient, and the mesh.
 
 Under tensor parallelism a parameter is a ``DTensor``, of which a rank has a *local
 shard* (DTensor's local tensor). That is what lies in buckets and is sharded over the data-parallel
@@ -108,7 +108,7 @@ def lies_alike(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The local shard of a parameter, where a rank has not all of it.
+    """The local tensor of a parameter, where a rank has not all of it.
 
     Attributes:
         shape: shape of the whole parameter.
@@ -146,7 +146,7 @@ class Sharding:
             raise ValueError(f"sharding {described}")
         return cls(shape, offsets, dims)
 
-    def local_shard_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
+    def local_tensor_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
         """Returns this rank's shard, of the given shape, of a tensor of the parameter's shape."""
         if not prod(shape):
             return whole.new_empty(tuple(shape))

@@ -528,7 +528,7 @@ class Into:
     Attributes:
         out: float32 [chunk elements].
         kind: "l2", "l1" or "inf".
-        words: int64 [24], overwritten with the norm words of ``out``, or of this rank's part of it
+        words: int64 [24], overwritten with the norm words of ``out``, or of this rank's shard of it
             where each node has a copy of the state; None: they are not asked for.
         accumulate: add to ``out``.
         tag: number that tells this reduction from others of the same size, equal on all ranks; 0
@@ -569,7 +569,7 @@ class Reducer(ABC):
         """Sums elements for the norm.
 
         Args:
-            grads: [elements], this rank's part of the gradient.
+            grads: [elements], this rank's shard of the gradient.
             kind: "l2", "l1" or "inf".
             words: int64 [24], overwritten.
         """

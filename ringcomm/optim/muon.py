@@ -234,7 +234,7 @@ def params_of(entries: Sequence[object]) -> list[tuple[str, Tensor]]:
 
 
 def is_divided(param: Tensor) -> bool:
-    """Returns whether ranks of a mesh have different local shards of a parameter."""
+    """Returns whether ranks of a mesh have different local tensors of a parameter."""
     return is_distributed(param) and any(each.is_shard() for each in param.placements)  # type: ignore[attr-defined]
 
 

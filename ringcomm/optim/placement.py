@@ -34,7 +34,7 @@ from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.layout import TILE_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# ---- The argument ``mesh``: the ranks that share a local shard's state, and the others -------
+# ---- The argument ``mesh``: the ranks that share a local tensor's state, and the others -------
 
 #: The axis whose ranks have different stages of a pipeline.
 STAGES = "pp"
@@ -44,10 +44,10 @@ _TENSOR = "tp"
 
 
 class ModelMesh(MeshView):
-    """The mesh of a model's stages and local shards: all axes but that of data parallelism.
+    """The mesh of a model's stages and local tensors: all axes but that of data parallelism.
 
     Args:
-        mesh: its axes; "pp" has stages, and along the others lie local shards of one stage.
+        mesh: its axes; "pp" has stages, and along the others lie local tensors of one stage.
         tensor_mesh: the mesh of this rank's DTensor parameters, or None.
         operation: named in errors.
 
@@ -166,7 +166,7 @@ def stages_of(others: DeviceMesh | None) -> int:
 def ranks_of_stage(others: DeviceMesh | None, tensor_mesh: MeshView | None) -> MeshView | None:
     """Returns the mesh whose ranks have one stage, sharded or alike; None where there is one rank.
 
-    Without a whole mesh only the parameters tell: those that are DTensors have local shards.
+    Without a whole mesh only the parameters tell: those that are DTensors have local tensors.
 
     Args:
         others: as :func:`read_mesh` returns it.
@@ -216,7 +216,7 @@ def warn_of_idle_axis(over: MeshView, divided: Sequence[bool]) -> None:
 def over_mesh(
     others: DeviceMesh | None, tensor_mesh: MeshView | None, operation: str
 ) -> MeshView | None:
-    """Returns the mesh that norms are taken over: with all stages, or of local shards alone.
+    """Returns the mesh that norms are taken over: with all stages, or of local tensors alone.
 
     Args:
         others: as :func:`read_mesh` returns it.
@@ -295,11 +295,11 @@ def check_masters(layout: ShardLayout, options: AdamWOptions) -> None:
 
 
 def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str) -> None:
-    """Checks that the ranks that share state have the same local shards; collective.
+    """Checks that the ranks that share state have the same local tensors; collective.
 
     Args:
         comm: the ranks; None for this one alone.
-        mesh: of the local shards; None where every rank has all of each parameter.
+        mesh: of the local tensors; None where every rank has all of each parameter.
         operation: name of the operation, for the error.
 
     Raises:
@@ -313,8 +313,8 @@ def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str)
     other = next(rank for rank, each in enumerate(coordinates) if each != coordinates[0])
     raise ArgumentError(
         f"{where(operation, comm.rank, comm.world_size)}: comm: the parameters are DTensors, of "
-        f"which rank 0 has the local shards at {coordinates[0]} of their mesh, and rank {other} "
-        f"those at {coordinates[other]}; only ranks with the same local shards can share state. "
+        f"which rank 0 has the local tensors at {coordinates[0]} of their mesh, and rank {other} "
+        f"those at {coordinates[other]}; only ranks with the same local tensors can share state. "
         'Pass the axis of data parallelism, as comm=mesh["dp"] of a mesh with the names '
         '("dp", "tp")'
     )
@@ -330,7 +330,7 @@ def check_ranks(
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
 
-    Ranks with other local shards of the parameters are compared in what they have in common.
+    Ranks with other local tensors of the parameters are compared in what they have in common.
 
     Args:
         operation: named in errors.

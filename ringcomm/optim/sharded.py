@@ -522,7 +522,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         count = len(self.param_groups)
         try:
             with all_or_none(before.setting.comm, "optimizer.add_param_group", before.over):
-                before.refuse_if_torn("add_param_group")
+                before.refuse_if_partly_updated("add_param_group")
                 self._add_group(param_group)
                 before.check_growth()
             with normal_tensors():

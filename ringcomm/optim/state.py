@@ -653,7 +653,7 @@ _LOAD = "load_state_dict"
 
 def save(sharded: ShardedStep) -> dict[str, Any]:
     """Returns this rank's shard, in the form of this module; FP32 tensors are no copies."""
-    sharded.refuse_if_torn("state_dict")
+    sharded.refuse_if_partly_updated("state_dict")
     sharded.written.take_over()
     control = sharded.table.control
     whole, debtors = kept_whole(sharded), Debtors.of(sharded)

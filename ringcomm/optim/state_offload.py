@@ -87,7 +87,7 @@ def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
 
 
 @dataclass(frozen=True)
-class Lane:
+class UnitTensor:
     """One tensor of a swap unit: float32, int16, or uint8 of an 8-bit moment."""
 
     name: str
@@ -110,11 +110,13 @@ class OffloadedState(ShardState):
     _bucket_ref: weakref.ref[Bucket]
 
     @classmethod
-    def of(cls, bucket: Bucket, lanes: Sequence[Lane], quantized_state: bool) -> OffloadedState:
+    def of(
+        cls, bucket: Bucket, unit_tensors: Sequence[UnitTensor], quantized_state: bool
+    ) -> OffloadedState:
         """Returns what stands for tensors of a bucket's chunk."""
         made = cls(quantized_state=quantized_state)
         made._bucket_ref = weakref.ref(bucket)
-        add_lanes(made, lanes, torch.empty(0, device="meta"), bucket.chunk.elems)
+        add_unit_tensors(made, unit_tensors, torch.empty(0, device="meta"), bucket.chunk.elems)
         return made
 
     @property
@@ -169,25 +171,27 @@ def _alive(bucket: weakref.ref[Bucket]) -> Bucket:
     return found
 
 
-def add_lanes(state: ShardState, lanes: Sequence[Lane], unit: Tensor, elems: int) -> None:
-    """Sets the tensors of a state to the lanes of a swap unit: uint8 [bytes].
+def add_unit_tensors(
+    state: ShardState, unit_tensors: Sequence[UnitTensor], unit: Tensor, elems: int
+) -> None:
+    """Sets the tensors of a state to those of a swap unit: uint8 [bytes].
 
     On the device "meta" the tensors are of that device, and the swap unit need not be of any size.
     """
     begin = 0
-    for lane in lanes:
-        count = lane.size_bytes(elems)
+    for each in unit_tensors:
+        count = each.size_bytes(elems)
         if unit.is_meta:
-            flat = torch.empty(count // lane.dtype.itemsize, dtype=lane.dtype, device="meta")
+            flat = torch.empty(count // each.dtype.itemsize, dtype=each.dtype, device="meta")
         else:
-            flat = unit[begin : begin + count].view(lane.dtype)
+            flat = unit[begin : begin + count].view(each.dtype)
         begin += rounded_up(count)
-        if lane.name in ("master", "remainder"):
-            setattr(state, lane.name, flat)
-        elif lane.dtype is torch.uint8:
-            state.quantized[lane.name] = QuantizedMoment(MOMENT_FORMATS[lane.name], flat)
+        if each.name in ("master", "remainder"):
+            setattr(state, each.name, flat)
+        elif each.dtype is torch.uint8:
+            state.quantized[each.name] = QuantizedMoment(MOMENT_FORMATS[each.name], flat)
         else:
-            state.moments[lane.name] = flat
+            state.moments[each.name] = flat
 
 
 class SwapTransfer(Protocol):
@@ -287,14 +291,14 @@ class StatePiece:
     Attributes:
         bucket_ref: the bucket.
         chunk: the elements of the bucket.
-        lanes: the tensors of its swap unit.
+        unit_tensors: the tensors of its swap unit.
         buffer: where its swap unit is while it is visited.
         view: the bucket that a visit yields.
     """
 
     bucket_ref: weakref.ref[Bucket]
     chunk: Chunk
-    lanes: tuple[Lane, ...]
+    unit_tensors: tuple[UnitTensor, ...]
     extent: int | None = None
     buffer: SwapBuffer | None = None
     view: Bucket | None = None
@@ -306,7 +310,7 @@ class StatePiece:
     @property
     def size_bytes(self) -> int:
         """Bytes of the swap unit."""
-        sizes = (lane.size_bytes(self.chunk.elems) for lane in self.lanes)
+        sizes = (each.size_bytes(self.chunk.elems) for each in self.unit_tensors)
         return sum(map(rounded_up, sizes))
 
     def extent_of(self, storage: SwapStorage) -> int:
@@ -321,7 +325,7 @@ class StatePiece:
         """Takes a buffer, and makes the bucket of the piece there."""
         self.buffer = buffer
         state = ShardState(quantized_state=self.bucket.state.quantized_state)
-        add_lanes(state, self.lanes, buffer.memory, self.chunk.elems)
+        add_unit_tensors(state, self.unit_tensors, buffer.memory, self.chunk.elems)
         self.view = self.bucket.piece(self.chunk, state)
 
 
@@ -330,7 +334,7 @@ class _OffloadedBucket:
     """A bucket whose state is here, its tensors, and its pieces once they are laid out."""
 
     bucket_ref: weakref.ref[Bucket]
-    lanes: tuple[Lane, ...]
+    unit_tensors: tuple[UnitTensor, ...]
     pieces: list[StatePiece] = field(default_factory=list)
 
 
@@ -365,10 +369,10 @@ class PiecedOffload(StateOffload):
         """Takes up a bucket's state, and returns what stands for it."""
         dtype = master_dtype(bucket.layout, master)
         name = "remainder" if dtype is torch.int16 else "master"
-        lanes = () if dtype is None else (Lane(name, dtype),)
-        self._kept[bucket.number] = _OffloadedBucket(weakref.ref(bucket), lanes)
+        unit_tensors = () if dtype is None else (UnitTensor(name, dtype),)
+        self._kept[bucket.number] = _OffloadedBucket(weakref.ref(bucket), unit_tensors)
         self._is_laid_out = False
-        return OffloadedState.of(bucket, lanes, quantized_state)
+        return OffloadedState.of(bucket, unit_tensors, quantized_state)
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
         """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger swap units."""
@@ -377,8 +381,8 @@ class PiecedOffload(StateOffload):
         if not missing:
             return False
         dtype = torch.uint8 if state.quantized_state else torch.float32
-        kept.lanes += tuple(Lane(name, dtype) for name in missing)
-        bucket.state = OffloadedState.of(bucket, kept.lanes, state.quantized_state)
+        kept.unit_tensors += tuple(UnitTensor(name, dtype) for name in missing)
+        bucket.state = OffloadedState.of(bucket, kept.unit_tensors, state.quantized_state)
         self._is_laid_out = False
         return True
 
@@ -393,21 +397,23 @@ class PiecedOffload(StateOffload):
             before = kept.pieces
             if not before:
                 chunks = pieces_of(_alive(kept.bucket_ref).chunk, self._largest)
-                kept.pieces = [StatePiece(kept.bucket_ref, chunk, kept.lanes) for chunk in chunks]
-            elif before[0].lanes != kept.lanes:
-                kept.pieces = [self._enlarged(piece, kept.lanes) for piece in before]
+                kept.pieces = [
+                    StatePiece(kept.bucket_ref, chunk, kept.unit_tensors) for chunk in chunks
+                ]
+            elif before[0].unit_tensors != kept.unit_tensors:
+                kept.pieces = [self._enlarged(piece, kept.unit_tensors) for piece in before]
         self._give_buffers()
         self._is_laid_out = True
 
-    def _enlarged(self, piece: StatePiece, lanes: tuple[Lane, ...]) -> StatePiece:
+    def _enlarged(self, piece: StatePiece, unit_tensors: tuple[UnitTensor, ...]) -> StatePiece:
         """Returns a piece with more tensors in its swap unit, of zeros."""
-        made = StatePiece(piece.bucket_ref, piece.chunk, lanes)
+        made = StatePiece(piece.bucket_ref, piece.chunk, unit_tensors)
         if piece.extent is None or not piece.size_bytes:
             return made
         old, new = map(self.storage.buffer, (piece.size_bytes, made.size_bytes))
         self.storage.read(piece.extent, old).wait()
         new.zero_()
-        # Lanes are only added behind the others.
+        # Tensors are only added behind the others.
         new[: piece.size_bytes].copy_(old)
         self.storage.write(made.extent_of(self.storage), new).wait()
         return made

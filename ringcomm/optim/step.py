@@ -388,7 +388,7 @@ class ShardedStep(PreparedStep):
 
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
         super().__init__(groups, setting)
-        self.torn = False
+        self.partly_updated = False
         #: With ``update="in_backward"``, True from the backward that takes the step to its end.
         self.under_way = False
         self.first_pass: FirstPass | None = None
@@ -414,7 +414,7 @@ class ShardedStep(PreparedStep):
 
     def begin_anew(self) -> None:
         """Clears the marks of earlier steps, after the whole state was replaced."""
-        self.torn = False
+        self.partly_updated = False
         self.first_pass = None
         if self.masters_decide:
             self.count_change(self.params)
@@ -466,7 +466,7 @@ class ShardedStep(PreparedStep):
         self.first_pass = replace(first_pass, mark=self.gradients.mark(), written=True)
 
     def step(self, amp: Amp) -> None:
-        """Takes one step; if it fails halfway, the optimizer is torn.
+        """Takes one step; if it fails halfway, the optimizer is partly updated.
 
         Raises:
             ArgumentError, UnsupportedError, MismatchError: nothing was changed.
@@ -476,7 +476,7 @@ class ShardedStep(PreparedStep):
             assert self._placement is not None
             self._placement.end_step()
             return
-        self.refuse_if_torn("step")
+        self.refuse_if_partly_updated("step")
         self._check_scaled(amp)
         before = self.still_reduced()
         if amp.scale is not None and before is not None and before.clipped:
@@ -506,7 +506,7 @@ class ShardedStep(PreparedStep):
             self._placement.check(asked.operation)
         self.write_control(amp, reduced)
         self.written.take_over()
-        self.torn = True
+        self.partly_updated = True
         try:
             update = self.plan.reduce_update if reduced is None else self.plan.update
             self._update_buckets(update)
@@ -515,7 +515,7 @@ class ShardedStep(PreparedStep):
         if not self._launches:
             self._raise_faults(asked.operation)
         self._forget_losses_of_skipped()
-        self.torn = False
+        self.partly_updated = False
         self.first_pass = None
         if self.setting.accumulator is not None:
             # p.grad is always None here, so only the step can tell that a new sum begins.
@@ -599,10 +599,10 @@ class ShardedStep(PreparedStep):
                 '(update="in_backward"); call optimizer.step() first, which ends that'
             )
 
-    def refuse_if_torn(self, operation: str) -> None:
+    def refuse_if_partly_updated(self, operation: str) -> None:
         """Raises RingcommError if an earlier step failed halfway, or one is under way."""
         self.refuse_under_way(operation)
-        if self.torn:
+        if self.partly_updated:
             raise RingcommError(
                 f"{self.setting.where(operation)}: an earlier step failed halfway, so parameters "
                 "and state may be of different steps. Load a checkpoint of the model and of the "

@@ -35,7 +35,7 @@ _LOAD = "load_torch_state_dict"
 
 def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     """Returns the state of all parameters on rank ``dst``, or on all ranks; collective."""
-    sharded.refuse_if_torn("full_state_dict")
+    sharded.refuse_if_partly_updated("full_state_dict")
     sharded.written.take_over()
     states = sharded.states()
     state: dict[int, dict[str, Any]] = {}
@@ -106,7 +106,7 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
 
 
 def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
-    """Takes this rank's part of a whole state in torch's format; collective.
+    """Takes this rank's shards of a whole state in torch's format; collective.
 
     Raises:
         CheckpointError: the state does not fit the parameters; nothing was changed.
@@ -160,12 +160,12 @@ def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -
         return entry
     called = f"{operation}: parameter {index}"
     return {
-        name: _local_shard(sharded, index, each, f"{called}: {name}")
+        name: _local_tensor(sharded, index, each, f"{called}: {name}")
         for name, each in entry.items()
     }
 
 
-def _local_shard(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
+def _local_tensor(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
     """Returns what this rank has of a state's tensor, which is whole or a DTensor as the parameter.
 
     Raises:
@@ -178,7 +178,7 @@ def _local_shard(sharded: ShardedStep, index: int, given: Any, called: str) -> A
         sharding = spec.sharding
         whole = sharding is not None and tuple(given.shape) == sharding.shape
         return (
-            sharding.local_shard_of(given, spec.shape) if sharding is not None and whole else given
+            sharding.local_tensor_of(given, spec.shape) if sharding is not None and whole else given
         )
     if not lies_alike(given, param):
         raise CheckpointError(
@@ -250,14 +250,14 @@ def _has_master(sharded: ShardedStep, index: int) -> bool:
 def _check_masters(
     sharded: ShardedStep, given: Mapping[int, Any] | None, operation: str
 ) -> dict[int, Tensor] | None:
-    """Checks the masters; returns this rank's parts by index, or None when there are none."""
+    """Checks the masters; returns this rank's shards by index, or None when there are none."""
     if given is None:
         return None
     masters = {}
     for index, spec in enumerate(sharded.layout.params):
         if _has_master(sharded, index):
             called = f"{operation}: parameter {index}: master"
-            masters[index] = _local_shard(sharded, index, given.get(index), called)
+            masters[index] = _local_tensor(sharded, index, given.get(index), called)
             _check_tensor(masters[index], spec.shape, called)
     return masters
 

@@ -355,20 +355,20 @@ def test_a_fault_before_the_update_tears_nothing():
         comm.abort("the test said so")
         with pytest.raises(RingcommError, match="abort"):
             optimizer.step()
-        assert not optimizer.sharded_step().torn
+        assert not optimizer.sharded_step().partly_updated
         assert torch.equal(optimizer.state_dict()["state"]["step"], state["state"]["step"])
 
     with ringcomm.local_world(2, timeout=20.0) as world:
         world.run(work)
 
 
-def test_loading_mends_a_torn_optimizer():
+def test_loading_mends_a_partly_updated_optimizer():
     param = values((600,), 1).requires_grad_()
     optimizer = AdamW([param], options=SMALL_BUCKETS)
     param.grad = torch.ones(600)
     optimizer.step()
     state, kept = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
-    optimizer.sharded_step().torn = True
+    optimizer.sharded_step().partly_updated = True
     for call in (optimizer.step, optimizer.state_dict):
         with pytest.raises(RingcommError, match="failed halfway"):
             call()

@@ -139,7 +139,7 @@ def ranks_of_a_stage_are_compared(rank: int, world_size: int) -> None:
         AdamW(other if number else stage_on(mesh, 0), mesh=mesh).prepare()
     divided = stage_on(mesh, 1)
     undivided = [nn.Parameter(torch.ones(param.shape)) for param in divided]
-    with pytest.raises(MismatchError, match=r"\(40, 6\) in group 0, a local shard\) on rank"):
+    with pytest.raises(MismatchError, match=r"\(40, 6\) in group 0, a local tensor\) on rank"):
         AdamW(undivided if number and part else divided, mesh=mesh).prepare()
 
 

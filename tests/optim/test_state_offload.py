@@ -294,7 +294,7 @@ class Broken:
 
 
 def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_step(worlds, folder, monkeypatch):
-    """None waits for a rank whose disk fails; afterwards the optimizer is torn on all of them."""
+    """None waits for a rank whose disk fails; the optimizer is partly updated on all of them."""
     broken = Broken(monkeypatch, rank=1)
     options = AdamWOptions(bucket_elems=2048, offload_state=disk(folder))
 

@@ -28,7 +28,7 @@ def offsets_kernel(out, stream, channel, peer, epoch, G: tl.constexpr):
 
 @triton.jit
 def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr):
-    """Stores where a channel's part of a chunk begins, and its size."""
+    """Stores where a channel's slice of a chunk begins, and its size."""
     zero = tl.full((), 0, tl.int64)
     begin, size = chunk_of(zero, total_bytes + zero, chunk_bytes + zero, rank + zero)
     begin, size = slice_of(begin, size, channel + zero, G)

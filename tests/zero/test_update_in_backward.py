@@ -576,7 +576,7 @@ def test_what_was_looked_up_outside_is_compared_before_its_update(worlds, monkey
 
 
 @covering(strength=1, on=[None, 1], stage=[2, 3], overlap=[False, True])
-def test_a_backward_that_raises_halfway_leaves_the_optimizer_torn(
+def test_a_backward_that_raises_halfway_leaves_the_optimizer_partly_updated(
     worlds, tmp_path, stage, on, overlap
 ):
     """On all ranks or one: later buckets stay as they are, all ranks are told, and a load mends."""

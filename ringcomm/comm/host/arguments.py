@@ -365,7 +365,7 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 # Advice by class, for classes whose data are in other tensors.
 _INSTEAD = {
     "AsyncCollectiveTensor": "its result, tensor.wait()",
-    "DTensor": "its local shard, tensor.to_local()",
+    "DTensor": "its local tensor, tensor.to_local()",
     "NestedTensor": "tensor.values() and tensor.offsets(), each in a call of its own",
     "MaskedTensor": "tensor.get_data() and tensor.get_mask(), each in a call of its own",
     "FakeTensor": "a tensor with data; a fake one has its shape and dtype alone",

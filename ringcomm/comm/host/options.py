@@ -58,7 +58,7 @@ class CommOptions:
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
-        segment_bytes: the pipelined part of a chunk (on a device: of a channel's part of it); a
+        segment_bytes: the pipelined part of a chunk (on a device: of a channel's slice of it); a
             power of two of at least 64, or 0 for the size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for as many as suit

@@ -56,7 +56,7 @@ from ringcomm.comm.nodes.transport import (
     device_transport_of,
     transport_of,
 )
-from ringcomm.comm.nodes.watch import Awaiting, DeviceWatch, NodeTrace, Watch, claim
+from ringcomm.comm.nodes.watch import Awaiting, DeviceWatch, NodeTrace, Watch, post_cause
 from ringcomm.comm.recorder.reader import FlightRecorder
 from ringcomm.comm.recorder.records import NodeLevel, Recording, renumbered
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
@@ -411,24 +411,24 @@ def build(
             return built(membership, found, heap_bytes, make_node, closing)
     except BaseException as error:
         if found.rendezvous.fail(error):
-            _claim(membership, found, error)
+            _post_cause(membership, found, error)
         for each in reversed(closing):
             each.close()
         raise
 
 
-def _claim(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
-    """Tells the ranks that have built the communicator already, whose watches read the claim."""
+def _post_cause(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
+    """Tells the ranks that have built the communicator already, whose watches read the cause."""
     operation = found.spec.operation
     if not isinstance(error, RingcommError):
         told = f"{type(error).__name__}: {error}"
         error = RendezvousError(f"{operation}: expected to build the communicator, got {told}")
     with suppress(RuntimeError):  # of a store that has gone meanwhile: ``error`` matters more
-        claim(_faults(membership, found), error)
+        post_cause(_faults(membership, found), error)
 
 
 def _faults(membership: Membership, found: SeveralNodes) -> PrefixStore:
-    """Returns the store of the claims of this communicator."""
+    """Returns the store of the faults of this communicator."""
     return PrefixStore("faults", PrefixStore(found.rendezvous.prefix, membership.store))
 
 

@@ -145,7 +145,7 @@ class StepsCore(NodesCore):
     def reduce_norm(
         self, call: ReduceScatterNorm, per_node: bool, error_feedback: ErrorFeedback | None
     ) -> int:
-        """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
+        """Reduces a bucket to what this rank keeps state for; the norm is of this rank's shard."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
         target = _StepTarget(call.out, call.accumulate, error_feedback)
 

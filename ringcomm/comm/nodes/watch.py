@@ -3,9 +3,9 @@
 A rank that fails shows in different ways: to the ranks of its node in the node's abort words, to
 its rail peers by a connection that breaks, to all others by nothing. And whoever gives up breaks
 its own rails, so that a fault goes through all connections while only one rank knows its cause.
-So the first who knows a cause *claims* it in the store, where one claim is all that is kept;
-whoever notices something later takes over that claim. Then the rank aborts its node, whose ranks
-read the claim's words there, and breaks its rails.
+So the first who knows a cause *posts* it in the store, which keeps the first cause alone;
+whoever notices something later takes over that cause. Then the rank aborts its node, whose ranks
+read the cause's words there, and breaks its rails.
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ class NodeTrace:
 LOOK_S = 0.05
 # Of the first rank of each node, so that a store answers as many questions as there are nodes.
 ASK_STORE_S = 0.15
-# A broken connection may be the echo of a claim that is about to be made.
-CLAIM_S = 0.25
+# A broken connection may be the echo of a fault whose cause is about to be posted.
+CAUSE_S = 0.25
 # A rank that waits on a rail gives those of a node that wait for the culprit itself this lead.
 GRACE_S = 0.5
 STORE_S = 0.5
-LONGEST_CLAIM = 240
+LONGEST_CAUSE = 240
 _SILENT = "The store"
 
 T = TypeVar("T")
@@ -278,9 +278,9 @@ class Watch:
             timeout_s: of the communicator.
             text: what the transport said.
         """
-        claim = self._claim_of_others(CLAIM_S)
-        if claim is not None:
-            self.fail(claim, claimed=True)
+        cause = self._cause_of_others(CAUSE_S)
+        if cause is not None:
+            self.fail(cause, posted=True)
             return
         who, awaited = self._me(), self._layout.named(peer)
         said = told_by(text)
@@ -366,31 +366,31 @@ class Watch:
 
     # ---- what is done about it -------------------------------------------------------------------
 
-    def fail(self, error: RingcommError, *, claimed: bool = False) -> RingcommError:
+    def fail(self, error: RingcommError, *, posted: bool = False) -> RingcommError:
         """Ends the communicator with an error, unless it has ended; returns the error that counts.
 
         Args:
             error: without the head of the operation.
-            claimed: it is the claim that stands in the store.
+            posted: it is the cause in the store.
         """
         with self._guard:
             if self.error is not None:
                 return self.error
-            if not claimed:
-                error = self._claim(error)
+            if not posted:
+                error = self._post_cause(error)
             self.error = error
         if self.trace is not None:
             self.trace.copy()  # NOTE [A trace over nodes]
-        self._abort_node(text_of(error)[:LONGEST_CLAIM])
+        self._abort_node(text_of(error)[:LONGEST_CAUSE])
         for each in self.breakable:
             each.break_up()
         if self.trace is not None:
             self.trace.write(error)
         return error
 
-    def _abort_node(self, claim: str) -> None:
-        """Makes the calls of this node give up; its ranks read the claim."""
-        self._inner.abort(claim)
+    def _abort_node(self, cause: str) -> None:
+        """Makes the calls of this node give up; its ranks read the cause."""
+        self._inner.abort(cause)
 
     def close(self) -> None:
         """Ends the watch."""
@@ -411,8 +411,8 @@ class Watch:
         """Words a fault of the node, whose ranks are numbered within it."""
         node_ranks = self._layout.node_ranks
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
-            # The claim in the store is whole, and the reason may be cut.
-            answers = self._ask(self._claim_that_stands, STORE_S)
+            # The cause in the store is whole, and the reason may be cut.
+            answers = self._ask(self._posted_cause, STORE_S)
             return (answers[0] or told) if answers else self._without_store(told)
         fault = dict(fault)
         for name in ("rank", "peer"):
@@ -482,9 +482,9 @@ class Watch:
         self._tell_ends()
         if self._layout.local_rank == 0 and time.monotonic() >= self._asked_s + ASK_STORE_S:
             self._asked_s = time.monotonic()
-            claim = self._read_claim()
-            if claim is not None:
-                self.fail(claim, claimed=True)
+            cause = self._read_cause()
+            if cause is not None:
+                self.fail(cause, posted=True)
 
     def _probe(self, wait: RailWait) -> Probe:
         """Returns the probe of the connection that a wait needs."""
@@ -509,8 +509,8 @@ class Watch:
         """The rank that a call of this one waits for on a rail, or -1."""
         return self.awaiting.of(self._layout.local_rank)
 
-    def _claim_of_others(self, patience_s: float) -> RingcommError | None:
-        """Returns the claim in the store, waiting for one that is about to be made."""
+    def _cause_of_others(self, patience_s: float) -> RingcommError | None:
+        """Returns the cause in the store, waiting for one that is about to be posted."""
         deadline = time.monotonic() + patience_s
         while True:
             if self.error is not None:
@@ -518,26 +518,26 @@ class Watch:
             fault = self._inner.fault()
             if fault is not None:
                 return self._of_node(fault)
-            claim = self._read_claim(max(deadline - time.monotonic(), LOOK_S))
-            if claim is not None:
-                return claim
+            cause = self._read_cause(max(deadline - time.monotonic(), LOOK_S))
+            if cause is not None:
+                return cause
             if time.monotonic() >= deadline:
                 return None
             time.sleep(LOOK_S)
 
-    def _read_claim(self, patience_s: float = STORE_S) -> RingcommError | None:
-        answers = self._ask(self._claim_that_stands, patience_s)
+    def _read_cause(self, patience_s: float = STORE_S) -> RingcommError | None:
+        answers = self._ask(self._posted_cause, patience_s)
         return answers[0] if answers else None
 
-    def _claim_that_stands(self) -> RingcommError | None:
-        if not self._store.check(["claim"]):
+    def _posted_cause(self) -> RingcommError | None:
+        if not self._store.check(["cause"]):
             return None
-        return _error_of(self._store.get("claim").decode(errors="replace"))
+        return _error_of(self._store.get("cause").decode(errors="replace"))
 
-    def _claim(self, error: RingcommError) -> RingcommError:
-        """Claims the cause in the store; returns the claim that stands there."""
+    def _post_cause(self, error: RingcommError) -> RingcommError:
+        """Posts the cause in the store; returns the cause that the store keeps."""
 
-        answers = self._ask(lambda: claim(self._store, error), STORE_S)
+        answers = self._ask(lambda: post_cause(self._store, error), STORE_S)
         if not answers:
             return self._without_store(error)
         return answers[0] or error
@@ -590,23 +590,23 @@ def _waited_beyond(fault: dict[str, Any], beyond: int) -> RingcommError:
     )
 
 
-def claim(store: Store, error: RingcommError) -> RingcommError | None:
-    """Claims the cause in the store of a communicator's faults; returns the claim that stands.
+def post_cause(store: Store, error: RingcommError) -> RingcommError | None:
+    """Posts the cause in the store of a communicator's faults; returns the cause that it keeps.
 
     Raises:
         RuntimeError: the store does not answer.
     """
-    text = store.compare_set("claim", "", text_of(error))
+    text = store.compare_set("cause", "", text_of(error))
     return _error_of(text.decode(errors="replace"))
 
 
 def text_of(error: RingcommError) -> str:
-    """Returns an error as the text of a claim."""
+    """Returns an error as the text that the store keeps."""
     return json.dumps([type(error).__name__, str(error)])
 
 
-def is_claim(text: str) -> bool:
-    """Tells whether the reason of an abort is a claim."""
+def is_posted_cause(text: str) -> bool:
+    """Tells whether the reason of an abort is a cause from the store."""
     return _error_of(text) is not None
 
 
@@ -718,7 +718,7 @@ class DeviceWatch(Watch):
         if self.error is None and core.native.raised:
             fault = core.fault()
             if fault is not None:
-                if fault["kind"] == "aborted" and not is_claim(fault["reason"]):
+                if fault["kind"] == "aborted" and not is_posted_cause(fault["reason"]):
                     fault = {**fault, "reason": self._renamed(fault["reason"])}
                 self.fail(self._worded(fault, None))
         return self.error
@@ -746,9 +746,9 @@ class DeviceWatch(Watch):
             text,
         )
 
-    def _abort_node(self, claim: str) -> None:
-        super()._abort_node(claim)
-        self._calls.device_core.abort(claim)
+    def _abort_node(self, cause: str) -> None:
+        super()._abort_node(cause)
+        self._calls.device_core.abort(cause)
 
     def _waits(self) -> bool:
         return super()._waits() or bool(self.under_way)

@@ -5,8 +5,8 @@ A folder ``global_step<N>`` has files of model states, one at stages 1 and 2 and
 and one of optimizer states of each rank. A param group's trainable parameters are flattened one
 after the other. At stages 1 and 2 the flat tensor is cut into a partition for each rank;
 ``param_slice_mappings`` says which elements of the partition are which parameter's. At stage 3 each
-parameter is padded to a multiple of W elements and cut, and a rank's parts of them are flattened
-one after the other. FP32 masters and moments lie alike. At stage 3 a param group may be several
+parameter is padded to a multiple of W elements and cut, and a rank's partitions are flattened one
+after the other. FP32 masters and moments lie alike. At stage 3 a param group may be several
 flat ones; the numbers in its "params" are those of the flat ones. DeepSpeed 0.19 writes this.
 
 NOTE [Checkpoints of torch]

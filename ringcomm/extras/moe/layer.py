@@ -318,9 +318,9 @@ class MoE(nn.Module):
         return f"num_experts={self.num_experts}, options={self.options}"
 
 
-# ---- Sharded state of modules with experts: each part over the ranks that have it ---------------
-# The *dense part* of a module is what all ranks have alike: everything but the experts, and so the
-# routers, too. Of the experts a rank has its own, and its *replicas* are the ranks with the same.
+# ---- Sharded state of modules with experts: dense layers over all ranks, experts over replicas ---
+# The *dense layers* of a module are what all ranks have alike: everything but the experts, and so
+# the routers, too. Of the experts a rank has its own; its *replicas* are the ranks with the same.
 
 _SHARD = "moe.shard"
 _EXPERTS, _TENSOR = "ep", "tp"
@@ -330,10 +330,10 @@ _GROUPS = "_ringcomm_expert_groups"
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The experts of a module, and the groups of ranks that have them and the dense part.
+    """The experts of a module, and the groups of ranks that have them and the dense layers.
 
     Attributes:
-        everyone: the ranks that have the dense part.
+        everyone: the ranks that have the dense layers.
         experts: the experts of this rank, by layer; None where there are none.
         group: the ranks that experts are divided over, or None.
         replicas: the ranks with the same experts, or None.
@@ -370,17 +370,17 @@ def shard(
 ) -> nn.Module:
     """Shards a module that has :class:`MoE` layers, as ``zero.shard`` does; collective.
 
-    The dense part is sharded over all ranks, and experts over the ranks that have the same. With
+    The dense layers are sharded over all ranks, and experts over the ranks that have the same. With
     ``reduce="avg"`` both have the gradient of the mean of all ranks' losses; with "sum", of the
     sum. Routers stay float32. Build :class:`Optimizer` on the module afterwards.
 
     Args:
         module: has layers of experts that are all divided over the same ranks.
-        stage: of ZeRO, 0 to 3, of both parts.
+        stage: of ZeRO, 0 to 3, of dense layers and experts.
         comm: all ranks that train the module, as of ``zero.shard``.
         mesh: in place of ``comm``, a DeviceMesh of the axes "ep" and of data parallelism, and
             perhaps "pp" and "tp".
-        options: of the dense part.
+        options: of the dense layers.
         expert_options: of the experts, whose names are "0.1.weight" and so on, by layer; None
             takes ``options``, but no names of modules in them.
 
@@ -530,7 +530,7 @@ def _check_experts(layers: Mapping[str, MoE]) -> None:
 
 
 def _dense_options(layers: Mapping[str, MoE], options: zero.ZeroOptions) -> zero.ZeroOptions:
-    """Returns the options of the dense part, which leaves experts out and routers in FP32."""
+    """Returns the options of the dense layers, which leave experts out and routers in FP32."""
     prefixes = [f"{name}." if name else "" for name in layers]
     experts = [
         f"{prefix}experts"
@@ -570,14 +570,14 @@ def _expert_options(
     return replace(given, divisor=group_size if given.reduce == "avg" else 1)
 
 
-# ---- One optimizer of the dense part and of the experts ----------------------------------------
+# ---- One optimizer of the dense layers and of the experts --------------------------------------
 
 
 _OPTIMIZER = "moe.Optimizer"
 
 
 class Optimizer:
-    """The optimizers of the dense part and of the experts, which step together.
+    """The optimizers of the dense layers and of the experts, which step together.
 
     Norms are those of the whole model, and a step that ``check_finite`` skips is skipped for all of
     it. Schedules of learning rates are made for each of ``optimizers``::
@@ -589,10 +589,10 @@ class Optimizer:
     Args:
         module: what :func:`ringcomm.extras.moe.shard` returned.
         make: makes an optimizer of :mod:`ringcomm.optim` on a list of parameters; called for the
-            dense part, and on ranks with experts for these. Equal on all ranks.
+            dense layers, and on ranks with experts for these. Equal on all ranks.
 
     Attributes:
-        dense: the optimizer of the dense part.
+        dense: the optimizer of the dense layers.
         experts: that of the experts; None where there are none.
 
     Raises:
@@ -614,7 +614,7 @@ class Optimizer:
 
     @property
     def optimizers(self) -> list[ShardedOptimizer]:
-        """The optimizers, that of the dense part first."""
+        """The optimizers, that of the dense layers first."""
         return [self.dense] if self.experts is None else [self.dense, self.experts]
 
     @property
@@ -661,7 +661,7 @@ class Optimizer:
             error_if_nonfinite: as of ``ShardedOptimizer.clip_grad_norm_``.
 
         Returns:
-            The norm before, of the dense part once and of all experts; with stages of a pipeline
+            The norm before, of the dense layers once and of all experts; with stages of a pipeline
             ("pp" in the mesh of :func:`ringcomm.extras.moe.shard`) of all stages.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
@@ -696,17 +696,17 @@ def _made(
     if optimizer.scales_losses:
         raise UnsupportedError(
             f"{_OPTIMIZER}: make: expected an optimizer without loss_scaler=, which would adapt to "
-            "the overflows of one part alone; train in bfloat16, which needs none"
+            "the overflows of one optimizer alone; train in bfloat16, which needs none"
         )
     return optimizer
 
 
-# ---- Checkpoints: the dense part in one folder, the experts of each rank in another --------------
+# ---- Checkpoints: the dense layers in one folder, the experts of each rank in another ----------
 #
 # NOTE [When a checkpoint of both is whole]
-# Experts are saved first, and the dense part last. So a step has a checkpoint once the dense part
-# has one, and what experts have of later steps is of a save that was cut off: the next one removes
-# it.
+# Experts are saved first, and the dense layers last. So a step has a checkpoint once the dense
+# layers have one, and what experts have of later steps is of a save that was cut off: the next save
+# removes it.
 
 _SAVE, _LOAD = "moe.save", "moe.load"
 
@@ -720,7 +720,7 @@ def save(
     data: Any = None,
     keep: int | None = 2,
 ) -> Path:
-    """Saves both parts below ``root``; collective.
+    """Saves dense layers and experts below ``root``; collective.
 
     Args:
         root: the run's folder, which all ranks see; another one for each stage of a pipeline.
@@ -731,7 +731,7 @@ def save(
         optimizer: on it.
 
     Returns:
-        The folder of the dense part's checkpoint.
+        The folder of the dense layers' checkpoint.
 
     Raises:
         Exception: as of ``zero.save``.
@@ -767,8 +767,8 @@ def load(
         optimizer: on it, or None to load the module alone.
 
     Raises:
-        CheckpointError: there is none of both parts, experts were divided over another number of
-            ranks, or one part is damaged; nothing was changed.
+        CheckpointError: there is none of both, experts were divided over another number of
+            ranks, or one of them is damaged; nothing was changed.
         ArgumentError: as of ``zero.load``.
     """
     root = path_of(root, _LOAD, "root")

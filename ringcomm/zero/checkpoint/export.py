@@ -284,7 +284,7 @@ def save_pretrained(
         engine.check_slots("save_pretrained")
         owner = engine.placement.owner
         if isinstance(owner, ShardedStep):
-            owner.refuse_if_torn("save_pretrained")
+            owner.refuse_if_partly_updated("save_pretrained")
     told = {"path": str(path), "max_file_bytes": most_bytes, "dtype": str(dtype)}
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
     parts = {part.name: part for part in model_shards(engine)}

@@ -490,7 +490,7 @@ class Checkpoints:
 
         Args:
             step: after those that are saved; equal on all ranks.
-            tensors: by name, this rank's parts of flat tensors. Each element is on one rank.
+            tensors: by name, this rank's shards of flat tensors. Each element is on one rank.
             data: None, bools, ints, floats, strings, and lists, tuples and dicts of them; equal
                 on all ranks.
             rank_data: the same, of this rank.

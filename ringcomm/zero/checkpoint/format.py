@@ -840,7 +840,7 @@ class FlatShard(torch.Tensor):
 
 
 class DTensorBox(NamedTuple):
-    """The box of a tensor that is a rank's local shard of a DTensor.
+    """The box of a tensor that is a rank's local tensor of a DTensor.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -853,7 +853,7 @@ class DTensorBox(NamedTuple):
 
 
 class DTensorShard(FlatShard):
-    """Elements [begin, begin + data.numel()) of a flattened local shard of a DTensor.
+    """Elements [begin, begin + data.numel()) of a flattened local tensor of a DTensor.
 
     It is saved as boxes of the tensor in its real shape, since a run of a box's elements is none of
     the tensor's.
@@ -911,7 +911,7 @@ class Contents:
     """The contents that one rank saves.
 
     Attributes:
-        tensors: by name, this rank's parts.
+        tensors: by name, this rank's shards.
         data: JSON data, equal on all ranks.
         rank_data: this rank's own JSON data.
         rank_tensors: this rank's own tensors, by name.

@@ -282,7 +282,7 @@ class TrainState:
         return f"<ringcomm.zero.TrainState of stage {self._engine.stage} on {comm!r}>"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns by name this rank's part of each flat tensor, to be saved or loaded in place.
+        """Returns by name this rank's shard of each flat tensor, to be saved or loaded in place.
 
         "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
         those of modules' extra state, the rest of which is "extra".
@@ -296,7 +296,7 @@ class TrainState:
         params = module_state.copies_of_params(engine)
         tensors = [*params, *module_state.loose_shards(engine, True)]
         if step is not None:
-            step.refuse_if_torn("state_dict")
+            step.refuse_if_partly_updated("state_dict")
             tensors += state_shards(engine, step, True)
         shards = {each.name: each.shard() for each in tensors}
         buffers = module_state.buffers_of(engine.setup.module)
@@ -419,7 +419,7 @@ def save(
         engine.check_all("save")
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
-            sharded.refuse_if_torn("save")
+            sharded.refuse_if_partly_updated("save")
         extra = _extra_state(engine)
         buffers = module_state.buffers_of(engine.setup.module)
         tensors, generators = save_generators(engine.comm.device)

@@ -281,7 +281,7 @@ class TensorShard:
 
     Where ``local`` has no memory (device "meta"), ``read`` yields the elements of a range of the
     tensor that it is a view of. Under tensor parallelism the flat tensor may be the
-    local shard of a parameter. ``sharding`` then says which one.
+    local tensor of a parameter. ``sharding`` then says which one.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Reading and writing of one parameter's reduced gradient, FP32 master and optimizer state.
 
-NOTE [Pieces]
-A rank keeps the part of a parameter that lies in its chunks, which is one run of elements of the
-flattened parameter, and may be empty. Functions with ``local=True`` read and write that run, whose
-location :func:`ringcomm.zero.local_shards` tells; the others take and return whole tensors.
+NOTE [Local shards]
+A rank keeps the elements of a parameter that lie in its chunks: its local shard, which is one run
+of the flattened parameter, and may be empty. Functions with ``local=True`` read and write it;
+:func:`ringcomm.zero.local_shards` tells where it lies. The others take and return whole tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
 
     Args:
         param: a trainable parameter of a sharded module.
-        local: return this rank's piece of the flattened gradient alone.
+        local: return this rank's local shard of the flattened gradient alone.
 
     Returns:
         A copy as float32; None if no rank has a gradient of it.
@@ -64,7 +64,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
         access = _Access.of(param, "get_gradient")
         sharded = access.sharded
         access.placement.module.check_values("get_gradient")
-        sharded.refuse_if_torn("get_gradient")
+        sharded.refuse_if_partly_updated("get_gradient")
     if access.gathers(local):
         access.agree({})
     sharded.reduce_now("get_gradient")
@@ -89,8 +89,8 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     Args:
         param: a trainable parameter of a sharded module.
         value: of its shape, equal on all ranks, perhaps a DTensor as the parameter is; with
-            ``local`` this rank's piece, flat.
-        local: ``value`` is this rank's piece.
+            ``local`` this rank's local shard, flat.
+        local: ``value`` is this rank's local shard.
 
     Raises:
         ArgumentError: as of :func:`get_gradient`, or ``value`` does not fit; nothing was changed.
@@ -100,8 +100,8 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         access = _Access.of(param, "set_gradient")
         sharded = access.sharded
         access.placement.module.check_values("set_gradient")
-        sharded.refuse_if_torn("set_gradient")
-        piece = access.piece_of(value, local)
+        sharded.refuse_if_partly_updated("set_gradient")
+        shard = access.local_shard_of(value, local)
     access.agree({"value": access.digest(value, local)})
     sharded.reduce_now("set_gradient")
     if access.bucket is not None:
@@ -111,7 +111,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         target = within(sharded.plan.reduced(access.bucket), chunk, access.segment)
         first = max(access.segment.begin, chunk.begin) - begin
         if target.numel():
-            target.copy_(piece[first : first + target.numel()])
+            target.copy_(shard[first : first + target.numel()])
     sharded.wrote_gradient(access.index)
 
 
@@ -147,8 +147,8 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     with _on_all(param, "set_master"):
         access = _Access.of(param, "set_master")
         sharded = access.sharded
-        sharded.refuse_if_torn("set_master")
-        piece = access.piece_of(value, local)
+        sharded.refuse_if_partly_updated("set_master")
+        shard = access.local_shard_of(value, local)
         access.placement.check("set_master")
         # From here on no rank reads what its peers are about to change.
         engine = owner_of(param)
@@ -159,7 +159,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     if access.bucket is not None:
         sharded.written.take_over()
         with access.all_or_none() if access.may_fail(False) else nullcontext():
-            write_master(access.bucket, access.own, piece)
+            write_master(access.bucket, access.own, shard)
         access.publish()
 
 
@@ -170,7 +170,7 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
     Args:
         param: a trainable parameter of a sharded module.
         name: as in the optimizer's ``state``: "exp_avg", "momentum_buffer" and others.
-        local: return this rank's piece of the flattened tensor alone.
+        local: return this rank's local shard of the flattened tensor alone.
 
     Returns:
         A copy, float32; None if the parameter has no such state yet, as before its first step.
@@ -206,22 +206,22 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
     """
     with _on_all(param, "set_state", local=local):
         access = _Access.of(param, "set_state")
-        piece = access.state_piece_of(name, value, local)
+        shard = access.state_shard_of(name, value, local)
     if not local:
         access.agree({"name": name, "value": access.digest(value, local)})
     if name in access.kept_whole:
-        access.kept_whole[name].copy_(piece)
+        access.kept_whole[name].copy_(shard)
     elif access.bucket is not None:
         with access.all_or_none() if access.may_fail(local) else nullcontext():
-            access.bucket.write_state(name, access.own.begin, piece)
+            access.bucket.write_state(name, access.own.begin, shard)
 
 
 def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
     """Has a hook see each reduced gradient before the step; collective.
 
-    It is called with a parameter's name, a view of this rank's piece of the flattened gradient, and
-    the piece's first element. What it writes there counts. One rank, with ``state="node"`` one of
-    each node, sees an element of a gradient, if any rank has that gradient.
+    It is called with a parameter's name, a view of this rank's local shard of the flattened
+    gradient, and the shard's first element. What it writes there counts. One rank, with
+    ``state="node"`` one of each node, sees an element of a gradient, if any rank has that gradient.
 
     The calls come in the layout's order, in the thread that steps, once all gradients are reduced:
     in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then have what
@@ -266,7 +266,7 @@ def _on_all(
     Args:
         param: what was passed as a parameter.
         operation: named in errors.
-        reads: it needs others only where they have other pieces of the parameter.
+        reads: it needs others only where they have other shards of the parameter.
         local: it needs no others.
     """
     engine = owner_of(param) if isinstance(param, Tensor) else None
@@ -386,31 +386,31 @@ class _Access:
         """Returns a copy of the parameter's part of a tensor of the ranks' state."""
         assert self.bucket is not None
         with self.all_or_none() if self.may_fail(local) else nullcontext():
-            piece = self.bucket.read_state(name, *self.own)
+            shard = self.bucket.read_state(name, *self.own)
         if local or self.sharded.shard_of[1] == 1:
-            return self.shown(piece, local)
-        return self.shown(self.gather(piece), local)
+            return self.shown(shard, local)
+        return self.shown(self.gather(shard), local)
 
-    def gather(self, piece: Tensor) -> Tensor:
-        """Returns the flattened tensor of which the ranks have the pieces; collective."""
+    def gather(self, shard: Tensor) -> Tensor:
+        """Returns the flattened tensor of which the ranks have the shards; collective."""
         sharers = self.sharded.setting.sharers
         if sharers is None or self.bucket is None:
-            return piece
-        whole = piece.new_empty(self.spec.elems)
-        sharers.all_gather(self._pieces_of_all(whole, self.segment.begin), piece.contiguous())
+            return shard
+        whole = shard.new_empty(self.spec.elems)
+        sharers.all_gather(self._shards_of_all(whole, self.segment.begin), shard.contiguous())
         return whole
 
-    def _pieces_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
-        """Returns by rank that shares state its piece of ``flat``, whose first element is given."""
+    def _shards_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
+        """Returns by rank that shares state its shard of ``flat``, whose first element is given."""
         sharers = self.sharded.setting.sharers
         assert sharers is not None and self.bucket is not None
         everything = Chunk(first, first + flat.numel())
-        pieces = []
+        shards = []
         for chunk in self.bucket.layout.chunks(sharers):
             low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
             here = Segment(low, max(low, high), self.index)
-            pieces.append(within(flat, everything, here))
-        return pieces
+            shards.append(within(flat, everything, here))
+        return shards
 
     def shown(self, flat: Tensor, local: bool) -> Tensor:
         """Returns a whole flattened tensor as it was asked for: flat, or as the parameter lies."""
@@ -421,7 +421,7 @@ class _Access:
 
     # ---- writing --------------------------------------------------------------------------------
 
-    def piece_of(self, value: Tensor, local: bool) -> Tensor:
+    def local_shard_of(self, value: Tensor, local: bool) -> Tensor:
         """Returns what this rank keeps of a value that is to be set, as float32.
 
         Raises:
@@ -445,7 +445,7 @@ class _Access:
         return flat if local else flat[begin : begin + elems]
 
     def _own_of(self, value: Tensor) -> Tensor:
-        """Returns this rank's part of a value that is whole, or a DTensor as the parameter is."""
+        """Returns this rank's local tensor of a value: whole, or a DTensor like the parameter."""
         sharding = self.spec.sharding
         if is_distributed(value):
             if not lies_alike(value, self.param):
@@ -455,11 +455,11 @@ class _Access:
                 )
             return local_of(value)
         if sharding is not None and tuple(value.shape) == sharding.shape:
-            return sharding.local_shard_of(value, self.spec.shape)
+            return sharding.local_tensor_of(value, self.spec.shape)
         return value
 
     def digest(self, value: Tensor, local: bool) -> str:
-        """Returns what must be equal on all ranks of a value; "" if each has another piece."""
+        """Returns what must be equal on all ranks of a value; "" if each has another shard."""
         if local and self.sharded.shard_of[1] > 1:
             return ""
         return f"checksum {checksum(local_of(value).detach().contiguous())}"
@@ -479,7 +479,7 @@ class _Access:
             raise self.fail(f"{self.sharded.rule.name} keeps {kept}, got {name!r}")
         return False
 
-    def state_piece_of(self, name: str, value: Tensor, local: bool) -> Tensor:
+    def state_shard_of(self, name: str, value: Tensor, local: bool) -> Tensor:
         """Returns what this rank keeps of a tensor of the state that is to be set.
 
         Raises:
@@ -488,7 +488,7 @@ class _Access:
         if not self.has_state(name):
             raise self.fail(f"it has no {name} yet; take its first step before setting it")
         if name not in self.kept_whole:
-            return self.piece_of(value, local)
+            return self.local_shard_of(value, local)
         mine = self.kept_whole[name]
         if not isinstance(value, Tensor) or value.shape != mine.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else value
@@ -496,24 +496,24 @@ class _Access:
         return value
 
     def publish(self) -> None:
-        """Gives all copies of the parameter what this rank has written to its piece; collective."""
+        """Gives all copies of the parameter what this rank has written to its shard; collective."""
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
         if bucket.compression is not None:
             bucket.share()
         elif bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
             own = within(bucket.own_params, bucket.chunk, self.segment).clone()
-            sharers.all_gather(self._pieces_of_all(bucket.params, 0), own)
+            sharers.all_gather(self._shards_of_all(bucket.params, 0), own)
         else:
             bucket.share()
         if self.comm is not None:
             self.comm.barrier()
 
 
-def write_master(bucket: Bucket, own: Chunk, piece: Tensor) -> None:
+def write_master(bucket: Bucket, own: Chunk, shard: Tensor) -> None:
     """Writes the master of elements of this rank's chunk, and the parameters there."""
     if bucket.state.remainder is None:
         first = bucket.chunk.begin
         with bucket.params_here(write=True):
-            bucket.own_params[own.begin - first : own.end - first].copy_(piece)
-    bucket.write_state("master", own.begin, piece)
+            bucket.own_params[own.begin - first : own.end - first].copy_(shard)
+    bucket.write_state("master", own.begin, shard)

@@ -828,7 +828,7 @@ def _watch_dtensor(tensor: Any) -> _VersionWatch:
 
 
 class _DTensorOnDisk:
-    """A DTensor, of which this rank's part is on the disk."""
+    """A DTensor whose local tensor is on the disk."""
 
     def __init__(self, tensor: Any, receipt: Receipt) -> None:
         self.receipt = receipt

@@ -328,7 +328,7 @@ def allow_conversions(modules: list[nn.Module]) -> None:
 
 # Called, it returns None, as the reference to a backward that is over does.
 _NOTHING = type(None)
-#: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
+#: Called with the name of a parameter, a shard of its gradient, and the first element of the shard.
 GradientHook = Callable[[str, Tensor, int], object]
 # By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
 # since they refer to the keys. torch's class is not typed.

@@ -178,8 +178,8 @@ class _Reduced:
         first = self.sharded.first_pass
         return first is not None and self.sharded.gradients.same(first.mark, self.index)
 
-    def piece(self) -> Tensor:
-        """Returns this rank's piece, flat."""
+    def local_shard(self) -> Tensor:
+        """Returns this rank's local shard, flat."""
         bucket_number, segment = self.sharded.layout.locations[self.index]
         bucket = self.sharded.buckets[bucket_number]
         chunk = bucket.layout.chunk(*self.sharded.setting.shard_of)
@@ -287,7 +287,7 @@ class ModuleGradients:
         if reduced is not None:
             # Another reduction would lose the changes of other parameters' gradients.
             if value is not None:
-                reduced.piece().copy_(self._piece_of(reduced, local_of(value)))
+                reduced.local_shard().copy_(self._local_shard_of(reduced, local_of(value)))
             reduced.sharded.table.active[reduced.index] = float(value is not None)
             self._wrote(reduced)
 
@@ -467,7 +467,7 @@ class ModuleGradients:
         current = reduced is not None and reduced.is_current
         terms = self._terms(own)
         if current and reduced is not None and self._engine.reduction is None:
-            terms.append(reduced.piece())
+            terms.append(reduced.local_shard())
         for term in terms:
             getattr(term, name)(*rest, **kwargs)
         if current and reduced is not None:
@@ -488,8 +488,8 @@ class ModuleGradients:
             set_grad(param, there)
         getattr(there, name)(*rest, **kwargs)
         if current and reduced is not None:
-            rest = [self._piece_of(reduced, each) for each in rest]
-            getattr(reduced.piece(), name)(*rest, **kwargs)
+            rest = [self._local_shard_of(reduced, each) for each in rest]
+            getattr(reduced.local_shard(), name)(*rest, **kwargs)
             self._wrote(reduced)
 
     def _refuse_sum(self, own: ParamGradient, called: str) -> None:
@@ -498,8 +498,8 @@ class ModuleGradients:
         if engine.options.reduce == "sum" and engine.comm.world_size > 1:
             self.refuse(own, f'{called}, with ZeroOptions(reduce="sum"),')
 
-    def _piece_of(self, reduced: _Reduced, value: Any) -> Any:
-        """Returns this rank's piece of a tensor that is added to a gradient."""
+    def _local_shard_of(self, reduced: _Reduced, value: Any) -> Any:
+        """Returns this rank's shard of a tensor that is added to a gradient."""
         if not isinstance(value, Tensor) or value.numel() == 1:
             return value
         sharded, index = reduced.sharded, reduced.index
@@ -507,7 +507,7 @@ class ModuleGradients:
         chunk = sharded.buckets[bucket_number].layout.chunk(*sharded.setting.shard_of)
         low = max(segment.begin, chunk.begin)
         flat = value.expand(sharded.layout.params[index].shape).reshape(-1)
-        return flat[low - segment.begin : low - segment.begin + reduced.piece().numel()]
+        return flat[low - segment.begin : low - segment.begin + reduced.local_shard().numel()]
 
     def _overwrite(self, own: ParamGradient, name: str, rest: Sequence[Any]) -> None:
         self._refuse_in_backward(name)
@@ -553,7 +553,7 @@ class ModuleGradients:
         param = own._param()
         sharded = self._step(called)
         sharded.refuse_in_backward(f"p.grad.{called}")
-        sharded.refuse_if_torn(f"p.grad.{called}")
+        sharded.refuse_if_partly_updated(f"p.grad.{called}")
         head = sharded.setting.where(f"p.grad.{called}")
         if param is not None and is_distributed(param):
             raise UnsupportedError(
@@ -657,11 +657,11 @@ class ModuleGradients:
         if first.clipped and first.clip is not self._one:
             self._apply_clip(sharded)
         divisor = self._engine.placement.divisor
-        piece = reduced.piece()
-        wide = piece if divisor == 1 else piece / divisor
+        shard = reduced.local_shard()
+        wide = shard if divisor == 1 else shard / divisor
         getattr(wide, name)(*rest, **kwargs)
         if divisor != 1:
-            piece.copy_(wide * divisor)
+            shard.copy_(wide * divisor)
         self._wrote(reduced)
 
     def _apply_clip(self, sharded: ShardedStep) -> None:
@@ -671,7 +671,7 @@ class ModuleGradients:
         factor = first.clip.to(torch.float32)
         for index in sharded.layout.locations:
             each = _Reduced(sharded, index)
-            each.piece().mul_(factor)
+            each.local_shard().mul_(factor)
             self._wrote(each)
         first.clip = self._one = torch.ones_like(first.clip)
 

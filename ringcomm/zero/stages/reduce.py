@@ -298,8 +298,8 @@ class GradientBucket:
         """True if a gradient was reduced that is neither cleared nor zero."""
         return any(on and index not in self.zeroed for index, on in enumerate(self.active))
 
-    def piece(self, index: int) -> Tensor:
-        """Returns the part of the shard that is of one parameter."""
+    def local_shard_of(self, index: int) -> Tensor:
+        """Returns the elements of the shard that are of one parameter."""
         entry, chunk = self.stored.params[index], self.stored.state_chunk
         begin, end = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
         return self.shard[begin - chunk.begin : max(begin, end) - chunk.begin]
@@ -832,7 +832,7 @@ class Reduction:
             return False
         # Another rank may have brought one.
         self.wait()
-        return bool(bucket.piece(index).count_nonzero())
+        return bool(bucket.local_shard_of(index).count_nonzero())
 
     def clear(self, number: int, index: int) -> None:
         """Forgets the gradient of one parameter, on this rank.
@@ -867,7 +867,7 @@ class Reduction:
         if number in self.kept:
             found.append(bucket.stored.params[index].view(self.kept[number]))
         if bucket.holds:
-            found.append(bucket.piece(index))
+            found.append(bucket.local_shard_of(index))
         return found
 
     def _fill_cleared(self) -> None:
@@ -882,7 +882,7 @@ class Reduction:
             kept = self.kept.get(number)
             for index in bucket.cleared:
                 if bucket.holds:
-                    bucket.piece(index).zero_()
+                    bucket.local_shard_of(index).zero_()
                 if kept is not None:
                     bucket.stored.params[index].view(kept).zero_()
             bucket.cleared.clear()

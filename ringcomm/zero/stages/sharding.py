@@ -591,7 +591,7 @@ def shard(
         ArgumentError: a bad stage, no parameter, a module that is sharded already, a
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
-            that this rank is not in, or of ranks that have different local shards of DTensor
+            that this rank is not in, or of ranks that have different local tensors of DTensor
             parameters; ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a
             name in ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,

@@ -1,4 +1,4 @@
-"""The pieces of parameters that a rank keeps, to be read and written without unsharding.
+"""The shards of parameters that a rank keeps, to be read and written without unsharding.
 
 NOTE [What a rank keeps]
 At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has whole parameters,
@@ -103,7 +103,7 @@ class LocalShard:
 
 
 def local_shards(module: nn.Module) -> dict[str, LocalShard]:
-    """Returns by name the piece of each parameter that this rank keeps; needs no other rank.
+    """Returns by name the shard of each parameter that this rank keeps; needs no other rank.
 
     A step changes their values. They are to be written in :func:`writing_shards` alone.
 
@@ -221,12 +221,12 @@ def _shards_of(
         low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
         name = names[id(entry.param)]
         begin, end = (low - entry.begin, high - entry.begin) if low < high else (0, 0)
-        piece = slice(low - chunk.begin, high - chunk.begin) if low < high else slice(0)
+        here = slice(low - chunk.begin, high - chunk.begin) if low < high else slice(0)
         values: Callable[[], Tensor]
         if isinstance(bucket, DiskBucket):
-            values = partial(_read, engine, bucket, name, piece)
+            values = partial(_read, engine, bucket, name, here)
         else:
-            values = partial(_same, own_of(bucket)[piece])
+            values = partial(_same, own_of(bucket)[here])
         yield LocalShard(name, begin, end, values)
 
 
@@ -234,12 +234,12 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
-def _read(engine: ShardEngine, bucket: DiskBucket, name: str, piece: slice) -> Tensor:
+def _read(engine: ShardEngine, bucket: DiskBucket, name: str, here: slice) -> Tensor:
     """Returns a copy of a shard on the disk, or that which is being written to."""
     if engine.shard_copies is not None:
         return engine.shard_copies[name]
     with bucket.here():
-        values: Tensor = bucket.own[piece].clone()
+        values: Tensor = bucket.own[here].clone()
     return values
 
 

@@ -345,7 +345,7 @@ def assign_buckets(
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
     """Returns the spec of a parameter in its bucket: cast, contiguous, and there even if frozen.
 
-    It is contiguous so that in checkpoints a piece of a bucket is a piece of the flattened
+    It is contiguous so that in checkpoints a shard of a bucket is a shard of the flattened
     parameter.
     """
     shape = tuple(local_of(param).shape)

@@ -21,7 +21,7 @@ Which parameters step is known bucket by bucket. So a small all-reduce before ea
 for each of its parameters, and the digest of the hyper-parameters, as the step has for all at once.
 A rank that refuses the step, or whose backward raised and whose reductions are made up for, sends
 infinity there: all ranks learn it at the same bucket, update nothing from there on, and raise in
-``optimizer.step()``. If buckets were updated before, the optimizer is torn.
+``optimizer.step()``. If buckets were updated before, the optimizer is partly updated.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BackwardUpdates:
     @property
     def changed(self) -> bool:
         """True if a bucket was updated in the step that is under way."""
-        return self._step is not None and self._step.torn
+        return self._step is not None and self._step.partly_updated
 
     def has_begun(self, number: int) -> bool:
         """Returns whether the step that is under way has begun to update a bucket."""
@@ -133,7 +133,7 @@ class BackwardUpdates:
         if self.under_way:
             self.reset()
         owner = self._owner
-        owner.refuse_if_torn(operation)
+        owner.refuse_if_partly_updated(operation)
         self._asked = Asked(_OPERATION)
         try:
             owner.take_hyper()
@@ -291,7 +291,7 @@ class BackwardUpdates:
         for index, steps in zip(self._indices[number], found, strict=True):
             if index is not None and steps:
                 active[index] = self._active[index] = 1.0
-        owner.torn = True
+        owner.partly_updated = True
         self._advance(owner, active)
         owner.offload.update_only(active)
         owner.plan.reduce_update_from(owner.buckets[number], grads)
@@ -350,7 +350,7 @@ class BackwardUpdates:
             self._end(owner, empty, brought)
         finally:
             self.reset()
-        owner.torn = False
+        owner.partly_updated = False
         owner.forget_reduced()
         if owner.setting.accumulator is not None:
             owner.setting.accumulator.clear()
@@ -395,7 +395,7 @@ class BackwardUpdates:
     def refuse_under_way(self, operation: str) -> None:
         """Raises ArgumentError while a step is under way; one that has failed ends.
 
-        Its optimizer is torn, if parameters have changed.
+        Its optimizer is partly updated, if parameters have changed.
         """
         if self.under_way and self._failure is None and self.changed:
             self._owner.refuse_under_way(operation)

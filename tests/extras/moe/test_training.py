@@ -1,4 +1,4 @@
-"""Training of modules with experts: both parts sharded, stepped, clipped and saved as one model."""
+"""Training of modules with experts: all layers sharded, stepped, clipped and saved as one model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def told(model: nn.Module, optimizer: Any, ranks: Any, share: float = 1.0) -> li
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's parameters: all of the dense part, and its experts."""
+    """This rank's parameters: all of the dense layers, and its experts."""
     experts = groups_of(model, "test").experts
     assert experts is not None
     with zero.unsharded(model), zero.unsharded(experts):
@@ -100,7 +100,7 @@ def dense() -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("reduce", ["avg", "sum"])
 def test_it_trains_as_the_dense_model_does(dense, reduce):
-    """Experts over 2 of 4 ranks: losses, norms over both parts, and parameters, at all stages."""
+    """Experts over 2 of 4 ranks: losses, norms over all layers, and parameters, at all stages."""
     expected, params = dense
     options = zero.ZeroOptions(bucket_elems=512, reduce=reduce)
     stages = (0, 1, 2, 3) if reduce == "avg" else (2,)
@@ -209,7 +209,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path):
         assert (loaded.step, loaded.data) == (3, {"seen": 3})
         told(again, its_optimizer, [comm.rank])
         assert same(values(again), values(model))
-        # Experts are not loaded without the dense part, whose checkpoint is damaged.
+        # Experts are not loaded without the dense layers, whose checkpoint is damaged.
         manifest = tmp_path / "dense" / "step-00000003" / "checkpoint.json"
         comm.barrier()
         sound = manifest.read_text()

@@ -158,7 +158,7 @@ def test_a_suspension_does_not_count(
 CLOCKS = {
     "comm/device/core.py": "grace for a reason that is about to be written",
     "comm/device/lifecycle.py": "grace for kernels while the process ends",
-    "comm/nodes/watch.py": "how often the store is asked; grace for a claim about to be made",
+    "comm/nodes/watch.py": "how often the store is asked; grace for a cause about to be posted",
     "comm/recorder/reader.py": "how long an error waits for its trace",
     "cuda/build.py": "how long a compiled kernel is awaited before it is compiled here",
     "launch.py": "grace for ranks that are told to end",

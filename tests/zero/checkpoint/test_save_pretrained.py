@@ -149,7 +149,7 @@ def test_a_step_that_failed_halfway(worlds, tmp_path):
         module = sharded(net, 2, comm)
         optimizer = AdamW(module.parameters())
         optimizer.prepare()
-        optimizer.sharded_step().torn = True
+        optimizer.sharded_step().partly_updated = True
         with pytest.raises(ringcomm.errors.RingcommError, match="failed halfway"):
             zero.save_pretrained(module, tmp_path / "out")
 

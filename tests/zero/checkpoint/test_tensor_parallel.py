@@ -85,7 +85,7 @@ def saved_and_loaded(rank, world_size):
 
 
 def saved_unsharded_and_in_16_bits(rank, world_size):
-    """Checkpoints of unsharded modules load into local shards of rows and columns, and back."""
+    """Checkpoints of unsharded modules load into local tensors of rows and columns, and back."""
     meshes = {tp: mesh_of(4 // tp, tp) for tp in (1, 4)}
     training = replace(SHORT, stage=3, zero=BF16, adamw=REMAINDER)
     root = shared_folder()

@@ -101,7 +101,7 @@ struct Endpoint {
   RC_TEAM_FN int segment_shift() const { return log2_of(uint32_t(segment_bytes())); }
   RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_shift()); }
 
-  // This channel's part of a span.
+  // This channel's slice of a span.
   RC_TEAM_FN Span slice(Span s) const {
     const Extent e = extent_of(s.bytes, team.portion(), cut.line_shift);
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};

@@ -228,7 +228,7 @@ RC_TEAM_FN Status check_headers(E& e, const LLCall& call) {
   return e.team.share(status);
 }
 
-// My payload at `from` (this channel's part of it) to one reader.
+// My payload at `from` (this channel's slice of it) to one reader.
 // model: send_payload (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int reader) {
