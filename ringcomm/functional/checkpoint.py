@@ -78,14 +78,14 @@ class _KeptShare:
     """The share of a tensor that a rank keeps until backward.
 
     Attributes:
-        comm: the ranks that have the other pieces.
-        piece: [ceil(elements / W)], the last ones padded with zeros.
+        comm: the ranks that have the other shards.
+        shard: [ceil(elements / W)], the last ones padded with zeros.
         shape: of the tensor.
         checksum: of its bits; None on a device, where nobody waits to compare it.
     """
 
     comm: Communicator
-    piece: Tensor
+    shard: Tensor
     shape: torch.Size
     checksum: Tensor | None
 
@@ -97,17 +97,17 @@ def _keep(comm: Communicator, tensor: Tensor) -> Tensor | _KeptShare:
     flat = tensor.detach().reshape(-1)
     each = -(-flat.numel() // world_size)
     own = flat[comm.rank * each : (comm.rank + 1) * each]
-    piece = flat.new_zeros(each)
-    piece[: own.numel()] = own
-    return _KeptShare(comm, piece, tensor.shape, None if comm.launches else _checksum(flat))
+    shard = flat.new_zeros(each)
+    shard[: own.numel()] = own
+    return _KeptShare(comm, shard, tensor.shape, None if comm.launches else _checksum(flat))
 
 
 def _bring(kept: Tensor | _KeptShare) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     comm = kept.comm
-    everyone = kept.piece.new_empty(comm.world_size * kept.piece.numel())
-    comm.all_gather_into_tensor(everyone, kept.piece)
+    everyone = kept.shard.new_empty(comm.world_size * kept.shard.numel())
+    comm.all_gather_into_tensor(everyone, kept.shard)
     flat = everyone[: kept.shape.numel()]
     if kept.checksum is not None and not torch.equal(_checksum(flat), kept.checksum):
         raise MismatchError(

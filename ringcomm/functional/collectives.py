@@ -872,15 +872,15 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Cuts the tensor along dimension 0, sends piece r to rank r, and joins what arrives.
+    """Cuts the tensor along dimension 0, sends split r to rank r, and joins what arrives.
 
     Its gradient is :func:`all_to_all` with the splits swapped.
 
     Args:
         tensor: [n, ...], of one dtype and row shape on all ranks; any strides.
-        output_splits: rows from each rank; None, for equal pieces, only if ``input_splits`` is
+        output_splits: rows from each rank; None, for equal splits, only if ``input_splits`` is
             None too, since what is sent does not tell what arrives.
-        input_splits: rows to each rank, with the sum n; None means equal pieces.
+        input_splits: rows to each rank, with the sum n; None means equal splits.
         group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:

@@ -78,7 +78,7 @@ def test_a_rank_keeps_its_share_alone(worlds):
         assert isinstance(found, _KeptShare)
         small = torch.ones(1)
         assert _keep(comm, small) is small
-        return found.piece.numel(), found.piece.untyped_storage().nbytes()
+        return found.shard.numel(), found.shard.untyped_storage().nbytes()
 
     assert worlds(2).run(pieces) == [(4, 16), (4, 16)]
 

@@ -624,13 +624,13 @@ class Collectives:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Cuts ``input`` along dimension 0, sends piece r to rank r, and joins received pieces.
+        """Cuts ``input`` along dimension 0, sends split r to rank r, and joins received splits.
 
         Args:
             output: contiguous; dimension 0 is the sum of ``output_split_sizes``.
             input: contiguous, of the same dtype and row size.
-            output_split_sizes: rows from each rank; None means equal pieces.
-            input_split_sizes: rows to each rank; None means equal pieces.
+            output_split_sizes: rows from each rank; None means equal splits.
+            input_split_sizes: rows to each rank; None means equal splits.
             async_op: return a Work at once instead of waiting.
 
         Raises:
@@ -670,7 +670,7 @@ class Collectives:
     def _piece_bytes(
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
-        """Returns the sizes of the pieces that dimension 0 is cut into."""
+        """Returns the sizes of the splits that dimension 0 is cut into."""
         sizes = checks.splits(f"{name}_split_sizes", splits)
         rows = tensor.size(0) if tensor.dim() else 1
         world_size = self._world_size
