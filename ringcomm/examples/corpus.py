@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ringcomm import ArgumentError
 
+HEAD_BYTES = 8192  # a zero byte among these makes a file binary
 LIMIT_BYTES = 32 << 20  # more than these small models see in a day of CPU time
 HELD_OUT_SHARE = 0.05
 SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "test", "tests", "idlelib"})
@@ -43,17 +46,15 @@ def read_corpus(data: str | None, context: int) -> Corpus:
 
     Raises ArgumentError where a file cannot be read, or there is too little text for the context.
     """
-    root = Path(sysconfig.get_path("stdlib") if data is None else data).expanduser()
-    if not os.path.exists(root):
-        raise ArgumentError(f"--data {root}: no such file or folder")
+    # Path.expanduser() raises for a user that there is not.
+    root = Path(os.path.expanduser(sysconfig.get_path("stdlib") if data is None else data))
     content, count = bytearray(), 0
-    for path in [root] if root.is_file() else _files_of(root, python_only=data is None):
+    for path in _files_of(root, python_only=data is None):
         try:
-            with path.open("rb") as file:
-                piece = file.read(LIMIT_BYTES - len(content))
+            piece = _text_of(path, LIMIT_BYTES - len(content))
         except OSError as error:
-            raise ArgumentError(f"--data {path}: cannot be read: {error.strerror}") from error
-        if piece and b"\0" not in piece[:8192]:
+            raise _unreadable(error, path) from error
+        if piece:
             content += piece
             count += 1
         if len(content) == LIMIT_BYTES:
@@ -68,11 +69,45 @@ def read_corpus(data: str | None, context: int) -> Corpus:
     return Corpus(text[:split], text[split:], source, zlib.crc32(content))
 
 
+def _unreadable(error: OSError, path: str | Path) -> ArgumentError:
+    return ArgumentError(f"--data {path}: cannot be read: {error.strerror}")
+
+
+def _text_of(path: Path, most_bytes: int) -> bytes:
+    """Reads the beginning of a text file, and nothing of a binary file."""
+    with path.open("rb") as file:
+        # Files that a kernel makes up, as in /proc, have no size; some wait for events for ever.
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        head = file.read(min(most_bytes, HEAD_BYTES))
+        return b"" if b"\0" in head else head + file.read(most_bytes - len(head))
+
+
 def _files_of(root: Path, python_only: bool) -> Iterator[Path]:
-    for folder, inner, names in os.walk(root):
+    """Finds a file itself, or the text files of a folder in sorted order.
+
+    Raises ArgumentError where there is neither, or a folder cannot be read.
+    """
+    try:
+        is_file = stat.S_ISREG(os.stat(root).st_mode)
+    except FileNotFoundError as error:
+        raise ArgumentError(f"--data {root}: no such file or folder") from error
+    except OSError as error:
+        raise _unreadable(error, root) from error
+    except ValueError as error:  # no name that a file can have
+        raise ArgumentError(f"--data {root}: cannot be read: {error}") from error
+    if is_file:
+        yield root
+        return
+
+    def fail(error: OSError) -> NoReturn:
+        raise _unreadable(error, error.filename) from error
+
+    # A pipe or a device has no files.
+    for folder, inner, names in os.walk(root, onerror=fail) if os.path.isdir(root) else ():
         skipped = SKIPPED_FOLDERS if python_only else frozenset()
         inner[:] = sorted(name for name in inner if name[0] != "." and name not in skipped)
         for name in sorted(names):
             wanted = name.endswith(".py") if python_only else name[0] != "."
-            if wanted and (path := Path(folder, name)).is_file():
+            if wanted and os.path.isfile(path := Path(folder, name)):
                 yield path

@@ -116,6 +116,13 @@ def test_folder_gives_its_text_files_in_order(tmp_path):
     assert "3 file(s) of" in corpus.source
 
 
+def test_files_that_the_kernel_makes_up_are_no_text(tmp_path):
+    # To read /proc/kmsg waits for the kernel's next message; this one ends, and has no size either.
+    (tmp_path / "a").symlink_to("/proc/self/status")
+    (tmp_path / "b").write_bytes(b"text" * 50)
+    assert text_of(read_corpus(str(tmp_path), 1)) == b"text" * 50
+
+
 def test_text_is_cut_at_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "LIMIT_BYTES", 100)
     for name in "abc":
@@ -127,7 +134,7 @@ def test_text_is_cut_at_the_limit(tmp_path, monkeypatch):
     ("name", "content", "message"),
     [
         ("missing", None, "no such file or folder"),
-        ("x" * 300, None, "no such file or folder"),
+        ("x" * 300, None, "cannot be read: File name too long"),
         ("small", b"tiny", "holds 4 bytes of text; this context needs 81"),
         ("binary", b"\0" * 5000, "holds 0 bytes of text"),
     ],
