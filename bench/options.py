@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringcomm.cli.output import why_no_file
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -68,8 +70,9 @@ positive = partial(count, least=1)
 
 def new_file(text: str) -> Path:
     """Refuses a file that could not be written, before the time of a measurement is spent."""
-    if not Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: its folder does not exist")
+    why = why_no_file(text)
+    if why is not None:
+        raise argparse.ArgumentTypeError(f"{text}: {why}")
     return Path(text)
 
 

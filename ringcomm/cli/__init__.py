@@ -1,4 +1,4 @@
-"""The ``ringcomm`` command: one module of this package per subcommand.
+"""The ``ringcomm`` command: one module of this package per subcommand, and ``output``.
 
 A subcommand is a module ``ringcomm.cli.<name>`` with ``add_arguments(parser)`` and
 ``run(args) -> int``. Only the one that was asked for is imported, so that ``ringcomm --help``

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.cli.bench import COLLECTIVES, TRAINING, run_harness
+from ringcomm.cli.output import why_no_file, write_file
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.corpus import read_corpus
 from ringcomm.rendezvous.launchers import launched_world
@@ -79,15 +80,16 @@ def run(args: argparse.Namespace) -> int:
             "demo starts its own ranks; run it without torchrun (`ringcomm train` runs under it)"
         )
     read_corpus(args.data, CONTEXT)
-    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
-        raise ArgumentError(f"--json {args.json}: its folder does not exist")
+    why = None if args.json is None else why_no_file(args.json)
+    if why is not None:
+        raise ArgumentError(f"--json {args.json}: {why}")
     started = time.perf_counter()
     failed, documents = _run_all(runs_of(args.quick, args.data))
     if INTERRUPTED in failed.values():
         return INTERRUPTED
     if args.json is not None:
         result = {"passed": not failed, "runs": documents}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_file("--json", args.json, json.dumps(result, indent=1) + "\n")
     for title, status in failed.items():
         print(f"FAILED: {title}: exit status {status}")
     verdict = "NOT all results agree." if failed else "All results agree."

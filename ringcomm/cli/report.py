@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -494,10 +495,11 @@ def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
     taken = Taken([], [], [])
     left_out: list[str] = []
     for path in paths:
-        if not path.is_dir():
+        # Path.is_dir() raises where nobody can look; reading the file then says why.
+        if not os.path.isdir(path):
             _take(path, taken)
             continue
-        inside = sorted(path.glob("*.json"))
+        inside = _files_in(path)
         others = []
         for each in inside:
             try:
@@ -515,6 +517,14 @@ def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
         runs.setdefault((path.parent, path.stem.rstrip("0123456789")), []).append((path, spans))
     found += map(of_profile, runs.values())
     return found + taken.sections, left_out
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise ArgumentError(f"{folder}: cannot be read: {error.strerror}") from error
+    return [folder / name for name in names if name.endswith(".json")]
 
 
 @dataclass(frozen=True)

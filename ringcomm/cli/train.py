@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
+from ringcomm.cli.output import why_no_file, why_no_folder
 from ringcomm.examples.corpus import read_corpus
 from ringcomm.examples.train_gpt import Options, add_options, argument, check, expect, train
 from ringcomm.launch import (
@@ -96,13 +97,12 @@ def _check_paths(options: Options) -> None:
         expect(there, f"{argument(name)} {folder}: expected a folder on a disk")
     told = f"--offload-params: expected --stage 3, got {options.stage}, which keeps all in memory"
     expect(options.offload_params is None or options.stage == 3, told)
-    for name in ("json", "profile"):
-        path = getattr(options, name)
-        there = path is None or os.path.isdir(os.path.dirname(os.path.abspath(path)))
-        expect(there, f"{argument(name)} {path}: its folder does not exist")
+    if options.json is not None:
+        why = why_no_file(options.json)
+        expect(why is None, f"--json {options.json}: {why}")
     told = "--resume: expected --save FOLDER beside it, where the checkpoints are"
     expect(options.resume is None or options.save is not None, told)
     for name in ("save", "profile"):
         folder = getattr(options, name)
-        is_free = folder is None or os.path.isdir(folder) or not os.path.exists(folder)
-        expect(is_free, f"{argument(name)} {folder}: expected a folder, or nothing yet, got a file")
+        why = None if folder is None else why_no_folder(folder, with_parents=name == "save")
+        expect(why is None, f"{argument(name)} {folder}: {why}")

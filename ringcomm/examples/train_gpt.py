@@ -478,7 +478,12 @@ def report(options: Options, ranks: int, outcome: dict[str, Any]) -> None:
     if options.json:
         versions = {"ringcomm": ringcomm.__version__, "torch": torch.__version__}
         record = {"options": asdict(options), "ranks": ranks, "software": versions}
-        Path(options.json).write_text(json.dumps({**record, "outcome": outcome}, indent=2) + "\n")
+        text = json.dumps({**record, "outcome": outcome}, indent=2) + "\n"
+        try:
+            Path(options.json).write_text(text, encoding="utf-8")
+        except OSError as error:
+            told = f"--json {options.json}: cannot be written: {error}"
+            raise ArgumentError(told) from error
 
 
 def main() -> None:

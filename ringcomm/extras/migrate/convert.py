@@ -142,6 +142,8 @@ def _read(source: Path, weights_only: bool) -> ForeignState:
         if not isinstance(error, ValueError):  # a check of this module says itself what is wrong
             told = f"its files hold other values than {kind} writes: {told}"
         raise CheckpointError(f"{source}: is no checkpoint of {kind}: {told}") from error
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read: {error}") from error
     raise CheckpointError(
         f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
         "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"

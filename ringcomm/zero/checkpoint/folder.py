@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -435,8 +436,13 @@ class Checkpoints:
         return self.root / f"step-{number:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, sorted."""
-        return [step for step, folder in self._visible() if (folder / MANIFEST_NAME).is_file()]
+        """The steps that have a complete checkpoint, sorted.
+
+        Raises:
+            CheckpointError: the folder is there and cannot be read; so do all that look into it.
+        """
+        with _reading(self.root):
+            return [step for step, folder in self._visible() if (folder / MANIFEST_NAME).is_file()]
 
     def latest(self) -> int | None:
         """The last of :meth:`steps`, if there is one."""
@@ -448,8 +454,9 @@ class Checkpoints:
         The next save removes the hidden ones. One with the name of a step was whole once; it is
         left for a person to look at.
         """
-        broken = [each for _, each in self._visible() if not (each / MANIFEST_NAME).is_file()]
-        return commit.leftovers(self.root) + broken
+        with _reading(self.root):
+            broken = [each for _, each in self._visible() if not (each / MANIFEST_NAME).is_file()]
+            return commit.leftovers(self.root) + broken
 
     def reader(self, step: int | None = None) -> Reader:
         """Opens a checkpoint, by default the latest.
@@ -504,14 +511,25 @@ class Checkpoints:
         return _Save(self, step, contents, self._ranks).run()
 
     def _visible(self) -> list[tuple[int, Path]]:
-        if not self.root.is_dir():
+        try:
+            inside = list(self.root.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
         found = []
-        for each in self.root.iterdir():
+        for each in inside:
             match = _STEP.fullmatch(each.name)
             if match and each.is_dir() and each == self.folder(int(match[1])):
                 found.append((int(match[1]), each))
         return sorted(found)
+
+
+@contextmanager
+def _reading(root: Path) -> Iterator[None]:
+    """Raises CheckpointError where nobody can look into a run's folder."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{root}: cannot be read: {error}") from error
 
 
 class _Save:

@@ -702,12 +702,19 @@ def path_of(path: str | os.PathLike[str], operation: str, name: str) -> Path:
     """Returns a path that a user gave as the argument ``name``.
 
     Raises:
-        ArgumentError: it is something else; says how the function is called.
+        ArgumentError: it is something else, and how the function is called; or has a zero byte.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(
             f"{operation}: {name}: expected a path, got {_kind_of(path)}. Call {_CALLS[operation]}"
         )
+    try:
+        os.lstat(path)
+    except OSError:
+        pass  # reading or writing tells it
+    except ValueError as error:
+        told = f"expected a path, got a text that no file's name can be: {error}"
+        raise ArgumentError(f"{operation}: {name}: {path}: {told}") from error
     return Path(path)
 
 

@@ -1,0 +1,192 @@
+"""Paths where no file can be opened: every command that takes one says why, and in no traceback."""
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ringcomm
+from ringcomm import ArgumentError, CheckpointError, zero
+from ringcomm.bench import collectives
+from ringcomm.cli import COMMANDS, demo, main
+from ringcomm.cli.output import write_file
+from ringcomm.comm.recorder import reader
+from ringcomm.zero.checkpoint import Checkpoints
+
+PATH = "PATH"
+TRAIN = ("train", "--data", "text", "--context", "8")
+# The command lines by the argument that PATH stands for; files to read first, then to write.
+READING = {
+    "train --data": ("train", "--data", PATH),
+    "demo --data": ("demo", "--data", PATH),
+    "topo --file": ("topo", "--file", PATH),
+    "trace file": ("trace", PATH),
+    "report run": ("report", PATH),
+}
+READING_FOLDERS = {
+    "train --offload-state": (*TRAIN, "--offload-state", PATH),
+    "train --offload-params": (*TRAIN, "--stage", "3", "--offload-params", PATH),
+    "convert source": ("convert", PATH, "new"),
+}
+WRITING = {
+    "train --json": (*TRAIN, "--json", PATH),
+    "demo --json": ("demo", "--data", "text", "--json", PATH),
+    "topo --save": ("topo", "--save", PATH),
+    "trace --chrome": ("trace", "trace.json", "--chrome", PATH),
+    "report --output": ("report", "trace.json", "--output", PATH),
+}
+WRITING_FOLDERS = {
+    "train --save": (*TRAIN, "--save", PATH),
+    "train --profile": (*TRAIN, "--profile", PATH),
+    "convert target": ("convert", "foreign", PATH),
+    "convert target of safetensors": ("convert", "run", PATH),
+}
+LINES = READING | READING_FOLDERS | WRITING | WRITING_FOLDERS
+NO_PATHS = {"bench arguments", "report --title", "topo --placement"}
+PATHS = {
+    "ENAMETOOLONG": "x" * 300,
+    "ENAMETOOLONG of the whole": "x/" * 3000 + "x",
+    "ELOOP": "loop",
+    "ELOOP above": "loop/x",
+    "EISDIR": "folder",
+    "ENOTDIR": "text/x",
+    "EACCES": "shut",
+    "EACCES above": "closed/x",
+    "EACCES of a folder": "closed",
+    "zero byte": "x\0",
+    "surrogate": "\ud800",
+}
+# Where there is a folder to write in, or one without files of the kind, and it may be read.
+FINE = {(name, "EISDIR") for name in ("train --offload-state", "train --offload-params")}
+FINE |= {(name, "EISDIR") for name in ("train --save", "train --profile", "convert target")}
+# What the disk tier cannot write in, it tells in the ranks.
+FINE |= {(name, "EACCES of a folder") for name, _ in FINE if "--offload" in name}
+
+
+class Started(Exception):
+    """The command has checked its options, and its ranks would be started now."""
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _Rights(ctypes.Structure):
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+@contextlib.contextmanager
+def no_rights_of_root():
+    """Takes from this thread the capabilities that open a closed file to root."""
+    calls, header, rights = ctypes.CDLL(None), _Header(0x20080522, 0), (_Rights * 2)()
+    assert calls.capget(ctypes.byref(header), rights) == 0
+    before, overrides = rights[0].effective, 0b110
+    rights[0].effective = before & ~overrides
+    assert calls.capset(ctypes.byref(header), rights) == 0
+    try:
+        yield
+    finally:
+        rights[0].effective = before
+        assert calls.capset(ctypes.byref(header), rights) == 0
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A folder with what the command lines read, and with what PATHS name."""
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "text").write_text("hello " * 1000)
+    with ringcomm.local_world(1) as world:
+        trace = reader.Trace(world[0].recording(), 0, 1.0, "")
+    (folder / "trace.json").write_text(reader.text_of(trace))
+    Checkpoints(folder / "run").save(1, {}, data={"tied": {}})
+    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=folder / "foreign", no_dist=True)
+    (folder / "folder").mkdir()
+    (folder / "loop").symlink_to("loop")
+    (folder / "shut").touch(mode=0)
+    (folder / "closed").mkdir(mode=0)
+    yield folder
+    (folder / "closed").chmod(0o700)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch, places):
+    def start(*_, **__):
+        raise Started
+
+    monkeypatch.chdir(places)
+    monkeypatch.setattr("ringcomm.cli.train.launch_ranks", start)
+    monkeypatch.setattr(demo, "_run_all", start)
+    with no_rights_of_root():
+        yield
+
+
+@pytest.mark.parametrize("kind", PATHS)
+@pytest.mark.parametrize("name", LINES)
+def test_a_path_that_cannot_be_opened_is_named(name, kind, nothing_starts):
+    path = PATHS[kind]
+    words = [path if word == PATH else word for word in LINES[name]]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            status = main(words)
+        except Started:
+            status = 0
+    said = errors.getvalue()
+    if (name, kind) in FINE:
+        assert status == 0, said
+        return
+    assert status == (2 if words[0] == "topo" else 1)
+    assert said.startswith(f"ringcomm {words[0]}: ")
+    assert said.count("\n") == 1
+    assert path in said
+
+
+def test_every_argument_that_may_be_a_path_is_tried():
+    found = set()
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser(add_help=False)
+        importlib.import_module(f"ringcomm.cli.{command}").add_arguments(parser)
+        for action in parser._actions:
+            is_text = action.type in (None, str, Path) and action.nargs != 0
+            if is_text and not action.choices:
+                found.add(f"{command} {(action.option_strings or [action.dest])[-1]}")
+    assert found == NO_PATHS | {" ".join(name.split()[:2]) for name in LINES}
+
+
+@pytest.mark.parametrize("kind", PATHS)
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+def test_bench_refuses_a_file_that_cannot_be_written(option, kind, nothing_starts):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="2"):
+        collectives.parse(["all_reduce", option, PATHS[kind]])
+    assert f"argument {option}: {PATHS[kind]}: cannot be written: " in said.getvalue()
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_data_of_a_user_that_there_is_not(command, nothing_starts, capsys):
+    assert main([command, "--data", "~no-such-user/x"]) == 1
+    assert "--data ~no-such-user/x: no such file or folder" in capsys.readouterr().err
+
+
+# A run's folder that is a file, or below one, is none yet.
+@pytest.mark.parametrize("kind", sorted(PATHS.keys() - {"EISDIR", "ENOTDIR", "EACCES"}))
+def test_a_run_whose_folder_cannot_be_read_has_no_latest_step(kind, nothing_starts):
+    with pytest.raises(CheckpointError, match="cannot be read: "):
+        Checkpoints(PATHS[kind]).latest()
+    with pytest.raises(CheckpointError, match=r"cannot be read: |expected a folder of DeepSpeed"):
+        zero.convert(PATHS[kind], "new")
+
+
+def test_a_file_that_cannot_be_written_at_the_end_is_told():
+    with pytest.raises(ArgumentError, match=r"--json /dev/full: cannot be written: .*No space"):
+        write_file("--json", "/dev/full", "text")
