@@ -460,7 +460,6 @@ ELSEWHERE = {
     "Communicator.all_gather_bucket",
     "Communicator.all_gather_quantized",
     "Communicator.lost",
-    "Communicator.shard_index_of",
     "ring_attention",
     "ulysses_attention",
     "Activations",

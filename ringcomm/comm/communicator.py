@@ -288,25 +288,6 @@ class Communicator(Collectives, Messages):
         """Returns the number of the node that a rank is on."""
         return self.node_layout.node_of(self.engine.checks("node_of").peer("rank", rank))
 
-    @property
-    def shard_index(self) -> int:
-        """The number of the chunk that this rank owns of what is sharded over all ranks."""
-        return self.shard_index_of(self._rank)
-
-    def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns of what is sharded over all ranks.
-
-        Raises:
-            UnsupportedError: the ranks are on devices of several nodes.
-        """
-        if self.num_nodes > 1 and self.launches:
-            raise UnsupportedError(
-                f"{where('sharding state', self._rank, self._world_size)}: expected a communicator "
-                "on the host, or of one node (Communicator.node), got one on devices over several "
-                "nodes. Optimizers and zero.shard do not work on devices over nodes yet"
-            )
-        return self.node_layout.shard_index_of(rank)
-
     def new_group(
         self,
         ranks: Iterable[int],

@@ -1,7 +1,7 @@
 """The layout of parameters in flat buckets, and the chunk of each bucket that a rank owns.
 
 A *bucket* is a flat run of parameters of one dtype. Each of W ranks keeps the optimizer's state for
-one of its W chunks: rank r for chunk r, or over several nodes that of ``Communicator.shard_index``.
+one of its W chunks: rank r for chunk r, or over several nodes that of ``StepCalls.shard_index``.
 The location of a parameter does not depend on W, so that state can move between worlds. Chunks
 begin at multiples of ``TILE_ELEMS``, so that norms do not depend on W either
 (``kernels/include/ringcomm/optimizer/grad_norm.h``).
@@ -267,7 +267,7 @@ class BucketLayout:
     def chunks(self, sharers: Communicator) -> list[Chunk]:
         """Returns by rank of those that share state the chunk that the rank keeps state for."""
         count = sharers.world_size
-        return [self.chunk(sharers.shard_index_of(rank), count) for rank in range(count)]
+        return [self.chunk(sharers.steps.shard_index_of(rank), count) for rank in range(count)]
 
     def chunk_of_copy(self, comm: Communicator) -> Chunk:
         """Returns the part that a rank has for its own where each node has a copy of the state.

@@ -399,7 +399,7 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
     """
     if comm.num_nodes == 1:
         return
-    comm.shard_index  # noqa: B018 -- a communicator that shards no state raises here
+    comm.steps.shard_index  # noqa: B018 -- a communicator that shards no state raises here
     head = where(operation, comm.rank, comm.world_size)
     if algorithm == "ring":
         raise UnsupportedError(

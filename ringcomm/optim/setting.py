@@ -209,7 +209,7 @@ class Setting:
     def shard_of(self) -> tuple[int, int]:
         """The number of the chunk of each bucket that this rank keeps state for, of how many."""
         sharers = self.sharers
-        return (0, 1) if sharers is None else (sharers.shard_index, sharers.world_size)
+        return (0, 1) if sharers is None else (sharers.steps.shard_index, sharers.world_size)
 
     @property
     def launches(self) -> bool:

@@ -7,7 +7,7 @@ A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_tak
 optimizer than AdamW, its name, and what other state each parameter has. Where quantization of
 gradients feeds back what it loses, "error_feedback" has it by bucket, or None (see
 ``ErrorFeedback``), and "shard" which node it is of. The rank there is the number of the chunk: over
-several nodes, ``Communicator.shard_index``. With ``AdamWOptions(state="node")`` rank and world are
+several nodes, ``StepCalls.shard_index``. With ``AdamWOptions(state="node")`` rank and world are
 those of the node, and nodes have equal shards.
 """
 

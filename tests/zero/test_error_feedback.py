@@ -74,7 +74,7 @@ def reduce_steps(
 ) -> Reduced:
     """Sums what this rank receives over steps, of which every other one is added to the last."""
     by_node = options.state == "node"
-    begins = (comm.node.rank, comm.node.world_size) if by_node else (comm.shard_index, 4)
+    begins = (comm.node.rank, comm.node.world_size) if by_node else (comm.steps.shard_index, 4)
     each = _native.chunk_elems(ELEMS, begins[1])
     begin = min(begins[0] * each, ELEMS)
     out = torch.zeros(min(begin + each, ELEMS) - begin)
@@ -394,7 +394,7 @@ def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
     begun = [each for each, _, _ in two_by_two.run(shards, state, None, 2)]
 
     def resumed(comm: Communicator) -> Any:
-        mine = comm.rank if state == "node" else comm.shard_index
+        mine = comm.rank if state == "node" else comm.steps.shard_index
         given = next(
             each
             for rank, each in enumerate(begun)

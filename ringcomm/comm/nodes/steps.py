@@ -48,6 +48,7 @@ from ringcomm.comm.nodes.compressed_sums import (
     Reducing,
 )
 from ringcomm.comm.nodes.core import NodesCore
+from ringcomm.errors import UnsupportedError, where
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -403,6 +404,25 @@ class StepCalls:
     def __init__(self, engine: CallEngine, layout: NodeLayout) -> None:
         self._engine = engine
         self._layout = layout
+
+    @property
+    def shard_index(self) -> int:
+        """The number of the chunk that this rank owns of what is sharded over all ranks."""
+        return self.shard_index_of(self._engine.rank)
+
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the number of the chunk that a rank owns of what is sharded over all ranks.
+
+        Raises:
+            UnsupportedError: the ranks are on devices of several nodes.
+        """
+        if len(self._layout.nodes) > 1 and self._engine.launches:
+            raise UnsupportedError(
+                f"{where('sharding state', *self._engine.rank_of)}: expected a communicator "
+                "on the host, or of one node (Communicator.node), got one on devices over several "
+                "nodes. Optimizers and zero.shard do not work on devices over nodes yet"
+            )
+        return self._layout.shard_index_of(rank)
 
     def calls_of(self, state: str, compression: str | None = None) -> StepCoreOf:
         """Returns the function that maps the core to the one whose calls an optimizer makes.

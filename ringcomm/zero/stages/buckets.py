@@ -100,7 +100,7 @@ class ParamBucket(ABC):
             self.chunk = layout.chunk_of_copy(comm)
             self.state_chunk = layout.chunk(comm.node.rank, comm.node.world_size)
         else:
-            self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
+            self.chunk = self.state_chunk = layout.chunk(comm.steps.shard_index, comm.world_size)
         self.wide: Tensor | None = None
         self.compression: str | None = None
 
@@ -624,7 +624,7 @@ class WorldBucket(ShardedBucket):
         self.has_other_values = False
 
     def _keeping(self, state: str) -> tuple[int, int]:
-        return self.comm.shard_index, self.layout.chunk(0, self.comm.world_size).elems
+        return self.comm.steps.shard_index, self.layout.chunk(0, self.comm.world_size).elems
 
     def _chunks_on_rail(self, state: str) -> list[Chunk]:
         return []

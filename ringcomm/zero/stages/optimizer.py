@@ -93,7 +93,7 @@ class ReplicatedPlan(StagePlan):
         return self._sums[bucket.number]
 
     def reduced(self, bucket: Bucket) -> Tensor:
-        chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
+        chunk = bucket.layout.chunk(self._comm.steps.shard_index, self._comm.world_size)
         return self._sum(bucket)[: chunk.elems]
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
@@ -115,7 +115,7 @@ class ReplicatedPlan(StagePlan):
             self._comm.all_gather_into_tensor(whole, own)
         else:
             chunks = whole.chunk(world)
-            indices = map(self._comm.shard_index_of, range(world))
+            indices = map(self._comm.steps.shard_index_of, range(world))
             self._comm.all_gather([chunks[index] for index in indices], own)
         self.backend.update_shard(bucket, whole)
 
@@ -438,7 +438,7 @@ class ModulePlacement(Placement):
         sharers = sharers_of(engine.comm, engine.options.state)
         assert sharers is not None
         whole = engine.stage == 0
-        self.shard_of = (0, 1) if whole else (sharers.shard_index, sharers.world_size)
+        self.shard_of = (0, 1) if whole else (sharers.steps.shard_index, sharers.world_size)
 
     def options(self, options: AdamWOptions) -> AdamWOptions:
         engine, default = self._engine, AdamWOptions()
