@@ -63,7 +63,7 @@ def _resolved(name):
     return getattr(known[module], attribute) if module in known else None
 
 
-# Methods of a communicator that the package itself calls.
+# Methods of a communicator that the package itself calls: see NOTE [Internal API].
 INTERNAL = {
     *("all_gather_lists_coalesced", "group_at", "launches", "topology_choice"),
     *("try_all_gather", "try_all_reduce", "try_reduce_scatter"),
@@ -75,6 +75,14 @@ def test_the_page_of_communicators_lists_all_members():
     listed = re.findall(r"^        - (\w+)$", text, re.MULTILINE)
     public = {name for name in dir(ringcomm.Communicator) if not name.startswith("_")}
     assert sorted(listed) == sorted(public - INTERNAL) and public >= INTERNAL
+
+
+def test_the_note_on_the_internal_api_lists_all_members_without_documentation():
+    with ringcomm.local_world(1) as world:
+        parts = {name for name in vars(world[0]) if not name.startswith("_")}
+    source = (ROOT / "ringcomm" / "comm" / "host" / "engine.py").read_text()
+    (note,) = re.findall(r"^# NOTE \[Internal API\]\n((?:#.*\n)+)", source, re.MULTILINE)
+    assert set(re.findall(r"``(\w+)``", note)) == INTERNAL | parts
 
 
 def rows_of(section):

@@ -490,9 +490,18 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 # NOTE [Internal API]
 #
-# ``Communicator.engine`` and its methods are for ringcomm's own packages: c10d, functional, tl,
-# optim and zero. They use nothing else of a communicator that is not documented for users:
-# tests/test_layering.py forbids private names across packages.
+# Of a communicator, ringcomm's own packages use what docs/reference/communicators.md documents for
+# users, and these names besides:
+#
+# * ``engine`` and ``launches``: c10d, functional, tl, optim, zero and extras.
+# * ``steps``: optim and zero.
+# * ``node_layout``: extras.
+# * ``messages``, ``group_at``, ``try_all_reduce``, ``try_all_gather``, ``try_reduce_scatter`` and
+#   ``all_gather_lists_coalesced``: c10d.
+# * ``topology_choice``: the tests of devices.
+#
+# tests/packaging/test_site.py compares the list with the class, and tests/test_layering.py forbids
+# private names across packages.
 
 
 class CallEngine(ABC):
