@@ -444,30 +444,16 @@ class ShardState:
             (self.quantized[name].memory if name in self.quantized else here[name]).zero_()
 
 
-@dataclass(frozen=True)
-class BucketDevice:
-    """The device of a rank's memory.
-
-    Attributes:
-        plain: the device of torch's tensors there.
-        heap: the device to pass to :func:`ringcomm.zeros`.
-    """
-
-    plain: torch.device
-    heap: torch.device
-
-    @classmethod
-    def of(cls, comm: Communicator | None) -> BucketDevice:
-        """Returns the device of a communicator's tensors, or the host for None."""
-        host = torch.device("cpu")
-        return cls(host, host) if comm is None else cls(comm.device, comm.heap_device)
+def heap_device_of(comm: Communicator | None) -> torch.device:
+    """Returns the device of buckets to pass to :func:`ringcomm.zeros`; the host's for None."""
+    return torch.device("cpu") if comm is None else comm.heap_device
 
 
 class ParamHolder(Protocol):
     """The owner of a rank's chunk of the parameters, which may lie elsewhere for a while."""
 
     @property
-    def in_memory(self) -> bool:
+    def is_here(self) -> bool:
         """True inside of :meth:`here`."""
         ...
 
@@ -611,7 +597,7 @@ class Bucket:
     def own_params(self) -> Tensor:
         """The parameters of the chunk: [chunk elements]; see :meth:`params_here`."""
         holder = self._memory.holder
-        if holder is not None and not holder.in_memory:
+        if holder is not None and not holder.is_here:
             raise AssertionError(f"parameters of bucket {self.number} are not in memory")
         return self._memory.own_params
 
@@ -864,12 +850,12 @@ class Bucket:
 
 
 def make_bucket(
-    number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, on: BucketDevice
+    number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, device: torch.device
 ) -> Bucket:
-    """Makes a bucket whose parameters and gradients every rank keeps whole."""
+    """Makes a bucket on a heap device, whose parameters and gradients every rank keeps whole."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
-    params = zeros(layout.elems, dtype=layout.dtype, device=on.heap)
-    grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=on.heap)
+    params = zeros(layout.elems, dtype=layout.dtype, device=device)
+    grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=device)
     memory = BucketMemory(params[chunk.begin : chunk.end], params, grads)
     return Bucket(number, layout, chunk, memory)
 
@@ -899,13 +885,16 @@ class Buckets(list[Bucket]):
         shard_index: int,
         world_size: int,
         options: AdamWOptions,
-        on: BucketDevice,
+        device: torch.device,
     ) -> Buckets:
-        """Makes all buckets of a layout, with new memory, and state for chunk ``shard_index``."""
+        """Makes all buckets of a layout, with new memory on a heap device.
+
+        This rank has state for chunk ``shard_index``.
+        """
         return cls(
             layout,
             [
-                make_bucket(number, bucket, bucket.chunk(shard_index, world_size), options, on)
+                make_bucket(number, bucket, bucket.chunk(shard_index, world_size), options, device)
                 for number, bucket in enumerate(layout.buckets)
             ],
         )

@@ -20,7 +20,7 @@ from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory import normal_tensors
 from ringcomm.optim import backends, state, torch_state
-from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
+from ringcomm.optim.buckets import Bucket, Buckets, heap_device_of, make_bucket
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
 from ringcomm.optim.dtensors import MeshView, check_placements, find_mesh, grad_of, local_of
 from ringcomm.optim.gradients import Accumulator
@@ -83,9 +83,9 @@ class GrownStep(ShardedStep):
 
     def _take_over(self) -> None:
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
-        on, known = BucketDevice.of(comm), len(self._before.buckets)
+        device, known = heap_device_of(comm), len(self._before.buckets)
         more = [
-            make_bucket(number, bucket, bucket.chunk(*setting.shard_of), options, on)
+            make_bucket(number, bucket, bucket.chunk(*setting.shard_of), options, device)
             for number, bucket in enumerate(self.layout.buckets)
             if number >= known
         ]

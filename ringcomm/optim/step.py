@@ -27,11 +27,11 @@ from ringcomm.optim import backends
 from ringcomm.optim.backends import Backend, OwnPlan, StagePlan, StepTable
 from ringcomm.optim.buckets import (
     Bucket,
-    BucketDevice,
     Buckets,
     OutsideWrites,
     StateOffload,
     count_change,
+    heap_device_of,
 )
 from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import (
@@ -256,7 +256,7 @@ class PreparedStep:
     def _take_over(self) -> None:
         """Moves the parameters into the optimizer's own buckets."""
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
-        self.buckets = Buckets.make(self.layout, *setting.shard_of, options, BucketDevice.of(comm))
+        self.buckets = Buckets.make(self.layout, *setting.shard_of, options, heap_device_of(comm))
         self.keep_state(self.buckets)
         move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
         self.write_masters(self.buckets, Bucket.refresh_master)

@@ -458,7 +458,7 @@ def test_room_that_slots_and_wrong_guesses_take_is_found_again(folder, monkeypat
 
     def watched(receipt: Receipt, backward: int) -> Any:
         assert receipt.content is not None
-        not_ahead.append(receipt.content.in_memory() is None)
+        not_ahead.append(receipt.content.find_storage() is None)
         return bring(receipt, backward)
 
     monkeypatch.setattr(store, "bring", watched)
@@ -587,6 +587,6 @@ def test_contents_are_of_a_storage_of_the_same_size():
     """Memory that was taken from a storage, as FSDP does, is not read as if it were there."""
     tensor = numbers(1000)
     content = Content(0, tensor.untyped_storage(), 0, 4000, 0)
-    assert content.in_memory() is not None
+    assert content.find_storage() is not None
     tensor.untyped_storage().resize_(0)
-    assert content.in_memory() is None
+    assert content.find_storage() is None

@@ -4,7 +4,7 @@ A core makes the calls of one rank. ``_native.Comm`` is that of ranks on one nod
 ``_native.DeviceComm`` that of ranks on devices, and :mod:`ringcomm.comm.nodes` has one over several
 nodes for each of the two; :class:`ringcomm.comm.host.triton.TritonEnd` makes some of the calls by
 Triton's kernels. Callers pass checked arguments: addresses and sizes of memory that stays alive,
-and codes of the native module for dtypes, ops and algorithms.
+and the native module's dtype, op and algorithm codes.
 """
 
 from __future__ import annotations

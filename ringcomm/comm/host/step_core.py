@@ -4,7 +4,8 @@
 several. A device has no host core: ``_native.DeviceComm`` takes the address of each shard's copy in
 device memory, too, and no ``step_bytes``. Triton's kernels are planned by the optimizer itself.
 
-Addresses are of checked memory that stays alive, and codes are those of the native module.
+Addresses are of checked memory that stays alive. Dtype, op, norm and algorithm codes are those of
+the native module.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class ReduceScatterNorm(NamedTuple):
     Attributes:
         grads: [bucket_elems] of ``dtype``, in the heap.
         bucket_elems: elements of the bucket.
-        dtype: code of the gradients' dtype.
-        op: code of the reduction.
+        dtype: dtype code of the gradients.
+        op: op code of the reduction.
         out: float32 [chunk elements], the sum of what this rank keeps state for.
         accumulate: add to ``out``.
-        kind: code of the norm.
+        kind: norm code.
         words: int64 [24], overwritten with the norm words of this rank's part; 0: no norm.
-        algorithm: code.
+        algorithm: algorithm code.
         step_bytes: bytes of gradients that the whole step reduces; 0: those of this bucket.
         tag: tells buckets of equal size apart, equal on all ranks; 0: no tag.
     """
@@ -55,8 +56,8 @@ class AdamWAllGather(NamedTuple):
     Attributes:
         shard: the bucket's parameters, and this rank's state of them.
         grad: [chunk elements] of ``grad_dtype``, the reduced gradient.
-        grad_dtype: code: float32, or a dtype of 16 bits.
-        algorithm: code.
+        grad_dtype: dtype code: float32, or a dtype of 16 bits.
+        algorithm: algorithm code.
         step_bytes: bytes of parameters that the whole step updates; 0: those of this bucket.
     """
 
@@ -73,9 +74,9 @@ class ReduceScatterAdamWAllGather(NamedTuple):
     Attributes:
         shard: as of :class:`AdamWAllGather`.
         grads: [bucket elements] of ``grad_dtype``, in the heap.
-        grad_dtype: code of the gradients' dtype.
-        op: code of the reduction.
-        algorithm: code.
+        grad_dtype: dtype code of the gradients.
+        op: op code of the reduction.
+        algorithm: algorithm code.
         step_bytes: as of :class:`AdamWAllGather`.
         tag: as of :class:`ReduceScatterNorm`.
     """

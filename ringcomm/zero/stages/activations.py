@@ -126,7 +126,7 @@ class Content:
         """Notes where the bytes are, for as long as anything keeps that storage."""
         self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
 
-    def in_memory(self) -> Storage | None:
+    def find_storage(self) -> Storage | None:
         """Returns the storage that has the bytes, from byte ``at`` on, or None if none does."""
         if self.held is not None:
             return self.held
@@ -408,7 +408,7 @@ class ActivationStore:
 
     def _memory_of(self, content: Content) -> Storage:
         """Returns the storage that has a content once its reads are over, which it submits."""
-        storage = content.in_memory()
+        storage = content.find_storage()
         if storage is not None:
             return storage
         memory = torch.empty(_room_bytes(content), dtype=torch.uint8, device="cpu")

@@ -775,12 +775,12 @@ class DiskBucket(WorldBucket):
         return super().own
 
     @property
-    def in_memory(self) -> bool:
+    def is_here(self) -> bool:
         """True inside of :meth:`here`."""
         return self.disk_chunk.in_use
 
     def _expect_here(self) -> None:
-        if not self.in_memory:
+        if not self.is_here:
             names = ", ".join(entry.name for entry in self.params)
             raise AssertionError(f"the chunk of {names} is on the disk; use it in here()")
 

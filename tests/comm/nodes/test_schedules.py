@@ -24,7 +24,7 @@ def terms_of(name: str, nodes: int) -> list[Terms]:
     rounds = [core.reduction(name, nodes, node) for node in range(nodes)]
     held: list[dict[int, Terms]] = [dict.fromkeys(range(nodes), node) for node in range(nodes)]
     for number in range(len(rounds[0])):
-        wire = {
+        in_flight = {
             (node, each.peer): {target: held[node].pop(target) for target in each.targets}
             for node in range(nodes)
             for each in rounds[node][number].sends
@@ -32,13 +32,13 @@ def terms_of(name: str, nodes: int) -> list[Terms]:
         for node in range(nodes):
             came: dict[int, dict[int, Terms]] = {}
             for each in rounds[node][number].receives:
-                parts = wire.pop((each.peer, node))
+                parts = in_flight.pop((each.peer, node))
                 assert tuple(parts) == each.targets
                 for target, part in parts.items():
                     came.setdefault(target, {node: held[node][target]})[each.peer] = part
             for target, terms in came.items():
                 held[node][target] = tuple(terms[peer] for peer in sorted(terms))
-        assert not wire
+        assert not in_flight
     assert all(list(sums_of) == [node] for node, sums_of in enumerate(held))
     return [sums_of[node] for node, sums_of in enumerate(held)]
 
