@@ -98,7 +98,7 @@ class Chart:
         return found
 
 
-Block = Text | Table | Chart
+Panel = Text | Table | Chart
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Section:
     title: str
     files: Sequence[str]
     facts: Sequence[tuple[str, str]]
-    blocks: Sequence[Block]
+    panels: Sequence[Panel]
 
 
 def duration(seconds: float) -> str:
@@ -201,7 +201,7 @@ def _of_arrivals(calls: dict[int, Record]) -> Iterator[Wait]:
             yield Wait(rank, awaited, seconds, is_told=False)
 
 
-def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Block]:
+def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Panel]:
     """Ranks by the time that others waited for them, and pairs of ranks."""
     if not waits:
         return [Text("No rank is known to have waited for another one.")]
@@ -242,20 +242,20 @@ def _waits(
 def of_traces(group: Sequence[tuple[Path, Trace]]) -> Section:
     """The section of the trace files of one communicator, over nodes one of each node."""
     traces = [trace for _, trace in group]
-    blocks: list[Block] = []
+    panels: list[Panel] = []
     if traces[0].of_node is not None:
-        blocks.append(Text("\n".join(over_nodes(traces))))
+        panels.append(Text("\n".join(over_nodes(traces))))
     for path, trace in group:
         said = f"{path.name}, written by rank {trace.written_by}:\n{trace.error}\n"
-        blocks.append(Text("\n".join([said, *verdict(trace.recording, level=trace.level)])))
+        panels.append(Text("\n".join([said, *verdict(trace.recording, level=trace.level)])))
     expected = [
         trace.recording.world_size if trace.level is None else len(trace.level.ranks)
         for trace in traces
     ]
-    blocks += _of_recordings(aligned(traces), expected)
+    panels += _of_recordings(aligned(traces), expected)
     for path, trace in group:
         last = "\n".join(report(trace.recording, SHOWN_CALLS, level=trace.level))
-        blocks.append(Text(last, folded=f"the last calls: ringcomm trace {path.name}"))
+        panels.append(Text(last, folded=f"the last calls: ringcomm trace {path.name}"))
     name = traces[0].recording.communicator
     written_s = min(max(0.0, traces[0].written_s), 4e10)  # beyond the year 9999 there is no date
     facts = [
@@ -264,13 +264,13 @@ def of_traces(group: Sequence[tuple[Path, Trace]]) -> Section:
     ]
     if traces[0].of_node is not None:
         facts.append(("nodes", f"{len(traces[0].of_node.nodes)}, {len(group)} of them here"))
-    return Section(f"Trace of {name}", [str(path) for path, _ in group], facts, blocks)
+    return Section(f"Trace of {name}", [str(path) for path, _ in group], facts, panels)
 
 
 def of_processes(recording: Recording, ended: Collection[int], pids: Sequence[int]) -> Section:
     """The section of a communicator of running processes."""
     last = "\n".join(report(recording, SHOWN_CALLS, ended))
-    blocks: list[Block] = [
+    panels: list[Panel] = [
         Text("\n".join(verdict(recording, ended))),
         *_of_recordings([recording], [recording.world_size]),
         Text(last, folded="the last calls"),
@@ -280,10 +280,10 @@ def of_processes(recording: Recording, ended: Collection[int], pids: Sequence[in
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     facts = [("ranks", str(recording.world_size)), ("read", now)]
     files = [f"process {pid}" for pid in pids]
-    return Section(f"Running processes of {name}", files, facts, blocks)
+    return Section(f"Running processes of {name}", files, facts, panels)
 
 
-def _of_recordings(recordings: Sequence[Recording], expected: Sequence[int]) -> list[Block]:
+def _of_recordings(recordings: Sequence[Recording], expected: Sequence[int]) -> list[Panel]:
     pairs = zip(recordings, expected, strict=True)
     waits = [wait for recording, count in pairs for wait in waits_of(recording, count)]
     ranks = [rank for recording in recordings for rank in recording.ranks]
@@ -325,8 +325,8 @@ def of_profile(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> Sec
     ]
     columns = ("rank", "what", "waited", "times", "longest")
     title = f"Profile of steps, {', '.join(path.name for path, _ in files)}"
-    blocks = [times, Table("What ranks waited for", columns, awaited)]
-    return Section(title, [str(path) for path, _ in files], [("spans", f"{len(spans):,}")], blocks)
+    panels = [times, Table("What ranks waited for", columns, awaited)]
+    return Section(title, [str(path) for path, _ in files], [("spans", f"{len(spans):,}")], panels)
 
 
 # Benchmarks.
@@ -378,17 +378,17 @@ def of_benchmark(
     path: Path, title: str, facts: Mapping[str, str], rows: Sequence[ShownRow]
 ) -> Section:
     """A chart of bandwidths or times over size for each collective, and a table of its rows."""
-    blocks: list[Block] = []
+    panels: list[Panel] = []
     wrong = [row for row in rows if row.wrong]
     if wrong:
         names = ", ".join(sorted({f"{row.collective} of {row.system}" for row in wrong}))
-        blocks.append(Text(f"FAIL: results are wrong in {len(wrong)} rows: {names}"))
+        panels.append(Text(f"FAIL: results are wrong in {len(wrong)} rows: {names}"))
     by_name: dict[str, list[ShownRow]] = {}
     for row in rows:
         by_name.setdefault(row.collective, []).append(row)
     for name, of_name in by_name.items():
-        blocks += [*_over_size(name, of_name), _rows(name, of_name)]
-    return Section(title, [str(path)], list(facts.items()), blocks)
+        panels += [*_over_size(name, of_name), _rows(name, of_name)]
+    return Section(title, [str(path)], list(facts.items()), panels)
 
 
 def _over_size(collective: str, rows: Sequence[ShownRow]) -> Iterator[Chart]:

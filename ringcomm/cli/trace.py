@@ -1,4 +1,4 @@
-"""``ringcomm trace``: what the ranks of a communicator did last, and where they part."""
+"""``ringcomm trace``: what the ranks of a communicator did last, and where they diverge."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# ---- Recordings as text: the ranks one after the other, what each does now, and where they part -
+# ---- Recordings as text: the ranks in turn, what each does now, and where they diverge -----------
 
 
 HERE = ">"
@@ -74,7 +74,7 @@ def verdict(
     ended: Collection[int] = frozenset(),
     level: NodeLevel | None = None,
 ) -> list[str]:
-    """The lines of a report above the tables of calls: what each rank does, where they part.
+    """The lines of a report above the tables of calls: what each rank does, where they diverge.
 
     The arguments are those of :func:`report`.
     """
@@ -96,7 +96,7 @@ def verdict(
     if not recording.ranks:
         return lines
     lines += ["", *(f"  {_now(each, recording.taken_ns, ended)}" for each in recording.ranks)]
-    return [*lines, "", *_parting(recording)]
+    return [*lines, "", *_divergence(recording)]
 
 
 def _count(ranks: int) -> str:
@@ -155,16 +155,16 @@ def _enqueued(rank: RankRecording, taken_ns: int) -> str:
     return text
 
 
-def _parting(recording: Recording) -> list[str]:
-    """Says where the ranks part, and who has come how far."""
+def _divergence(recording: Recording) -> list[str]:
+    """Says where the ranks diverge, and who has come how far."""
     lines = []
-    parted = recording.divergence()
-    if parted is not None:
-        lines.append(f"the ranks part at call {parted}:")
+    diverged = recording.divergence()
+    if diverged is not None:
+        lines.append(f"the ranks diverge at call {diverged}:")
         for each in recording.ranks:
-            record = each.collective(parted)
+            record = each.collective(diverged)
             what = "not called, or forgotten" if record is None else str(record) + _at(record)
-            backward = each.backward_at(parted)
+            backward = each.backward_at(diverged)
             if backward and (record is None or backward not in what):
                 what += f"; its last reduction: {backward}"
             lines.append(f"  rank {each.rank}: {what}")

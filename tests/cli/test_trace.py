@@ -88,7 +88,7 @@ def test_the_call_at_which_ranks_part_is_found_and_marked():
     ):
         other = [*same[:4], dataclasses.replace(same[4], **change), *same[5:7], record(8)]
         lines = report(recording(same, other), 0)
-        assert "the ranks part at call 5:" in lines
+        assert "the ranks diverge at call 5:" in lines
         marked = [line.split()[1] for line in lines if line.startswith(">")]
         assert marked == ["5", "5"]
     lines = report(recording(same, same), 0)

@@ -82,7 +82,7 @@ def test_a_fault_leaves_a_trace(
     shown = capsys.readouterr().out
     assert "rank 0, pid" in shown and "rank 1, pid" in shown, shown
     if how == "mismatch":
-        assert "the ranks part at call 3:" in shown, shown
+        assert "the ranks diverge at call 3:" in shown, shown
         return
     assert "call 3 was enqueued by rank 0, but not yet by rank 1" in shown, shown
     own = reader.read(path).recording.ranks[0]
