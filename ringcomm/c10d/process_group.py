@@ -202,6 +202,7 @@ class MonitoredBarrier:
     ) -> NoReturn:
         what = f"{_ranks(missing)} failed to pass monitoredBarrier"
         if missing != ended:
+            # Gloo's words.
             what += f" in {_ms(timeout)} ms"
         if ended:
             what += f"; of {_ranks(ended).lower()} the process has ended"

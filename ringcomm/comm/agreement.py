@@ -226,8 +226,14 @@ def mismatch(
 
 
 def unequal(
-    head: str, names: Iterable[str], rows: Sequence[Sequence[Any]], other: int, advice: str
-) -> MismatchError:
+    head: str,
+    names: Iterable[str],
+    rows: Sequence[Sequence[Any]],
+    other: int,
+    advice: str,
+    *,
+    kind: type[RingcommError] = MismatchError,
+) -> RingcommError:
     """The error of ranks whose values differ, for a caller that has exchanged them itself.
 
     Args:
@@ -236,11 +242,12 @@ def unequal(
         rows: the values of each rank, by rank.
         other: a rank whose values are not rank 0's, such as :func:`first_other` of the rows.
         advice: what to do.
+        kind: class of the error.
     """
     values = zip(names, rows[0], rows[other], strict=True)
     difference = next((name, first, second) for name, first, second in values if first != second)
     said = _in_words(*difference, ("rank 0", f"rank {other}"))
-    return MismatchError(f"{head}: the ranks differ. {said}. {advice}")
+    return kind(f"{head}: the ranks differ. {said}. {advice}")
 
 
 def difference_in_words(first: Any, other: Any, names: tuple[str, str], operation: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
+from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.sharing import Prepared, launch_prepared
@@ -267,18 +268,14 @@ class LocalWorld(Sequence[Communicator]):
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
         """Refuses tensors that differ between ranks, as the mismatch would end the world."""
-        for first, *others in zip(*arguments, strict=True):
-            if not isinstance(first, Tensor):
+        for by_rank in zip(*arguments, strict=True):
+            if not all(isinstance(each, Tensor) for each in by_rank):
                 continue
-            for rank, other in enumerate(others, 1):
-                if isinstance(other, Tensor) and (
-                    other.numel() != first.numel() or other.dtype is not first.dtype
-                ):
-                    raise ArgumentError(
-                        f"{where(name, rank, len(self))}: expected tensors of equal size and dtype "
-                        f"on all ranks, got {_kind(first)} on rank 0 and {_kind(other)} on rank "
-                        f"{rank}. Give all ranks tensors alike"
-                    )
+            rows = [(each.numel(), str(each.dtype)) for each in by_rank]
+            if rank := first_other(rows):
+                head, advice = where(name, rank, len(self)), "Give all ranks tensors alike"
+                names = ("number of elements", "dtype")
+                raise unequal(head, names, rows, rank, advice, kind=ArgumentError)
 
     def _abort(self, rank: int, error: BaseException) -> None:
         self[rank].abort(f"{type(error).__name__}: {error}")
@@ -311,10 +308,6 @@ class LocalWorld(Sequence[Communicator]):
             for rank in range(len(self)):
                 self._abort(rank, error)
         self.close()
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _count(ranks: int) -> str:

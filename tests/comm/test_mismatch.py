@@ -148,11 +148,18 @@ def test_mismatch_among_many_reaches_all():
     world.close()
 
 
-@pytest.mark.parametrize("other", [T(65), T(64).int()], ids=["size", "dtype"])
-def test_tensors_of_all_ranks_from_one_thread_that_differ(other):
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (T(65), "Number of elements is 64 on rank 0 and 65 on rank 1"),
+        (T(64).int(), 'Dtype is "torch.float32" on rank 0 and "torch.int32" on rank 1'),
+    ],
+    ids=["size", "dtype"],
+)
+def test_tensors_of_all_ranks_from_one_thread_that_differ(other, words):
     """One look finds out, so nobody starts the call and the communicators stay usable."""
     with ringcomm.local_world(2, timeout=30) as world:
-        with pytest.raises(ArgumentError, match=r"all_reduce on rank 1 of 2: .* 64 elements of fl"):
+        with pytest.raises(ArgumentError, match=f"all_reduce on rank 1 of 2: .*{words}"):
             world.all_reduce([T(64), other])
         world.all_reduce([T(64), T(64)])
 
