@@ -114,7 +114,11 @@ def load_suite(backend: str, conditions: str, world_size: int, folder: str) -> M
 
 
 def test_class(suite: Any, nodes: int) -> type[unittest.TestCase]:
-    """The test case class; each test forks its ranks from this process, which runs no torch op."""
+    """The test case class; each test forks its ranks from this process, which runs no torch op.
+
+    They are forks since the class, made here, cannot be pickled for an interpreter, and since each
+    rank of each test would import torch anew.
+    """
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         @classmethod

@@ -16,6 +16,8 @@ from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
 NAME = "move.sm_90a.0123"
 CODE = b"machine code" * 100
+# Processes of their own limit the size of files, or begin at once. They run functions of this file,
+# and a fork has its imports already.
 FORK = multiprocessing.get_context("fork")
 
 

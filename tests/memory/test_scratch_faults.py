@@ -123,6 +123,7 @@ def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
         pytest.skip("mkfs.ext4 is not installed")
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
     reading, writing = os.pipe()
+    # A process of its own enters new namespaces; a fork has `check` and all imports already.
     pid = os.fork()
     if pid == 0:
         told: object = "the child raised"
@@ -175,6 +176,7 @@ def fill_disk(folder: Path) -> dict[str, Any]:
         scratch.read(last, back).wait()
         seen["the last extent holds"] = torch.equal(memory, back)
     seen["given back by close"] = free_bytes(folder) == free
+    # A process of its own is killed; a fork has the mount and all imports already.
     pid = os.fork()
     if pid == 0:
         mine = ScratchFile(folder, "state of a rank that is killed")

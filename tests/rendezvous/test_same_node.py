@@ -22,6 +22,8 @@ from ringcomm.rendezvous.same_node import LaunchSockets
 
 LONG_S = 30.0
 NOBODY = 65534
+# Processes of their own become another user or are killed. They run closures of a test, which a
+# fork has and no started program could be given.
 FORK = multiprocessing.get_context("fork")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
