@@ -191,9 +191,10 @@ void* DeviceComm::kernel(const std::string& unit, const std::string& name) {
 
 // Complex numbers are summed as pairs of real ones, which DeviceComm's caller has made of them.
 void* DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
-  static const char* const units[] = {"uint8",    "int8",    "",       "int16", "",
-                                      "int32",    "",        "int64",  "bool",  "float16",
-                                      "bfloat16", "float32", "float64"};
+  static const char* const units[] = {
+      "uint8",   "int8",    "", "int16", "", "int32", "", "int64", "bool", "float16", "bfloat16",
+      "float32", "float64", "", "",      "", "",      "", "",      ""};  // complex and float8 types
+  static_assert(std::size(units) == size_t(DType::kCount), "a new type needs its unit, or none");
   const size_t index = size_t(r.dtype);
   const char* unit = index < std::size(units) ? units[index] : "";
   if (unit[0] == '\0')
