@@ -248,7 +248,7 @@ class Backend(ABC):
 
 
 class StagePlan(ABC):
-    """The way of a step over the buckets of a stage, with a backend.
+    """Takes a bucket through a step in the way of a stage, with a backend.
 
     Attributes:
         backend: updates the buckets.
