@@ -2,6 +2,7 @@
 #include <nanobind/stl/function.h>
 
 #include "kernels/bindings/collectives.h"
+#include "kernels/bindings/device_calls.h"
 #include "kernels/bindings/gil.h"
 #include "kernels/cuda/device_comm.h"
 #include "kernels/host/describe.h"
@@ -10,16 +11,16 @@ namespace nb = nanobind;
 using namespace ringcomm;
 
 namespace ringcomm::host {
-namespace {
 
 using device::DeviceComm;
 using device::HostPage;
+
+namespace {
 bool is_sum_like(RedOp op) {
   return op == RedOp::kSum || op == RedOp::kAvg || op == RedOp::kPremulSum;
 }
+}  // namespace
 
-// The reduction that the kernels have for what was asked: complex sums are sums of their parts, and
-// where two's complement makes no difference an unsigned type is its signed twin.
 device::Reduction kernel_reduction(int dtype, int op, double factor, int algorithm,
                                    uint64_t* elems) {
   device::Reduction r{DType(dtype), RedOp(op), factor, Algorithm(algorithm)};
@@ -34,6 +35,8 @@ device::Reduction kernel_reduction(int dtype, int op, double factor, int algorit
   if (twin && r.dtype == DType::kUInt64) r.dtype = DType::kInt64;
   return r;
 }
+
+namespace {
 
 void bind_allocator(nb::module_& m) {
   nb::class_<Allocator>(
@@ -54,7 +57,7 @@ void bind_allocator(nb::module_& m) {
 }
 
 // A device's communicator, as bind_collectives() needs it.
-struct DeviceCalls {
+struct OnDevice {
   using Comm = DeviceComm;
   static int world(const DeviceComm& d) { return d.config().world; }
   static device::Reduction reduction(int dtype, int op, double factor, int algorithm,
@@ -70,7 +73,7 @@ struct DeviceCalls {
 };
 
 void bind_calls(nb::class_<DeviceComm>& c) {
-  bind_collectives<DeviceCalls>(c);
+  bind_collectives<OnDevice>(c);
   c.def(
        "messages",
        [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes, uint64_t readers,
@@ -165,6 +168,13 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def("set_submit", &DeviceComm::set_submit, nb::arg("submit").none(),
            "Has a function take over each launch, which is prepared while it runs: it makes the\n"
            "launch by `launch`, or raises. None: calls launch by themselves.")
+      .def(
+          "set_ledger",
+          [](DeviceComm& d, std::shared_ptr<device::LaunchLedger> ledger, uint64_t owner) {
+            d.set_ledger(std::move(ledger), owner);
+          },
+          nb::arg("ledger"), nb::arg("owner"),
+          "Has launches wait for those of other communicators, and be noted for them.")
       .def_prop_ro(
           "prepared_kind",
           [](const DeviceComm& d) {
@@ -281,6 +291,7 @@ void bind_device(nb::module_& m) {
   bind_calls(c);
   bind_device_optimizer(m, c);
   bind_device_recorder(m, c);
+  bind_device_calls(m);
   bind_device_rows(c);
   bind_device_quantization(c);
   m.def(

@@ -56,19 +56,6 @@ std::optional<FaultWords> fault_of(const Comm& comm) {
   return found;
 }
 
-// The code of an algorithm that the host has for a collective, by its name; negative: it has none.
-int host_algorithm(nb::handle name, Collective collective) {
-  // Mostly the default, which Python interns.
-  static PyObject* const usual =
-      PyUnicode_InternFromString(name_of(Algorithm::kAuto, Collective::kNone));
-  if (name.ptr() == usual) return int(Algorithm::kAuto);
-  if (!PyUnicode_CheckExact(name.ptr())) return -1;
-  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kRing})
-    if (PyUnicode_CompareWithASCIIString(name.ptr(), name_of(each, collective)) == 0)
-      return int(each);
-  return -1;
-}
-
 nb::dict algorithms_by_name(Collective collective) {
   nb::dict codes;
   for (int i = 0; i < int(Algorithm::kCount); ++i) codes[name_of(Algorithm(i), collective)] = i;
@@ -83,7 +70,7 @@ bool sums_by(const Comm& comm, int algorithm) {
 // The calls that most programs make, on tensors: see kNotFast.
 int all_reduce_fast(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
   TensorMemory t;
-  const int code = op_code(op), named = host_algorithm(algorithm, Collective::kAllReduce);
+  const int code = op_code(op), named = algorithm_code(algorithm, Collective::kAllReduce);
   if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_memory(tensor, &t) ||
       kernels().reduce[int(t.dtype)][code] == nullptr)
     return kNotFast;
@@ -94,7 +81,7 @@ int all_reduce_fast(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle 
 int reduce_scatter_fast(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
                         nb::handle algorithm) {
   TensorMemory out, in;
-  const int code = op_code(op), named = host_algorithm(algorithm, Collective::kReduceScatter);
+  const int code = op_code(op), named = algorithm_code(algorithm, Collective::kReduceScatter);
   const View& v = n.comm.view();
   if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_memory(output, &out) ||
       !read_memory(input, &in) || out.dtype != in.dtype ||
@@ -108,7 +95,7 @@ int reduce_scatter_fast(NativeComm& n, nb::handle output, nb::handle input, nb::
 
 int all_gather_fast(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
   TensorMemory out, in;
-  const int named = host_algorithm(algorithm, Collective::kAllGather);
+  const int named = algorithm_code(algorithm, Collective::kAllGather);
   const View& v = n.comm.view();
   if (named < 0 || !read_memory(output, &out) || !read_memory(input, &in) ||
       out.dtype != in.dtype || out.elems != in.elems * uint64_t(v.world) ||

@@ -49,6 +49,10 @@ Named<int> geometry_of(const Layout& layout);
 // Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
+// The reduction that the kernels of a device have for what was asked: complex sums are sums of
+// their parts, and where two's complement makes no difference an unsigned type is its signed twin.
+device::Reduction kernel_reduction(int dtype, int op, double factor, int algorithm,
+                                   uint64_t* elems);
 // Makes the launches of a call that was just prepared; returns its status, 0.
 int launched(device::DeviceComm& comm);
 

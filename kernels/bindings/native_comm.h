@@ -18,6 +18,7 @@ namespace ringcomm::host {
 // without Python. To wait for it has no deadline of its own: the call that holds it has one.
 class CallLock {
  public:
+  bool try_take() { return mutex_.try_lock(); }
   // False: a signal handler raised, and its exception is set. The GIL is not held.
   bool take() {
     // A wait with a deadline reads the clock first.

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/host/describe.h"
+
 namespace nb = nanobind;
 
 namespace ringcomm::host {
@@ -42,7 +44,6 @@ struct Exchange {
 };
 
 constexpr uint32_t kMajorVersion = 1;
-constexpr int32_t kCpu = 1;
 
 // One of torch's constants, whose hash is its kind.
 struct Op {
@@ -175,7 +176,7 @@ uint64_t intercepting_keys() {
   return local_keys->included & ~local_keys->excluded & watched_keys;
 }
 
-bool read_memory(nb::handle tensor, TensorMemory* result) {
+bool read_memory(nb::handle tensor, TensorMemory* result, TensorPlace place) {
   const Torch& t = torch();
   // A subclass may stand for data elsewhere.
   const PyTypeObject* const type = Py_TYPE(tensor.ptr());
@@ -187,11 +188,16 @@ bool read_memory(nb::handle tensor, TensorMemory* result) {
     return false;
   }
   const DType dtype = dtype_of(found.dtype.code, found.dtype.bits);
-  if (found.device.kind != kCpu || dtype == DType::kCount || found.dtype.lanes != 1) return false;
+  if (found.device.kind != place.kind || (!place.is_cpu() && found.device.id != place.id) ||
+      dtype == DType::kCount || found.dtype.lanes != 1)
+    return false;
   uint64_t elems = 1;
   for (int i = 0; i < found.ndim; ++i) elems *= uint64_t(found.shape[i]);
   char* const ptr = static_cast<char*>(found.data) + found.byte_offset;
-  if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < program_begin || !is_contiguous(found))
+  // An address on a device has no such bound: a storage that was freed has none, or has elements
+  // that no storage holds, at an offset alone.
+  const uintptr_t lowest = place.is_cpu() ? program_begin : uintptr_t(1) << 20;
+  if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < lowest || !is_contiguous(found))
     return false;
   if (may_be_packed(tensor, dtype) || may_be_lazy(tensor) || may_have_gradient(tensor))
     return false;
@@ -216,6 +222,18 @@ int op_code(nb::handle op) {
   PyErr_Clear();
   for (const Op& each : t.ops)
     if (each.kind == kind) return each.code;
+  return -1;
+}
+
+int algorithm_code(nb::handle name, Collective collective) {
+  // Mostly the default, which Python interns.
+  static PyObject* const usual =
+      PyUnicode_InternFromString(name_of(Algorithm::kAuto, Collective::kNone));
+  if (name.ptr() == usual) return int(Algorithm::kAuto);
+  if (!PyUnicode_CheckExact(name.ptr())) return -1;
+  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kRing})
+    if (PyUnicode_CompareWithASCIIString(name.ptr(), name_of(each, collective)) == 0)
+      return int(each);
   return -1;
 }
 

@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 
 #include "ringcomm/core/dtypes.h"
+#include "ringcomm/protocol/call.h"
 
 namespace ringcomm::host {
 
@@ -21,11 +22,19 @@ struct TensorMemory {
   uint64_t bytes() const { return elems * uint64_t(size_of(dtype)); }
 };
 
-// True of a tensor whose memory can be used as it is: of torch's own classes, on the CPU,
+// Where a tensor lies, as DLPack says it.
+struct TensorPlace {
+  int32_t kind, id;
+
+  bool is_cpu() const { return kind == 1; }  // then the id says nothing
+};
+constexpr TensorPlace kCpu{1, 0};
+
+// True of a tensor whose memory can be used as it is: of torch's own classes, at `place`,
 // contiguous, not empty, not complex, with no negation pending, and with nothing of torch that has
 // to know of a call: no gradient, and no key of the thread's own in torch's dispatcher (a mode, a
 // transform or a trace). Sets no Python error.
-bool read_memory(nanobind::handle tensor, TensorMemory* result);
+bool read_memory(nanobind::handle tensor, TensorMemory* result, TensorPlace place = kCpu);
 
 // The keys that the calling thread has in torch's dispatcher and that stand for a mode, a transform
 // or a trace; 0: none.
@@ -36,6 +45,10 @@ bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, in
 
 // The code of one of torch's ReduceOp constants; negative: none.
 int op_code(nanobind::handle op);
+
+// The code of an algorithm that every core has (auto, one-shot or ring), by its name in a
+// collective; negative: none of these.
+int algorithm_code(nanobind::handle name, Collective collective);
 
 void bind_tensors(nanobind::module_& m);
 

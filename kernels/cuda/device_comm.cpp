@@ -227,7 +227,7 @@ bool DeviceComm::next() {
       continue;
     }
     prepared_ = next.launch;
-    if (observer_) observer_->enqueues(prepared_, driver_->is_capturing(stream_));
+    if (observer_) observer_->enqueues(prepared_, captures());
     return true;
   }
   return false;
@@ -236,12 +236,25 @@ bool DeviceComm::next() {
 void DeviceComm::launch_all() {
   while (next()) {
     try {
-      launch({this}, stream_);
+      launch_prepared();
     } catch (...) {
       withdraw();
       throw;
     }
   }
+}
+
+bool DeviceComm::captures() {
+  if (!captures_) captures_ = driver_->is_capturing(stream_);
+  return *captures_;
+}
+
+void DeviceComm::launch_prepared() {
+  const bool is_message = prepared_.args.collective == Collective::kSend;
+  const bool noted = ledger_ && ledger_->is_shared() && !is_message && !captures();
+  if (noted) ledger_->before(owner_, prepared_.channels, stream_);
+  launch({this}, stream_);
+  if (noted) ledger_->after(owner_, prepared_.channels, stream_);
 }
 
 void DeviceComm::withdraw() {

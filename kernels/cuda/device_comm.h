@@ -6,11 +6,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels/cuda/args.h"
 #include "kernels/cuda/driver.h"
+#include "kernels/cuda/launch_ledger.h"
 #include "ringcomm/core/quantization.h"
 #include "ringcomm/core/reduce.h"
 
@@ -84,9 +86,19 @@ class DeviceComm {
   // From here on calls may be launched. host_page: as this process addresses it.
   void activate(HostPage* host_page) { page_ = host_page; }
 
-  void set_stream(void* stream) { stream_ = stream; }
+  // captures: whether the stream is capturing, where the caller knows.
+  void set_stream(void* stream, std::optional<bool> captures = std::nullopt) {
+    stream_ = stream;
+    captures_ = captures;
+  }
+  // Launches wait for those of other communicators, and are noted for them, under the number
+  // `owner`. Messages are not: the ledger keeps blocks for them.
+  void set_ledger(std::shared_ptr<LaunchLedger> ledger, uint64_t owner) {
+    ledger_ = std::move(ledger);
+    owner_ = owner;
+  }
   // Takes over each launch of this communicator, which is prepared() meanwhile; null: nobody does.
-  // For ranks and communicators that share a device.
+  // For ranks that share a launch.
   using Submit = std::function<void()>;
   void set_submit(Submit submit) { submit_ = std::move(submit); }
   const Submit& submit_to() const { return submit_; }
@@ -103,7 +115,7 @@ class DeviceComm {
   // then makes them, all at once or one by one:
   //
   //   comm.all_reduce(...);
-  //   comm.launch_all();  // or: while (comm.next()) DeviceComm::launch({&comm}, comm.stream());
+  //   comm.launch_all();  // or: while (comm.next()) comm.launch_prepared();
   void all_reduce(char* in, char* out, uint64_t elems, const Reduction& r);
   void reduce(char* in, char* out, uint64_t elems, const Reduction& r, int root);
   void reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
@@ -170,9 +182,12 @@ class DeviceComm {
   bool next();
   // Makes all launches of the call on stream(), without asking submit_to().
   void launch_all();
+  // Makes the launch that next() gave.
+  void launch_prepared();
   // The launch that next() gave is not made, and neither is what follows it in its call.
   void withdraw();
   const Prepared& prepared() const { return prepared_; }
+  const std::shared_ptr<const Driver>& driver() const { return driver_; }
   // Launches the prepared calls of ranks on one device, all in one grid, on `stream`.
   static void launch(const std::vector<DeviceComm*>& ranks, void* stream);
 
@@ -192,6 +207,7 @@ class DeviceComm {
     Prepared launch;
     uint64_t copy_to, copy_from, copy_bytes;  // 0 bytes: it is the launch
   };
+  bool captures();
   void submit(Prepared prepared);
   void submit_copy(uint64_t to, uint64_t from, uint64_t bytes);
   void launch_alone(void* function, uint64_t elems, const CallArgs& args) const;
@@ -214,6 +230,9 @@ class DeviceComm {
   InlineTable inline_table_{};                           // world 0: it does not fit
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
+  std::optional<bool> captures_;          // the stream, as far as is known
+  std::shared_ptr<LaunchLedger> ledger_;  // or none
+  uint64_t owner_ = 0;
   std::deque<Pending> pending_;
   Prepared prepared_{};
 };

@@ -15,6 +15,24 @@ void find(void* library, const char* name, Function*& function) {
 
 }  // namespace
 
+bool DriverError::is_of_context() const {
+  constexpr int kNotInitialized = 3, kInvalidContext = 201, kInvalidHandle = 400;
+  return code == kNotInitialized || code == kInvalidContext || code == kInvalidHandle;
+}
+
+void* EventPool::take() {
+  const std::lock_guard lock(mutex_);
+  if (idle_.empty()) return nullptr;
+  void* const event = idle_.back();
+  idle_.pop_back();
+  return event;
+}
+
+void EventPool::give(void* event) {
+  const std::lock_guard lock(mutex_);
+  idle_.push_back(event);
+}
+
 Driver::Driver(const std::string& library) {
   // Never closed: kernels that were launched may still run.
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -24,6 +42,10 @@ Driver::Driver(const std::string& library) {
   find(handle, "cuMemcpyAsync", cuMemcpyAsync_);
   find(handle, "cuStreamIsCapturing", cuStreamIsCapturing_);
   find(handle, "cuEventQuery", cuEventQuery_);
+  find(handle, "cuEventCreate", cuEventCreate_);
+  find(handle, "cuEventRecord", cuEventRecord_);
+  find(handle, "cuEventSynchronize", cuEventSynchronize_);
+  find(handle, "cuStreamWaitEvent", cuStreamWaitEvent_);
   find(handle, "cuThreadExchangeStreamCaptureMode", cuThreadExchangeStreamCaptureMode_);
   find(handle, "cuGetErrorString", cuGetErrorString_);
 }
@@ -33,7 +55,8 @@ void Driver::check(int result, const char* what) const {
   const char* text = nullptr;
   cuGetErrorString_(result, &text);
   throw DriverError(std::string(what) + " failed: " + (text != nullptr ? text : "error") + " (" +
-                    std::to_string(result) + ")");
+                        std::to_string(result) + ")",
+                    result);
 }
 
 void Driver::launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads,
@@ -49,8 +72,29 @@ void Driver::copy(unsigned long long dst, unsigned long long src, size_t bytes,
 }
 
 bool Driver::is_capturing(void* stream) const {
+  if (stream == nullptr) return false;
   int status = 0;  // CUstreamCaptureStatus: 0 is none
-  return cuStreamIsCapturing_(stream, &status) == 0 && status != 0;
+  return cuStreamIsCapturing_(stream, &status) != 0 || status != 0;
+}
+
+void* Driver::make_event() const {
+  constexpr unsigned kDisableTiming = 2;
+  void* event = nullptr;
+  check(cuEventCreate_(&event, kDisableTiming), "cuEventCreate");
+  return event;
+}
+
+void Driver::record(void* event, void* stream) const {
+  check(cuEventRecord_(event, stream), "cuEventRecord");
+}
+
+void Driver::wait(void* stream, void* event) const {
+  check(cuStreamWaitEvent_(stream, event, 0), "cuStreamWaitEvent");
+}
+
+EventPool& Driver::events_of(int device) const {
+  const std::lock_guard lock(mutex_);
+  return events_[device];
 }
 
 bool Driver::has_passed(void* event) const {
@@ -61,6 +105,15 @@ bool Driver::has_passed(void* event) const {
   cuThreadExchangeStreamCaptureMode_(&mode);  // what was in force before
   if (result != kNotReady) check(result, "cuEventQuery");
   return result == 0;
+}
+
+void Driver::synchronize(void* event) const {
+  constexpr int kRelaxed = 2;
+  int mode = kRelaxed;
+  check(cuThreadExchangeStreamCaptureMode_(&mode), "cuThreadExchangeStreamCaptureMode");
+  const int result = cuEventSynchronize_(event);
+  cuThreadExchangeStreamCaptureMode_(&mode);
+  check(result, "cuEventSynchronize");
 }
 
 }  // namespace device

@@ -20,6 +20,7 @@ from ringcomm import _native
 from ringcomm.cuda import build
 from ringcomm.cuda.runtime import (
     CONNECTIONS_VARIABLE,
+    CUDA_KIND,
     DEFAULT_CONNECTIONS,
     DeviceIdentity,
     Event,
@@ -227,6 +228,8 @@ class CudaStreams:
         self._cuda = cuda  # cupy.cuda.runtime
         self._driver = driver
         self._here = _Here()
+        # Not torch.cuda.current_stream(), which makes an object and takes 50 times as long.
+        self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         # True if an event has passed; allowed while a graph is captured.
         self.has_passed = driver.has_passed
         self._lock = threading.Lock()
@@ -244,10 +247,6 @@ class CudaStreams:
 
     def beside_captures(self, device: int) -> AbstractContextManager[None]:
         return self._beside_captures(device)
-
-    def current_stream(self, device: int) -> int:
-        # Not torch.cuda.current_stream(), which makes an object and takes 50 times as long.
-        return torch._C._cuda_getCurrentRawStream(device)
 
     def make_stream(self, device: int, high_priority: bool = False) -> CudaStream:
         priority = _HIGH_PRIORITY if high_priority else _USUAL_PRIORITY
@@ -491,6 +490,9 @@ class CudaRuntime(CudaStreams):
 
     def torch_device(self, device: int) -> torch.device:
         return torch.device("cuda", device)
+
+    def tensor_place(self, device: int) -> tuple[int, int]:
+        return CUDA_KIND, device
 
     def _identity(self, device: int) -> DeviceIdentity:
         # The uuid from torch: CuPy's is cut at the first zero byte.

@@ -16,6 +16,8 @@ import torch
 # How many hardware queues a process has on a device, and the driver's own number.
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_CONNECTIONS = 8
+# Places of tensors as DLPack has them: the kind of a device, and its number.
+HOST_PLACE, CUDA_KIND = (1, 0), 2
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,10 @@ class DeviceRuntime(Protocol):
         """Returns the torch device of tensors that belong to ``device``."""
         ...
 
+    def tensor_place(self, device: int) -> tuple[int, int]:
+        """Returns where tensors of ``device`` lie, as DLPack says it: a kind and a number."""
+        ...
+
     def identity(self, device: int) -> DeviceIdentity: ...
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
@@ -212,7 +218,10 @@ class DeviceRuntime(Protocol):
     # ---- streams ----------------------------------------------------------------------------
 
     def current_stream(self, device: int) -> int:
-        """Handle of the stream on which torch runs this thread's work on ``device``."""
+        """Handle of the stream on which torch runs this thread's work on ``device``.
+
+        The native end calls this, too, at each call of a communicator.
+        """
         ...
 
     def make_stream(self, device: int, high_priority: bool = False) -> Stream:

@@ -516,6 +516,10 @@ int test_queried_in() { return queried_in; }
 int cuLaunchKernel() { return 1; }
 int cuMemcpyAsync() { return 1; }
 int cuStreamIsCapturing() { return 1; }
+int cuEventCreate() { return 1; }
+int cuEventRecord() { return 1; }
+int cuEventSynchronize() { return 1; }
+int cuStreamWaitEvent() { return 1; }
 int cuEventQuery(void* event) {
   queried_in = mode;
   const auto handle = reinterpret_cast<unsigned long long>(event);

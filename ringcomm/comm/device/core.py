@@ -23,7 +23,7 @@ from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.rendezvous import Membership
 from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_recorder
 from ringcomm.cuda.multicast import MulticastWindow
-from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DeviceRuntime, Event
+from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, HOST_PLACE, DeviceRuntime
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
 from ringcomm.json_reader import digest_of
 from ringcomm.memory.device_heap import (
@@ -35,7 +35,7 @@ from ringcomm.memory.device_heap import (
 )
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
 
-__all__ = ["COLLECTIVES", "MESSAGES", "Calls", "DeviceCore", "DeviceRecorder", "SeenEvent"]
+__all__ = ["COLLECTIVES", "MESSAGES", "Calls", "DeviceCore", "DeviceRecorder"]
 
 
 # ---- The flight recorder of a rank on a device --------------------------------------------------
@@ -214,41 +214,6 @@ def _number_of(calls: Sequence[Record]) -> int:
     return calls[-1].number if len({each.site for each in calls}) == 1 else 0
 
 
-class SeenEvent:
-    """An event of a communicator whose passing is noted in the records.
-
-    Args:
-        event: of the runtime.
-        records: None: nothing is noted.
-        calls: those that have ended once the event has passed.
-    """
-
-    __slots__ = ("_calls", "_records", "event")
-
-    def __init__(
-        self,
-        event: Event,
-        records: _native.DeviceRecorder | None = None,
-        calls: Calls = (COLLECTIVES, 1, 0),
-    ) -> None:
-        self.event = event
-        self._records = records
-        self._calls = calls
-
-    def query(self) -> bool:
-        if not self.event.query():
-            return False
-        records = self._records
-        if records is not None:
-            self._records = None
-            records.seen_completed(*self._calls)
-        return True
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-        self.query()
-
-
 # A word of the protocol that is raised.
 RAISED = (1).to_bytes(4, "little")
 # The staging of one rank, and the limits of its segments. The 256 lanes of a block move 32 KiB in a
@@ -270,6 +235,18 @@ def _driver_of(runtime: DeviceRuntime, operation: str) -> _native.Driver:
         return _driver(runtime.driver_library)
     except RuntimeError as error:
         raise UnsupportedError(f"{operation}: {error}") from error
+
+
+def _calls_of(
+    native: _native.DeviceComm,
+    runtime: DeviceRuntime,
+    device: int,
+    records: _native.DeviceRecorder | None,
+) -> _native.DeviceCalls:
+    place = runtime.tensor_place(device)
+    # A place on the host does not say which of several emulated devices a tensor is on.
+    is_mine = runtime.is_device_tensor if place[0] == HOST_PLACE[0] else None
+    return _native.DeviceCalls(native, place, device, runtime.current_stream, is_mine, records)
 
 
 def _find(device: int, unit: str, name: str) -> int:
@@ -311,6 +288,9 @@ class DeviceCore:
         region: offset in the heap and size, in bytes.
         choice, multiprocessors: as given.
         recorder: None with ``CommOptions(records=0)``.
+        driver: of the device.
+        calls: of ``native``; they know the streams of all calls. See NOTE [Device calls] in
+            kernels/bindings/device_calls.h.
     """
 
     def __init__(
@@ -332,8 +312,9 @@ class DeviceCore:
         self.world_size = world_size
         self.choice = choice
         self.multiprocessors = multiprocessors
+        self.driver = _driver_of(self.runtime, operation)
         self.native = _native.DeviceComm(
-            _driver_of(self.runtime, operation),
+            self.driver,
             rank_of=(membership.rank, world_size),
             staging=(
                 channels,
@@ -347,6 +328,9 @@ class DeviceCore:
         )
         recorded = options.records > 0
         self.recorder = DeviceRecorder(self.native, membership, operation) if recorded else None
+        self.calls = _calls_of(
+            self.native, self.runtime, self.device, self.recorder.native if self.recorder else None
+        )
         self._records = options.records
         self._multicast_bytes = options.multicast_bytes
         allocation = heap.allocate(self.native.region_bytes, operation)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -15,12 +15,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ringcomm import _native
-from ringcomm.comm.device.core import COLLECTIVES, Calls, DeviceCore, SeenEvent
+from ringcomm.comm.device.core import Calls, DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch_prepared
 from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
-from ringcomm.comm.host.core import Core, NoFastCalls
+from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import (
     AUTO,
     EXIT_GRACE_S,
@@ -128,18 +128,20 @@ class OwnStreams:
             self._thread = runtime.make_stream(device)
         return StreamContext(self._device_ref, self._thread)
 
-    def side_behind_current(self) -> tuple[Stream, SeenEvent]:
+    def side_behind_current(self) -> tuple[Stream, Event]:
         """Returns the side stream, behind the current one, and an event at its end."""
         runtime, device = self._device_ref
         with runtime.on_device(device):
             side = self.side
             behind = runtime.record_event(device, runtime.current_stream(device))
             runtime.wait_event(device, side.handle, behind)
-            return side, SeenEvent(runtime.record_event(device, side.handle))
+            return side, runtime.record_event(device, side.handle)
 
 
+_increment_version = torch._C._increment_version
 FIRST_POLL_S = 0.00002
 LAST_POLL_S = 0.001
+_futures_guard = threading.Lock()
 
 
 class DeviceWork(Work):
@@ -157,30 +159,23 @@ class DeviceWork(Work):
         name: str,
         outputs: Outputs,
         stream_ref: tuple[DeviceRuntime, int, Stream],
-        done: SeenEvent,
+        done: Event,
         check: Callable[[], None],
         source: int | None = None,
         holds: bool = False,
     ) -> None:
-        super().__init__(name, _nothing, _never)
+        # Nothing that a call of the host needs: no thread ends this one.
+        self._name = name
         self._outputs = outputs
+        self._future = None
         self._runtime, self._device, self._side = stream_ref
         self._done = done
         self._check = check
         self._source = source
         self._holds = holds
 
-    def of_message(self, name: str, outputs: Outputs, source: int | None) -> DeviceWork:
-        """Returns the handle of one message of several that went out together.
-
-        Args:
-            name: of the message's own call.
-            outputs: what it receives into.
-            source: the rank that sends; None: it is a send.
-        """
-        stream_ref = (self._runtime, self._device, self._side)
-        check, holds = self._check, self._holds
-        return DeviceWork(name, outputs, stream_ref, self._done, check, source, holds)
+    def __repr__(self) -> str:
+        return f"<ringcomm.Work {self._name}: on a device>"
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Orders later work of the current stream behind the call, and returns True.
@@ -193,15 +188,22 @@ class DeviceWork(Work):
             CollectiveTimeout: ``timeout`` passed first; the call goes on.
             RingcommError: a kernel of this communicator gave up by now.
         """
-        seconds = wait_seconds(timeout)
+        if timeout is not None or self._holds:
+            self._wait_on_host(wait_seconds(timeout))
+        self._join()
+        return True
+
+    def _join(self) -> None:
+        """Makes the current stream wait for the call."""
+        self._check()
         stream = self._runtime.current_stream(self._device)
+        self._runtime.wait_event(self._device, stream, self._done)
+
+    def _wait_on_host(self, seconds: float) -> None:
         if seconds > 0:
             self._block(seconds)
-        elif self._holds and not self._runtime.is_capturing(self._device, stream):
+        elif self._holds and not self._runtime.is_capturing(self._device):
             self._block(math.inf)  # as long as the kernel's own deadline lets it run
-        self._check()
-        self._runtime.wait_event(self._device, stream, self._done.event)
-        return True
 
     def _block(self, seconds: float) -> None:
         deadline = Deadline(seconds)
@@ -233,7 +235,7 @@ class DeviceWork(Work):
 
         The future gives the error instead if a kernel has given up by now.
         """
-        with self._guard:
+        with _futures_guard:
             if self._future is None:
                 self._future = self._make_future()
             return self._future
@@ -275,12 +277,32 @@ class DeviceWork(Work):
         return self._outputs
 
 
-def _nothing() -> None:
-    """Does nothing on Ctrl-C: a waiter of a device call does not block."""
+class LaunchedWork(DeviceWork):
+    """A call of a communicator of one node, whose tensors its native end keeps."""
 
+    __slots__ = ("calls",)
 
-def _never() -> bool:
-    return False
+    calls: _native.DeviceCalls
+    _done: _native.DeviceEvent
+
+    def of_message(self, name: str, outputs: Outputs, source: int | None) -> LaunchedWork:
+        """Returns the handle of one message of several that went out together.
+
+        Args:
+            name: of the message's own call.
+            outputs: what it receives into.
+            source: the rank that sends; None: it is a send.
+        """
+        stream_ref = (self._runtime, self._device, self._side)
+        work = LaunchedWork(name, outputs, stream_ref, self._done, self._check, source, self._holds)
+        work.calls = self.calls
+        return work
+
+    def _join(self) -> None:
+        if not self.calls.join(self._done):
+            self._check()
+            with self._runtime.on_device(self._device):
+                self.calls.join(self._done, checked=True)
 
 
 class DeviceCallChecks(CallChecks):
@@ -345,8 +367,9 @@ class DeviceCallEngine(CallEngine):
         recorder, rank_of = core.recorder, (core.rank, core.world_size)
         locate = recorder.located if recorder is not None else None
         reader = FlightRecorder(recorder, membership.name, rank_of, locate)
-        super().__init__(core, core.native, NoFastCalls(), membership, reader)
+        super().__init__(core, core.native, core.calls, membership, reader)
         self.device_core = core
+        self.calls = self.starts = core.calls
         self.device_ref: tuple[DeviceRuntime, int] = (core.runtime, core.device)
         self._checks: dict[str, DeviceCallChecks] = {}
         self.records = recorder.native if recorder is not None else None
@@ -354,17 +377,14 @@ class DeviceCallEngine(CallEngine):
         self.joint_launch = joint_launch
         self._submission = _submitting(weakref.ref(self))
         self._takes_over = False
-        # The streams of the last call and of the last captured call. Neither waits for the other.
-        self._last_stream: int | None = None
-        self._last_captured: int | None = None
-        # Calls whose tensors must live until their event has passed, or while a graph is captured.
-        self._launched: deque[tuple[Call, SeenEvent]] = deque()
+        # Calls whose tensors must live while a graph is captured.
         self._captured: list[tuple[Call, int]] = []
         # Set when closing: whether the communicator was unusable before, so that an earlier error
         # has said why.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
         self.streams = OwnStreams(self.device_ref)
+        self.calls.set_shared(joint_launch is not None)
         # This rank's prepared call, while one thread prepares the calls of all ranks.
         self._collecting = False
         self._collected: Prepared | None = None
@@ -443,21 +463,38 @@ class DeviceCallEngine(CallEngine):
         with self.queue.turn, runtime.on_device(device):
             self.begin_turn(call.name)
             side = self.streams.side
+            self.calls.set_side(side.handle)
             current = runtime.current_stream(device)
             runtime.wait_event(device, side.handle, runtime.record_event(device, current))
             with runtime.on_stream(side):
                 self._run(call, side.handle)
-            done = self._seen(runtime.record_event(device, side.handle))
-            self.keep(call, done, side.handle)
+            done = self.calls.mark(side.handle)
+            self.keep(call, done, (side.handle, current))
         return self._work(call.name, call.outputs, side, done)
 
-    def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
-        stream_ref = (*self.device_ref, side)
-        return DeviceWork(name, outputs, stream_ref, done, lambda: self.check_work(name))
+    def started(self, name: str, outputs: Outputs, event: _native.DeviceEvent) -> LaunchedWork:
+        """Returns the Work of a call that the native end has started."""
+        _increment_version(outputs)
+        return self._work(name, outputs, self.streams.side, event)
 
-    def keep(self, call: Call, done: SeenEvent, stream: int) -> None:
-        """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
+    def _work(
+        self, name: str, outputs: Outputs, side: Stream, done: _native.DeviceEvent
+    ) -> LaunchedWork:
+        stream_ref = (*self.device_ref, side)
+        work = LaunchedWork(name, outputs, stream_ref, done, lambda: self.check_work(name))
+        work.calls = self.calls
+        return work
+
+    def keep(self, call: Call, done: _native.DeviceEvent, streams: tuple[int, int]) -> None:
+        """Keeps the call's tensors until it is done, so that no allocator reuses their memory.
+
+        Args:
+            call: launched.
+            done: at its end.
+            streams: that of the call, and that of its caller.
+        """
         runtime, device = self.device_ref
+        stream, current = streams
         if self._captured:
             capturing = runtime.is_capturing
             self._captured = [each for each in self._captured if capturing(device, each[1])]
@@ -467,14 +504,15 @@ class DeviceCallEngine(CallEngine):
             # tensors.
             self._captured.append((call, stream))
             return
-        while self._launched and self._launched[0][1].query():
-            self._launched.popleft()
-        self._launched.append((call, done))
+        self.calls.keep(call, done, current)
 
     def _run(self, call: Call, stream: int) -> None:
         """Orders the call on ``stream`` and launches it; the caller holds the turn."""
         native = self.device_core.native
-        self._follow_last(stream)
+        try:
+            self.calls.follow(stream)
+        except RuntimeError as error:
+            raise RingcommError(f"{where(call.name, *self.rank_of)}: {error}") from error
         native.stream = stream
         self.take_over()
         try:
@@ -484,26 +522,11 @@ class DeviceCallEngine(CallEngine):
         increment_version(call.written)
 
     def take_over(self) -> None:
-        """Has launches pass :meth:`_submit` if others share the device."""
-        shared = self.joint_launch is not None or self._collecting or self.order.is_shared
+        """Has launches pass :meth:`_submit` if other ranks take part in them."""
+        shared = self.joint_launch is not None or self._collecting
         if shared != self._takes_over:
             self._takes_over = shared
             self.device_core.native.set_submit(self._submission if shared else None)
-
-    def _follow_last(self, stream: int) -> None:
-        """Puts ``stream`` behind the communicator's last call, if that was on another one."""
-        if stream == self._last_stream and self._last_captured is None:
-            return
-        runtime, device = self.device_ref
-        # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
-        if runtime.is_capturing(device, stream):
-            last, self._last_captured = self._last_captured, stream
-            follows = last != stream and last is not None and runtime.is_capturing(device, last)
-        else:
-            last, self._last_stream = self._last_stream, stream
-            follows = last != stream
-        if follows and last is not None:
-            runtime.wait_event(device, stream, runtime.record_event(device, last))
 
     def prepare(self, call: Call, stream: int) -> Prepared:
         """Returns the launch that :meth:`_run` would make; the caller holds the turn."""
@@ -512,6 +535,7 @@ class DeviceCallEngine(CallEngine):
             self._run(call, stream)
         finally:
             self._collecting = False
+            self.take_over()
         prepared, self._collected = self._collected, None
         assert prepared is not None
         return prepared
@@ -619,7 +643,10 @@ class DeviceCallEngine(CallEngine):
         """
         self.check_usable(opname)
         outputs = fn() if timeout is None else within(self.owner, milliseconds_of(timeout), fn)
-        side, done = self.streams.side_behind_current()
+        runtime, device = self.device_ref
+        with runtime.on_device(device):
+            side, _ = self.streams.side_behind_current()
+            done = self.calls.mark(side.handle)
         return self._work(opname, outputs, side, done)
 
     def finish_host_side(self) -> None:
@@ -637,8 +664,7 @@ class DeviceCallEngine(CallEngine):
         if self.refuse is None:
             # The records can be read even if the device does not answer any more.
             with suppress(Exception):
-                for _, done in tuple(self._launched):
-                    done.query()
+                self.calls.look()
                 self.device_core.look()
         return super().recording()
 
@@ -651,13 +677,6 @@ class DeviceCallEngine(CallEngine):
         if self.records is not None:
             for each in calls:
                 self.records.seen_completed(*each)
-
-    def _seen(self, event: Event) -> SeenEvent:
-        """Wraps an event behind all collectives so far, whose passing is noted in the records."""
-        records = self.records
-        if records is None:
-            return SeenEvent(event)
-        return SeenEvent(event, records, (COLLECTIVES, 1, records.enqueued(COLLECTIVES)))
 
     @contextmanager
     def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
@@ -731,6 +750,10 @@ class DeviceCallEngine(CallEngine):
             self._make_unusable(error, text)
         return error
 
+    def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
+        super()._disable(make_error)
+        self.calls.disable()
+
     def _make_unusable(self, error: RingcommError, text: str) -> None:
         self._disable(refusal(self.rank, self.world_size, error))
         self.device_core.abort(text)
@@ -748,8 +771,8 @@ class DeviceCallEngine(CallEngine):
     def _events_of_the_end(self) -> list[Event]:
         """Returns events that have passed once no launched kernel runs any more."""
         runtime, device = self.device_ref
-        events: list[Event] = [done for _, done in self._launched]
-        last = self._last_stream
+        events: list[Event] = [*self.calls.kept()[0]]
+        last = self.calls.last_stream
         if last is not None and not runtime.is_capturing(device, last):
             with runtime.on_device(device):
                 events.append(runtime.record_event(device, last))
@@ -764,7 +787,7 @@ class DeviceCallEngine(CallEngine):
             if self._told is None:
                 self._told = self.refuse is not None
             self._disable(closed(self.rank, self.world_size, self.membership.name))
-            if self._last_captured is not None:
+            if self.calls.has_captured:
                 # This communicator does not know the streams of replays.
                 self.device_core.synchronize()
             events = self._events_of_the_end()
@@ -805,7 +828,7 @@ class DeviceCallEngine(CallEngine):
             self._told = True
         self.order.leave(self.joint_launch or self.device_core)
         super()._close(grace_s, in_vain_s)
-        self._launched.clear()
+        self.calls.forget_kept()
         self._captured.clear()
 
     def close(self) -> None:
@@ -827,5 +850,5 @@ class DeviceCallEngine(CallEngine):
         if not hasattr(self, "_told") or self.closed:
             return
         self.order.leave(self.joint_launch or self.device_core)
-        captured = self._last_captured is not None
-        abandon(self.device_core, self._events_of_the_end(), self._launched, captured=captured)
+        kept, captured = self.calls.kept()[1], self.calls.has_captured
+        abandon(self.device_core, self._events_of_the_end(), kept, captured=captured)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringcomm.comm.device.core import MESSAGES, SeenEvent
-from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork, device_comm_of
+from ringcomm.comm.device.core import MESSAGES
+from ringcomm.comm.device.launch import DeviceCallEngine, LaunchedWork, device_comm_of
 from ringcomm.comm.host.arguments import put_back, readable, size_bytes, writable
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, Work
@@ -79,7 +79,7 @@ def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
     return [launches[launch] for launch in sorted(launches, key=position)]
 
 
-def launch_batch(messages: Sequence[PeerMessage]) -> DeviceWork:
+def launch_batch(messages: Sequence[PeerMessage]) -> LaunchedWork:
     """Launches the messages of one launch, as :func:`launches_of` has grouped them.
 
     Raises:
@@ -123,7 +123,7 @@ class DeviceMessages:
 
     def exchange_messages(
         self, sends: Sequence[TensorAndPeer], receives: Sequence[TensorAndPeer], tag: int = 0
-    ) -> DeviceWork:
+    ) -> LaunchedWork:
         """Sends and receives several messages in one launch, in which none waits for another.
 
         Args:
@@ -172,7 +172,7 @@ class DeviceMessages:
         receives: list[TensorAndPeer],
         tag: int,
         source: int | None = None,
-    ) -> DeviceWork:
+    ) -> LaunchedWork:
         def run(core: Core) -> int:
             out = [(readable(tensor), peer) for tensor, peer in sends]
             into = [(writable(tensor), peer) for tensor, peer in receives]
@@ -199,15 +199,17 @@ class DeviceMessages:
             before = self._messages_enqueued()
             with runtime.on_stream(first):
                 self._run_alone(call)
-            event = runtime.record_event(device, first.handle)
             for other in streams[1:]:
+                event = runtime.record_event(device, first.handle)
                 runtime.wait_event(device, other.handle, event)
-            after = self._messages_enqueued()
-            done = SeenEvent(event, engine.records, (MESSAGES, before + 1, after))
-            engine.keep(call, done, first.handle)
+            numbers = (before + 1, self._messages_enqueued())
+            done = engine.calls.mark_messages(first.handle, *numbers)
+            engine.keep(call, done, (first.handle, current))
         stream_ref, holds = (runtime, device, first), engine.joint_launch is not None
         check = partial(engine.check_work, name)
-        return DeviceWork(name, call.outputs, stream_ref, done, check, source, holds)
+        work = LaunchedWork(name, call.outputs, stream_ref, done, check, source, holds)
+        work.calls = engine.calls
+        return work
 
     def _messages_enqueued(self) -> int:
         records = self.engine.records

@@ -461,7 +461,7 @@ def _join(
     runtime = heap.runtime
     identity = runtime.identity(core.device)
     capacity = _blocks_each(heap) * identity.multiprocessors
-    order = order_of(runtime, core.device)
+    order = order_of(runtime, core.device, core.driver)
     joint = None
     if len(local) > 1:
         proofs = [handles[rank].proof for rank in local]
@@ -470,6 +470,7 @@ def _join(
     messages = 2 * core.native.message_channels * len(local)
     blocks = Blocks(core.native.channels * len(local), messages)
     order.join(joint or core, blocks, capacity, operation)
+    core.native.set_ledger(order.ledger, id(joint or core))
     return order, joint
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -38,17 +38,10 @@ def launch_prepared(prepared: Sequence[Prepared], stream: int) -> None:
         _native.launch(cast(list[_native.DeviceComm], prepared), stream)
 
 
-# DeviceOrder keeps the communicators of one process on one device from blocking each other.
-#
-# Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the device
-# together. Launches on one stream follow each other, so only the largest of each stream counts. A
-# launch that does not fit waits, by events on the device, for the oldest launches whose end frees
-# enough blocks. Messages cannot be ordered like this, since a send may wait for a receive that
-# comes after a collective. So from a communicator's first message on, blocks for the messages of
-# all its ranks here are kept beside the collectives, of whatever communicator: what does not fit
-# beside what is kept already is refused, a communicator when it is built or a first message. If
-# ranks launch the collectives of several communicators in different orders, they run concurrently
-# as far as the device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
+# Which communicators of this process are on a device, and whether their blocks fit. The order of
+# their launches is the native LaunchLedger's (kernels/cuda/launch_ledger.h), which also says why
+# there is one. Blocks for messages are kept beside collectives: what does not fit beside what is
+# kept already is refused, a communicator when it is built or a first message.
 
 
 @dataclass(frozen=True)
@@ -59,33 +52,10 @@ class Blocks:
     messages: int
 
 
-# Every call makes one of these: a frozen dataclass would take four times as long.
-class _SharedMapping(NamedTuple):
-    owner: object
-    blocks: int
-    stream: int
-    done: Event
-
-
-def _gains(launches: Iterable[_SharedMapping]) -> list[tuple[_SharedMapping, int]]:
-    """Returns the launches whose end frees blocks, oldest first, each with the number freed.
-
-    A launch frees none if one at least as large follows it on its stream.
-    """
-    taken: dict[int, int] = {}
-    gains = []
-    for each in reversed(list(launches)):
-        later = taken.get(each.stream, 0)
-        if each.blocks > later:
-            gains.append((each, each.blocks - later))
-            taken[each.stream] = each.blocks
-    return gains[::-1]
-
-
 class DeviceOrder:
     """The launches of one device of this process."""
 
-    def __init__(self, runtime: DeviceRuntime, device: int) -> None:
+    def __init__(self, runtime: DeviceRuntime, device: int, driver: _native.Driver) -> None:
         self._runtime = runtime
         self._device = device
         self._guard = threading.Lock()
@@ -93,12 +63,10 @@ class DeviceOrder:
         self._ranks: Counter[int] = Counter()  # of each member, in this process
         self._sending: set[int] = set()
         self._capacity = 0
-        self._under_way: deque[_SharedMapping] = deque()
+        self.ledger = _native.LaunchLedger(driver, device)
 
-    @property
-    def is_shared(self) -> bool:
-        """True if several communicators of this process launch on the device."""
-        return len(self._members) > 1
+    def _tell_ledger(self) -> None:
+        self.ledger.set_members(len(self._members), self._capacity, self._kept())
 
     def join(self, owner: object, blocks: Blocks, capacity: int, operation: str) -> None:
         """Registers a communicator whose launches take up to ``blocks``.
@@ -124,6 +92,7 @@ class DeviceOrder:
             self._members[id(owner)] = blocks
             self._ranks[id(owner)] += 1
             self._capacity = capacity
+            self._tell_ledger()
 
     def leave(self, owner: object) -> None:
         with self._guard:
@@ -132,6 +101,7 @@ class DeviceOrder:
                 del self._ranks[id(owner)]
                 self._members.pop(id(owner), None)
                 self._sending.discard(id(owner))
+                self._tell_ledger()
 
     def _kept(self) -> int:
         """Returns the blocks that are kept for messages."""
@@ -162,48 +132,30 @@ class DeviceOrder:
                     "this device, or send by fewer of them"
                 )
             self._sending.add(id(owner))
+            self._tell_ledger()
 
     def before(self, owner: object, blocks: int, stream: int) -> None:
         """Puts ``stream`` behind the launches that must end before ``blocks`` more blocks fit."""
-        if not self.is_shared or self._runtime.is_capturing(self._device, stream):
-            # A single communicator cannot conflict with others, and the launches of a graph follow
-            # each other on its streams.
-            return
-        with self._guard:
-            self._under_way = deque(each for each in self._under_way if not each.done.query())
-            if not self._under_way:
-                return
-            gains = _gains(
-                each
-                for each in self._under_way
-                if each.owner is not owner and each.stream != stream
-            )
-            free = self._capacity - self._kept() - sum(gain for _, gain in gains)
-            for each, gain in gains:
-                if free >= blocks:
-                    break
-                self._runtime.wait_event(self._device, stream, each.done)
-                free += gain
+        # The launches of a graph follow each other on its streams.
+        if not self._runtime.is_capturing(self._device, stream):
+            self.ledger.before(id(owner), blocks, stream)
 
     def after(self, owner: object, blocks: int, stream: int) -> None:
         """Notes a launch that was just made on ``stream``."""
-        if not self.is_shared or self._runtime.is_capturing(self._device, stream):
-            return
-        done = self._runtime.record_event(self._device, stream)
-        with self._guard:
-            self._under_way.append(_SharedMapping(owner, blocks, stream, done))
+        if not self._runtime.is_capturing(self._device, stream):
+            self.ledger.after(id(owner), blocks, stream)
 
 
 _guard = threading.Lock()
 _orders: dict[tuple[int, int], DeviceOrder] = {}
 
 
-def order_of(runtime: DeviceRuntime, device: int) -> DeviceOrder:
+def order_of(runtime: DeviceRuntime, device: int, driver: _native.Driver) -> DeviceOrder:
     """Returns the order of launches of ``device``."""
     with _guard:
         key = (id(runtime), device)
         if key not in _orders:
-            _orders[key] = DeviceOrder(runtime, device)
+            _orders[key] = DeviceOrder(runtime, device, driver)
         return _orders[key]
 
 

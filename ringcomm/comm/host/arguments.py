@@ -144,8 +144,10 @@ def _find_keys() -> None:
         keys_at &= {at for at, word in enumerate(its) if word == keys}
     if len(impl_at) == len(keys_at) == 1:
         (impl,), (keys,) = impl_at, keys_at
-        allowed = torch._C._dispatch_keys(ordinary).raw_repr()
-        _native.read_keys_at(impl * _WORD_BYTES, keys * _WORD_BYTES, allowed)
+        allowed = torch._C._dispatch_keys(ordinary)
+        for key in (_KEY.CUDA, _KEY.AutocastCUDA):  # what a tensor of a GPU has instead
+            allowed |= torch._C.DispatchKeySet(key)
+        _native.read_keys_at(impl * _WORD_BYTES, keys * _WORD_BYTES, allowed.raw_repr())
 
 
 _WORD_BYTES = 8

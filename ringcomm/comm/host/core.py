@@ -118,6 +118,25 @@ class FastCalls(Protocol):
     def barrier_fast(self) -> int: ...
 
 
+class StartCalls(Protocol):
+    """The same for asynchronous calls: an event at the end of the call, or None: nothing was done.
+
+    The core keeps the tensors until the call is done.
+    """
+
+    def start_all_reduce(
+        self, tensor: object, op: object, algorithm: object, /
+    ) -> _native.DeviceEvent | None: ...
+
+    def start_reduce_scatter(
+        self, output: object, input: object, op: object, algorithm: object, /
+    ) -> _native.DeviceEvent | None: ...
+
+    def start_all_gather(
+        self, output: object, input: object, algorithm: object, /
+    ) -> _native.DeviceEvent | None: ...
+
+
 class NoFastCalls:
     """The fast calls of a core that takes checked calls alone."""
 

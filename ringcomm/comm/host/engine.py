@@ -26,7 +26,7 @@ from ringcomm.comm.host.arguments import (
     admit_keys,
     intercepting_keys,
 )
-from ringcomm.comm.host.core import Core, CoreOwner, FastCalls
+from ringcomm.comm.host.core import Core, CoreOwner, FastCalls, StartCalls
 from ringcomm.comm.host.options import check_compression, milliseconds_of
 from ringcomm.comm.host.rendezvous import Membership, why_lost
 from ringcomm.comm.host.triton import (
@@ -519,6 +519,7 @@ class CallEngine(ABC):
         world_size: the number of ranks.
         queue: of calls that wait for their turn.
         kernels: "triton" if calls that name no kernels use those; None for the native ones.
+        starts: starts asynchronous calls that need no checks; None: their Work begins in the queue.
         closed: the memory is freed.
         refuse: makes the error of each call from the first fault on; None before it.
     """
@@ -534,10 +535,11 @@ class CallEngine(ABC):
         self.owner = owner
         self.core = core
         self.fast = fast
+        self.starts: StartCalls | None = None
         self.membership = membership
         self.rank = membership.rank
         self.world_size = len(membership.ranks)
-        self.queue = CallQueue(f"ringcomm-{membership.name}", getattr(core, "turn", None))
+        self.queue = CallQueue(f"ringcomm-{membership.name}", getattr(fast, "turn", None))
         self._recorder = recorder
         self._guard = threading.Lock()
         self.refuse: Callable[[str], RingcommError] | None = None
@@ -799,6 +801,10 @@ class CallEngine(ABC):
         """Returns the surroundings of this rank as a thread beside others."""
         return RankContext()
 
+    def started(self, name: str, outputs: Outputs, event: Any) -> Work:
+        """Returns the Work of a call that ``starts`` has started."""
+        raise NotImplementedError
+
     def execute(self, call: Call) -> Outputs:
         status = call.run(self.core)
         if status:
@@ -861,6 +867,7 @@ class CallEngine(ABC):
             if self.refuse is None:
                 self.refuse = make_error
                 self.core = self.fast = cast(Any, Unusable(make_error))
+                self.starts = None
 
     def interrupt(self) -> None:
         self.abort("interrupted by KeyboardInterrupt")
@@ -944,6 +951,7 @@ class CallEngine(ABC):
         self.queue = CallQueue(self.membership.name)
         self.refuse = self._fork_error
         self.core = self.fast = cast(Any, Unusable(self._fork_error))
+        self.starts = None
         return parents
 
     def _fork_error(self, operation: str) -> ForkError:

@@ -14,7 +14,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore
 
 from ringcomm import _native
-from ringcomm.comm.device.core import SeenEvent
 from ringcomm.comm.device.launch import (
     DeviceCallChecks,
     DeviceCallEngine,
@@ -59,7 +58,7 @@ from ringcomm.comm.nodes.transport import (
 from ringcomm.comm.nodes.watch import Awaiting, DeviceWatch, NodeTrace, Watch, post_cause
 from ringcomm.comm.recorder.reader import FlightRecorder
 from ringcomm.comm.recorder.records import NodeLevel, Recording, renumbered
-from ringcomm.cuda.runtime import DeviceRuntime, Stream
+from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
 from ringcomm.errors import AbortedError, RendezvousError, RingcommError, UnsupportedError, where
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
@@ -232,7 +231,7 @@ class DeviceNodesEngine(NodesEngine):
             runtime.wait_event(device, side.handle, runtime.record_event(device, current))
             with runtime.on_stream(side):
                 self._enqueue_on(side.handle, call)
-            done = SeenEvent(runtime.record_event(device, side.handle))
+            done = runtime.record_event(device, side.handle)
         return self._work(call.name, call.outputs, side, done)
 
     def _enqueue_on(self, stream: int, call: Call) -> None:
@@ -256,7 +255,7 @@ class DeviceNodesEngine(NodesEngine):
         self.start_call(call)
         return call.outputs
 
-    def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
+    def _work(self, name: str, outputs: Outputs, side: Stream, done: Event) -> DeviceWork:
         return DeviceWork(
             name, outputs, (*self.device_ref, side), done, lambda: self._check_work(name)
         )

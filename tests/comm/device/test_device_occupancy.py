@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,11 +23,13 @@ from ringcomm import CommOptions, _native
 from ringcomm.comm.device import rendezvous
 from ringcomm.comm.device.rendezvous import _DeviceInfo
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder
+from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.cuda.units import UNITS
 from ringcomm.errors import AbortedError, CollectiveTimeout, UnsupportedError
 from tests.support.device_worlds import Devices
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import COMPILER, library
+from tests.support.stub_driver import driver
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
 
@@ -129,12 +131,12 @@ def past_capacity(kind: type[DeviceOrder]) -> Iterator[tuple[int, Blocks, Blocks
     runtime: Any = None
     for capacity in MULTIPROCESSORS:
         for one, two in product(asked_on(capacity), repeat=2):
-            order = kind(runtime, 0)
+            order = kind(runtime, 0, driver().native)
             in_turn = []
             for blocks in (one, two, one):
                 in_turn.append(Owner(order, blocks, capacity))
                 in_turn[-1].send()
-            order = kind(runtime, 0)
+            order = kind(runtime, 0, driver().native)
             built_first = [Owner(order, blocks, capacity) for blocks in (one, two, one)]
             for owner in built_first:
                 owner.send()
@@ -176,7 +178,7 @@ def test_what_is_refused_by_default():
     for multiprocessors, ranks in product(MULTIPROCESSORS, RANKS):
         runtime: Any = None
         blocks = blocks_of(multiprocessors, ranks, 0)
-        owner = Owner(DeviceOrder(runtime, 0), blocks, multiprocessors)
+        owner = Owner(DeviceOrder(runtime, 0, driver().native), blocks, multiprocessors)
         owner.send()
         refused[multiprocessors, ranks] = (not owner.built, not owner.sends)
     assert refused == {(m, n): (n > m, 3 * n > m) for m in MULTIPROCESSORS for n in RANKS}
@@ -185,7 +187,7 @@ def test_what_is_refused_by_default():
 def test_six_communicators_send_on_132_multiprocessors_by_default():
     """Of a rank that has a GPU alone: docs/cuda.md says so."""
     runtime: Any = None
-    order, blocks = DeviceOrder(runtime, 0), blocks_of(132, 1, 0)
+    order, blocks = DeviceOrder(runtime, 0, driver().native), blocks_of(132, 1, 0)
     owners = [Owner(order, blocks, 132) for _ in range(8)]
     for owner in owners:
         owner.send()
@@ -200,22 +202,11 @@ def test_six_communicators_send_on_132_multiprocessors_by_default():
 CAPACITY, KEPT = 6, 1
 
 
-class Events:
-    """In the place of a runtime: notes which launches a stream waits for; none ever ends."""
-
-    def __init__(self) -> None:
-        self.waited: list[int] = []
-        self.launches = 0
+class NeverCapturing:
+    """In the place of a runtime."""
 
     def is_capturing(self, device: int, stream: int) -> bool:
         return False
-
-    def wait_event(self, device: int, stream: int, event: Any) -> None:
-        self.waited.append(event.number)
-
-    def record_event(self, device: int, stream: int) -> Any:
-        self.launches += 1
-        return SimpleNamespace(number=self.launches - 1, query=lambda: False)
 
 
 @dataclass(frozen=True)
@@ -227,22 +218,25 @@ class Launch:
 
 def most_at_once(launches: Sequence[Launch], kind: type[DeviceOrder]) -> int:
     """The most blocks of launches none of which comes after another one."""
-    events: Any = Events()
-    order = kind(events, 0)
+    stub, runtime = driver(), cast(DeviceRuntime, NeverCapturing())
+    stub.reset()
+    stub.hold_events()
+    order = kind(runtime, 0, stub.native)
+    events: list[int] = []  # at the end of each launch
     owners = [object() for _ in range(3)]
     for owner in owners:
         order.join(owner, Blocks(CAPACITY - KEPT, KEPT), CAPACITY, "world")
     order.sends(owners[0], "isend")
     before: list[set[int]] = []  # of each launch
     for number, each in enumerate(launches):
-        events.waited.clear()
         order.before(owners[each.owner], each.blocks, each.stream)
-        direct = [*events.waited]
+        direct = [events.index(event) for _, event in stub.waits()]
         for earlier, other in enumerate(launches[:number]):
             if other.owner == each.owner or other.stream == each.stream:
                 direct.append(earlier)
         before.append(set(direct).union(*(before[earlier] for earlier in direct)))
         order.after(owners[each.owner], each.blocks, each.stream)
+        events += stub.records()
     most = 0
     for size in range(1, len(launches) + 1):
         for some in combinations(range(len(launches)), size):

@@ -119,6 +119,24 @@ CUresult cuEventQuery(void* event) {
   return result != kSuccess || done ? result : kNotReady;
 }
 
+CUresult cuEventCreate(void** event, unsigned /*flags*/) {
+  if (current_device == nullptr) return kInvalidContext;
+  *event = new Event{};
+  return kSuccess;
+}
+
+CUresult cuEventRecord(void* event, CUstream hStream) {
+  Stream* stream = resolve(hStream);
+  return stream == nullptr ? bad_stream() : record(*stream, *static_cast<Event*>(event));
+}
+
+CUresult cuEventSynchronize(void* event) { return synchronize(*static_cast<Event*>(event)); }
+
+CUresult cuStreamWaitEvent(CUstream hStream, void* event, unsigned /*flags*/) {
+  Stream* stream = resolve(hStream);
+  return stream == nullptr ? bad_stream() : wait_for(*stream, *static_cast<Event*>(event));
+}
+
 // Captures here forbid nothing to other threads.
 CUresult cuThreadExchangeStreamCaptureMode(int* /*mode*/) { return kSuccess; }
 
@@ -174,10 +192,7 @@ int emu_stream_run(void* handle, void (*function)()) {
 void* emu_event_make() { return new Event{}; }
 void emu_event_destroy(void* event) { delete static_cast<Event*>(event); }
 
-int emu_event_record(void* event, void* handle) {
-  Stream* stream = resolve(handle);
-  return stream == nullptr ? bad_stream() : record(*stream, *static_cast<Event*>(event));
-}
+int emu_event_record(void* event, void* handle) { return cuEventRecord(event, handle); }
 
 int emu_event_query(void* event, int* done) {
   bool is_done = false;
@@ -196,12 +211,9 @@ int emu_stream_pass(void* handle) {
   return result;
 }
 
-int emu_event_synchronize(void* event) { return synchronize(*static_cast<Event*>(event)); }
+int emu_event_synchronize(void* event) { return cuEventSynchronize(event); }
 
-int emu_stream_wait(void* handle, void* event) {
-  Stream* stream = resolve(handle);
-  return stream == nullptr ? bad_stream() : wait_for(*stream, *static_cast<Event*>(event));
-}
+int emu_stream_wait(void* handle, void* event) { return cuStreamWaitEvent(handle, event, 0); }
 
 int emu_capture_begin(void* handle) {
   Stream* stream = resolve(handle);

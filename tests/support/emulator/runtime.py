@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ringcomm.cuda.runtime import DeviceIdentity, Stream
+from ringcomm.cuda.runtime import HOST_PLACE, DeviceIdentity, Stream
 from ringcomm.errors import UnsupportedError
 from tests import ptx_interpreter
 from tests.support.emulated_driver import library_path
@@ -143,6 +143,9 @@ class EmulatedRuntime(EmulatedMemory):
 
     def torch_device(self, device: int) -> torch.device:
         return torch.device("cpu")
+
+    def tensor_place(self, device: int) -> tuple[int, int]:
+        return HOST_PLACE
 
     def identity(self, device: int) -> DeviceIdentity:
         gpu = self.physical[device] if self.physical else device

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
 from ringcomm import UnsupportedError
-from ringcomm.comm.device.sharing import Blocks, DeviceOrder, order_of
+from ringcomm.comm.device.sharing import Blocks, DeviceOrder
 from ringcomm.cuda.runtime import DeviceRuntime
+from tests.support import stub_driver
 
 CAPACITY = 10
 OWNERS = {name: object() for name in "abc"}
@@ -16,52 +18,44 @@ OWNERS = {name: object() for name in "abc"}
 Launch = tuple[str, int, int]
 
 
-class Passing:
-    """An event that has passed when the test says so."""
+@dataclass
+class Capturing:
+    """In the place of a runtime: says which streams are capturing a graph."""
 
-    def __init__(self) -> None:
-        self.passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
-class Noting:
-    """Notes the events that streams are made to wait for."""
-
-    def __init__(self) -> None:
-        self.capturing: set[int] = set()
-        self.waits: list[tuple[int, Passing]] = []
+    streams: set[int] = field(default_factory=set)
 
     def is_capturing(self, device: int, stream: int) -> bool:
-        return stream in self.capturing
+        return stream in self.streams
 
-    def record_event(self, device: int, stream: int) -> Passing:
-        return Passing()
 
-    def wait_event(self, device: int, stream: int, event: Passing) -> None:
-        self.waits.append((stream, event))
+def order_on(runtime: Capturing, device: int) -> DeviceOrder:
+    """Returns the order of a device whose events pass when the test says so."""
+    stub_driver.driver().reset()
+    stub_driver.driver().hold_events()
+    return DeviceOrder(cast(DeviceRuntime, runtime), device, stub_driver.driver().native)
 
 
 class Launches:
     """Launches under way, in the order in which they were made."""
 
     def __init__(self, *launches: Launch) -> None:
-        self.runtime: Any = Noting()
-        self.order = DeviceOrder(cast(DeviceRuntime, self.runtime), 0)
+        self.runtime = Capturing()
+        self.driver = stub_driver.driver()
+        self.order = order_on(self.runtime, 0)
         for owner in OWNERS.values():
             self.order.join(owner, Blocks(1, 3), CAPACITY, "test")
         for owner, blocks, stream in launches:
             self.order.after(OWNERS[owner], blocks, stream)
-        self.events: list[Any] = [each.done for each in self.order._under_way]
+        self.events = self.driver.records()
 
     def behind(self, launch: Launch) -> list[int]:
         """The numbers of those that one more is put behind."""
         owner, blocks, stream = launch
-        self.runtime.waits.clear()
+        self.driver.waits()
         self.order.before(OWNERS[owner], blocks, stream)
-        assert all(waiting == stream for waiting, _ in self.runtime.waits)
-        return [self.events.index(event) for _, event in self.runtime.waits]
+        waits = self.driver.waits()
+        assert all(waiting == stream for waiting, _ in waits)
+        return [self.events.index(event) for _, event in waits]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +85,9 @@ def test_a_launch_waits_for_what_frees_blocks(
 
 def test_what_has_ended_occupies_nothing() -> None:
     launches = Launches(("b", 10, 2), ("c", 10, 3))
-    launches.events[0].passed = True
+    launches.driver.let_pass(launches.events[0])
     assert launches.behind(("a", 10, 1)) == [1]
-    launches.events[1].passed = True
+    launches.driver.let_pass(launches.events[1])
     assert launches.behind(("a", 10, 1)) == []
 
 
@@ -115,7 +109,7 @@ def test_blocks_are_kept_for_messages_from_the_first_on() -> None:
 
 
 def test_messages_that_never_fit_are_refused() -> None:
-    order = order_of(cast(DeviceRuntime, Noting()), 4)
+    order = order_on(Capturing(), 4)
     order.join(OWNERS["a"], Blocks(8, 3), 10, "op")
     with pytest.raises(UnsupportedError, match=r"op: .* 3 blocks beside the 8 .* 4 runs 10"):
         order.sends(OWNERS["a"], "op")
@@ -123,7 +117,7 @@ def test_messages_that_never_fit_are_refused() -> None:
 
 def test_a_capture_neither_waits_nor_is_waited_for() -> None:
     launches = Launches(("b", 10, 2))
-    launches.runtime.capturing.add(1)
+    launches.runtime.streams.add(1)
     assert launches.behind(("a", 10, 1)) == []
     launches.order.after(OWNERS["a"], 10, 1)
     assert launches.behind(("c", 10, 3)) == [0]
@@ -135,10 +129,10 @@ def test_one_communicator_alone_is_not_counted() -> None:
         launches.order.leave(OWNERS[name])
     launches.order.after(OWNERS["a"], 10, 1)
     assert launches.behind(("a", 10, 2)) == []
-    assert not launches.order._under_way
+    assert launches.driver.counted() == {}
 
 
 def test_a_launch_that_never_fits_is_refused() -> None:
-    order = order_of(cast(DeviceRuntime, Noting()), 3)
+    order = order_on(Capturing(), 3)
     with pytest.raises(UnsupportedError, match=r"op: needs 11 .* device 3 runs 10 of them"):
         order.join(OWNERS["a"], Blocks(11, 0), 10, "op")

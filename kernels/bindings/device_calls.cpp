@@ -1,0 +1,503 @@
+#include "kernels/bindings/device_calls.h"
+
+#include <utility>
+
+#include "kernels/bindings/gil.h"
+#include "kernels/host/kernel_table.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+
+using device::DeviceComm;
+using device::DriverError;
+
+bool DeviceEvent::query() {
+  bool passed;
+  {
+    const WithoutGil nogil;
+    passed = driver_->has_passed(handle_);
+  }
+  if (passed && ends_.records)
+    std::exchange(ends_.records, nullptr)->seen_completed(ends_.track, ends_.first, ends_.last);
+  return passed;
+}
+
+void DeviceEvent::synchronize() {
+  {
+    const WithoutGil nogil;
+    driver_->synchronize(handle_);
+  }
+  query();
+}
+
+DeviceCalls::DeviceCalls(nb::object comm, TensorPlace place, int device, Asked asked,
+                         std::shared_ptr<DeviceRecorder> records)
+    : owner_(std::move(comm)),
+      comm_(nb::cast<DeviceComm&>(owner_)),
+      driver_(*comm_.driver()),
+      pool_(driver_.events_of(device)),
+      place_(place),
+      device_(nb::int_(device)),
+      asked_(std::move(asked)),
+      records_(std::move(records)) {}
+
+bool DeviceCalls::read(nb::handle tensor, TensorMemory* result) const {
+  if (!read_memory(tensor, result, place_)) return false;
+  return asked_.is_mine.is_none() || nb::cast<bool>(asked_.is_mine(tensor, device_));
+}
+
+// ---- the order of calls on streams --------------------------------------------------------------
+
+bool DeviceCalls::has_failed() const {
+  // Pairs with the release in tell_host().
+  return comm_.page() != nullptr && load_acquire_sys(&comm_.page()->fault_raised) != 0;
+}
+
+bool DeviceCalls::is_usable() const {
+  return !shared_ && !disabled_ && comm_.page() != nullptr && !comm_.submit_to() && !has_failed();
+}
+
+void* DeviceCalls::current_stream() const {
+  PyObject* const arguments[] = {device_.ptr()};
+  const nb::object found =
+      nb::steal(PyObject_Vectorcall(asked_.current_stream.ptr(), arguments, 1, nullptr));
+  void* const stream = found ? PyLong_AsVoidPtr(found.ptr()) : nullptr;
+  if (PyErr_Occurred()) throw nb::python_error();
+  return stream;
+}
+
+void DeviceCalls::take_turn() {
+  if (turn->try_take()) return;
+  bool taken;
+  {
+    const WithoutGil nogil;
+    taken = turn->take();
+  }
+  if (!taken) throw nb::python_error();
+}
+
+bool DeviceCalls::captures(void* stream) const {
+  if (stream == nullptr && !has_captured_) return false;
+  const WithoutGil nogil;
+  return driver_.is_capturing(stream) || (has_captured_ && driver_.is_capturing(side_));
+}
+
+void DeviceCalls::follow(void* stream) {
+  if (has_last_ && stream == last_ && !has_captured_) return;
+  follow(stream, driver_.is_capturing(stream));
+}
+
+void DeviceCalls::follow(void* stream, bool captures) {
+  void*& last = captures ? captured_ : last_;
+  bool& has = captures ? has_captured_ : has_last_;
+  // A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
+  if (has && last != stream && (!captures || driver_.is_capturing(last))) {
+    void* between = pool_.take();
+    if (between == nullptr) between = driver_.make_event();
+    driver_.record(between, last);
+    driver_.wait(stream, between);
+    pool_.give(between);  // the wait keeps what it needs of it
+  }
+  last = stream;
+  has = true;
+}
+
+std::shared_ptr<DeviceEvent> DeviceCalls::mark(void* stream, DeviceEvent::Ends ends) {
+  void* event = pool_.take();
+  if (event == nullptr) event = driver_.make_event();
+  auto made = std::make_shared<DeviceEvent>(comm_.driver(), pool_, event, std::move(ends));
+  driver_.record(event, stream);
+  return made;
+}
+
+std::shared_ptr<DeviceEvent> DeviceCalls::take_event() const {
+  void* event = pool_.take();
+  if (event == nullptr) {
+    event = driver_.make_event();
+    driver_.record(event, side_);  // throws where another device is current, which is the event's
+  }
+  return std::make_shared<DeviceEvent>(comm_.driver(), pool_, event, DeviceEvent::Ends{});
+}
+
+void DeviceCalls::set_side(void* stream) {
+  side_ = stream;
+  if (behind_ == nullptr) behind_ = driver_.make_event();
+}
+
+DeviceEvent::Ends DeviceCalls::all_collectives() const {
+  constexpr Track track = Track::kCollectives;
+  return {records_, track, 1, records_ ? records_->enqueued(track) : 0};
+}
+
+void DeviceCalls::keep(nb::object tensors, std::shared_ptr<DeviceEvent> event, void* stream) {
+  drop_passed();
+  newest_ = event;
+  kept_.push_back({std::move(tensors), std::move(event), stream});
+}
+
+void DeviceCalls::drop_passed() {
+  while (!kept_.empty()) {
+    const std::shared_ptr<DeviceEvent> first = kept_.front().event;
+    if (!first->query()) return;
+    // Another thread may have let go of it meanwhile.
+    if (kept_.empty() || kept_.front().event != first) continue;
+    const nb::object tensors = std::move(kept_.front().tensors);
+    kept_.pop_front();
+  }
+}
+
+bool DeviceCalls::join(const DeviceEvent& event, bool checked) {
+  if (!checked && (disabled_ || has_failed())) return false;
+  void* const stream = current_stream();
+  try {
+    const WithoutGil nogil;
+    driver_.wait(stream, event.handle());
+  } catch (const DriverError& error) {
+    if (!checked && error.is_of_context()) return false;
+    throw;
+  }
+  for (auto each = kept_.begin(); each != kept_.end(); ++each)
+    if (each->event.get() == &event) {
+      if (each->stream != stream) break;
+      // Whatever reuses the memory on the owner's stream comes behind the call from here on.
+      const nb::object tensors = std::move(each->tensors);
+      kept_.erase(each);
+      break;
+    }
+  return true;
+}
+
+void DeviceCalls::look() {
+  drop_passed();
+  const std::shared_ptr<DeviceEvent> newest = newest_;
+  if (newest) newest->query();
+}
+
+// ---- calls --------------------------------------------------------------------------------------
+
+// The caller holds the turn and the GIL. False: the checked path is to make the call.
+template <class Prepare>
+bool DeviceCalls::prepare(void* stream, Prepare prepare) {
+  comm_.set_stream(stream, false);
+  try {
+    prepare();
+  } catch (const std::invalid_argument&) {
+    return false;  // Python says what is wrong, such as a kernel that is not there
+  }
+  return comm_.next();
+}
+
+template <class Prepare>
+int DeviceCalls::make(Prepare prepare_call) {
+  if (!is_usable()) return kNotFast;
+  void* const stream = current_stream();
+  take_turn();
+  const std::lock_guard held(*turn, std::adopt_lock);
+  if (captures(stream) || !prepare(stream, prepare_call)) return kNotFast;
+  const WithoutGil nogil;
+  try {
+    follow(stream, false);
+    comm_.launch_prepared();
+    return 0;
+  } catch (const DriverError&) {
+    // Nothing was launched. Python makes the call again with the device current, and words what
+    // then fails.
+    comm_.withdraw();
+    return kNotFast;
+  }
+}
+
+template <class Prepare>
+std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prepare_call) {
+  if (behind_ == nullptr || !is_usable()) return nullptr;
+  void* const stream = current_stream();
+  take_turn();
+  const std::lock_guard held(*turn, std::adopt_lock);
+  if (captures(stream) || !prepare(side_, prepare_call)) return nullptr;
+  std::shared_ptr<DeviceEvent> end;
+  {
+    const WithoutGil nogil;
+    try {
+      driver_.record(behind_, stream);
+      driver_.wait(side_, behind_);
+      end = take_event();
+      follow(side_, false);
+      comm_.launch_prepared();
+    } catch (const DriverError&) {
+      comm_.withdraw();
+      return nullptr;
+    }
+    driver_.record(end->handle(), side_);
+  }
+  end->ends_with(all_collectives());
+  keep(std::move(tensors), end, stream);
+  return end;
+}
+
+namespace {
+
+device::Reduction device_reduction(DType dtype, int op, int algorithm, uint64_t* elems) {
+  return kernel_reduction(int(dtype), op, 1.0, algorithm, elems);
+}
+
+// Whether the collectives reduce a type so at all; whether a GPU has the kernel is found later.
+bool reduces(DType dtype, int op) { return op >= 0 && kernels().reduce[int(dtype)][op] != nullptr; }
+
+// Each gives `then` what prepares the call, or returns `otherwise` of arguments that are not fast.
+template <class Result, class Then>
+Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
+                  Result otherwise, Then then) {
+  TensorMemory t;
+  const int code = op_code(op), named = algorithm_code(algorithm, Collective::kAllReduce);
+  if (named < 0 || !calls.read(tensor, &t) || !reduces(t.dtype, code)) return otherwise;
+  const device::Reduction how = device_reduction(t.dtype, code, named, &t.elems);
+  return then(nb::make_tuple(tensor),
+              [&, how, t] { calls.comm().all_reduce(t.ptr, t.ptr, t.elems, how); });
+}
+
+template <class Result, class Then>
+Result reduce_scatter(DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle op,
+                      nb::handle algorithm, Result otherwise, Then then) {
+  TensorMemory out, in;
+  const int code = op_code(op), named = algorithm_code(algorithm, Collective::kReduceScatter);
+  const device::DeviceConfig& config = calls.comm().config();
+  if (named < 0 || !calls.read(output, &out) || !calls.read(input, &in) || out.dtype != in.dtype ||
+      in.elems != out.elems * uint64_t(config.world) || !reduces(out.dtype, code) ||
+      !is_chunk_or_apart(in, out, config.rank))
+    return otherwise;
+  const device::Reduction how = device_reduction(out.dtype, code, named, &out.elems);
+  return then(nb::make_tuple(output, input),
+              [&, how, in, out] { calls.comm().reduce_scatter(in.ptr, out.ptr, out.elems, how); });
+}
+
+template <class Result, class Then>
+Result all_gather(DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle algorithm,
+                  Result otherwise, Then then) {
+  TensorMemory out, in;
+  const int named = algorithm_code(algorithm, Collective::kAllGather);
+  const device::DeviceConfig& config = calls.comm().config();
+  if (named < 0 || !calls.read(output, &out) || !calls.read(input, &in) || out.dtype != in.dtype ||
+      out.elems != in.elems * uint64_t(config.world) || !is_chunk_or_apart(out, in, config.rank))
+    return otherwise;
+  return then(nb::make_tuple(output, input), [&, named, in, out] {
+    calls.comm().all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, Algorithm(named));
+  });
+}
+
+// What `then` is for a call that is made at once, and for one that is started.
+auto made_by(DeviceCalls& calls) {
+  return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
+}
+auto started_by(DeviceCalls& calls) {
+  return [&](nb::object tensors, auto prepare) { return calls.start(std::move(tensors), prepare); };
+}
+const std::shared_ptr<DeviceEvent> kNotStarted;
+
+void bind_made(nb::class_<DeviceCalls>& c) {
+  const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
+  c.def(
+       "all_reduce_fast",
+       [](DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm) {
+         return all_reduce(calls, tensor, op, algorithm, kNotFast, made_by(calls));
+       },
+       nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
+               "/) -> int"),
+       any(), any(), any(), "As `Comm.all_reduce_fast`; 0 once the call is on the current stream.")
+      .def(
+          "reduce_scatter_fast",
+          [](DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle op,
+             nb::handle algorithm) {
+            return reduce_scatter(calls, output, input, op, algorithm, kNotFast, made_by(calls));
+          },
+          nb::sig("def reduce_scatter_fast(self, output: object, input: object, op: object, "
+                  "algorithm: object, /) -> int"),
+          any(), any(), any(), any())
+      .def(
+          "all_gather_fast",
+          [](DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle algorithm) {
+            return all_gather(calls, output, input, algorithm, kNotFast, made_by(calls));
+          },
+          nb::sig("def all_gather_fast(self, output: object, input: object, "
+                  "algorithm: object, /) -> int"),
+          any(), any(), any())
+      .def("barrier_fast", [](DeviceCalls& calls) {
+        if (intercepting_keys() != 0) return kNotFast;
+        return calls.make([&] { calls.comm().barrier(); });
+      });
+}
+
+void bind_started(nb::class_<DeviceCalls>& c) {
+  const auto any = [] { return nb::arg().none(); };
+  c.def(
+       "start_all_reduce",
+       [](DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm) {
+         return all_reduce(calls, tensor, op, algorithm, kNotStarted, started_by(calls));
+       },
+       nb::sig("def start_all_reduce(self, tensor: object, op: object, algorithm: object, "
+               "/) -> DeviceEvent | None"),
+       any(), any(), any(),
+       "Launches the call on the side stream, behind the current one, and keeps its tensors;\n"
+       "returns an event at its end. None: nothing was done.")
+      .def(
+          "start_reduce_scatter",
+          [](DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle op,
+             nb::handle algorithm) {
+            return reduce_scatter(calls, output, input, op, algorithm, kNotStarted,
+                                  started_by(calls));
+          },
+          nb::sig("def start_reduce_scatter(self, output: object, input: object, op: object, "
+                  "algorithm: object, /) -> DeviceEvent | None"),
+          any(), any(), any(), any())
+      .def(
+          "start_all_gather",
+          [](DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle algorithm) {
+            return all_gather(calls, output, input, algorithm, kNotStarted, started_by(calls));
+          },
+          nb::sig("def start_all_gather(self, output: object, input: object, algorithm: object, "
+                  "/) -> DeviceEvent | None"),
+          any(), any(), any());
+}
+
+void bind_order(nb::class_<DeviceCalls>& c) {
+  c.def_prop_ro(
+       "turn", [](const DeviceCalls& calls) { return calls.turn; },
+       "Fast calls take it themselves, all others are made by who holds it.")
+      .def(
+          "follow",
+          [](DeviceCalls& calls, uintptr_t stream) {
+            const WithoutGil nogil;
+            calls.follow(at(stream));
+          },
+          nb::arg("stream"),
+          "Puts a stream behind the last call, and makes it that of the last call. The caller\n"
+          "holds the turn, and the device is current.")
+      .def_prop_ro(
+          "last_stream",
+          [](const DeviceCalls& calls) -> std::optional<uintptr_t> {
+            void* const* const last = calls.last_stream();
+            if (last == nullptr) return std::nullopt;
+            return reinterpret_cast<uintptr_t>(*last);
+          },
+          "The stream of the last call that was not captured; None: there was none.")
+      .def_prop_ro("has_captured", &DeviceCalls::has_captured,
+                   "Tells whether a graph has captured a call.")
+      .def(
+          "mark",
+          [](DeviceCalls& calls, uintptr_t stream) {
+            const DeviceEvent::Ends ends = calls.all_collectives();
+            const WithoutGil nogil;
+            return calls.mark(at(stream), ends);
+          },
+          nb::arg("stream"),
+          "Returns an event at the end of a stream, behind all collectives so far. The device is\n"
+          "current.")
+      .def(
+          "mark_messages",
+          [](DeviceCalls& calls, uintptr_t stream, uint64_t first, uint64_t last) {
+            DeviceEvent::Ends ends = calls.all_collectives();
+            ends.track = Track::kMessages;
+            ends.first = first;
+            ends.last = last;
+            const WithoutGil nogil;
+            return calls.mark(at(stream), std::move(ends));
+          },
+          nb::arg("stream"), nb::arg("first"), nb::arg("last"),
+          "The same behind the messages with these numbers.")
+      .def(
+          "keep",
+          [](DeviceCalls& calls, nb::object tensors, std::shared_ptr<DeviceEvent> event,
+             uintptr_t stream) { calls.keep(std::move(tensors), std::move(event), at(stream)); },
+          nb::arg("tensors"), nb::arg("event"), nb::arg("stream"),
+          "Keeps tensors until the event has passed, or `join` has put the stream behind it.")
+      .def("join", &DeviceCalls::join, nb::arg("event"), nb::arg("checked") = false,
+           "Makes the current stream wait for the event; False, unless `checked`: a call may have\n"
+           "failed, or another device is current, and nothing waits.")
+      .def("look", &DeviceCalls::look, "Notes in the records what is done by now.")
+      .def(
+          "set_side", [](DeviceCalls& calls, uintptr_t stream) { calls.set_side(at(stream)); },
+          nb::arg("stream"), "Has calls be started on this stream; the device is current.")
+      .def("set_shared", &DeviceCalls::set_shared, nb::arg("shared"),
+           "Ranks of this process share their launches: no call is fast.")
+      .def("disable", &DeviceCalls::disable, "The communicator is unusable, or closed.")
+      .def(
+          "kept",
+          [](const DeviceCalls& calls) {
+            std::vector<std::shared_ptr<DeviceEvent>> events;
+            nb::list tensors;
+            for (const DeviceCalls::Kept& each : calls.kept()) {
+              events.push_back(each.event);
+              tensors.append(each.tensors);
+            }
+            return std::pair(events, tensors);
+          },
+          nb::sig("def kept(self) -> tuple[list[DeviceEvent], list[object]]"),
+          "The events behind calls whose tensors are kept, and these tensors.")
+      .def("forget_kept", &DeviceCalls::forget_kept);
+}
+
+}  // namespace
+
+void bind_device_calls(nb::module_& m) {
+  nb::class_<DeviceEvent>(
+      m, "DeviceEvent",
+      "A point on a stream behind calls, whose passing is noted in the records of the calls.")
+      .def("query", &DeviceEvent::query, "True once all work before it is done.")
+      .def("synchronize", &DeviceEvent::synchronize, "Blocks this thread until then.")
+      .def_prop_ro("handle",
+                   [](const DeviceEvent& e) { return reinterpret_cast<uintptr_t>(e.handle()); });
+  nb::class_<device::LaunchLedger>(
+      m, "LaunchLedger",
+      "Keeps the communicators of one process on one device from blocking each other.")
+      .def(
+          "__init__",
+          [](device::LaunchLedger* self, std::shared_ptr<device::Driver> driver, int device) {
+            new (self) device::LaunchLedger(std::move(driver), device);
+          },
+          nb::arg("driver"), nb::arg("device"))
+      .def("set_members", &device::LaunchLedger::set_members, nb::arg("members"),
+           nb::arg("capacity"), nb::arg("kept"),
+           "`members`: communicators on the device. `capacity`: blocks that run there at once.\n"
+           "`kept`: blocks that are kept for messages.")
+      .def(
+          "before",
+          [](device::LaunchLedger& ledger, uint64_t owner, unsigned blocks, uintptr_t stream) {
+            const WithoutGil nogil;
+            ledger.before(owner, blocks, at(stream));
+          },
+          nb::arg("owner"), nb::arg("blocks"), nb::arg("stream"),
+          "Puts a stream that captures nothing behind the launches that must end before so many\n"
+          "more blocks fit.")
+      .def(
+          "after",
+          [](device::LaunchLedger& ledger, uint64_t owner, unsigned blocks, uintptr_t stream) {
+            const WithoutGil nogil;
+            ledger.after(owner, blocks, at(stream));
+          },
+          nb::arg("owner"), nb::arg("blocks"), nb::arg("stream"),
+          "Notes a launch that was just made on a stream that captures nothing.");
+  nb::class_<DeviceCalls> c(
+      m, "DeviceCalls",
+      "The calls of a rank on a device that take tensors as they are, and the order of all its\n"
+      "calls on streams.");
+  c.def(
+      "__init__",
+      [](DeviceCalls* self, nb::object comm, std::pair<int, int> place, int device,
+         nb::object current_stream, nb::object is_mine, std::shared_ptr<DeviceRecorder> records) {
+        new (self) DeviceCalls(std::move(comm), {place.first, place.second}, device,
+                               {std::move(current_stream), std::move(is_mine)}, std::move(records));
+      },
+      nb::arg("comm"), nb::arg("place"), nb::arg("device"), nb::arg("current_stream"),
+      nb::arg("is_mine").none(), nb::arg("records").none(),
+      nb::sig("def __init__(self, comm: DeviceComm, place: tuple[int, int], device: int, "
+              "current_stream: Callable[[int], int], "
+              "is_mine: Callable[[Any, int], bool] | None, "
+              "records: DeviceRecorder | None) -> None"),
+      "`place`: kind and number of the device as DLPack has them. `is_mine`: tells of a tensor\n"
+      "whether it lies on the device, where the place does not.");
+  bind_made(c);
+  bind_started(c);
+  bind_order(c);
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,65 @@
+// Keeps the communicators of one process on one device from blocking each other.
+//
+// Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the device
+// together. Launches on one stream follow each other, so only the largest of each stream counts. A
+// launch that does not fit waits, by events on the device, for the oldest launches whose end frees
+// enough blocks. Messages cannot be ordered like this, since a send may wait for a receive that
+// comes after a collective. So from a communicator's first message on, blocks for the messages of
+// all its ranks here are kept beside the collectives, of whatever communicator. If ranks launch the
+// collectives of several communicators in different orders, they run concurrently as far as the
+// device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "kernels/cuda/driver.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+class LaunchLedger {
+ public:
+  LaunchLedger(std::shared_ptr<const Driver> driver, int device)
+      : driver_(std::move(driver)), events_(driver_->events_of(device)) {}
+
+  // members: communicators of this process on the device. capacity: blocks that run on it at once.
+  // kept: blocks that are kept for messages.
+  void set_members(int members, unsigned capacity, unsigned kept);
+  // A single communicator cannot conflict with others.
+  bool is_shared() const { return members_.load(std::memory_order_relaxed) > 1; }
+
+  // Puts `stream` behind the launches that must end before `blocks` more blocks fit. The launches
+  // of a graph follow each other on its streams: neither this nor after() is for a stream that is
+  // capturing. owner: the communicator, whose calls follow each other. The device is current.
+  void before(uint64_t owner, unsigned blocks, void* stream);
+  // Notes a launch that was just made on `stream`.
+  void after(uint64_t owner, unsigned blocks, void* stream);
+
+ private:
+  struct Launch {
+    uint64_t owner;
+    unsigned blocks;
+    void* stream;
+    void* done;
+  };
+  // The launches of other owners and streams whose end frees blocks, oldest first, each with the
+  // number freed: none if one at least as large follows it on its stream.
+  std::vector<std::pair<const Launch*, unsigned>> gains(uint64_t owner, void* stream) const;
+  void forget_passed();
+
+  std::shared_ptr<const Driver> driver_;
+  EventPool& events_;
+  std::atomic<int> members_{0};
+  std::mutex mutex_;
+  unsigned capacity_ = 0, kept_ = 0;
+  std::deque<Launch> under_way_;
+};
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

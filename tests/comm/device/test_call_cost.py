@@ -1,0 +1,242 @@
+"""What a call on a device costs the host: frames of Python, and calls of the driver.
+
+Both are counted on a driver that does nothing. A mutant of each fast path must not stay within its
+bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import Communicator, _native, cuda
+from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.memory import device_heap
+from tests.support.stub_driver import COMPILER, StubRuntime
+from tests.support.stub_driver.cost import driver_calls_of, frames_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stub needs a C++ compiler")
+
+OUT = torch.empty(64)
+Call = Callable[[Communicator, torch.Tensor], object]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[StubRuntime]:
+    stub = StubRuntime()
+    before = cuda.use(stub)
+    yield stub
+    device_heap.close_heaps()
+    cuda.use(before)
+
+
+@pytest.fixture
+def comm(runtime: StubRuntime) -> Iterator[Communicator]:
+    with ringcomm.local_world(1, device="cuda:0") as (communicator,):
+        # Warm: the first asynchronous call makes the side stream, and the first calls the events.
+        tensor = torch.ones(64)
+        for _ in range(3):
+            communicator.all_reduce(tensor)
+            work = communicator.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
+        yield communicator
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.all_reduce(tensor)
+
+
+def reduce_scatter(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.reduce_scatter_tensor(OUT, tensor)
+
+
+def all_gather(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.all_gather_into_tensor(OUT, tensor)
+
+
+def barrier(comm: Communicator, _: torch.Tensor) -> None:
+    comm.barrier()
+
+
+def all_reduce_and_wait(comm: Communicator, tensor: torch.Tensor) -> None:
+    work = comm.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def reduce_scatter_and_wait(comm: Communicator, tensor: torch.Tensor) -> None:
+    work = comm.reduce_scatter_tensor(OUT, tensor, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def all_gather_and_wait(comm: Communicator, tensor: torch.Tensor) -> None:
+    work = comm.all_gather_into_tensor(OUT, tensor, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+SYNC = [all_reduce, reduce_scatter, all_gather, barrier]
+ASYNC = [all_reduce_and_wait, reduce_scatter_and_wait, all_gather_and_wait]
+SYNC_FRAMES, ASYNC_FRAMES = 2, 8
+SYNC_DRIVER = {"launch": 1}
+ASYNC_DRIVER = {"launch": 1, "record": 2, "wait": 2}
+
+
+@pytest.mark.parametrize("call", SYNC)
+def test_a_call_is_one_launch(runtime: StubRuntime, comm: Communicator, call: Call) -> None:
+    tensor = torch.ones(64)
+    call(comm, tensor)  # finds the kernel
+    assert frames_of(lambda: call(comm, tensor)) <= SYNC_FRAMES
+    assert driver_calls_of(runtime.driver, lambda: call(comm, tensor)) == SYNC_DRIVER
+
+
+@pytest.mark.parametrize("call", ASYNC)
+def test_an_asynchronous_call_lies_between_two_events(
+    runtime: StubRuntime, comm: Communicator, call: Call
+) -> None:
+    tensor = torch.ones(64)
+    call(comm, tensor)
+    assert frames_of(lambda: call(comm, tensor)) <= ASYNC_FRAMES
+    assert driver_calls_of(runtime.driver, lambda: call(comm, tensor)) == ASYNC_DRIVER
+
+
+def test_another_stream_is_asked_whether_it_captures(
+    runtime: StubRuntime, comm: Communicator
+) -> None:
+    with runtime.on_stream(runtime.make_stream(0)):
+        comm.barrier()  # puts the stream behind the last call's
+        assert driver_calls_of(runtime.driver, comm.barrier) == {"is_capturing": 1, "launch": 1}
+
+
+def test_a_call_beside_a_second_communicator(runtime: StubRuntime, comm: Communicator) -> None:
+    """Each launch is noted, and those of the other communicator are looked at."""
+    with ringcomm.local_world(1, device="cuda:0") as (other,):
+        other.barrier()
+        comm.barrier()  # puts the stream behind the last call's
+        runtime.driver.reset()
+        other.barrier()
+        found = driver_calls_of(runtime.driver, comm.barrier)
+        assert found.pop("query") == 1
+        assert found == {"exchange_mode": 2, "launch": 1, "record": 1}
+        assert frames_of(comm.barrier) <= SYNC_FRAMES
+    found = driver_calls_of(runtime.driver, comm.barrier)
+    assert found == SYNC_DRIVER
+
+
+@pytest.mark.parametrize("call", [*SYNC, *ASYNC])
+def test_the_checked_path_is_seen(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """The mutant: no call is fast, so all pass the checks in Python."""
+    engine = comm.engine
+    assert isinstance(engine, DeviceCallEngine)
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None if name.startswith("start_") else _native.NOT_FAST
+
+    monkeypatch.setattr(engine, "fast", Slow())
+    monkeypatch.setattr(engine, "starts", Slow())
+    bar = ASYNC_FRAMES if call in ASYNC else SYNC_FRAMES
+    assert frames_of(lambda: call(comm, torch.ones(64))) > bar
+
+
+def test_an_event_for_each_call_is_seen(
+    runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: a communicator that has the device for itself notes its launches."""
+    engine = comm.engine
+    assert isinstance(engine, DeviceCallEngine)
+    engine.order.ledger.set_members(2, 132, 0)
+    try:
+        assert driver_calls_of(runtime.driver, comm.barrier) != SYNC_DRIVER
+    finally:
+        engine.order.ledger.set_members(1, 132, 0)
+
+
+# ---- tensors are kept as long as the call may use them, and no longer ----------------------------
+
+
+def tensors_kept(comm: Communicator) -> int:
+    engine = comm.engine
+    assert isinstance(engine, DeviceCallEngine)
+    return len(engine.calls.kept()[1])
+
+
+def test_tensors_are_kept_until_the_owners_stream_waits(
+    runtime: StubRuntime, comm: Communicator
+) -> None:
+    runtime.driver.reset()
+    runtime.driver.hold_events()
+    works = [comm.all_reduce(torch.ones(64), async_op=True) for _ in range(3)]
+    assert tensors_kept(comm) == 3
+    assert works[0] is not None and works[1] is not None
+    with runtime.on_stream(runtime.make_stream(0)):
+        works[1].wait()  # the memory may be reused on the stream where the tensor was made
+    assert tensors_kept(comm) == 3
+    works[1].wait()
+    works[0].wait()
+    assert tensors_kept(comm) == 1
+    runtime.driver.reset()
+
+
+def test_tensors_are_kept_until_the_call_is_done(runtime: StubRuntime, comm: Communicator) -> None:
+    runtime.driver.reset()
+    runtime.driver.hold_events()
+    comm.all_reduce(torch.ones(64), async_op=True)
+    end = runtime.driver.records()[-1]
+    comm.all_reduce(torch.ones(64), async_op=True)
+    assert tensors_kept(comm) == 2
+    runtime.driver.let_pass(end)
+    comm.all_reduce(torch.ones(64), async_op=True)
+    assert tensors_kept(comm) == 2
+    runtime.driver.reset()
+
+
+# ---- what is not fast takes the checked path -----------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [3, 201, 400])
+@pytest.mark.parametrize("call", [*SYNC, *ASYNC])
+def test_a_thread_on_another_device_makes_the_call_on_the_right_one(
+    runtime: StubRuntime, comm: Communicator, call: Call, code: int
+) -> None:
+    tensor = torch.ones(64)
+    comm.barrier()  # puts the stream behind the last call's
+    runtime.driver.reset()
+    runtime.driver.refuse(code)
+    entered = runtime.calls["on_device"]
+    call(comm, tensor)
+    assert runtime.calls["on_device"] > entered
+    launches = 1 if call in ASYNC else 2  # an asynchronous call begins with an event
+    assert runtime.driver.counted()["launch"] == launches
+
+
+def test_what_the_driver_refuses_is_worded(runtime: StubRuntime, comm: Communicator) -> None:
+    comm.barrier()
+    runtime.driver.reset()
+    runtime.driver.refuse(719, times=2)
+    with pytest.raises(ringcomm.RingcommError, match=r"all_reduce.*refused by the test \(719\)"):
+        comm.all_reduce(torch.ones(64))
+    with pytest.raises(ringcomm.RingcommError, match="unusable"):
+        comm.all_reduce(torch.ones(64))
+    runtime.driver.reset()
+
+
+def test_a_stream_that_captures_takes_the_checked_path(
+    runtime: StubRuntime, comm: Communicator
+) -> None:
+    stream = runtime.make_stream(0)
+    runtime.driver.reset()
+    runtime.driver.set_capturing(stream.handle)
+    entered = runtime.calls["on_device"]
+    with runtime.on_stream(stream):
+        comm.barrier()
+    assert runtime.calls["on_device"] > entered
+    runtime.driver.set_capturing(stream.handle, False)

@@ -1,0 +1,274 @@
+"""Calls that the native end makes of tensors as they are: same bits, same order, same refusals.
+
+The ranks have a device each and are on it, as a thread of a program on a GPU is. On one device they
+would share launches, which are not fast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringcomm import Communicator, LocalWorld, _native
+from ringcomm.comm.device.launch import DeviceCallEngine
+from tests.support.device_worlds import Devices
+from tests.support.emulator.library import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
+
+RANKS = 2
+SIZES = (1, 64, 20_011)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+# malloc would reuse at once what a call on a stream still uses; the allocator of a GPU does not.
+_kept: list[torch.Tensor] = []
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, which lives until the devices have been synchronized."""
+    _kept.append(tensor)
+    return tensor
+
+
+class Counting:
+    """The native calls of a communicator, which counts those that were made."""
+
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+        self.made: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.calls, name)
+
+        def call(*args: Any) -> Any:
+            result = found(*args)
+            self.made[name] += result is not None and result != _native.NOT_FAST
+            return result
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Devices]:
+    made = Devices("emulated", devices=RANKS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(devices: Devices) -> LocalWorld:
+    return devices.world(RANKS, on=tuple(range(RANKS)))
+
+
+def engine_of(comm: Communicator) -> DeviceCallEngine:
+    assert isinstance(comm.engine, DeviceCallEngine)
+    return comm.engine
+
+
+def run(devices: Devices, world: LocalWorld, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Calls ``fn(comm, *args)`` on each rank, with its device current."""
+
+    def body(comm: Communicator) -> Any:
+        device = engine_of(comm).device_ref[1]
+        assert devices.emulated is not None
+        with devices.emulated.assuming(device), devices.runtime.on_device(device):
+            result = fn(comm, *args)
+            devices.runtime.synchronize(device)
+        return result
+
+    results = world.run(body)
+    _kept.clear()
+    return results
+
+
+def filled(comm: Communicator, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers that differ by rank and position."""
+    return kept(((torch.arange(count) + 3 * comm.rank) % 5).to(dtype))
+
+
+def made_of(comm: Communicator, call: Callable[[], object]) -> Counter[str]:
+    """Returns the native calls that were made in ``call``."""
+    engine = engine_of(comm)
+    counting: Any = Counting(engine.calls)
+    fast, starts = engine.fast, engine.starts
+    engine.fast = engine.starts = counting
+    try:
+        call()
+    finally:
+        engine.fast, engine.starts = fast, starts
+    return counting.made
+
+
+def everything(comm: Communicator, checked: bool) -> list[torch.Tensor]:
+    """The results of each collective, on the checked path or not."""
+    engine = engine_of(comm)
+    if checked:
+        engine.calls.set_shared(True)
+    try:
+        return [*all_reduced(comm), *moved(comm)]
+    finally:
+        engine.calls.set_shared(False)
+
+
+def all_reduced(comm: Communicator) -> Iterator[torch.Tensor]:
+    for dtype in DTYPES:
+        for op in OPS:
+            for count in SIZES:
+                tensor = filled(comm, count, dtype)
+                comm.all_reduce(tensor, op)
+                yield tensor
+                whole, chunk = filled(comm, RANKS * count, dtype), torch.zeros(count, dtype=dtype)
+                comm.reduce_scatter_tensor(chunk, whole, op)
+                yield chunk
+
+
+def moved(comm: Communicator) -> Iterator[torch.Tensor]:
+    for dtype in DTYPES:
+        for count in SIZES:
+            for algorithm in ("auto", "one_shot", "ring"):
+                gathered = torch.zeros(RANKS * count, dtype=dtype)
+                comm.all_gather_into_tensor(
+                    gathered, filled(comm, count, dtype), algorithm=algorithm
+                )
+                yield gathered
+        comm.barrier()
+
+
+def test_the_bits_are_those_of_the_checked_path(devices: Devices, world: LocalWorld) -> None:
+    def both(comm: Communicator) -> None:
+        devices.runtime.synchronize(engine_of(comm).device_ref[1])
+        found: list[torch.Tensor] = []
+        made = made_of(comm, lambda: found.extend(everything(comm, checked=False)))
+        reduced = len(DTYPES) * len(OPS) * len(SIZES)
+        assert made == {
+            "all_reduce_fast": reduced,
+            "reduce_scatter_fast": reduced,
+            "all_gather_fast": len(DTYPES) * len(SIZES) * 3,
+            "barrier_fast": len(DTYPES),
+        }
+        expected: list[torch.Tensor] = []
+        made = made_of(comm, lambda: expected.extend(everything(comm, checked=True)))
+        assert not any(made.values())
+        devices.runtime.synchronize(engine_of(comm).device_ref[1])
+        for one, two in zip(found, expected, strict=True):
+            assert torch.equal(one, two)
+
+    run(devices, world, both)
+
+
+def test_asynchronous_calls_are_started(devices: Devices, world: LocalWorld) -> None:
+    def body(comm: Communicator) -> tuple[Counter[str], list[torch.Tensor]]:
+        tensors = [filled(comm, 512, torch.float32) for _ in range(4)]
+        chunk, gathered = kept(torch.zeros(256)), kept(torch.zeros(1024))
+        comm.barrier(async_op=True)  # makes the side stream
+
+        def call() -> None:
+            works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+            works.append(comm.reduce_scatter_tensor(chunk, tensors[0], async_op=True))
+            works.append(comm.all_gather_into_tensor(gathered, tensors[1], async_op=True))
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        return made_of(comm, call), [*tensors, chunk, gathered]
+
+    results = run(devices, world, body)
+    inputs = [((torch.arange(512) + 3 * rank) % 5).float() for rank in range(RANKS)]
+    total = inputs[0] + inputs[1]
+    for rank, (made, tensors) in enumerate(results):
+        assert made == {"start_all_reduce": 4, "start_reduce_scatter": 1, "start_all_gather": 1}
+        assert all(torch.equal(tensor, total) for tensor in tensors[:4])
+        assert torch.equal(tensors[4], RANKS * total[256 * rank : 256 * (rank + 1)])
+        assert torch.equal(tensors[5], torch.cat([total] * RANKS))
+
+
+def test_calls_on_two_streams_follow_each_other(devices: Devices, world: LocalWorld) -> None:
+    """Each adds to what the last one left, on whatever stream."""
+
+    def body(comm: Communicator) -> torch.Tensor:
+        runtime, device = devices.runtime, engine_of(comm).device_ref[1]
+        tensor, other = kept(torch.ones(4096)), runtime.make_stream(device)
+        for _ in range(3):
+            comm.all_reduce(tensor)
+            with runtime.on_stream(other):
+                comm.all_reduce(tensor)
+            work = comm.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
+        return tensor
+
+    for tensor in run(devices, world, body):
+        assert torch.equal(tensor, torch.full((4096,), float(RANKS**9)))
+
+
+SHARED = torch.zeros(16)
+SUM, AUTO = dist.ReduceOp.SUM, "auto"
+NOT_FAST: dict[str, Callable[[_native.DeviceCalls], object]] = {
+    "a view that is not contiguous": lambda calls: calls.all_reduce_fast(
+        torch.ones(8, 8).t()[:4], SUM, AUTO
+    ),
+    "complex numbers": lambda calls: calls.all_reduce_fast(
+        torch.ones(8, dtype=torch.complex64), SUM, AUTO
+    ),
+    "no element": lambda calls: calls.all_reduce_fast(torch.ones(0), SUM, AUTO),
+    "bits of floats": lambda calls: calls.all_reduce_fast(torch.ones(8), dist.ReduceOp.BAND, AUTO),
+    "a type without a kernel": lambda calls: calls.all_reduce_fast(
+        torch.ones(8, dtype=torch.uint16), dist.ReduceOp.MAX, AUTO
+    ),
+    "an algorithm of devices": lambda calls: calls.all_reduce_fast(torch.ones(8), SUM, "ll"),
+    "no algorithm": lambda calls: calls.all_reduce_fast(torch.ones(8), SUM, "best"),
+    "no op": lambda calls: calls.all_reduce_fast(torch.ones(8), "sum", AUTO),
+    "no tensor": lambda calls: calls.all_reduce_fast([1.0], SUM, AUTO),
+    "a gradient": lambda calls: calls.all_reduce_fast(torch.ones(8, requires_grad=True), SUM, AUTO),
+    "two sizes": lambda calls: calls.all_gather_fast(torch.ones(9), torch.ones(4), AUTO),
+    "two types": lambda calls: calls.all_gather_fast(
+        torch.ones(8), torch.ones(4, dtype=torch.int32), AUTO
+    ),
+    "an overlap": lambda calls: calls.reduce_scatter_fast(SHARED[2:10], SHARED, SUM, AUTO),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FAST)
+def test_other_calls_are_not_fast(devices: Devices, world: LocalWorld, name: str) -> None:
+    def body(comm: Communicator) -> object:
+        return NOT_FAST[name](engine_of(comm).calls)
+
+    assert run(devices, world, body) == [_native.NOT_FAST] * RANKS
+
+
+def test_a_mode_of_torch_makes_no_call_fast(devices: Devices, world: LocalWorld) -> None:
+    """It has to see the call."""
+
+    def body(comm: Communicator) -> list[object]:
+        calls, tensor = engine_of(comm).calls, torch.ones(8)
+        with devices.as_on_gpu(comm):
+            return [
+                calls.all_reduce_fast(tensor, SUM, AUTO),
+                calls.barrier_fast(),
+                calls.start_all_reduce(tensor, SUM, AUTO),
+            ]
+
+    not_fast = _native.NOT_FAST
+    assert run(devices, world, body) == [[not_fast, not_fast, None]] * RANKS
+
+
+def test_a_tensor_of_another_device_is_refused(devices: Devices, world: LocalWorld) -> None:
+    runtime = devices.emulated
+    assert runtime is not None
+
+    def body(comm: Communicator) -> str:
+        with runtime.assuming(1 - engine_of(comm).device_ref[1]):
+            tensor = torch.ones(8)
+            with pytest.raises(ValueError, match="expected a tensor on device") as refused:
+                comm.all_reduce(tensor)
+        return str(refused.value)
+
+    texts = run(devices, world, body)
+    assert [f"on device {rank}" in text for rank, text in enumerate(texts)] == [True] * RANKS

@@ -1,0 +1,93 @@
+"""Prints what calls on a device cost the host: ``python -m tests.support.stub_driver.cost``.
+
+Every call is made on a driver that does nothing. Times are those of the thread, and the least of
+five rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ringcomm
+from ringcomm import Communicator, cuda
+from ringcomm.cli import table_lines
+from tests.support.stub_driver import StubDriver, StubRuntime
+
+LIBRARY = str(Path(ringcomm.__file__).parent)
+ROUNDS, CALLS = 5, 20_000
+
+
+def frames_of(call: Callable[[], object]) -> int:
+    """Returns how many functions of ringcomm in Python run in a call."""
+    found = 0
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(LIBRARY)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def driver_calls_of(driver: StubDriver, call: Callable[[], object]) -> dict[str, int]:
+    """Returns how often a call enters the driver, by entry point."""
+    driver.reset()
+    call()
+    return driver.counted()
+
+
+def microseconds_of(call: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        begin = time.thread_time()
+        for _ in range(CALLS):
+            call()
+        best = min(best, time.thread_time() - begin)
+    return best / CALLS * 1e6
+
+
+def wait(work: ringcomm.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
+def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
+    """The calls that are measured, by their names in the table."""
+    tensor, other = torch.ones(1024), torch.ones(1024)
+    return {
+        "all_reduce": lambda: comm.all_reduce(tensor),
+        "reduce_scatter_tensor": lambda: comm.reduce_scatter_tensor(other, tensor),
+        "all_gather_into_tensor": lambda: comm.all_gather_into_tensor(other, tensor),
+        "barrier": comm.barrier,
+        "all_reduce, async, wait": lambda: wait(comm.all_reduce(tensor, async_op=True)),
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    runtime = StubRuntime()
+    cuda.use(runtime)
+    rows = []
+    with ringcomm.local_world(1, device="cuda:0") as (comm,):
+        for name, call in calls_of(comm).items():
+            for _ in range(3):
+                call()
+            driver = driver_calls_of(runtime.driver, call)
+            entered = ", ".join(f"{count} {entry}" for entry, count in driver.items())
+            rows.append((name, str(frames_of(call)), entered, f"{microseconds_of(call):.2f}"))
+    head = ("call", "functions", "driver", "us")
+    print("\n".join(table_lines([head, *rows])))
+
+
+if __name__ == "__main__":
+    main()

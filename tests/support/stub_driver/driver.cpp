@@ -1,0 +1,168 @@
+// A CUDA driver that does nothing: it counts the calls that a communicator makes, and notes which
+// streams wait for which events. Nothing runs, and an event has passed when the test says so.
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+enum Call : int {
+  kLaunch,
+  kCopy,
+  kIsCapturing,
+  kQuery,
+  kCreate,
+  kRecord,
+  kSynchronize,
+  kWait,
+  kExchangeMode,
+  kCalls
+};
+constexpr int kSuccess = 0, kNotReady = 600;
+
+struct Event {
+  bool passed = false;
+};
+
+struct Wait {
+  void* stream;
+  void* event;
+};
+
+std::mutex mutex;
+uint64_t counts[kCalls];
+std::set<void*> capturing;
+std::vector<Wait> waits;
+std::vector<void*> records;
+std::vector<Event*> events;  // all, for good
+bool events_pass = true;     // at once
+int refusal = kSuccess;      // of launches, records and waits to come
+int refusals = 0;            // how many
+
+int refused() {
+  if (refusals == 0) return kSuccess;
+  --refusals;
+  return refusal;
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                   void*, void**, void**) {
+  const std::lock_guard lock(mutex);
+  ++counts[kLaunch];
+  return refused();
+}
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, void*) {
+  const std::lock_guard lock(mutex);
+  ++counts[kCopy];
+  std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  return kSuccess;
+}
+int cuStreamIsCapturing(void* stream, int* status) {
+  const std::lock_guard lock(mutex);
+  ++counts[kIsCapturing];
+  *status = int(capturing.count(stream));
+  return kSuccess;
+}
+int cuEventCreate(void** event, unsigned) {
+  const std::lock_guard lock(mutex);
+  ++counts[kCreate];
+  events.push_back(new Event{});
+  *event = events.back();
+  return kSuccess;
+}
+int cuEventRecord(void* event, void*) {
+  const std::lock_guard lock(mutex);
+  ++counts[kRecord];
+  static_cast<Event*>(event)->passed = events_pass;
+  records.push_back(event);
+  return refused();
+}
+int cuEventQuery(void* event) {
+  const std::lock_guard lock(mutex);
+  ++counts[kQuery];
+  return static_cast<Event*>(event)->passed ? kSuccess : kNotReady;
+}
+int cuEventSynchronize(void*) {
+  const std::lock_guard lock(mutex);
+  ++counts[kSynchronize];
+  return kSuccess;
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  const std::lock_guard lock(mutex);
+  ++counts[kWait];
+  waits.push_back({stream, event});
+  return refused();
+}
+int cuThreadExchangeStreamCaptureMode(int*) {
+  const std::lock_guard lock(mutex);
+  ++counts[kExchangeMode];
+  return kSuccess;
+}
+int cuGetErrorString(int, const char** text) {
+  *text = "refused by the test";
+  return kSuccess;
+}
+
+// ---- for the tests ----------------------------------------------------------------------------
+
+// Forgets everything but the events, which have passed.
+void stub_reset() {
+  const std::lock_guard lock(mutex);
+  std::memset(counts, 0, sizeof(counts));
+  capturing.clear();
+  waits.clear();
+  records.clear();
+  events_pass = true;
+  for (Event* each : events) each->passed = true;
+  refusals = 0;
+}
+uint64_t stub_count(int call) {
+  const std::lock_guard lock(mutex);
+  return counts[call];
+}
+void stub_set_capturing(void* stream, int captures) {
+  const std::lock_guard lock(mutex);
+  if (captures != 0)
+    capturing.insert(stream);
+  else
+    capturing.erase(stream);
+}
+void stub_set_passing(int pass) {
+  const std::lock_guard lock(mutex);
+  events_pass = pass != 0;
+}
+void stub_pass(void* event) {
+  const std::lock_guard lock(mutex);
+  static_cast<Event*>(event)->passed = true;
+}
+// The next so many launches, records and waits return `code`.
+void stub_refuse(int code, int times) {
+  const std::lock_guard lock(mutex);
+  refusal = code;
+  refusals = times;
+}
+// Copies the next wait since the last reset, or the next recorded event, and forgets it; 0: none.
+int stub_take_wait(void** stream, void** event) {
+  const std::lock_guard lock(mutex);
+  if (waits.empty()) return 0;
+  *stream = waits.front().stream;
+  *event = waits.front().event;
+  waits.erase(waits.begin());
+  return 1;
+}
+int stub_take_record(void** event) {
+  const std::lock_guard lock(mutex);
+  if (records.empty()) return 0;
+  *event = records.front();
+  records.erase(records.begin());
+  return 1;
+}
+}
