@@ -55,7 +55,7 @@ bool DeviceCalls::has_failed() const {
 }
 
 bool DeviceCalls::is_usable() const {
-  return !shared_ && !disabled_ && comm_.page() != nullptr && !comm_.submit_to() && !has_failed();
+  return !disabled_ && comm_.page() != nullptr && !has_failed();
 }
 
 void* DeviceCalls::current_stream() const {
@@ -176,7 +176,6 @@ void DeviceCalls::look() {
 
 // ---- calls --------------------------------------------------------------------------------------
 
-// The caller holds the turn and the GIL. False: the checked path is to make the call.
 template <class Prepare>
 bool DeviceCalls::prepare(void* stream, Prepare prepare) {
   comm_.set_stream(stream, false);
@@ -190,7 +189,7 @@ bool DeviceCalls::prepare(void* stream, Prepare prepare) {
 
 template <class Prepare>
 int DeviceCalls::make(Prepare prepare_call) {
-  if (!is_usable()) return kNotFast;
+  if (shared_ || !is_usable()) return kNotFast;
   void* const stream = current_stream();
   take_turn();
   const std::lock_guard held(*turn, std::adopt_lock);
@@ -210,7 +209,7 @@ int DeviceCalls::make(Prepare prepare_call) {
 
 template <class Prepare>
 std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prepare_call) {
-  if (behind_ == nullptr || !is_usable()) return nullptr;
+  if (shared_ || behind_ == nullptr || !is_usable()) return nullptr;
   void* const stream = current_stream();
   take_turn();
   const std::lock_guard held(*turn, std::adopt_lock);
@@ -233,6 +232,62 @@ std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prep
   end->ends_with(all_collectives());
   keep(std::move(tensors), end, stream);
   return end;
+}
+
+namespace {
+
+// Whether ranks make the same call. The kernels would find a mismatch, and end the communicator.
+bool are_alike(const DeviceComm& one, const DeviceComm& two) {
+  const device::CallArgs &a = one.prepared().args, &b = two.prepared().args;
+  return one.prepared().function == two.prepared().function && a.match_bytes == b.match_bytes &&
+         a.total_bytes == b.total_bytes && a.dtype == b.dtype && a.redop == b.redop;
+}
+
+// The ranks whose turns are held, and whose prepared calls are withdrawn unless they are launched.
+class Held {
+ public:
+  ~Held() {
+    for (DeviceCalls* each : ranks_) {
+      if (!launched_ && each->comm().is_prepared()) each->comm().withdraw();
+      each->turn->unlock();
+    }
+  }
+  bool take(DeviceCalls& rank) {
+    if (!rank.turn->try_take()) return false;
+    ranks_.push_back(&rank);
+    return true;
+  }
+  void launched() { launched_ = true; }
+
+ private:
+  std::vector<DeviceCalls*> ranks_;
+  bool launched_ = false;
+};
+
+}  // namespace
+
+template <class Prepare>
+int DeviceCalls::make_together(const std::vector<DeviceCalls*>& ranks, Prepare prepare_call) {
+  if (ranks.empty()) return kNotFast;
+  void* const stream = ranks[0]->current_stream();
+  std::vector<DeviceComm*> comms;
+  Held held;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    // A turn that another thread holds is not waited for: it may wait for a turn that is held here.
+    if (!ranks[i]->is_usable() || !held.take(*ranks[i]) || ranks[i]->captures(stream) ||
+        !prepare_call(i, stream) || !are_alike(ranks[0]->comm_, ranks[i]->comm_))
+      return kNotFast;
+    comms.push_back(&ranks[i]->comm_);
+  }
+  const WithoutGil nogil;
+  try {
+    for (DeviceCalls* each : ranks) each->follow(stream, false);
+    DeviceComm::launch_prepared(comms);
+    held.launched();
+    return 0;
+  } catch (const DriverError&) {
+    return kNotFast;
+  }
 }
 
 namespace {
@@ -292,7 +347,56 @@ auto made_by(DeviceCalls& calls) {
 auto started_by(DeviceCalls& calls) {
   return [&](nb::object tensors, auto prepare) { return calls.start(std::move(tensors), prepare); };
 }
+auto prepared_by(DeviceCalls& calls, void* stream) {
+  return
+      [&calls, stream](const nb::object&, auto prepare) { return calls.prepare(stream, prepare); };
+}
 const std::shared_ptr<DeviceEvent> kNotStarted;
+
+using Ranks = std::vector<DeviceCalls*>;
+
+void bind_together(nb::module_& m) {
+  m.def(
+       "all_reduce_together",
+       [](const Ranks& ranks, const std::vector<nb::handle>& tensors, nb::handle op,
+          nb::handle algorithm) {
+         if (tensors.size() != ranks.size()) return kNotFast;
+         return DeviceCalls::make_together(ranks, [&](size_t i, void* stream) {
+           return all_reduce(*ranks[i], tensors[i], op, algorithm, false,
+                             prepared_by(*ranks[i], stream));
+         });
+       },
+       nb::sig("def all_reduce_together(ranks: Sequence[DeviceCalls], tensors: Sequence[object], "
+               "op: object, algorithm: object, /) -> int"),
+       "Makes the calls of all ranks that this process has on a device in one launch, on the\n"
+       "current stream. `NOT_FAST`: nothing was done.")
+      .def(
+          "reduce_scatter_together",
+          [](const Ranks& ranks, const std::vector<nb::handle>& outputs,
+             const std::vector<nb::handle>& inputs, nb::handle op, nb::handle algorithm) {
+            if (outputs.size() != ranks.size() || inputs.size() != ranks.size()) return kNotFast;
+            return DeviceCalls::make_together(ranks, [&](size_t i, void* stream) {
+              return reduce_scatter(*ranks[i], outputs[i], inputs[i], op, algorithm, false,
+                                    prepared_by(*ranks[i], stream));
+            });
+          },
+          nb::sig("def reduce_scatter_together(ranks: Sequence[DeviceCalls], "
+                  "outputs: Sequence[object], inputs: Sequence[object], op: object, "
+                  "algorithm: object, /) -> int"))
+      .def(
+          "all_gather_together",
+          [](const Ranks& ranks, const std::vector<nb::handle>& outputs,
+             const std::vector<nb::handle>& inputs, nb::handle algorithm) {
+            if (outputs.size() != ranks.size() || inputs.size() != ranks.size()) return kNotFast;
+            return DeviceCalls::make_together(ranks, [&](size_t i, void* stream) {
+              return all_gather(*ranks[i], outputs[i], inputs[i], algorithm, false,
+                                prepared_by(*ranks[i], stream));
+            });
+          },
+          nb::sig("def all_gather_together(ranks: Sequence[DeviceCalls], "
+                  "outputs: Sequence[object], inputs: Sequence[object], algorithm: object, "
+                  "/) -> int"));
+}
 
 void bind_made(nb::class_<DeviceCalls>& c) {
   const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
@@ -498,6 +602,7 @@ void bind_device_calls(nb::module_& m) {
   bind_made(c);
   bind_started(c);
   bind_order(c);
+  bind_together(m);
 }
 
 }  // namespace ringcomm::host

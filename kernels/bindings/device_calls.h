@@ -17,6 +17,7 @@
 #include <deque>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "kernels/bindings/device_recorder.h"
 #include "kernels/bindings/native_comm.h"
@@ -83,6 +84,16 @@ class DeviceCalls {
   template <class Prepare>
   std::shared_ptr<DeviceEvent> start(nanobind::object tensors, Prepare prepare);
 
+  // Makes one launch of the calls of ranks that share it, all prepared by `prepare(rank)`, on the
+  // first one's current stream; `kNotFast` or 0. The ranks are those of one communicator that this
+  // process has on a device.
+  template <class Prepare>
+  static int make_together(const std::vector<DeviceCalls*>& ranks, Prepare prepare);
+  // Prepares a call for a stream that is not capturing, and records it; the caller holds the turn
+  // and the GIL. False: the checked path is to make the call.
+  template <class Prepare>
+  bool prepare(void* stream, Prepare prepare);
+
   // True of a tensor on the device that takes the fast path: see read_memory().
   bool read(nanobind::handle tensor, TensorMemory* result) const;
   device::DeviceComm& comm() const { return comm_; }
@@ -108,7 +119,7 @@ class DeviceCalls {
 
   // Has calls be started on this stream. The device is current.
   void set_side(void* stream);
-  // Ranks of this process share their launches: no call is made here.
+  // Ranks of this process share their launches: no call of one rank is made here.
   void set_shared(bool shared) { shared_ = shared; }
   // The communicator is unusable, or closed: join() leaves it to Python to say why.
   void disable() { disabled_ = true; }
@@ -132,8 +143,6 @@ class DeviceCalls {
   std::shared_ptr<DeviceEvent> take_event() const;
   // A stream of the call to come is capturing, as far as calls of this communicator were captured.
   bool captures(void* stream) const;
-  template <class Prepare>
-  bool prepare(void* stream, Prepare prepare);
   void follow(void* stream, bool captures);
   void drop_passed();
 

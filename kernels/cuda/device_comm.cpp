@@ -227,6 +227,7 @@ bool DeviceComm::next() {
       continue;
     }
     prepared_ = next.launch;
+    is_prepared_ = true;
     if (observer_) observer_->enqueues(prepared_, captures());
     return true;
   }
@@ -249,16 +250,20 @@ bool DeviceComm::captures() {
   return *captures_;
 }
 
-void DeviceComm::launch_prepared() {
-  const bool is_message = prepared_.args.collective == Collective::kSend;
-  const bool noted = ledger_ && ledger_->is_shared() && !is_message && !captures();
-  if (noted) ledger_->before(owner_, prepared_.channels, stream_);
-  launch({this}, stream_);
-  if (noted) ledger_->after(owner_, prepared_.channels, stream_);
+void DeviceComm::launch_prepared(const std::vector<DeviceComm*>& ranks) {
+  DeviceComm& first = *ranks[0];
+  LaunchLedger* const ledger = first.ledger_.get();
+  const bool is_message = first.prepared_.args.collective == Collective::kSend;
+  const bool noted = ledger != nullptr && ledger->is_shared() && !is_message && !first.captures();
+  const unsigned blocks = first.prepared_.channels * unsigned(ranks.size());
+  if (noted) ledger->before(first.owner_, blocks, first.stream_);
+  launch(ranks, first.stream_);
+  if (noted) ledger->after(first.owner_, blocks, first.stream_);
 }
 
 void DeviceComm::withdraw() {
   pending_.clear();
+  is_prepared_ = false;
   if (observer_) observer_->withdraws();
 }
 
@@ -291,6 +296,7 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
   }
   ranks[0]->driver_->launch(first.function, first.channels, unsigned(ranks.size()), kThreads,
                             stream, &params);
+  for (DeviceComm* each : ranks) each->is_prepared_ = false;
 }
 
 // ---- each collective as launches: which kernel, how many blocks, which arguments ---------------

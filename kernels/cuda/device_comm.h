@@ -182,11 +182,15 @@ class DeviceComm {
   bool next();
   // Makes all launches of the call on stream(), without asking submit_to().
   void launch_all();
-  // Makes the launch that next() gave.
-  void launch_prepared();
+  // Makes the launch that next() gave, or those of ranks that share a launch, on the stream of the
+  // first one.
+  void launch_prepared() { launch_prepared({this}); }
+  static void launch_prepared(const std::vector<DeviceComm*>& ranks);
   // The launch that next() gave is not made, and neither is what follows it in its call.
   void withdraw();
   const Prepared& prepared() const { return prepared_; }
+  // next() gave a launch that was neither made nor withdrawn.
+  bool is_prepared() const { return is_prepared_; }
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
   // Launches the prepared calls of ranks on one device, all in one grid, on `stream`.
   static void launch(const std::vector<DeviceComm*>& ranks, void* stream);
@@ -235,6 +239,7 @@ class DeviceComm {
   uint64_t owner_ = 0;
   std::deque<Pending> pending_;
   Prepared prepared_{};
+  bool is_prepared_ = false;
 };
 
 }  // namespace device

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
+from ringcomm import _native
 from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
@@ -139,6 +140,8 @@ class LocalWorld(Sequence[Communicator]):
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         self._communicators = tuple(communicators)
+        # The native ends whose calls one launch carries, if that is all of them.
+        self._one_launch = _calls_of_one_device(self._communicators)
         _settle_vector_math()
 
     def __repr__(self) -> str:
@@ -226,6 +229,9 @@ class LocalWorld(Sequence[Communicator]):
             ArgumentError: bad argument of a rank, or tensors that differ; no rank was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
+        ends = self._one_launch
+        if ends and _native.all_reduce_together(ends, tensors, op, algorithm) == 0:
+            return
         self._together("all_reduce", [(tensor, op) for tensor in tensors], algorithm)
 
     def reduce_scatter_tensor(
@@ -237,6 +243,9 @@ class LocalWorld(Sequence[Communicator]):
         algorithm: str = "auto",
     ) -> None:
         """Calls :meth:`Communicator.reduce_scatter_tensor` on all ranks, as :meth:`all_reduce`."""
+        ends = self._one_launch
+        if ends and _native.reduce_scatter_together(ends, outputs, inputs, op, algorithm) == 0:
+            return
         arguments = [(out, given, op) for out, given in zip(outputs, inputs, strict=True)]
         self._together("reduce_scatter_tensor", arguments, algorithm)
 
@@ -244,6 +253,9 @@ class LocalWorld(Sequence[Communicator]):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, algorithm: str = "auto"
     ) -> None:
         """Calls :meth:`Communicator.all_gather_into_tensor` on all ranks, as :meth:`all_reduce`."""
+        ends = self._one_launch
+        if ends and _native.all_gather_together(ends, outputs, inputs, algorithm) == 0:
+            return
         arguments = list(zip(outputs, inputs, strict=True))
         self._together("all_gather_into_tensor", arguments, algorithm)
 
@@ -308,6 +320,17 @@ class LocalWorld(Sequence[Communicator]):
             for rank in range(len(self)):
                 self._abort(rank, error)
         self.close()
+
+
+def _calls_of_one_device(communicators: Sequence[Communicator]) -> list[_native.DeviceCalls]:
+    """Returns the native calls of the ranks; none unless all are on one device."""
+    engines = [each.engine for each in communicators]
+    on_device = [each for each in engines if isinstance(each, DeviceCallEngine)]
+    if len(on_device) < len(engines) or len({each.device_ref[1] for each in on_device}) > 1:
+        return []
+    if any(each.kernels for each in on_device):
+        return []
+    return [each.calls for each in on_device]
 
 
 def _count(ranks: int) -> str:

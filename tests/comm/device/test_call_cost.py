@@ -160,6 +160,20 @@ def test_an_event_for_each_call_is_seen(
         engine.order.ledger.set_members(1, 132, 0)
 
 
+LAUNCH_FRAMES = 4
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_one_launch_of_all_ranks(runtime: StubRuntime, ranks: int) -> None:
+    with ringcomm.local_world(ranks, device="cuda:0") as world:
+        tensors = [torch.ones(64) for _ in range(ranks)]
+        world.all_reduce(tensors)
+        assert frames_of(lambda: world.all_reduce(tensors)) <= LAUNCH_FRAMES
+        assert driver_calls_of(runtime.driver, lambda: world.all_reduce(tensors)) == SYNC_DRIVER
+        world._one_launch = []  # the mutant: each rank's call is checked and prepared in Python
+        assert frames_of(lambda: world.all_reduce(tensors)) > LAUNCH_FRAMES
+
+
 # ---- tensors are kept as long as the call may use them, and no longer ----------------------------
 
 

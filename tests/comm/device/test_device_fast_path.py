@@ -272,3 +272,101 @@ def test_a_tensor_of_another_device_is_refused(devices: Devices, world: LocalWor
 
     texts = run(devices, world, body)
     assert [f"on device {rank}" in text for rank, text in enumerate(texts)] == [True] * RANKS
+
+
+# ---- one launch for ranks that share a device ----------------------------------------------------
+
+
+def together(devices: Devices, world: LocalWorld, call: Callable[[], object]) -> list[int]:
+    """Makes a call of all ranks from this thread; counts what each native function made of it."""
+    names = ("all_reduce_together", "reduce_scatter_together", "all_gather_together")
+    made = dict.fromkeys(names, 0)
+    before = {name: getattr(_native, name) for name in names}
+
+    def counted(name: str) -> Callable[..., int]:
+        def native(*args: Any) -> int:
+            status: int = before[name](*args)
+            made[name] += status == 0
+            return status
+
+        return native
+
+    runtime = devices.emulated
+    assert runtime is not None
+    with pytest.MonkeyPatch.context() as patch, runtime.assuming(0), runtime.on_device(0):
+        for name in names:
+            patch.setattr(_native, name, counted(name))
+        call()
+        runtime.synchronize(0)
+    _kept.clear()
+    return list(made.values())
+
+
+def test_one_launch_carries_all_ranks(devices: Devices) -> None:
+    world = devices.world(4, on=(0,))
+    mine = [filled(comm, 4 * 640, torch.float32) for comm in world]
+    inputs = [tensor.clone() for tensor in mine]
+    chunks = [kept(torch.zeros(640)) for _ in world]
+    gathered = [kept(torch.zeros(4 * 640)) for _ in world]
+
+    def calls() -> None:
+        for _ in range(2):
+            world.reduce_scatter_tensor(chunks, inputs)
+            world.all_gather_into_tensor(gathered, chunks)
+            world.all_reduce(mine)
+
+    assert together(devices, world, calls) == [2, 2, 2]
+    total = sum(inputs[1:], inputs[0])
+    assert all(torch.equal(tensor, 4 * total) for tensor in mine)
+    assert all(torch.equal(tensor, total) for tensor in gathered)
+
+
+def test_one_launch_comes_behind_the_calls_of_threads(devices: Devices) -> None:
+    world = devices.world(2, on=(0,))
+    tensors = [kept(torch.ones(4096)) for _ in world]
+    assert devices.emulated is not None
+
+    def body(comm: Communicator) -> None:
+        with devices.emulated.assuming(0):
+            comm.all_reduce(tensors[comm.rank])
+
+    def calls() -> None:
+        for _ in range(3):
+            world.run(body)
+            world.all_reduce(tensors)
+
+    assert together(devices, world, calls) == [3, 0, 0]
+    assert all(torch.equal(tensor, torch.full((4096,), 64.0)) for tensor in tensors)
+
+
+def test_ranks_that_differ_are_refused_before_a_launch(devices: Devices) -> None:
+    world = devices.world(2, on=(0,))
+    tensors = [kept(torch.ones(8)), kept(torch.ones(9))]
+
+    def differ() -> None:
+        with pytest.raises(ValueError, match="differ"):
+            world.all_reduce(tensors)
+
+    assert together(devices, world, differ) == [0, 0, 0]
+    tensors[1] = kept(torch.ones(8))
+    assert together(devices, world, lambda: world.all_reduce(tensors)) == [1, 0, 0]
+    assert all(torch.equal(tensor, torch.full((8,), 2.0)) for tensor in tensors)
+
+
+def test_a_capture_of_all_ranks_takes_the_checked_path(devices: Devices) -> None:
+    world = devices.world(2, on=(0,))
+    tensors = [kept(torch.ones(64)) for _ in world]
+    runtime = devices.emulated
+    assert runtime is not None
+
+    def calls() -> None:
+        world.all_reduce(tensors)
+        with runtime.capture() as graph:
+            world.all_reduce(tensors)
+        for _ in range(2):
+            runtime.replay(graph)
+        runtime.synchronize(0)
+        world.all_reduce(tensors)
+
+    assert together(devices, world, calls) == [2, 0, 0]
+    assert all(torch.equal(tensor, torch.full((64,), 16.0)) for tensor in tensors)

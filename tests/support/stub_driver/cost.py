@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,28 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
     }
 
 
+def row_of(runtime: StubRuntime, name: str, call: Callable[[], object]) -> tuple[str, ...]:
+    """Returns a row of the table."""
+    for _ in range(3):
+        call()
+    driver = driver_calls_of(runtime.driver, call)
+    entered = ", ".join(f"{count} {entry}" for entry, count in driver.items())
+    return name, str(frames_of(call)), entered, f"{microseconds_of(call):.2f}"
+
+
 def main() -> None:
     """Prints the table."""
     runtime = StubRuntime()
     cuda.use(runtime)
-    rows = []
+    rows: list[tuple[str, ...]] = [("call", "functions", "driver", "us")]
     with ringcomm.local_world(1, device="cuda:0") as (comm,):
-        for name, call in calls_of(comm).items():
-            for _ in range(3):
-                call()
-            driver = driver_calls_of(runtime.driver, call)
-            entered = ", ".join(f"{count} {entry}" for entry, count in driver.items())
-            rows.append((name, str(frames_of(call)), entered, f"{microseconds_of(call):.2f}"))
-    head = ("call", "functions", "driver", "us")
-    print("\n".join(table_lines([head, *rows])))
+        rows += [row_of(runtime, name, call) for name, call in calls_of(comm).items()]
+    for ranks in (2, 4, 8):
+        tensors = [torch.ones(1024) for _ in range(ranks)]
+        with ringcomm.local_world(ranks, device="cuda:0") as world:
+            name = f"all_reduce of {ranks} ranks, one launch"
+            rows.append(row_of(runtime, name, partial(world.all_reduce, tensors)))
+    print("\n".join(table_lines(rows)))
 
 
 if __name__ == "__main__":
