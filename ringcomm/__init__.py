@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         send,
     )
     from ringcomm.comm.host.arguments import ReduceOp, premul_sum
+    from ringcomm.comm.host.collectives import Plan
     from ringcomm.comm.host.engine import Work
     from ringcomm.comm.host.options import CommOptions
     from ringcomm.comm.local_world import LocalWorld, local_world
@@ -127,6 +128,7 @@ _HOMES = {
     ),
     "ringcomm.comm.host.options": ("CommOptions",),
     "ringcomm.comm.host.arguments": ("ReduceOp", "premul_sum"),
+    "ringcomm.comm.host.collectives": ("Plan",),
     "ringcomm.comm.host.engine": ("Work",),
     "ringcomm.comm.recorder.records": ("RankRecording", "Record", "Recording"),
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
@@ -182,6 +184,7 @@ __all__ = [
     "MismatchError",
     "P2POp",
     "PeerLost",
+    "Plan",
     "RankRecording",
     "Record",
     "Recording",

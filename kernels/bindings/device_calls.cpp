@@ -234,6 +234,11 @@ std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prep
   return end;
 }
 
+int DevicePlan::launch() {
+  auto& calls = nb::cast<DeviceCalls&>(owner_);
+  return calls.make([&] { calls.comm().submit_plan(call_); });
+}
+
 namespace {
 
 // Whether ranks make the same call. The kernels would find a mismatch, and end the communicator.
@@ -463,6 +468,39 @@ void bind_started(nb::class_<DeviceCalls>& c) {
           any(), any(), any());
 }
 
+// None of a call that is not one launch.
+std::optional<device::Prepared> planned(DeviceCalls& calls, const nb::callable& run) {
+  calls.comm().begin_plan();
+  try {
+    run(nb::cast(&calls.comm(), nb::rv_policy::reference));
+  } catch (...) {
+    calls.comm().end_plan();
+    throw;
+  }
+  return calls.comm().end_plan();
+}
+
+void bind_plans(nb::module_& m, nb::class_<DeviceCalls>& c) {
+  nb::class_<DevicePlan>(
+      m, "DevicePlan",
+      "A call that was prepared once, to be launched many times with the same tensors.")
+      .def("launch", &DevicePlan::launch,
+           "Launches the call on the current stream; returns `NOT_FAST` of a stream that is\n"
+           "capturing, or an unusable communicator: nothing was done.");
+  c.def(
+      "plan",
+      [](nb::handle self, const nb::callable& run,
+         nb::object tensors) -> std::shared_ptr<DevicePlan> {
+        std::optional<device::Prepared> call = planned(nb::cast<DeviceCalls&>(self), run);
+        if (!call) return nullptr;
+        return std::make_shared<DevicePlan>(nb::borrow(self), std::move(tensors), *call);
+      },
+      nb::arg("run"), nb::arg("tensors"),
+      nb::sig("def plan(self, run: Callable[[Any], int], tensors: object) -> DevicePlan | None"),
+      "Prepares the call that `run` makes of the native communicator, and keeps its tensors;\n"
+      "None: it is not one launch. The caller holds the turn.");
+}
+
 void bind_order(nb::class_<DeviceCalls>& c) {
   c.def_prop_ro(
        "turn", [](const DeviceCalls& calls) { return calls.turn; },
@@ -603,6 +641,7 @@ void bind_device_calls(nb::module_& m) {
   bind_started(c);
   bind_order(c);
   bind_together(m);
+  bind_plans(m, c);
 }
 
 }  // namespace ringcomm::host

@@ -58,6 +58,23 @@ class DeviceEvent {
   Ends ends_;
 };
 
+class DeviceCalls;
+
+// A call that was prepared once, to be launched many times with the same tensors.
+class DevicePlan {
+ public:
+  // owner: the DeviceCalls, and tensors: the call's; this keeps both alive.
+  DevicePlan(nanobind::object owner, nanobind::object tensors, device::Prepared call)
+      : owner_(std::move(owner)), tensors_(std::move(tensors)), call_(std::move(call)) {}
+
+  // Launches the call on the current stream; `kNotFast` or 0.
+  int launch();
+
+ private:
+  nanobind::object owner_, tensors_;
+  device::Prepared call_;
+};
+
 class DeviceCalls {
  public:
   // What of torch and of the runtime this asks in Python.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -228,7 +229,7 @@ bool DeviceComm::next() {
     }
     prepared_ = next.launch;
     is_prepared_ = true;
-    if (observer_) observer_->enqueues(prepared_, captures());
+    if (observer_ && !prepared_.alone) observer_->enqueues(prepared_, captures());
     return true;
   }
   return false;
@@ -253,8 +254,8 @@ bool DeviceComm::captures() {
 void DeviceComm::launch_prepared(const std::vector<DeviceComm*>& ranks) {
   DeviceComm& first = *ranks[0];
   LaunchLedger* const ledger = first.ledger_.get();
-  const bool is_message = first.prepared_.args.collective == Collective::kSend;
-  const bool noted = ledger != nullptr && ledger->is_shared() && !is_message && !first.captures();
+  const bool waits = !first.prepared_.alone && first.prepared_.args.collective != Collective::kSend;
+  const bool noted = ledger != nullptr && ledger->is_shared() && waits && !first.captures();
   const unsigned blocks = first.prepared_.channels * unsigned(ranks.size());
   if (noted) ledger->before(first.owner_, blocks, first.stream_);
   launch(ranks, first.stream_);
@@ -264,7 +265,19 @@ void DeviceComm::launch_prepared(const std::vector<DeviceComm*>& ranks) {
 void DeviceComm::withdraw() {
   pending_.clear();
   is_prepared_ = false;
-  if (observer_) observer_->withdraws();
+  if (observer_ && !prepared_.alone) observer_->withdraws();
+}
+
+std::optional<Prepared> DeviceComm::end_plan() {
+  is_planning_ = false;
+  const std::deque<Pending> planned = std::exchange(pending_, {});
+  if (planned.size() != 1 || planned.front().copy_bytes != 0) return std::nullopt;
+  return planned.front().launch;
+}
+
+void DeviceComm::submit_plan(Prepared plan) {
+  if (plan.args.timeout_ns != 0) plan.args.timeout_ns = config_.timeout_ns;
+  submit(std::move(plan));
 }
 
 void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
@@ -282,8 +295,8 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
     spans += int(list.size());
     return spans - int(list.size());
   };
-  const bool alone = ranks.size() == 1 && ranks[0]->inline_table_.world > 0;
-  if (alone) params.alone.table = ranks[0]->inline_table_;
+  const bool inlined = ranks.size() == 1 && ranks[0]->inline_table_.world > 0;
+  if (inlined) params.alone.table = ranks[0]->inline_table_;
   const Prepared& first = ranks[0]->prepared_;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const Prepared& p = ranks[r]->prepared_;
@@ -292,7 +305,7 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
     params.calls[r] = p.args;
     params.calls[r].in_spans = add(p.in);
     params.calls[r].out_spans = add(p.out);
-    params.calls[r].inlined = alone;
+    params.calls[r].inlined = inlined;
   }
   ranks[0]->driver_->launch(first.function, first.channels, unsigned(ranks.size()), kThreads,
                             stream, &params);

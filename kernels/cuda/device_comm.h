@@ -34,6 +34,7 @@ struct Prepared {
   CallArgs args;
   std::vector<Span> in, out;  // lists; empty for an even cut
   bool continues = false;     // one more launch of the call before it
+  bool alone = false;         // waits for no peer, and is not recorded
 };
 
 // Is told of the calls of a communicator as they are enqueued; with or without the GIL.
@@ -177,6 +178,14 @@ class DeviceComm {
   void sum_rows(RowsArgs rows, DType dtype);
   void scale_rows(RowsArgs rows, DType dtype);
 
+  // From here to end_plan() calls are prepared and not made. Returns the launch of the one call that
+  // was; none if it has several, or copies.
+  void begin_plan() { is_planning_ = true; }
+  std::optional<Prepared> end_plan();
+  bool is_planning() const { return is_planning_; }
+  // Prepares a planned launch again.
+  void submit_plan(Prepared plan);
+
   // Makes the copies on the stream that come before the next launch, and makes that one prepared();
   // false: the call has no more.
   bool next();
@@ -214,7 +223,7 @@ class DeviceComm {
   bool captures();
   void submit(Prepared prepared);
   void submit_copy(uint64_t to, uint64_t from, uint64_t bytes);
-  void launch_alone(void* function, uint64_t elems, const CallArgs& args) const;
+  void launch_alone(void* function, uint64_t elems, const CallArgs& args);
   void launch_rows(const std::string& name, const RowsArgs& rows);
   Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
                           uint64_t bucket_elems, DType results);
@@ -239,7 +248,7 @@ class DeviceComm {
   uint64_t owner_ = 0;
   std::deque<Pending> pending_;
   Prepared prepared_{};
-  bool is_prepared_ = false;
+  bool is_prepared_ = false, is_planning_ = false;
 };
 
 }  // namespace device

@@ -17,11 +17,16 @@ std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(
 
 }  // namespace
 
-void DeviceComm::launch_alone(void* function, uint64_t elems, const CallArgs& args) const {
-  LaunchParams params{};
-  params.calls[0] = args;
+void DeviceComm::launch_alone(void* function, uint64_t elems, const CallArgs& args) {
   const uint64_t blocks =
       std::clamp<uint64_t>((elems + kElemsPerBlock - 1) / kElemsPerBlock, 1, kMostBlocks);
+  if (is_planning_) {
+    Prepared p{function, unsigned(blocks), args, {}, {}};
+    p.alone = true;
+    return submit(std::move(p));
+  }
+  LaunchParams params{};
+  params.calls[0] = args;
   driver_->launch(function, unsigned(blocks), 1, kThreads, stream_, &params);
 }
 

@@ -19,7 +19,12 @@ from ringcomm.comm.device.core import Calls, DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch_prepared
-from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
+from ringcomm.comm.host.arguments import (
+    DEVICE_ALGORITHMS,
+    CallChecks,
+    NativeOp,
+    is_contiguous,
+)
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import (
     AUTO,
@@ -471,6 +476,18 @@ class DeviceCallEngine(CallEngine):
             done = self.calls.mark(side.handle)
             self.keep(call, done, (side.handle, current))
         return self._work(call.name, call.outputs, side, done)
+
+    def planned(self, call: Call) -> Callable[[], int] | None:
+        tensors = (*call.outputs, *call.inputs)
+        if self.joint_launch is not None or not all(map(is_contiguous, tensors)):
+            return None
+        with self.queue.turn:
+            self.begin_turn(call.name)
+            try:
+                plan = self.calls.plan(call.run, call)
+            except BaseException as error:
+                self.raise_worded(call.name, error)
+        return plan.launch if plan is not None else None
 
     def started(self, name: str, outputs: Outputs, event: _native.DeviceEvent) -> LaunchedWork:
         """Returns the Work of a call that the native end has started."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -32,6 +32,47 @@ from ringcomm.comm.host.engine import Call, CallEngine, Work
 
 Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
+
+
+class Plan:
+    """A collective that was checked and prepared once, to be made many times.
+
+    Calling it makes the collective with the same tensors, whatever they hold by then. It counts in
+    the order of calls when it is called, not when it is made. The tensors live as long as the plan.
+
+    Args:
+        engine: runs the call.
+        call: checked.
+        again: makes it as it is; returns NOT_FAST if it did nothing.
+    """
+
+    __slots__ = ("_again", "_call", "_engine")
+
+    def __init__(self, engine: CallEngine, call: Call, again: Callable[[], int]) -> None:
+        self._engine = engine
+        self._call = call
+        self._again = None if engine.kernels else engine.planned(call) or again
+
+    def __repr__(self) -> str:
+        return f"<ringcomm.Plan of {self._call.name}>"
+
+    def __call__(self, async_op: bool = False) -> Work | None:
+        """Makes the collective.
+
+        Args:
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        engine, again = self._engine, self._again
+        if again is not None and not (async_op or engine.queue.pending):
+            status = again()
+            if status == 0:
+                return None
+            if status > 0:
+                raise engine.fault(self._call.name)
+        return engine.start_call(self._call, async_op)
 
 
 class Collectives:
@@ -85,6 +126,21 @@ class Collectives:
                 return engine.started("all_reduce", [tensor], event)
         call = self._all_reduce_call(tensor, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
+
+    def plan_all_reduce(self, tensor: Tensor, op: Any = SUM, *, algorithm: str = "auto") -> Plan:
+        """Prepares an :meth:`all_reduce`, which calling the plan makes.
+
+        Args:
+            tensor: as :meth:`all_reduce` takes it.
+            op: as :meth:`all_reduce` takes it.
+            algorithm: as :meth:`all_reduce` takes it.
+
+        Raises:
+            ArgumentError: bad argument.
+        """
+        engine = self.engine
+        call = self._all_reduce_call(tensor, op, algorithm)
+        return Plan(engine, call, lambda: engine.fast.all_reduce_fast(tensor, op, algorithm))
 
     def try_all_reduce(self, tensor: Tensor, op: Any) -> bool:
         """Makes an :meth:`all_reduce` by the fast path; False if it did nothing."""
@@ -209,6 +265,26 @@ class Collectives:
                 return engine.started("reduce_scatter_tensor", [output], event)
         call = self._reduce_scatter_call(output, input, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
+
+    def plan_reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = SUM, *, algorithm: str = "auto"
+    ) -> Plan:
+        """Prepares a :meth:`reduce_scatter_tensor`, which calling the plan makes.
+
+        Args:
+            output: as :meth:`reduce_scatter_tensor` takes it.
+            input: as :meth:`reduce_scatter_tensor` takes it.
+            op: as :meth:`reduce_scatter_tensor` takes it.
+            algorithm: as :meth:`reduce_scatter_tensor` takes it.
+
+        Raises:
+            ArgumentError: bad argument.
+        """
+        engine = self.engine
+        call = self._reduce_scatter_call(output, input, op, algorithm)
+        return Plan(
+            engine, call, lambda: engine.fast.reduce_scatter_fast(output, input, op, algorithm)
+        )
 
     def try_reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> bool:
         """Makes :meth:`reduce_scatter_tensor` by the fast path; False: it did nothing."""
@@ -361,6 +437,23 @@ class Collectives:
         return self.engine.start_call(
             self._all_gather_call(output, input, algorithm, kernels), async_op
         )
+
+    def plan_all_gather_into_tensor(
+        self, output: Tensor, input: Tensor, *, algorithm: str = "auto"
+    ) -> Plan:
+        """Prepares an :meth:`all_gather_into_tensor`, which calling the plan makes.
+
+        Args:
+            output: as :meth:`all_gather_into_tensor` takes it.
+            input: as :meth:`all_gather_into_tensor` takes it.
+            algorithm: as :meth:`all_gather_into_tensor` takes it.
+
+        Raises:
+            ArgumentError: bad argument.
+        """
+        engine = self.engine
+        call = self._all_gather_call(output, input, algorithm)
+        return Plan(engine, call, lambda: engine.fast.all_gather_fast(output, input, algorithm))
 
     def try_all_gather(self, output: Tensor, input: Tensor) -> bool:
         """Makes :meth:`all_gather_into_tensor` by the fast path; False: it did nothing."""

@@ -801,6 +801,14 @@ class CallEngine(ABC):
         """Returns the surroundings of this rank as a thread beside others."""
         return RankContext()
 
+    def planned(self, call: Call) -> Callable[[], int] | None:
+        """Returns the function that makes a checked call again, with its tensors as they are.
+
+        It returns 0, or NOT_FAST: nothing was done, and :meth:`start_call` is to make the call.
+        None: there is nothing to prepare.
+        """
+        return None
+
     def started(self, name: str, outputs: Outputs, event: Any) -> Work:
         """Returns the Work of a call that ``starts`` has started."""
         raise NotImplementedError

@@ -160,6 +160,15 @@ def test_an_event_for_each_call_is_seen(
         engine.order.ledger.set_members(1, 132, 0)
 
 
+def test_a_plan_is_one_launch(runtime: StubRuntime, comm: Communicator) -> None:
+    plan = comm.plan_all_reduce(torch.ones(64))
+    plan()  # puts the stream behind the last call's
+    assert frames_of(plan) <= SYNC_FRAMES
+    assert driver_calls_of(runtime.driver, plan) == SYNC_DRIVER
+    plan._again = None  # the mutant: it is checked and prepared each time
+    assert frames_of(plan) > SYNC_FRAMES
+
+
 LAUNCH_FRAMES = 4
 
 

@@ -274,6 +274,26 @@ def test_a_tensor_of_another_device_is_refused(devices: Devices, world: LocalWor
     assert [f"on device {rank}" in text for rank, text in enumerate(texts)] == [True] * RANKS
 
 
+def test_plans_are_made_many_times(devices: Devices, world: LocalWorld) -> None:
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        tensor, chunk = kept(torch.ones(512)), kept(torch.zeros(256))
+        gathered = kept(torch.zeros(512))
+        plans = [
+            comm.plan_all_reduce(tensor),
+            comm.plan_reduce_scatter_tensor(chunk, tensor),
+            comm.plan_all_gather_into_tensor(gathered, chunk),
+        ]
+        for _ in range(3):
+            for plan in plans:
+                plan()
+        return [tensor, chunk, gathered]
+
+    for tensors in run(devices, world, body):
+        assert torch.equal(tensors[0], torch.full((512,), 8.0))
+        assert torch.equal(tensors[1], torch.full((256,), 16.0))
+        assert torch.equal(tensors[2], torch.full((512,), 16.0))
+
+
 # ---- one launch for ranks that share a device ----------------------------------------------------
 
 

@@ -70,6 +70,7 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
         "reduce_scatter_tensor": lambda: comm.reduce_scatter_tensor(other, tensor),
         "all_gather_into_tensor": lambda: comm.all_gather_into_tensor(other, tensor),
         "barrier": comm.barrier,
+        "plan of all_reduce": comm.plan_all_reduce(tensor),
         "all_reduce, async, wait": lambda: wait(comm.all_reduce(tensor, async_op=True)),
     }
 
