@@ -178,8 +178,8 @@ class DeviceComm {
   void sum_rows(RowsArgs rows, DType dtype);
   void scale_rows(RowsArgs rows, DType dtype);
 
-  // From here to end_plan() calls are prepared and not made. Returns the launch of the one call that
-  // was; none if it has several, or copies.
+  // From here to end_plan() calls are prepared and not made. end_plan() returns the launch of the
+  // one call that was prepared; none if the call has several, or copies.
   void begin_plan() { is_planning_ = true; }
   std::optional<Prepared> end_plan();
   bool is_planning() const { return is_planning_; }

@@ -10,7 +10,7 @@ void LaunchLedger::set_members(int members, unsigned capacity, unsigned kept) {
   const std::lock_guard lock(mutex_);
   capacity_ = capacity;
   kept_ = kept;
-  members_.store(members, std::memory_order_relaxed);
+  store_relaxed_sys(&members_, uint32_t(members));
 }
 
 void LaunchLedger::forget_passed() {

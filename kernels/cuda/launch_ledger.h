@@ -1,7 +1,7 @@
 // Keeps the communicators of one process on one device from blocking each other.
 //
-// Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the device
-// together. Launches on one stream follow each other, so only the largest of each stream counts. A
+// Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the
+// device together. Launches on one stream follow each other, so only the largest of each stream counts. A
 // launch that does not fit waits, by events on the device, for the oldest launches whose end frees
 // enough blocks. Messages cannot be ordered like this, since a send may wait for a receive that
 // comes after a collective. So from a communicator's first message on, blocks for the messages of
@@ -10,7 +10,6 @@
 // device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "kernels/cuda/driver.h"
+#include "ringcomm/core/atomics.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -32,7 +32,7 @@ class LaunchLedger {
   // kept: blocks that are kept for messages.
   void set_members(int members, unsigned capacity, unsigned kept);
   // A single communicator cannot conflict with others.
-  bool is_shared() const { return members_.load(std::memory_order_relaxed) > 1; }
+  bool is_shared() const { return load_relaxed_sys(&members_) > 1; }
 
   // Puts `stream` behind the launches that must end before `blocks` more blocks fit. The launches
   // of a graph follow each other on its streams: neither this nor after() is for a stream that is
@@ -55,7 +55,7 @@ class LaunchLedger {
 
   std::shared_ptr<const Driver> driver_;
   EventPool& events_;
-  std::atomic<int> members_{0};
+  uint32_t members_ = 0;
   std::mutex mutex_;
   unsigned capacity_ = 0, kept_ = 0;
   std::deque<Launch> under_way_;
