@@ -1,7 +1,6 @@
-"""What a call on a device costs the host: frames of Python, and calls of the driver.
+"""Bars for the host's cost of a call on a device: functions of Python, and calls of the driver.
 
-Both are counted on a driver that does nothing. A mutant of each fast path must not stay within its
-bars.
+Both are counted on a driver that does nothing. A mutant of each fast path must exceed its bar.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class StubRuntime:
         self._memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._streams = 0
         self._current = 0
-        #: What its own methods were called for, by name.
+        #: How often its own methods were called, by name.
         self.calls: Counter[str] = Counter()
 
     def device_count(self) -> int:

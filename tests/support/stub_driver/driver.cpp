@@ -38,7 +38,7 @@ uint64_t counts[kCalls];
 std::set<void*> capturing;
 std::vector<Wait> waits;
 std::vector<void*> records;
-std::vector<Event*> events;  // all, for good
+std::vector<Event*> events;  // never freed
 bool events_pass = true;     // at once
 int refusal = kSuccess;      // of launches, records and waits to come
 int refusals = 0;            // how many
@@ -143,7 +143,7 @@ void stub_pass(void* event) {
   const std::lock_guard lock(mutex);
   static_cast<Event*>(event)->passed = true;
 }
-// The next so many launches, records and waits return `code`.
+// The next `times` launches, records and waits return `code`.
 void stub_refuse(int code, int times) {
   const std::lock_guard lock(mutex);
   refusal = code;
