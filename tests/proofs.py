@@ -84,6 +84,7 @@ _COMPILED_KERNELS = (
     *("kernels/**", "CMakeLists.txt", "tests/proof/compile/*.py", "tests/ptx_interpreter/**"),
     *("tests/support/cuda_*.py", "tests/support/emulat*/**", "tests/support/emulated_driver.py"),
     *("tests/support/nvrtc.py", "tests/support/shared_library.py"),
+    "tests/support/torch_operators.py",
     "tests/support/triton_device.py",
 )
 _COMMUNICATORS = (

@@ -19,7 +19,9 @@ import ringcomm.functional
 import ringcomm.optim
 import ringcomm.zero
 from tests.support.settling import settle
+from tests.support.torch_operators import make_operators
 
 __all__ = ["pytest", "ringcomm", "torch"]
 
+make_operators()
 settle()

@@ -11,7 +11,9 @@ import torch
 import ringcomm.comm.communicator
 import ringcomm.optim
 from tests.support.settling import settle
+from tests.support.torch_operators import make_operators
 
 __all__ = ["ringcomm", "torch"]
 
+make_operators()
 settle()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.emulator.in_stream_order import InStreamOrder, touches_data
 from tests.support.emulator.runtime import EmulatedRuntime
+from tests.support.torch_operators import make_operators
 
 Tensor = torch.Tensor
 
@@ -32,6 +33,7 @@ class CapturedOperations(TorchDispatchMode):
         self, capture: Callable[[Callable[[], None]], None], known: Iterable[Tensor] = ()
     ) -> None:
         super().__init__()
+        make_operators()  # ranks of a process may capture at the same time
         self._capture = capture
         self._known = {each.data_ptr() for each in known}
         self._operations: list[Callable[[], None]] = []

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.torch_operators import make_operators
+
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 
@@ -34,6 +36,7 @@ class InStreamOrder(TorchDispatchMode):
         self, wait: Callable[[], None], waits: Callable[[torch.Tensor], bool] = lambda tensor: False
     ) -> None:
         super().__init__()
+        make_operators()  # each rank of a process has such a mode
         self._wait = wait
         self._waits = waits
         self._kept: list[torch.Tensor] = []

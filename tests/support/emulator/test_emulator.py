@@ -16,6 +16,7 @@ import torch
 
 from tests import ptx_interpreter
 from tests.support.emulator import DriverError, EmulatedRuntime
+from tests.support.emulator.in_stream_order import InStreamOrder
 from tests.support.emulator.library import COMPILER, check, library
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -358,6 +359,41 @@ def test_torch_operations_in_stream_order(device):
         threading.Timer(GRACE_S, lambda: device.open(0)).start()
         view += device.words[0]
     assert device.words[:3].tolist() == [2, 2, 2]
+
+
+def test_threads_that_first_meet_an_operator_are_given_one_object(device, monkeypatch):
+    """Of two objects torch would free the earlier one, which a dispatch may be reading."""
+    made, given = [], []
+    both, make = threading.Barrier(2), torch._ops.OpOverload.__init__
+
+    def make_beside_another(operator, *args):
+        make(operator, *args)
+        made.append(operator)
+        both.wait(10.0)
+
+    class Given(InStreamOrder):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given.append(func)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def call(order):
+        with order:
+            double(torch.ones(1))
+
+    with torch.library._scoped_library("emulator_test", "DEF") as operators:
+        operators.define("double(Tensor x) -> Tensor")
+        operators.impl("double", lambda x: x + x, "CPU")
+        double, _ = torch._C._jit_get_operation("emulator_test::double")
+        orders = [Given(lambda: None) for _ in range(2)]
+        monkeypatch.setattr(torch._ops.OpOverload, "__init__", make_beside_another)
+        threads = [threading.Thread(target=call, args=(order,)) for order in orders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        met = [each for each in given if each.namespace == "emulator_test"]
+    assert made == []
+    assert len(met) == 2 and met[0] is met[1]
 
 
 def test_kept_tensors_live_until_the_stream_is_done(device):
