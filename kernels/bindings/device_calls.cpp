@@ -58,6 +58,13 @@ bool DeviceCalls::is_usable() const {
   return !disabled_ && comm_.page() != nullptr && !has_failed();
 }
 
+bool DeviceCalls::names_here(void* stream) const {
+  if (stream != nullptr) return true;
+  const nb::object found = nb::steal(PyObject_CallNoArgs(asked_.current_device.ptr()));
+  if (!found) throw nb::python_error();
+  return found.equal(device_);
+}
+
 void* DeviceCalls::current_stream() const {
   PyObject* const arguments[] = {device_.ptr()};
   const nb::object found =
@@ -150,6 +157,7 @@ void DeviceCalls::drop_passed() {
 bool DeviceCalls::join(const DeviceEvent& event, bool checked) {
   if (!checked && (disabled_ || has_failed())) return false;
   void* const stream = current_stream();
+  if (!checked && !names_here(stream)) return false;
   try {
     const WithoutGil nogil;
     driver_.wait(stream, event.handle());
@@ -193,7 +201,9 @@ int DeviceCalls::make(Prepare prepare_call) {
   void* const stream = current_stream();
   take_turn();
   const std::lock_guard held(*turn, std::adopt_lock);
-  if (captures(stream) || !prepare(stream, prepare_call)) return kNotFast;
+  const bool waits = has_last_ && last_ != stream;
+  if ((waits && !names_here(stream)) || captures(stream) || !prepare(stream, prepare_call))
+    return kNotFast;
   const WithoutGil nogil;
   try {
     follow(stream, false);
@@ -275,6 +285,7 @@ template <class Prepare>
 int DeviceCalls::make_together(const std::vector<DeviceCalls*>& ranks, Prepare prepare_call) {
   if (ranks.empty()) return kNotFast;
   void* const stream = ranks[0]->current_stream();
+  if (!ranks[0]->names_here(stream)) return kNotFast;
   std::vector<DeviceComm*> comms;
   Held held;
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -625,14 +636,17 @@ void bind_device_calls(nb::module_& m) {
   c.def(
       "__init__",
       [](DeviceCalls* self, nb::object comm, std::pair<int, int> place, int device,
-         nb::object current_stream, nb::object is_mine, std::shared_ptr<DeviceRecorder> records) {
-        new (self) DeviceCalls(std::move(comm), {place.first, place.second}, device,
-                               {std::move(current_stream), std::move(is_mine)}, std::move(records));
+         nb::object current_stream, nb::object current_device, nb::object is_mine,
+         std::shared_ptr<DeviceRecorder> records) {
+        new (self)
+            DeviceCalls(std::move(comm), {place.first, place.second}, device,
+                        {std::move(current_stream), std::move(current_device), std::move(is_mine)},
+                        std::move(records));
       },
       nb::arg("comm"), nb::arg("place"), nb::arg("device"), nb::arg("current_stream"),
-      nb::arg("is_mine").none(), nb::arg("records").none(),
+      nb::arg("current_device"), nb::arg("is_mine").none(), nb::arg("records").none(),
       nb::sig("def __init__(self, comm: DeviceComm, place: tuple[int, int], device: int, "
-              "current_stream: Callable[[int], int], "
+              "current_stream: Callable[[int], int], current_device: Callable[[], int], "
               "is_mine: Callable[[Any, int], bool] | None, "
               "records: DeviceRecorder | None) -> None"),
       "`place`: kind and number of the device as DLPack has them. `is_mine`: tells of a tensor\n"

@@ -80,6 +80,7 @@ class DeviceCalls {
   // What of torch and of the runtime this asks in Python.
   struct Asked {
     nanobind::object current_stream;  // of a device, as an address
+    nanobind::object current_device;  // of the calling thread
     nanobind::object is_mine;         // of a tensor; None: its place says so
   };
 
@@ -154,6 +155,9 @@ class DeviceCalls {
  private:
   bool is_usable() const;
   bool has_failed() const;
+  // True unless `stream` is the legacy default stream and another device is current: nullptr would
+  // name that device's. Most calls fail then, but a wait for an event would order the wrong stream.
+  bool names_here(void* stream) const;
   void* current_stream() const;
   void take_turn();
   // An event to record on the side stream.

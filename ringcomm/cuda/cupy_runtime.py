@@ -230,6 +230,7 @@ class CudaStreams:
         self._here = _Here()
         # Not torch.cuda.current_stream(), which makes an object and takes 50 times as long.
         self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
         # True if an event has passed; allowed while a graph is captured.
         self.has_passed = driver.has_passed
         self._lock = threading.Lock()
@@ -484,9 +485,6 @@ class CudaRuntime(CudaStreams):
 
     def device_count(self) -> int:
         return torch.cuda.device_count()
-
-    def current_device(self) -> int:
-        return torch.cuda.current_device()
 
     def torch_device(self, device: int) -> torch.device:
         return torch.device("cuda", device)

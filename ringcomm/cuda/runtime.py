@@ -122,7 +122,10 @@ class DeviceRuntime(Protocol):
     def device_count(self) -> int: ...
 
     def current_device(self) -> int:
-        """The device that this thread has made current, which "cuda" without an index names."""
+        """The device that this thread has made current, which "cuda" without an index names.
+
+        The native end calls this, too.
+        """
         ...
 
     def on_device(self, device: int) -> AbstractContextManager[None]:

@@ -139,11 +139,11 @@ def stack(monkeypatch) -> Stack:
         "_cuda_exchangeDevice": current.exchange_device,
         "_cuda_maybeExchangeDevice": current.leave_device,
         "_cuda_getCurrentStream": current.stream,
+        "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentRawStream": lambda device: current.stream(device)[0],
         "_cuda_setStream": current.set_stream,
     }.items():
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     # As torch has them: handle 0 makes the one a new stream of torch's pool, and the other the
     # default stream (https://github.com/pytorch/pytorch/issues/182960).

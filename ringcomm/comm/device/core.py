@@ -246,7 +246,15 @@ def _calls_of(
     place = runtime.tensor_place(device)
     # A place on the host does not say which of several emulated devices a tensor is on.
     is_mine = runtime.is_device_tensor if place[0] == HOST_PLACE[0] else None
-    return _native.DeviceCalls(native, place, device, runtime.current_stream, is_mine, records)
+    return _native.DeviceCalls(
+        native,
+        place,
+        device,
+        runtime.current_stream,
+        runtime.current_device,
+        is_mine,
+        records,
+    )
 
 
 def _find(device: int, unit: str, name: str) -> int:

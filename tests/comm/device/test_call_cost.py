@@ -240,6 +240,52 @@ def test_a_thread_on_another_device_makes_the_call_on_the_right_one(
     assert runtime.driver.counted()["launch"] == launches
 
 
+def waits_of(
+    runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> list[tuple[int, int]]:
+    """Returns the waits of a call that a thread makes on device 1: a stream, the current device."""
+    waits: list[tuple[int, int]] = []
+    calls = comm.engine.fast
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(calls, name)
+
+            def native(*args: Any, **kwargs: Any) -> Any:
+                runtime.driver.waits()
+                result = found(*args, **kwargs)
+                waits.extend((stream, runtime.device_now) for stream, _ in runtime.driver.waits())
+                return result
+
+            return native
+
+    watched: Any = Watched()
+    for name in ("fast", "starts", "calls"):
+        monkeypatch.setattr(comm.engine, name, watched)
+    monkeypatch.setattr(runtime, "device_now", 1)
+    call(comm, torch.ones(64))
+    return waits
+
+
+@pytest.mark.parametrize("call", [*SYNC, *ASYNC])
+def test_no_default_stream_of_another_device_waits(
+    runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """The driver would let it: 0 names the default stream of whatever device is current."""
+    comm.all_reduce(torch.ones(64), async_op=True)  # the next call on stream 0 waits for it
+    waits = waits_of(runtime, comm, monkeypatch, call)
+    assert waits and all(stream != 0 or device == 0 for stream, device in waits)
+
+
+def test_a_default_stream_of_another_device_that_waits_is_seen(
+    runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: nobody asks which device is current."""
+    monkeypatch.setattr(runtime, "hides_device", True)
+    comm.all_reduce(torch.ones(64), async_op=True)
+    assert (0, 1) in waits_of(runtime, comm, monkeypatch, all_reduce_and_wait)
+
+
 def test_what_the_driver_refuses_is_worded(runtime: StubRuntime, comm: Communicator) -> None:
     comm.barrier()
     runtime.driver.reset()

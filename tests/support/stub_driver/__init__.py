@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -171,6 +171,10 @@ class StubRuntime:
         self._multiprocessors = multiprocessors
         self._memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._streams = 0
+        #: The device that is current outside of :meth:`on_device`.
+        self.device_now = 0
+        #: For mutants: :meth:`current_device` says 0, whatever is current.
+        self.hides_device = False
         self._current = 0
         #: How often its own methods were called, by name.
         self.calls: Counter[str] = Counter()
@@ -179,11 +183,16 @@ class StubRuntime:
         return 1
 
     def current_device(self) -> int:
-        return 0
+        return 0 if self.hides_device else self.device_now
 
-    def on_device(self, device: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
         self.calls["on_device"] += 1
-        return nullcontext()
+        before, self.device_now = self.device_now, device
+        try:
+            yield
+        finally:
+            self.device_now = before
 
     beside_captures = on_device
 
