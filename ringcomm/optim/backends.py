@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import device_comm_of
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, DTYPE_NAMES, OP_CODES, CallChecks
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, Work
@@ -99,9 +100,9 @@ class StepTable:
         if rows != self._rows:
             self.hyper.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
             self._rows = rows
-        for row, rate in zip(self.hyper, rates, strict=True):
+        for index, rate in enumerate(rates):
             if isinstance(rate, Tensor):
-                row[0].copy_(rate.detach().view(()))
+                self.hyper[index, 0].copy_(rate.detach().view(()))
 
     @property
     def compares(self) -> bool:
@@ -124,8 +125,10 @@ class StepTable:
     @property
     def hyper_differ(self) -> bool:
         """True if the ranks' digests differ, once ``told`` is reduced; always False on a GPU."""
-        digests = self._digests.tolist()
-        return bool(digests) and digests[0] != -digests[1]
+        if self._memory is None:
+            return False
+        high, low = self._digests.tolist()
+        return bool(high != -low)
 
 
 class Backend(ABC):
@@ -176,6 +179,13 @@ class Backend(ABC):
         """Called after a step has come to all buckets."""
         return
 
+    def together(self) -> AbstractContextManager[None]:
+        """Lets the calls of a step that are made inside begin at the end of the context.
+
+        The caller makes no other calls of the communicator inside, and keeps all gradients.
+        """
+        return nullcontext()
+
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
         """Updates the chunk that this rank keeps state for, without any other rank.
 
@@ -207,8 +217,8 @@ class Backend(ABC):
             bucket: bucket whose parameters are written.
             grads: [bucket elements], in the heap.
         """
-        if self.alone:
-            self.update_shard(bucket, grads[: bucket.chunk.elems])
+        if self.alone:  # the chunk is the bucket
+            self.update_shard(bucket, grads)
         elif self.fused:
             self._one_pass(bucket, grads)
         else:
@@ -275,6 +285,10 @@ class StagePlan(ABC):
         """Called after a step has updated all buckets."""
         self.backend.end()
 
+    def together(self) -> AbstractContextManager[None]:
+        """Does :meth:`Backend.together` around a step, if its updates are the backend's alone."""
+        return nullcontext()
+
     @abstractmethod
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         """Reduces a bucket's gradients to shards, and sums this rank's chunk for the norm.
@@ -331,6 +345,10 @@ class OwnPlan(StagePlan):
         self._rounded = rounded
         # By bucket number, the reduced gradients that lie in no shard of a bucket.
         self._apart: dict[int, Tensor] = {}
+
+    def together(self) -> AbstractContextManager[None]:
+        # Rounded gradients take turns in memory.
+        return nullcontext() if self._rounded is not None else self.backend.together()
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         self._apart.pop(bucket.number, None)
@@ -538,6 +556,11 @@ class DeviceBackend(Backend):
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
         self._shards: dict[tuple[int, int], _Shard] = {}
+        # By name, bucket and piece, a call that repeats from step to step, with address and dtype
+        # of its gradient.
+        self._updates: dict[tuple[str, int, int], tuple[Call, tuple[int, torch.dtype]]] = {}
+        # In together(), the calls to be made, and gradients to be kept until then.
+        self._waiting: list[tuple[Call, Tensor | None]] | None = None
         self._table = self._on_device(
             _native.adamw_table_bytes(
                 control=table.control.data_ptr(),
@@ -549,58 +572,63 @@ class DeviceBackend(Backend):
                 params=table.step.numel(),
             )
         )
+        run = methodcaller("prepare_adamw", self._table.data_ptr())
+        self._prepare = Call("adamw_prepare", run, [])
 
     def _on_device(self, data: bytes) -> Tensor:
         return torch.tensor(list(data), dtype=torch.uint8, device=self._comm.device)
 
     def forget(self) -> None:
         self._shards.clear()
+        self._updates.clear()
 
     def begin(self, table: StepTable) -> None:
-        self._call(
-            "adamw_prepare",
-            lambda core: device_comm_of(core).prepare_adamw(self._table.data_ptr()),
-        )
+        self._start(self._prepare)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if not self.fused:
+            yield
+            return
+        waiting: list[tuple[Call, Tensor | None]] = []
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            # After an error, too: other ranks may have made their part of these calls.
+            self._waiting = None
+            self._comm.engine.start_calls([call for call, _ in waiting])
 
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
-        shard = self._shard(bucket)
-        self._call(
-            "adamw_shard",
-            lambda core: device_comm_of(core).adamw_shard(
-                shard.native, shard.copy.data_ptr(), grad.data_ptr(), DTYPE_CODES[grad.dtype]
-            ),
-        )
+        self._start_update("adamw_shard", bucket, grad)
 
     def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        shard = self._shard(bucket)
-        self._call(
-            "adamw_all_gather",
-            lambda core: device_comm_of(core).adamw_all_gather(
-                shard.native,
-                shard.copy.data_ptr(),
-                grad.data_ptr(),
-                DTYPE_CODES[grad.dtype],
-                self._algorithm,
-            ),
-        )
+        self._start_update("adamw_all_gather", bucket, grad, self._algorithm)
+
+    def _start_update(self, name: str, bucket: Bucket, grad: Tensor, *more: int) -> None:
+        key, of = (name, bucket.number, bucket.chunk.begin), (grad.data_ptr(), grad.dtype)
+        known = self._updates.get(key)
+        if known is None or known[1] != of:
+            shard = self._shard(bucket)
+            native = shard.native, shard.copy.data_ptr(), of[0], DTYPE_CODES[of[1]]
+            call = Call(name, methodcaller(name, *native, *more), [])
+            known = self._updates[key] = call, of
+        if self._waiting is None:
+            self._comm.engine.start_calls((known[0],))
+        else:
+            self._waiting.append((known[0], grad))
 
     def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        shard = self._shard(bucket)
-        self._call(
-            "reduce_scatter_adamw_all_gather",
-            lambda core: device_comm_of(core).reduce_scatter_adamw_all_gather(
-                shard.native,
-                shard.copy.data_ptr(),
-                grads.data_ptr(),
-                DTYPE_CODES[grads.dtype],
-                self._op,
-                self._algorithm,
-                bucket.tag(),
-            ),
-        )
+        name, shard = "reduce_scatter_adamw_all_gather", self._shard(bucket)
+        native = shard.native, shard.copy.data_ptr(), grads.data_ptr(), DTYPE_CODES[grads.dtype]
+        run = methodcaller(name, *native, self._op, self._algorithm, bucket.tag())
+        self._start(Call(name, run, []), grads)
 
-    def _call(self, name: str, run: Callable[[Core], int]) -> None:
-        self._comm.engine.start_call(Call(name, run, []))
+    def _start(self, call: Call, grad: Tensor | None = None) -> None:
+        if self._waiting is None:
+            self._comm.engine.start_calls((call,))
+        else:
+            self._waiting.append((call, grad))
 
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.key)

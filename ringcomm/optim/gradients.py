@@ -9,7 +9,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -49,7 +50,7 @@ def label(index: int, spec: ParamSpec) -> str:
     return f"parameter {index} ({spec.name})" if spec.name else f"parameter {index}"
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """A parameter that is in a bucket, and the addresses of its value and gradient there.
 
     The addresses are kept, since reading those of a thousand views costs more than the step of
@@ -76,6 +77,7 @@ class Gradients:
         self._layout = layout
         self._buckets = buckets
         self._slots = [_slot(index, params[index], view) for index, view in buckets.grads.items()]
+        self._slot_of = {slot.number: slot for slot in self._slots}
         # Other ranks may have a part of those of which this rank has none.
         self._distributed = [
             param
@@ -138,18 +140,26 @@ class Gradients:
         return active
 
     def _collect_slots(self, active: list[float]) -> None:
+        absent: list[Tensor] = []
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
         for index, param, _, view, view_ptr, shown in self._slots:
             grad = grad_of(param)
             if grad is None:
-                view.zero_()
+                absent.append(view)
                 continue
             active[index] = 1.0
             here = grad if shown is view else local_of(grad)
             if grad is not shown or here.data_ptr() != view_ptr:
                 moved = here.data_ptr() != view_ptr or here.stride() != view.stride()
                 if moved or here.is_neg():
-                    view.copy_(here.detach())
+                    views.append(view)
+                    grads.append(here.detach())
                 set_grad(param, shown)
+        if views:
+            torch._foreach_copy_(views, grads)
+        if absent:
+            torch._foreach_zero_(absent)
 
     def flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad`` of all parameters."""
@@ -204,12 +214,18 @@ class Gradients:
                 grad.detach_()
             elif grad is not None:
                 grad.requires_grad_(False)
-        for bucket in self._buckets:
-            bucket.grads.zero_()
+        if self._buckets:
+            torch._foreach_zero_([bucket.grads for bucket in self._buckets])
         for index, param in enumerate(self._params):
-            grad, view = grad_of(param), self._buckets.grads.get(index)
-            if grad is not None and (view is None or local_of(grad).data_ptr() != view.data_ptr()):
+            grad, slot = grad_of(param), self._slot_of.get(index)
+            if grad is None:
+                continue
+            if slot is None:
                 grad.zero_()
+            else:
+                here = grad if slot.shown is slot.view else local_of(grad)
+                if here.data_ptr() != slot.view_ptr:
+                    grad.zero_()
 
     def drop(self) -> None:
         """Sets all gradients to None."""
@@ -223,9 +239,9 @@ def _mark_of(grad: Tensor) -> tuple[int, ...]:
     return local.data_ptr(), local._version, grad._version
 
 
-def _slot(index: int, param: Tensor, view: Tensor) -> _Slot:
+def _slot(index: int, param: Tensor, view: Tensor) -> Slot:
     shown, here = distributed_as(param, apart(param, view)), local_of(param)
-    return _Slot(index, param, here.data_ptr(), view, view.data_ptr(), shown)
+    return Slot(index, param, here.data_ptr(), view, view.data_ptr(), shown)
 
 
 class Accumulator:
@@ -535,6 +551,7 @@ class Into:
             where there is none.
         error_feedback: buffer of the bucket, which its quantization takes up; None: what that loses
             is lost.
+        zeroed: True if ``words`` are zeros already.
     """
 
     out: Tensor
@@ -543,6 +560,7 @@ class Into:
     accumulate: bool = False
     tag: int = 0
     error_feedback: ErrorFeedback | None = None
+    zeroed: bool = False
 
 
 def step_core_of(comm: Communicator | None, options: ReduceOptions) -> StepCoreOf:
@@ -667,17 +685,29 @@ class DeviceReducer(HostReducer):
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         # The blocks add to words, whether or not anyone asks for them.
-        if into.words is None:
+        words = into.words
+        if words is None:
             words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
-            into = replace(into, words=words)
-        assert into.words is not None
-        into.words.zero_()
-        arguments = self._arguments(grads, into)
-
-        def run(core: Core) -> int:
-            return device_comm_of(core).reduce_scatter_norm(*arguments, into.tag)
-
-        return self._start(run, into, async_op)
+        if into.words is None or not into.zeroed:
+            words.zero_()
+        run = methodcaller(
+            "reduce_scatter_norm",
+            grads.data_ptr(),
+            grads.numel(),
+            DTYPE_CODES[grads.dtype],
+            self._op,
+            into.out.data_ptr(),
+            into.accumulate,
+            _native.GRAD_NORM_KINDS[into.kind],
+            words.data_ptr(),
+            self._algorithm,
+            into.tag,
+        )
+        call = Call("reduce_scatter_norm", run, [into.out, words])
+        if async_op:
+            return self._device_comm.engine.start_call(call, async_op=True)
+        self._device_comm.engine.start_calls((call,))
+        return None
 
 
 def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:

@@ -344,6 +344,11 @@ class MuonRule(TensorRule):
     ) -> tuple[str, ...]:
         return self.names([groups[layout.params[each.param].group] for each in bucket.segments])
 
+    def names_by_bucket(
+        self, buckets: Sequence[BucketLayout], layout: ShardLayout, groups: Sequence[Group]
+    ) -> list[tuple[str, ...]]:
+        return [self.names_in(bucket, layout, groups) for bucket in buckets]
+
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         known = self.names(groups)
         return "" if names and set(names) <= set(known) else " and ".join(known)

@@ -141,6 +141,12 @@ class UpdateRule(ABC):
         """Returns the names among :meth:`names` that a bucket of a layout needs."""
         return self.names(groups)
 
+    def names_by_bucket(
+        self, buckets: Sequence[BucketLayout], layout: ShardLayout, groups: Sequence[Group]
+    ) -> list[tuple[str, ...]]:
+        """Returns :meth:`names_in` of each of some buckets."""
+        return [self.names(groups)] * len(buckets)
+
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         """Says which tensors were expected of a saved state; "" if ``names`` fit.
 

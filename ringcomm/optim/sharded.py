@@ -680,11 +680,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
             return
         sharded.forget_reduced()
+        forget = sharded.gradients.drop if set_to_none else sharded.gradients.zero
+        if not torch.autograd._profiler_enabled():
+            forget()
+            return
         with torch.autograd.profiler.record_function(f"Optimizer.zero_grad#{type(self).__name__}"):
-            if set_to_none:
-                sharded.gradients.drop()
-            else:
-                sharded.gradients.zero()
+            forget()
 
     def refresh_master_weights(self) -> None:
         """Sets the FP32 masters to the parameters, after these were changed from outside."""

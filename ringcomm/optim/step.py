@@ -310,8 +310,8 @@ class PreparedStep:
         return ranks_of(self.setting.comm, self.mesh)
 
     def _ensure_all(self) -> None:
-        rule = self.rule
-        names = [rule.names_in(b.layout, self.layout, self.groups) for b in self.buckets]
+        buckets = [bucket.layout for bucket in self.buckets]
+        names = self.rule.names_by_bucket(buckets, self.layout, self.groups)
         if names != self._ensured:
             self.ensure(names)
             self._ensured = names
@@ -393,6 +393,9 @@ class ShardedStep(PreparedStep):
         self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
+        # Whether the table's factors are those of a step that neither scales nor clips; None once a
+        # step was captured, since a replay may have changed them.
+        self._is_plain: bool | None = False
         # Which parameters the last step has changed, by the flags that said so.
         self._stepped: tuple[list[float], list[Tensor]] = ([], [])
 
@@ -525,10 +528,11 @@ class ShardedStep(PreparedStep):
         self._report()
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
-        self.plan.begin(self.table)
-        self.offload.begin_step(self._find_active)
-        for bucket in self.buckets:
-            update(bucket)
+        with self.plan.together():
+            self.plan.begin(self.table)
+            self.offload.begin_step(self._find_active)
+            for bucket in self.buckets:
+                update(bucket)
         self.plan.end()
         self.offload.end_step()
 
@@ -798,6 +802,16 @@ class ShardedStep(PreparedStep):
 
     def write_control(self, amp: Amp, reduced: FirstPass | None) -> None:
         """Writes the factors of the gradient, and whether the kernels skip the step."""
+        scaled = self.setting.loss_scaler is not None or amp.scale is not None
+        plain = not scaled and amp.found_inf is None and reduced is None
+        if self._launches:
+            assert self.setting.comm is not None
+            if self.setting.comm.engine.is_capturing():
+                self._is_plain = None
+        if plain and self._is_plain:
+            return
+        if self._is_plain is not None:
+            self._is_plain = plain
         control = self.table.control
         inverse = self.inv_scale()
         if amp.scale is not None:

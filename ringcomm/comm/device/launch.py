@@ -23,6 +23,7 @@ from ringcomm.comm.host.arguments import (
     DEVICE_ALGORITHMS,
     CallChecks,
     NativeOp,
+    intercepting_keys,
     is_contiguous,
 )
 from ringcomm.comm.host.core import Core
@@ -448,6 +449,28 @@ class DeviceCallEngine(CallEngine):
             self._run(call, runtime.current_stream(device))
         return None
 
+    def is_capturing(self) -> bool:
+        runtime, device = self.device_ref
+        return runtime.is_capturing(device)
+
+    def start_calls(self, calls: Sequence[Call]) -> None:
+        """Launches calls one behind the other in one turn; they have no tensors to admit."""
+        if not calls:
+            return
+        if intercepting_keys():
+            self.admit(calls[0].name, [])
+        if self.joint_launch is not None:
+            self._check_capture(calls[0].name)
+        runtime, device = self.device_ref
+        native = self.device_core.native
+        with self.queue.turn, runtime.on_device(device):
+            stream = runtime.current_stream(device)
+            for call in calls:
+                if self.refuse is not None or native.raised:
+                    self.check_usable(call.name)
+                self._name = call.name
+                self._run(call, stream)
+
     def _check_capture(self, name: str) -> None:
         runtime, device = self.device_ref
         if runtime.is_capturing(device):
@@ -531,7 +554,8 @@ class DeviceCallEngine(CallEngine):
         except RuntimeError as error:
             raise RingcommError(f"{where(call.name, *self.rank_of)}: {error}") from error
         native.stream = stream
-        self.take_over()
+        if self._takes_over != (self.joint_launch is not None or self._collecting):
+            self.take_over()
         try:
             call.run(native)
         except BaseException as error:

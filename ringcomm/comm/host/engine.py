@@ -769,6 +769,15 @@ class CallEngine(ABC):
             self._enqueue(lambda: self.execute(call), call.name).wait()
         return None
 
+    def is_capturing(self) -> bool:
+        """Tells whether the calls to come are captured into a graph."""
+        return False
+
+    def start_calls(self, calls: Sequence[Call]) -> None:
+        """Runs calls in order, which have no tensors to admit."""
+        for call in calls:
+            self.start_call(call)
+
     # ---- ranks as threads: see LocalWorld.run() -------------------------------------------------
 
     def is_busy(self) -> bool:

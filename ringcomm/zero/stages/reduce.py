@@ -57,8 +57,10 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Work
 from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
+from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
@@ -442,12 +444,25 @@ class Reduction:
         self.reducer = make_reducer(comm, options, step_bytes)
         self.updates: BackwardUpdates | None = None
         reduced = options.precision.reduced_dtype
+        #: int64 [buckets, 24], the norm words of all buckets.
+        self._words = torch.zeros(len(stored), NORM_WORDS, dtype=torch.int64, device=comm.device)
+        # A device alone has nothing to send, so that its reductions follow the caller's work and
+        # free their buffers at once. With other ranks they run beside it.
+        engine: object = comm.engine
+        self._device_ref: tuple[DeviceRuntime, int] | None = None
+        if isinstance(engine, DeviceCallEngine) and comm.world_size == 1:
+            self._device_ref = engine.device_ref
+        # Where the reductions of a device alone are, until wait() has put a stream behind them.
+        # With overlap=False it is None: the caller orders the streams of its backwards and steps.
+        self._stream: int | None = None
+        # The numbers of buckets whose norm words are zeros.
+        self._zeroed: set[int] = set()
         self.buckets = [
             GradientBucket(
                 number,
                 each,
                 empty_for_streams(each.state_chunk.elems, reduced(each.layout.dtype), comm.device),
-                torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
+                self._words[number],
                 make_error_feedback(comm, options, each.layout.elems),
             )
             for number, each in enumerate(stored)
@@ -521,6 +536,11 @@ class Reduction:
         if self._used:
             self._used = self._added_to = any(bucket.is_active for bucket in self.buckets)
         self.settle()
+        if self._launches:
+            # All buckets have their turn, and the blocks of each reduction add to its words.
+            self.wait()
+            self._words.zero_()
+            self._zeroed.update(range(len(self.buckets)))
         self._backwards += 1
         self._begin()
 
@@ -599,6 +619,8 @@ class Reduction:
             # A device's events are not queried: that is an error while a graph is captured.
             if self._flying and not self._launches:
                 self._land_ended()
+            if self._stream is not None:
+                self._follow()
             bucket.buffer = self._buffers.get(bucket, must=False)
         bucket.take(indices)
         return full
@@ -645,6 +667,8 @@ class Reduction:
         buffer = bucket.buffer
         if buffer is None and self._flying and not self._launches:
             self._land_ended()
+        if buffer is None and self._stream is not None:
+            self._follow()
         while buffer is None:
             buffer = self._buffers.get(bucket, must=not self._flying)
             if buffer is None:
@@ -664,7 +688,7 @@ class Reduction:
         else:
             work = self._reduce(bucket, buffer, self.tag(number))
             bucket.holds = True
-        if work is not None or self._launches:
+        if work is not None or (self._launches and self._device_ref is None):
             self._flying.append((bucket, buffer, work))
         else:
             self._landed(bucket, buffer)
@@ -691,7 +715,12 @@ class Reduction:
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._launches
         words = bucket.words if bucket.summed else None
-        into = Into(bucket.shard, "l2", words, bucket.holds, tag, bucket.error_feedback)
+        zeroed = bucket.number in self._zeroed
+        self._zeroed.discard(bucket.number)
+        into = Into(bucket.shard, "l2", words, bucket.holds, tag, bucket.error_feedback, zeroed)
+        if self._device_ref is not None and self._options.overlap:
+            runtime, device = self._device_ref
+            self._stream = runtime.current_stream(device)
 
         def run() -> list[Tensor]:
             with self._profile.span("reduce_scatter", buffer.nbytes):
@@ -707,10 +736,20 @@ class Reduction:
         elif not self._launches:
             return self._comm.engine.submit(run, "reduce_scatter_norm")
         elif bucket.shard.dtype is torch.float32:
-            return self.reducer.reduce(buffer, into, async_op=True)
+            return self.reducer.reduce(buffer, into, async_op=self._device_ref is None)
         else:
             run()
         return None
+
+    def _follow(self) -> None:
+        """Puts the current stream behind reductions that may have begun on another one."""
+        assert self._device_ref is not None and self._stream is not None
+        runtime, device = self._device_ref
+        current, last = runtime.current_stream(device), self._stream
+        if last != current:
+            with runtime.on_device(device):
+                runtime.wait_event(device, current, runtime.record_event(device, last))
+            self._stream = current
 
     def _reduce_rounding(self, buffer: Tensor, into: Into) -> None:
         """Reduces to a shard of 16 bits, by way of an FP32 one."""
@@ -911,6 +950,9 @@ class Reduction:
         self.generation += 1
 
     def wait(self) -> None:
-        """Waits for all reductions under way."""
+        """Waits for all reductions under way; on a device the current stream does."""
         while self._flying:
             self._land()
+        if self._stream is not None:
+            self._follow()
+            self._stream = None
