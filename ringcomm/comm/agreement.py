@@ -22,6 +22,42 @@ if TYPE_CHECKING:
 # believed.
 LARGEST_BYTES = 1 << 30
 
+# ---- A few flags of every rank ------------------------------------------------------------------
+
+
+def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
+    """Returns by position whether ``mine`` is true on some rank; collective.
+
+    The hosts agree, so that nobody waits for a device.
+    """
+    if comm.world_size == 1:
+        return list(mine)
+    flags = torch.tensor(mine, dtype=torch.int32, device="cpu")
+    host = comm.on_host()
+    if host is comm:
+        comm.all_reduce(flags, ReduceOp.MAX)
+    else:
+        _reduce_beside(comm, host, flags)
+    return [flag > 0 for flag in flags.tolist()]
+
+
+def _reduce_beside(comm: Communicator, host: Communicator, flags: torch.Tensor) -> None:
+    """Makes an all-reduce of ``host`` as a call of the device's ``comm``, whose faults it has."""
+    comm.engine.raise_if_unusable("all_reduce")
+    if host.timeout != comm.timeout:
+        host.timeout = comm.timeout
+    try:
+        host.all_reduce(flags, ReduceOp.MAX)
+    except KeyboardInterrupt:
+        comm.engine.interrupt()
+        raise
+    except RingcommError as error:
+        # The fault of the device, if there is one, has ended both.
+        comm.engine.raise_if_unusable("all_reduce")
+        comm.abort(str(error))
+        raise
+
+
 # ---- JSON data of every rank --------------------------------------------------------------------
 
 

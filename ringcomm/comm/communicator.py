@@ -37,6 +37,9 @@ Tensor = torch.Tensor
 
 Device = torch.device | str | int | None
 
+# The messages of the hosts beside a device are small.
+_HOST_SEGMENT_BYTES = 4096
+
 
 class Communicator(Collectives, Messages):
     """A connection of ``world_size`` ranks, of which this process or thread is one.
@@ -63,6 +66,7 @@ class Communicator(Collectives, Messages):
         self.node_layout = node_layout
         self.steps = StepCalls(engine, node_layout)
         self._node = node
+        self._on_host: Communicator | None = None
         self._rank, self._world_size = engine.rank_of
         _communicators.add(self)
 
@@ -383,6 +387,29 @@ class Communicator(Collectives, Messages):
             None if self.aborted else self.engine,
         )
         return _build(membership, device)
+
+    def on_host(self) -> Communicator:
+        """Returns the communicator of the same ranks for tensors of the CPU; perhaps collective.
+
+        That of a device gets one at the first call, with its timeout of then. It ends with this
+        communicator: an abort or a fault of the one ends the calls of the other.
+
+        Raises:
+            RingcommError: as :meth:`from_store`.
+        """
+        if not self.launches:
+            return self
+        if self._on_host is None:
+            options = CommOptions(
+                timeout=self.timeout,
+                segment_bytes=_HOST_SEGMENT_BYTES,
+                records=self.options.records,
+            )
+            store, name = self.engine.membership.store, f"{self.name}/host"
+            made = self.group_at(store, range(self._world_size), name=name, options=options)
+            self.engine.set_companion(made.engine)
+            self._on_host = made
+        return self._on_host
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divides the ranks: those of one ``color`` get a communicator of their own.

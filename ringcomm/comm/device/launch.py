@@ -798,6 +798,7 @@ class DeviceCallEngine(CallEngine):
     def _make_unusable(self, error: RingcommError, text: str) -> None:
         self._disable(refusal(self.rank, self.world_size, error))
         self.device_core.abort(text)
+        self._abort_companion(text)
 
     def _waits_in_vain(self, kind: str, peer: int) -> Fault:
         """Returns the fault of the call that was about to be launched, and records its failure."""

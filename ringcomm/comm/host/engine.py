@@ -495,6 +495,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 #
 # * ``engine`` and ``launches``: c10d, functional, tl, optim, zero and extras.
 # * ``steps``: optim and zero.
+# * ``on_host``: zero.
 # * ``node_layout``: extras.
 # * ``messages``, ``group_at``, ``try_all_reduce``, ``try_all_gather``, ``try_reduce_scatter`` and
 #   ``all_gather_lists_coalesced``: c10d.
@@ -548,6 +549,7 @@ class CallEngine(ABC):
         self.kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
         self._sum_group_size = membership.options.sum_group_size
+        self._companion: CallEngine | None = None
         add(self)
 
     @property
@@ -876,6 +878,7 @@ class CallEngine(ABC):
                 error.repeats = fault["rank"] != self.rank
         finally:  # a second Ctrl-C may come meanwhile
             self._disable(refusal(self.rank, self.world_size, error))
+            self._abort_companion(str(error))
         return error
 
     def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
@@ -885,6 +888,16 @@ class CallEngine(ABC):
                 self.refuse = make_error
                 self.core = self.fast = cast(Any, Unusable(make_error))
                 self.starts = None
+
+    def set_companion(self, companion: CallEngine) -> None:
+        """Has the engine of the same ranks' communicator on the host end with this one."""
+        self._companion = companion
+        if self.refuse is not None:
+            companion.abort("the communicator on the device became unusable")
+
+    def _abort_companion(self, reason: str) -> None:
+        if self._companion is not None:
+            self._companion.abort(reason)
 
     def interrupt(self) -> None:
         self.abort("interrupted by KeyboardInterrupt")
@@ -899,6 +912,7 @@ class CallEngine(ABC):
         )
         self._disable(refusal(self.rank, self.world_size, first))
         self.owner.abort(reason)
+        self._abort_companion(reason)
 
     def close(self) -> None:
         """See :meth:`ringcomm.Communicator.close`."""
@@ -918,6 +932,8 @@ class CallEngine(ABC):
         """
         if self.closed:
             return
+        if self._companion is not None:
+            self._companion._close(grace_s, in_vain_s)
         if not self._becomes_idle(grace_s, in_vain_s):
             self.abort(UNDER_WAY)
             idle = self._becomes_idle(EXIT_GRACE_S, EXIT_GRACE_S)

@@ -153,6 +153,7 @@ class NodesEngine(CallEngine):
             "close it and build a new one"
         )
         self._disable(refusal(*self.rank_of, worded))
+        self._abort_companion(str(worded))
         return worded
 
     def _make_triton(self, checks: CallChecks) -> NoReturn:

@@ -2,12 +2,12 @@
 
 NOTE [Several modules in one backward]
 All buckets of one module have their turns before those of the next. Where one communicator reduces
-for several modules, a backward begins with a small all-reduce in which the ranks agree on the
-modules that some rank needs: autograd knows which parameters the backward will reach. The modules
-that were sharded last come first. From the second backward over the same modules on, their order is
-that in which their first gradients arrived on rank 0. Autograd does not know what a reentrant
-checkpoint will run, so at the end the ranks agree once more, on modules whose gradients nobody
-expected.
+for several modules, a backward begins with a small all-reduce of the hosts, in which the ranks
+agree on the modules that some rank needs: autograd knows which parameters the backward will reach.
+No host waits for its device there. The modules that were sharded last come first. From the second
+backward over the same modules on, their order is that in which their first gradients arrived on
+rank 0. Autograd does not know what a reentrant checkpoint will run, so at the end the ranks agree
+once more, on modules whose gradients nobody expected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Protocol
 
 import torch
 
+from ringcomm.comm.agreement import any_rank
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, where
 
 # ---- Whether a stage of one of torch's pipeline schedules runs a module -------------------------
@@ -461,10 +461,8 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
     """Returns the numbers for which ``mine`` is true on some rank; collective."""
     if not numbers:
         return []
-    flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
-    comm.all_reduce(flags, ReduceOp.MAX)
-    comm.engine.finish_host_side()
-    return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
+    flags = any_rank(comm, list(mine))
+    return [number for number, flag in zip(numbers, flags, strict=True) if flag]
 
 
 def order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:

@@ -33,6 +33,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
+from ringcomm.comm.agreement import any_rank
 from ringcomm.comm.nodes import calls, compressed_sums, device_core
 from ringcomm.comm.nodes import transport as device_rails
 from ringcomm.process import Deadline
@@ -119,6 +120,15 @@ def test_every_collective(devices: Devices, world: LocalWorld, name: str) -> Non
             CHECKS[name](comm, case)
 
     devices.run(world, body)
+
+
+@pytest.mark.parametrize("world", [(0, 0, 1)], indirect=True)
+def test_the_hosts_agree_on_flags(devices: Devices, world: LocalWorld) -> None:
+    def body(comm: Communicator) -> list[bool]:
+        assert comm.on_host().num_nodes == 2
+        return any_rank(comm, [comm.rank == at for at in (1, 2, 3)])
+
+    assert devices.run(world, body) == [[True, True, False]] * 3
 
 
 @pytest.mark.parametrize("world", [(0, 0, 1)], indirect=True)
