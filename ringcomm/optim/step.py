@@ -33,7 +33,7 @@ from ringcomm.optim.buckets import (
     count_change,
     heap_device_of,
 )
-from ringcomm.optim.dtensors import find_mesh
+from ringcomm.optim.dtensors import find_mesh, without_torch_function
 from ringcomm.optim.gradients import (
     NORM_WORDS,
     AccumulatedGradients,
@@ -550,7 +550,9 @@ class ShardedStep(PreparedStep):
         """
         table = self.table
         if self._launches:
-            stepped = [param for param in self.params if param.requires_grad]
+            # Resharded parameters would be asked one by one in Python.
+            with without_torch_function():
+                stepped = [param for param in self.params if param.requires_grad]
         elif table.control[backends.FOUND_INF]:
             return
         else:

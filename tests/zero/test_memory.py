@@ -82,7 +82,7 @@ def storages_of(*things: Any) -> dict[int, int]:
         seen.add(id(thing))
         if isinstance(thing, ShardedBucket):
             # What peers hold is mapped here, and theirs.
-            seen.update(id(each) for each in thing._peers)
+            seen.update(id(each) for each in thing.peers)
         if isinstance(thing, Tensor):
             storage = thing.untyped_storage()
             base = thing._base

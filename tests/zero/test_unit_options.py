@@ -154,7 +154,7 @@ def test_units_that_are_unsharded_ahead(worlds, name, ahead):
         found = []
 
         def look(*_: Any) -> None:
-            found.append(len(unsharder._expected()))
+            found.append(len(unsharder._coming))
 
         model.get_submodule(name).register_forward_pre_hook(look)
         with torch.no_grad():

@@ -926,7 +926,7 @@ def test_a_bucket_on_its_way_has_come_before_its_chunks_change(worlds):
     def work(comm):
         loop = Loop(comm, 3, overlap=True)
         unsharder, bucket = loop.engine.unsharder, loop.engine.stored[0]
-        unsharder._start(bucket)
+        unsharder._start([bucket])
         unsharder.close_bucket(bucket)
         assert bucket.is_unsharded and bucket.coming is None
         unsharder.reshard_all()

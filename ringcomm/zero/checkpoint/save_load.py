@@ -58,6 +58,7 @@ from ringcomm.zero.checkpoint.state import (
 )
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.optimizer import refresh_masters
+from ringcomm.zero.stages.resharded import Resharded
 from ringcomm.zero.stages.sharding import check_step_number, engine_of, path_of
 from ringcomm.zero.stages.shards import follow_quantized, own_of, requantize
 from ringcomm.zero.stages.units import aliases
@@ -225,7 +226,7 @@ def _tensor_name(module: str, number: int) -> str:
 
 def _take_out(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
     """``value`` with None in place of tensors, which go to ``found``."""
-    if type(value) in TORCH_CLASSES:
+    if type(value) in TORCH_CLASSES and not isinstance(value, Resharded):
         found[path] = value
         return None
     return _rebuilt(value, lambda each, at: _take_out(each, (*path, at), found))

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -45,6 +47,13 @@ from ringcomm.zero.stages.resharded import (
 from ringcomm.zero.stages.units import Values
 
 Tensor = torch.Tensor
+
+# Of torch, below Python: buckets come and go some ten times in a step, each with some parameters.
+_count_references: Callable[[int], int] = torch._C._storage_Use_Count
+_count_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+_version_of: Callable[[Tensor], int] = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,10 @@ class ParamBucket(ABC):
         self.layout = layout
         self.params = tuple(params)
         self.tensors = tuple(entry.param for entry in params)
-        self.has_dtensors = any(map(is_distributed, self.tensors))
+        self._are_dtensors = tuple(map(is_distributed, self.tensors))
+        self.has_dtensors = any(self._are_dtensors)
+        # Gives a parameter other memory.
+        self._set_value = set_local if self.has_dtensors else _set_data
         self.trains = trains
         self.comm = comm
         if state == "node":
@@ -283,8 +295,10 @@ class ShardedBucket(ParamBucket):
         self._kept = self._shard[: self.kept_chunk.elems]
         self.own_memory = self._kept_values(self.state_chunk)
         self._on_rail = [self._kept_values(chunk) for chunk in self._chunks_on_rail(state)]
-        self._peers: tuple[Tensor, ...] = ()
-        self._bytes = self.full_elems * layout.dtype.itemsize
+        #: By rank of this node, the memory that it keeps.
+        self.peers: tuple[Tensor, ...] = ()
+        #: Of all chunks, which is what ``flat`` takes while it has memory.
+        self.size_bytes = self.full_elems * layout.dtype.itemsize
         self._names = [entry.name for entry in self.params]
         self._make_flat()
         dtype, device = self.layout.dtype, self.flat.device
@@ -337,7 +351,7 @@ class ShardedBucket(ParamBucket):
         return self._kept_elems * self.comm.node.world_size
 
     def connect(self) -> None:
-        self._peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
+        self.peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
 
     def _kept_values(self, chunk: Chunk) -> Tensor:
         """Returns the values of a chunk that lies in what this rank keeps."""
@@ -355,7 +369,7 @@ class ShardedBucket(ParamBucket):
 
     def settle(self, async_op: bool = False) -> Work | None:
         if self.compression is None:
-            return self.share(async_op)
+            return self.share(async_op) if self._on_rail else None
         assert self.wide is not None
         return self.comm.steps.all_gather_quantized(
             self.wide, self._on_rail, self.compression, on_rail=True, async_op=async_op
@@ -370,58 +384,44 @@ class ShardedBucket(ParamBucket):
             # one here, which does not count the unsharding that writes to ``flat``.
             views = [entry.view(self.flat) for entry in self.params]
             #: By rank of this node, the part that comes from there.
-            self._chunks_of_flat = torch.split(self.flat, self._kept_elems)
+            self.chunks_of_flat = torch.split(self.flat, self._kept_elems)
             self._views = [
-                view.data if is_distributed(entry.param) else view
-                for entry, view in zip(self.params, views, strict=True)
+                view.data if is_dtensor else view
+                for view, is_dtensor in zip(views, self._are_dtensors, strict=True)
             ]
-        self._local_views = [
-            view
-            for entry, view in zip(self.params, self._views, strict=True)
-            if is_distributed(entry.param)
-        ]
+        self._local_views = list(compress(self._views, self._are_dtensors))
         advance_versions(self._local_views, 1)
         self._references: int | None = None
         self._references_at_first = 0
         self._uses_at_first = 0
-        self._drop()
+        self.flat.untyped_storage().resize_(0)
 
-    def _drop(self, is_held: bool = False) -> None:
-        """Frees the memory, or leaves it to its holders; see NOTE [Memory that others hold]."""
-        storage = self.flat.untyped_storage()
-        if is_held or not storage.resizable():
-            advance_versions(self._local_views, -1)  # whoever holds them has their values
-            self._make_flat()
-        else:
-            storage.resize_(0)
-
-    def allocate(self) -> None:
-        """Gives ``flat`` its memory."""
-        self.flat.untyped_storage().resize_(self._bytes)
+    def _leave_memory(self) -> None:
+        """Leaves the memory to its holders; see NOTE [Memory that others hold]."""
+        advance_versions(self._local_views, -1)  # whoever holds them has their values
+        self._make_flat()
 
     def fill(self) -> None:
         """Reads all chunks, this rank's own included; callable from any thread."""
-        for mine, peer in zip(self._chunks_of_flat, self._peers, strict=True):
+        for mine, peer in zip(self.chunks_of_flat, self.peers, strict=True):
             mine.copy_(peer)
 
     def to_unsharded(self) -> None:
         """Points the parameters at the unsharded values."""
         with without_torch_function():
             self._check()
-            self._point_to(self._views)
+            for _ in map(self._set_value, self.tensors, self._views):
+                pass
         self._addresses = list(map(Tensor.data_ptr, self._views))
         self._versions = make_unsharded(self.tensors)
         if self.has_dtensors and not self.is_unsharded:
             advance_versions(self._local_views, -1)
         self.is_unsharded = True
-        self._references_at_first = self._count_references()
-        self._uses_at_first = self._count_uses()
+        self._references_at_first = _count_references(self.flat.untyped_storage()._cdata)
+        with without_torch_function():
+            self._uses_at_first = sum(map(_count_uses, self.tensors))
         if self._references is None:
             self._references = self._references_at_first
-
-    def _count_references(self) -> int:
-        storage = self.flat.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata))
 
     @property
     def is_referred_to(self) -> bool:
@@ -429,7 +429,11 @@ class ShardedBucket(ParamBucket):
 
         Counted against the first unsharding, when no such views could exist.
         """
-        return self._references is not None and self._count_references() > self._references
+        references = self._references
+        return (
+            references is not None
+            and _count_references(self.flat.untyped_storage()._cdata) > references
+        )
 
     @property
     def is_in_graph(self) -> bool:
@@ -444,11 +448,8 @@ class ShardedBucket(ParamBucket):
     @property
     def is_used(self) -> bool:
         """True if graphs may have saved parameters, or views of them, since they were unsharded."""
-        return self._count_uses() > self._uses_at_first
-
-    def _count_uses(self) -> int:
         with without_torch_function():
-            return sum(map(Tensor._use_count, self.tensors))  # type: ignore[attr-defined]
+            return sum(map(_count_uses, self.tensors)) > self._uses_at_first
 
     def to_sharded(self, keeps_views: bool = False) -> None:
         """Reshards the parameters.
@@ -460,30 +461,29 @@ class ShardedBucket(ParamBucket):
             ArgumentError: a parameter was written to meanwhile, and the change is lost.
         """
         try:
-            self.check()
+            with without_torch_function():
+                self._check()
+                if self._in_the_open and self.is_unsharded:
+                    self._check_values()
         finally:
-            has_new_views = self._count_references() > self._references_at_first
+            storage = self.flat.untyped_storage()
+            has_new_views = _count_references(storage._cdata) > self._references_at_first
             self._leave()
-            self._drop(is_held=keeps_views and has_new_views)
+            if (keeps_views and has_new_views) or not storage.resizable():
+                self._leave_memory()
+            else:
+                storage.resize_(0)
 
     def _leave(self) -> None:
         with without_torch_function():
-            self._point_to(self._placeholders)
+            for _ in map(self._set_value, self.tensors, self._placeholders):
+                pass
         self._in_the_open = False
         self._addresses = self._placeholder_storages
         self._versions = make_resharded(self.tensors, self._names, self._ask)
         if self.has_dtensors and self.is_unsharded:
             advance_versions(self._local_views, 1)
         self.is_unsharded = False
-
-    def _point_to(self, values: Sequence[Tensor]) -> None:
-        """Gives the parameters other memory."""
-        if self.has_dtensors:
-            for param, value in zip(self.tensors, values, strict=True):
-                set_local(param, value)
-        else:
-            for param, value in zip(self.tensors, values, strict=True):
-                param.data = value
 
     def check(self) -> None:
         with without_torch_function():
@@ -506,7 +506,7 @@ class ShardedBucket(ParamBucket):
         """Finds writes that change no version, through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
-        for number, (mine, peer) in enumerate(zip(self._chunks_of_flat, self._peers, strict=True)):
+        for number, (mine, peer) in enumerate(zip(self.chunks_of_flat, self.peers, strict=True)):
             changed = (mine.view(kind) != peer.view(kind)).nonzero()
             if len(changed):
                 at = number * self._kept_elems + int(changed[0])
@@ -523,7 +523,20 @@ class ShardedBucket(ParamBucket):
 
     def _check(self) -> None:
         is_sharded = self._addresses is self._placeholder_storages
-        here = map(local_of, self.tensors) if self.has_dtensors else self.tensors
+        here: Iterable[Tensor] = self.tensors
+        if self.has_dtensors:
+            here = [
+                param._local_tensor if is_dtensor else param  # type: ignore[attr-defined]
+                for param, is_dtensor in zip(self.tensors, self._are_dtensors, strict=True)
+            ]
+        # All at once first: nearly always nothing has changed.
+        if is_sharded:
+            found_at = list(map(_address_of, map(Tensor.untyped_storage, here)))
+        else:
+            found_at = list(map(Tensor.data_ptr, here))
+        versions = list(map(_version_of, self.tensors))
+        if found_at == self._addresses and versions == self._versions:
+            return
         expected = zip(self.params, self._addresses, self._versions, strict=True)
         for local, (entry, address, version) in zip(here, expected, strict=True):
             found = local.untyped_storage()._cdata if is_sharded else local.data_ptr()

@@ -30,6 +30,8 @@ from ringcomm.zero.stages.unshard import Unsharder, stays_after_forward
 F = TypeVar("F", bound=Callable[..., Any])
 # torch's bindings are not typed.
 functorch: Any = torch._C._functorch
+# The transforms that run, or None: hooks ask this first, since it is no function of Python.
+_transforms: Callable[[], Any] = functorch.get_interpreter_stack
 _DIFFERENTIATES = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
 
 # Dynamo shows this text where it breaks a graph, and in the error under fullgraph=True.
@@ -52,7 +54,7 @@ def in_transform() -> bool:
     What they return is no gradient that is accumulated in a parameter, so that nothing of it is
     reduced; and torch refuses to write to memory from outside, as unsharding does.
     """
-    stack = functorch.get_interpreter_stack()
+    stack = _transforms()
     return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
 
 
@@ -366,7 +368,7 @@ class _UnitHooks:
         return all(map(_is_unsharded, self.buckets))
 
     def _need(self) -> None:
-        if in_transform():
+        if _transforms() is not None and in_transform():
             self._check_unsharded()
         else:
             self._unsharder.need(self._unit)
@@ -385,7 +387,7 @@ class _UnitHooks:
 
     @outside_of_compile(_REASON)
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_transform():
+        if _transforms() is not None and in_transform():
             self._check_unsharded()
             return
         unsharder = self._unsharder
@@ -400,8 +402,10 @@ class _UnitHooks:
                 unsharder.new_iteration()
         self._depth += 1
         unsharder.running += 1
-        if not self._is_unsharded:
-            self._touched = False
+        for bucket in self.buckets:
+            if not bucket.is_unsharded:
+                self._touched = False
+                break
         # A part that a backward runs again may use none of what the backward has updated.
         unsharder.need(self._unit)
         if self._has_frozen and torch.is_grad_enabled():
@@ -423,15 +427,26 @@ class _UnitHooks:
 
     @outside_of_compile(_REASON)
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if in_transform():
+        if _transforms() is not None and in_transform():
             return None
         # torch also calls this, with None, after an exception, perhaps one from before _before().
         if self._depth:
             self._depth -= 1
             self._unsharder.running -= 1
-        copied = self._without_parameters(output)
+        unsharder, copied = self._unsharder, output
+        if not isinstance(output, Tensor) or unsharder.has(output):
+            copied = self._without_parameters(output)
         grad = torch.is_grad_enabled()
-        self._reshard_after_forward(not grad or _watch_gradients(copied, self._backward))
+        watched = not grad or _watch_gradients(copied, self._backward)
+        if self._depth or self._engine.in_backward:
+            pass
+        elif not watched:
+            unsharder.keep_for_graph(self._unit)
+        elif self._is_root and not grad:
+            unsharder.reshard_all()
+        elif not self.stays and (grad or not self._touched):
+            for bucket in self.buckets:
+                unsharder.reshard(bucket)
         return None if copied is output else copied
 
     def _without_parameters(self, output: Any) -> Any:
@@ -451,27 +466,16 @@ class _UnitHooks:
             )
         return copied
 
-    def _reshard_after_forward(self, watched: bool) -> None:
-        unsharder = self._unsharder
-        if self._depth or self._engine.in_backward:
-            return
-        if not watched:
-            unsharder.keep_for_graph(self._unit)
-            return
-        grad = torch.is_grad_enabled()
-        if self._is_root and not grad:
-            unsharder.reshard_all()
-        elif not self.stays and (grad or not self._touched):
-            for bucket in self.buckets:
-                unsharder.reshard(bucket)
-
     def _backward(self, grad: Tensor) -> None:
         """Called when the gradient of one of the unit's outputs is there; unshards the unit."""
         self._engine.begin_backward()
         self._engine.expect_gradients(self.buckets)
         # An output of an inner call, or a second one, has a gradient after parameters of the unit
         # that were used behind it have theirs.
-        self._need()
+        if _transforms() is None:
+            self._unsharder.need(self._unit)
+        else:
+            self._need()
         for other in self.outside:
             other._need()
 

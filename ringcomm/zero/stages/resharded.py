@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.dtensors import without_torch_function
+from ringcomm.optim.dtensors import TORCH_CLASSES, without_torch_function
 
 Tensor = torch.Tensor
 
@@ -385,7 +385,10 @@ class UpdatedDTensor(Updated, ReshardedDTensor):
 @cache
 def _resharded_kind(kind: type) -> type:
     mixed_in = ReshardedDTensor if hasattr(kind, "to_local") else Resharded
-    return type(f"Resharded{kind.__name__}", (mixed_in, kind), {_KIND: kind})
+    made = type(f"Resharded{kind.__name__}", (mixed_in, kind), {_KIND: kind})
+    if kind in TORCH_CLASSES:
+        TORCH_CLASSES.add(made)
+    return made
 
 
 @cache

@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,13 +25,15 @@ from ringcomm.zero.stages.options import ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, in_split_backward
 from ringcomm.zero.stages.units import Unit
 
+_flat_of: Callable[[ShardedBucket], torch.Tensor] = attrgetter("flat")
+
 
 class Copier(ABC):
     """The base of the classes that fill buckets, if possible while the caller computes."""
 
     @abstractmethod
-    def begin(self, bucket: ShardedBucket) -> None:
-        """Starts to fill an allocated bucket."""
+    def begin(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Starts to fill buckets of one unit, whose memory was allocated."""
 
     @abstractmethod
     def end(self, bucket: ShardedBucket) -> None:
@@ -52,8 +56,9 @@ class HostCopier(Copier):
             # Raised here rather than in a step, where a bucket would wait for a copy for ever.
             raise no_thread("zero", error, "Stage 3 unshards in one of its own") from error
 
-    def begin(self, bucket: ShardedBucket) -> None:
-        bucket.coming = self._pool.submit(self._fill, bucket)
+    def begin(self, buckets: Sequence[ShardedBucket]) -> None:
+        for bucket in buckets:
+            bucket.coming = self._pool.submit(self._fill, bucket)
 
     def _fill(self, bucket: ShardedBucket) -> None:
         with self._profile.span("unshard", bucket.flat.numel() * bucket.flat.element_size()):
@@ -77,7 +82,7 @@ class HereCopier(Copier):
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
 
-    def begin(self, bucket: ShardedBucket) -> None:
+    def begin(self, buckets: Sequence[ShardedBucket]) -> None:
         return
 
     def end(self, bucket: ShardedBucket) -> None:
@@ -98,8 +103,10 @@ class WorldCopier(Copier):
         self._profile = profile
         self._works: dict[ShardedBucket, Work] = {}
 
-    def begin(self, bucket: ShardedBucket) -> None:
-        if self._ahead:
+    def begin(self, buckets: Sequence[ShardedBucket]) -> None:
+        if not self._ahead:
+            return
+        for bucket in buckets:
             fill = partial(self._fill, bucket)
             self._works[bucket] = self._comm.engine.submit(fill, "all_gather_bucket")
 
@@ -120,37 +127,80 @@ class WorldCopier(Copier):
         self._works.clear()
 
 
+#: Bytes of a unit that are copied on the caller's stream at most. A choice: over NVLink they take
+#: some microseconds, and a stream of their own costs four calls of the driver and two waits of the
+#: device, which take as long.
+SMALL_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class _Copies:
+    """The copies of buckets that were begun together.
+
+    Attributes:
+        stream: where they run.
+        done: an event behind them; None: none was recorded.
+        awaited_by: the stream that has waited for them last.
+    """
+
+    stream: int
+    done: Event | None
+    awaited_by: int | None = None
+
+
 class DeviceCopier(Copier):
     """A copier that fills buckets by the copy engines, on a stream of its own.
 
     Memory is allocated and freed on the caller's stream. The side stream begins behind what that
     stream had when the memory was allocated, and the caller's stream waits before it uses or frees
-    it, so torch's allocator need not know of the side stream.
+    it, so torch's allocator need not know of the side stream. Where a unit has no more than
+    ``SMALL_BYTES``, all of it is copied by one launch on the caller's stream.
     """
 
     def __init__(self, engine: DeviceCallEngine) -> None:
         self._runtime, self._device = engine.device_ref
         self._side = self._runtime.make_stream(self._device, high_priority=True)
-        self._done: dict[ShardedBucket, Event] = {}
+        self._begun: dict[ShardedBucket, _Copies] = {}
 
-    def begin(self, bucket: ShardedBucket) -> None:
+    def begin(self, buckets: Sequence[ShardedBucket]) -> None:
         runtime, device, side = self._runtime, self._device, self._side
         current = runtime.current_stream(device)
-        runtime.wait_event(device, side.handle, runtime.record_event(device, current))
-        with runtime.on_stream(side):
-            bucket.fill()
-        self._done[bucket] = runtime.record_event(device, side.handle)
+        size_bytes = 0
+        for bucket in buckets:
+            size_bytes += bucket.size_bytes
+        if size_bytes <= SMALL_BYTES:
+            chunks: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for bucket in buckets:
+                chunks += bucket.chunks_of_flat
+                sources += bucket.peers
+            torch._foreach_copy_(chunks, sources)
+            begun = _Copies(current, None)
+        else:
+            runtime.wait_event(device, side.handle, runtime.record_event(device, current))
+            with runtime.on_stream(side):
+                for bucket in buckets:
+                    bucket.fill()
+            begun = _Copies(side.handle, runtime.record_event(device, side.handle))
+        for bucket in buckets:
+            self._begun[bucket] = begun
 
     def end(self, bucket: ShardedBucket) -> None:
-        done = self._done.pop(bucket, None)
-        if done is None:
-            bucket.fill()  # Ctrl-C came before begin() had recorded the event
-        else:
-            runtime, device = self._runtime, self._device
-            runtime.wait_event(device, runtime.current_stream(device), done)
+        begun = self._begun.pop(bucket, None)
+        if begun is None:
+            bucket.fill()  # Ctrl-C came before begin() had noted the copies
+            return
+        runtime, device = self._runtime, self._device
+        current = runtime.current_stream(device)
+        if current in (begun.stream, begun.awaited_by):
+            return
+        if begun.done is None:
+            begun.done = runtime.record_event(device, begun.stream)
+        runtime.wait_event(device, current, begun.done)
+        begun.awaited_by = current
 
     def close(self) -> None:
-        self._done.clear()
+        self._begun.clear()
 
 
 class Unsharder:
@@ -245,18 +295,24 @@ class Unsharder:
         What a backward has updated already is left out. All gradients of it have come, so that the
         backward needs it no more, unless it looks a parameter up.
         """
-        if not self._now or self._now[-1] != id(unit):
-            self._now.append(id(unit))
-        buckets: Sequence[ShardedBucket] = self._buckets[id(unit)]
-        if self._closed:
-            buckets = [bucket for bucket in buckets if bucket not in self._closed]
-        self._unshard(buckets)
-        for key in self._expected() if self._prefetch else ():
-            for bucket in self._buckets[key]:
-                if bucket not in self._closed:
-                    self._start(bucket)
+        key, now = id(unit), self._now
+        if not now or now[-1] != key:
+            now.append(key)
+        buckets: Sequence[ShardedBucket] = self._open(key) if self._closed else self._buckets[key]
+        for bucket in buckets:
+            if not bucket.is_unsharded:
+                if bucket not in self._coming:
+                    self._start(buckets)
+                self._end_coming(bucket)
+        count, at, last = self._prefetch.get(key, 0), len(now), self._last
+        if count and last[at - 1 : at] == now[-1:]:
+            for ahead in last[at : at + count]:
+                self._start(self._open(ahead) if self._closed else self._buckets[ahead])
         if self._tell_expected is not None:
             self._tell(self._followers())
+
+    def _open(self, key: int) -> list[ShardedBucket]:
+        return [bucket for bucket in self._buckets[key] if bucket not in self._closed]
 
     def expect_first(self) -> None:
         """Tells which buckets the next iteration is expected to unshard first."""
@@ -284,9 +340,8 @@ class Unsharder:
     def _unshard(self, buckets: Sequence[ShardedBucket]) -> None:
         for bucket in buckets:
             if not bucket.is_unsharded:
-                self._start(bucket)
-        for bucket in buckets:
-            if not bucket.is_unsharded:
+                if bucket not in self._coming:
+                    self._start(buckets)
                 self._end_coming(bucket)
 
     def unshard_for_schedule(self, bucket: ShardedBucket) -> None:
@@ -299,30 +354,27 @@ class Unsharder:
         for bucket in self._unsharded if unit is None else self._buckets[id(unit)]:
             bucket.open()
 
-    def _to_unsharded(self, bucket: ShardedBucket) -> None:
-        self._coming.pop(bucket, None)
-        bucket.to_unsharded()
-        self._unsharded[bucket] = None
-        if bucket in self._told:
-            self._told[bucket]()
-
-    def _start(self, bucket: ShardedBucket) -> None:
-        if not bucket.is_unsharded and bucket not in self._coming:
-            if bucket in self._closed:
-                raise ArgumentError(
-                    f"zero: parameter {bucket.params[0].name} and others of its bucket are needed "
-                    'again, and a backward has updated them already (update="in_backward"). Call '
-                    "optimizer.step() before they are used again; where backward itself uses them "
-                    'again, build the optimizer with update="in_step"'
-                )
-            bucket.allocate()
-            self._coming[bucket] = None
-            self._copier.begin(bucket)
-
-    def _expected(self) -> list[int]:
-        """Returns the units to unshard ahead of their use."""
-        count = self._prefetch.get(self._now[-1], 0)
-        return self._followers()[:count] if count else []
+    def _start(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Starts to fill what is neither unsharded nor on its way, of the buckets of one unit."""
+        begun: list[ShardedBucket] = []
+        try:
+            for bucket in buckets:
+                if bucket.is_unsharded or bucket in self._coming:
+                    continue
+                if bucket in self._closed:
+                    raise ArgumentError(
+                        f"zero: parameter {bucket.params[0].name} and others of its bucket are "
+                        'needed again, and a backward has updated them already (update="in_'
+                        'backward"). Call optimizer.step() before they are used again; where '
+                        "backward itself uses them again, build the optimizer with "
+                        'update="in_step"'
+                    )
+                bucket.flat.untyped_storage().resize_(bucket.size_bytes)
+                self._coming[bucket] = None
+                begun.append(bucket)
+        finally:
+            if begun:
+                self._copier.begin(begun)
 
     def _followers(self) -> list[int]:
         """Returns the units that followed in the last iteration, if the current one matches it."""
@@ -346,7 +398,11 @@ class Unsharder:
 
     def reshard_used(self, bucket: ShardedBucket) -> None:
         """Reshards a bucket in backward, unless a part of a graph still needs its memory."""
-        if not bucket.is_referred_to and not self._is_awaited(bucket):
+        if bucket.is_referred_to:
+            return
+        # Else no graph can wait for it: what is neither of these is not awaited.
+        may_wait = bucket in self._unhooked or bucket in self._staying
+        if not may_wait or not self._is_awaited(bucket):
             self.reshard(bucket)
 
     def close_bucket(self, bucket: ShardedBucket) -> None:
@@ -358,8 +414,7 @@ class Unsharder:
             ArgumentError: a parameter was written to.
         """
         if bucket in self._coming:
-            self._copier.end(bucket)
-            self._to_unsharded(bucket)
+            self._end_coming(bucket)
         bucket.shut()
         self._closed.add(bucket)
 
@@ -431,7 +486,11 @@ class Unsharder:
             self._coming.pop(bucket, None)
             bucket.to_sharded()
             raise
-        self._to_unsharded(bucket)
+        self._coming.pop(bucket, None)
+        bucket.to_unsharded()
+        self._unsharded[bucket] = None
+        if bucket in self._told:
+            self._told[bucket]()
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor lies in the memory of an unsharded bucket."""
@@ -443,7 +502,7 @@ class Unsharder:
         if not torch._C._has_storage(tensor):
             return False
         at = tensor.untyped_storage().data_ptr()
-        return at in [bucket.flat.data_ptr() for bucket in self._unsharded]
+        return at in map(torch.Tensor.data_ptr, map(_flat_of, self._unsharded))
 
     @property
     def pinned(self) -> bool:
