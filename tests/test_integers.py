@@ -464,6 +464,7 @@ ELSEWHERE = {
     "ulysses_attention",
     "Activations",
     "Loaded",
+    "GraphedStep",
     "RankRecording",
     "Record",
     "Recording",

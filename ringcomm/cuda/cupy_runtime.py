@@ -314,6 +314,14 @@ class CudaStreams:
             # that it must not touch: no event can be recorded here now.
             return True
 
+    @contextmanager
+    def capture_on(self, stream: Stream) -> Iterator[torch.cuda.CUDAGraph]:
+        assert isinstance(stream, CudaStream)
+        graph = torch.cuda.CUDAGraph()
+        # Not in global mode, in which an allocation of another rank's thread breaks the capture.
+        with torch.cuda.graph(graph, stream=stream.torch_stream, capture_error_mode="thread_local"):
+            yield graph
+
     def synchronize(self, device: int) -> None:
         with self._beside_captures(device):
             torch.cuda.synchronize(device)

@@ -61,6 +61,14 @@ class Event(Protocol):
         ...
 
 
+class Graph(Protocol):
+    """The work of a capture, which keeps the memory that was allocated in it."""
+
+    def replay(self) -> None:
+        """Does the work again, in the order of this thread's current stream."""
+        ...
+
+
 class PinnedPage(Protocol):
     """Host memory that kernels read and write in place; zeros at first."""
 
@@ -257,6 +265,14 @@ class DeviceRuntime(Protocol):
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
         """True while ``stream`` (None: this thread's current one) is capturing a graph."""
+        ...
+
+    def capture_on(self, stream: Stream) -> AbstractContextManager[Graph]:
+        """Inside, ``stream`` is current, and what goes there is captured, torch's work included.
+
+        The graph may be replayed after the block. If the block raises, there is none, and the
+        stream is as it was before.
+        """
         ...
 
     def synchronize(self, device: int) -> None:

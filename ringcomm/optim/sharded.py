@@ -37,7 +37,7 @@ from ringcomm.optim.placement import (
     read_mesh,
     specs_of,
 )
-from ringcomm.optim.rules import UpdateRule, as_json
+from ringcomm.optim.rules import FusedRule, UpdateRule, as_json
 from ringcomm.optim.setting import LossScaler, Setting
 from ringcomm.optim.step import Amp, ShardedStep
 
@@ -474,6 +474,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with normal_tensors():
                 self._sharded = ShardedStep(self.param_groups, self._setting)
         return self._sharded
+
+    def uncapturable(self) -> str | None:
+        """Returns why a graph cannot capture a step, or None; for ringcomm's own packages."""
+        options = self.options
+        if self.placement is not None:
+            options = self.placement.options(options)
+        if not isinstance(self._setting.rule, FusedRule):
+            return f"{type(self).__name__} reads on the host whether a step is skipped"
+        if options.offload_state is not None:
+            return f"offload_state={options.offload_state!r} moves state by the host"
+        if options.compression.error_feedback:
+            return "error_feedback=True reads on the host whether a step is skipped"
+        if self.placement is not None and self.placement.store is not None:
+            return "offload_params= moves parameters by the host"
+        if self.mesh is not None:
+            return "its parameters are divided over a mesh, whose ranks meet on the host"
+        return None
 
     def _check_own_params(self) -> None:
         """Checks that the parameters are still those that the optimizer was built on.

@@ -17,6 +17,7 @@ from ringcomm.zero.stages.access import (
 )
 from ringcomm.zero.stages.activations import Activations, activations_on
 from ringcomm.zero.stages.batches import uneven
+from ringcomm.zero.stages.graphed_step import GraphedStep
 from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile
 from ringcomm.zero.stages.sharding import no_sync, profiled, remove_sharding, shard
@@ -70,6 +71,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Activations",
     "Compression",
+    "GraphedStep",
     "IncompatibleKeys",
     "Loaded",
     "LocalShard",

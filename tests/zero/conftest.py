@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import ringcomm
-from tests.comm.device.conftest import devices
+from tests.comm.device.conftest import devices, two_devices
 from tests.optim.conftest import worlds
 
-__all__ = ["devices", "one_thread_for_each_rank", "two_by_two", "worlds"]
+__all__ = ["devices", "one_thread_for_each_rank", "two_by_two", "two_devices", "worlds"]
 
 
 @pytest.fixture(scope="module")

@@ -260,6 +260,11 @@ class ModuleOrder:
 
     # ---- which modules there are ----------------------------------------------------------------
 
+    @property
+    def has_several(self) -> bool:
+        """True if a backward may have to ask which of several modules it reduces."""
+        return len(self._numbers) > 1
+
     def join(self) -> int:
         """Returns the number of a new module, to be registered by :meth:`add`; collective."""
         self.settle()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.support.emulator.handles import EmulatedGraph, EmulatedStream
 from tests.support.emulator.in_stream_order import InStreamOrder, touches_data
-from tests.support.emulator.runtime import EmulatedRuntime
 from tests.support.torch_operators import make_operators
+
+if TYPE_CHECKING:
+    from tests.support.emulator.runtime import EmulatedRuntime
 
 Tensor = torch.Tensor
 
@@ -22,7 +26,8 @@ class CapturedOperations(TorchDispatchMode):
     """Inside, operations are captured and not run; what they return is known at a replay only.
 
     Until then it holds NaN, or the number farthest from 0, so that nothing which depends on it
-    comes out right. What they work on stays until :meth:`forget`, since graphs may be replayed.
+    comes out right. As on a GPU, an operation of a graph works on the addresses that its tensors
+    had, and memory that was allocated in the capture is the graph's until :meth:`forget`.
 
     Args:
         capture: captures a function, which every replay calls in its place.
@@ -37,7 +42,8 @@ class CapturedOperations(TorchDispatchMode):
         self._capture = capture
         self._known = {each.data_ptr() for each in known}
         self._operations: list[Callable[[], None]] = []
-        self._handed_out: list[Any] = []
+        self._pool: list[Any] = []
+        self._resized: list[torch.UntypedStorage] = []
         #: What operations have raised in replays, which is nowhere else to be seen.
         self.errors: list[BaseException] = []
 
@@ -47,27 +53,46 @@ class CapturedOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         with _disable_current_modes():
             if not touches_data(func):
-                # Memory from torch's allocator is the graph's own pool on a GPU, and stays.
-                self._handed_out.append(func(*args, **kwargs))
-                return self._handed_out[-1]
+                result = func(*args, **kwargs)
+                if not any(each.alias_info for each in func._schema.returns):
+                    self._pool.append(_at_address(result, keep=True))
+                return result
             if func is torch.ops.aten._local_scalar_dense.default:
                 if args[0].data_ptr() not in self._known:
                     raise AssertionError("the host reads a tensor of the device in a capture")
                 return func(*args, **kwargs)
+            there, named = tree_map_only(torch.Tensor, _at_address, (args, kwargs))
             if func._schema.is_mutable:
-                self._keep(lambda: self._run(func, args, kwargs, ()))
-                return args[0]
+                self._keep(lambda: self._run(func, there, named, ()))
+                return args[0] if func._schema.returns else None
             result = func(*args, **kwargs)
-            outputs = [each for each in tree_leaves(result) if torch.is_tensor(each)]
+            outputs = [_at_address(t, keep=True) for t in tree_leaves(result) if torch.is_tensor(t)]
             for each in outputs:
                 _spoil(each)
-            self._keep(lambda: self._run(func, args, kwargs, outputs))
+            self._keep(lambda: self._run(func, there, named, outputs))
             return result
 
+    def __enter__(self) -> CapturedOperations:
+        _captures().append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _captures().remove(self)
+
+    def keep_memory(self, storage: torch.UntypedStorage) -> None:
+        """Has a storage keep the memory that it would give back, as the graph's pool does."""
+        self._resized.append(storage)
+        _memory_of_graphs[storage._cdata] = storage
+
     def forget(self) -> None:
-        """Lets go of all tensors; the graph must not be replayed any more."""
+        """Lets go of all memory; the graph must not be replayed any more."""
         self._operations.clear()
-        self._handed_out.clear()
+        self._pool.clear()
+        for each in self._resized:
+            del _memory_of_graphs[each._cdata]
+        self._resized.clear()
 
     def _keep(self, operation: Callable[[], None]) -> None:
         # The emulator keeps what it is to call for good, so that it must not hold the tensors.
@@ -85,11 +110,82 @@ class CapturedOperations(TorchDispatchMode):
             self.errors.append(error)
 
 
+def _at_address(tensor: Tensor, keep: bool = False) -> Tensor:
+    """Returns another tensor at the address of one, which holds its memory only with ``keep``."""
+    if keep or tensor.layout is not torch.strided:
+        return tensor.detach()
+    memory = tensor.untyped_storage()
+    size_bytes = memory.nbytes()
+    there = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr() if size_bytes else 0, memory.device, size_bytes
+    )
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(there, *place)
+
+
+# The captures that are under way in a thread, innermost last, and storages whose memory graphs use.
+_of_thread = threading.local()
+_memory_of_graphs: dict[int, torch.UntypedStorage] = {}
+_resize = torch.UntypedStorage.resize_
+
+
+def resized_in_graph(storage: torch.UntypedStorage, size_bytes: int) -> bool:
+    """Resizes a storage without waiting, if a capture is under way or a graph uses its memory.
+
+    On a GPU memory that a capture gives back stays in the graph's pool. Here it stays in the
+    storage, where whoever resizes it again finds it.
+    """
+    if storage._cdata in _memory_of_graphs:
+        return True
+    captures = _captures()
+    if captures and size_bytes == 0 and storage.nbytes():
+        captures[-1].keep_memory(storage)
+    elif captures:
+        _resize(storage, size_bytes)
+    return bool(captures)
+
+
+def _captures() -> list[CapturedOperations]:
+    found: list[CapturedOperations] = _of_thread.__dict__.setdefault("captures", [])
+    return found
+
+
 def _spoil(tensor: Tensor) -> None:
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
     elif tensor.dtype is not torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+class TorchGraph:
+    """A graph with torch's operations in it."""
+
+    def __init__(
+        self, runtime: EmulatedRuntime, device: int, operations: CapturedOperations
+    ) -> None:
+        self._runtime, self._device, self._operations = runtime, device, operations
+        self.graph: EmulatedGraph | None = None
+
+    def replay(self) -> None:
+        assert self._operations.errors == []
+        assert self.graph is not None, "the capture has not ended"
+        self._runtime.replay(self.graph, self._device)
+
+    def __del__(self) -> None:
+        self._operations.forget()
+
+
+@contextmanager
+def capture_on(
+    runtime: EmulatedRuntime, stream: EmulatedStream, known: Iterable[Tensor]
+) -> Iterator[TorchGraph]:
+    """Inside, the stream captures, torch's operations included."""
+    device = stream.device
+    operations = CapturedOperations(partial(runtime.run_on_stream, device, stream.handle), known)
+    captured = TorchGraph(runtime, device, operations)
+    with runtime.capture(device, stream) as graph, operations:
+        yield captured
+    captured.graph = graph
 
 
 @contextmanager

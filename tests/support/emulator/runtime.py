@@ -15,6 +15,7 @@ from ringcomm.cuda.runtime import HOST_PLACE, DeviceIdentity, Stream
 from ringcomm.errors import UnsupportedError
 from tests import ptx_interpreter
 from tests.support.emulated_driver import library_path
+from tests.support.emulator.capture import TorchGraph, capture_on
 from tests.support.emulator.handles import (
     EmulatedEvent,
     EmulatedFunction,
@@ -91,6 +92,8 @@ class EmulatedRuntime(EmulatedMemory):
     multicast: bool = True
     ptx: PtxKernels | None = field(default_factory=from_environment)
     kind: str = field(default="emulated", init=False)
+    #: Tensors that the host may read in a capture: those which are on the host beside a GPU.
+    host_tensors: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         room = (self.multiprocessors, self.blocks_per_multiprocessor or 0)
@@ -268,21 +271,23 @@ class EmulatedRuntime(EmulatedMemory):
             ptx_interpreter.allow(tensor)
         return False
 
-    def _await_current_streams(self, of_all_devices: bool) -> None:
+    def assumed_devices(self) -> Iterable[int]:
+        """The device that this thread's plain tensors count as, or all devices."""
         assumed = self._thread.assumed
-        if of_all_devices or assumed is None or assumed < 0:
-            devices: Iterable[int] = range(self.devices)
-        else:
-            devices = (assumed,)
-        for device in devices:
+        return range(self.devices) if assumed is None or assumed < 0 else (assumed,)
+
+    def _await_current_streams(self, of_all_devices: bool) -> None:
+        for device in range(self.devices) if of_all_devices else self.assumed_devices():
             self.record_event(device, self.current_stream(device)).synchronize()
 
     # ---- graphs and kernels -----------------------------------------------------------------
 
     @contextmanager
-    def capture(self, device: int = 0) -> Iterator[EmulatedGraph]:
-        """Inside, this thread's current stream is one that is capturing a graph."""
-        stream, graph = self.make_stream(device), EmulatedGraph()
+    def capture(
+        self, device: int = 0, stream: EmulatedStream | None = None
+    ) -> Iterator[EmulatedGraph]:
+        """Inside, ``stream`` (None: another one) is current and captures; torch's work does not."""
+        stream, graph = stream or self.make_stream(device), EmulatedGraph()
         ended = ctypes.c_void_p()
         with self.on_stream(stream):
             check(library().emu_capture_begin(stream.handle))
@@ -292,6 +297,10 @@ class EmulatedRuntime(EmulatedMemory):
                 result = library().emu_capture_end(stream.handle, ctypes.byref(ended))
         check(result)
         graph.handle = ended.value or 0
+
+    def capture_on(self, stream: Stream) -> AbstractContextManager[TorchGraph]:
+        assert isinstance(stream, EmulatedStream)
+        return capture_on(self, stream, self.host_tensors)
 
     def replay(self, graph: EmulatedGraph, device: int = 0) -> None:
         """Runs the graph once, in the order of this thread's current stream."""

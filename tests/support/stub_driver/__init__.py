@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import POINTER, byref, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from ringcomm import _native
-from ringcomm.cuda.runtime import HOST_PLACE, DeviceIdentity, Event, Stream
+from ringcomm.cuda.runtime import HOST_PLACE, DeviceIdentity, Event, Graph, Stream
 from tests.support import ROOT
 from tests.support.shared_library import COMPILER, SharedLibrary, Unit
 
@@ -292,6 +292,9 @@ class StubRuntime:
         handle = self._current if stream is None else stream
         self._library.cuStreamIsCapturing(handle, byref(status))
         return status.value != 0
+
+    def capture_on(self, stream: Stream) -> AbstractContextManager[Graph]:
+        raise NotImplementedError("a stub runs nothing that a graph could replay")
 
     def synchronize(self, device: int) -> None:
         self.calls["synchronize"] += 1
