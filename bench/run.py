@@ -36,6 +36,7 @@ BENCHES = {
     COLLECTIVES: "collectives of ringcomm and of other libraries; the default",
     "training": "training steps at each ZeRO stage, beside DDP, FSDP2 and DeepSpeed",
     "steps": "the optimizer's step on the CPU, beside torch's and DeepSpeed's",
+    "device_calls": "what calls on a GPU cost the host, beside torch's add_",
     "device_steps": "the optimizer's step on a GPU, beside torch's and a copy",
     "model_parallel": "training steps under pipeline, data and tensor parallelism",
     "layers": "a tensor-parallel layer, beside torch's plan for it",
@@ -102,6 +103,7 @@ class Run:
     bench: Bench
     options: argparse.Namespace
     info: RankInfo
+    words: Sequence[str] = ()  # of its command line
     # Of the systems and of the device, for the report.
     versions: dict[str, str] = field(default_factory=lambda: {"ringcomm": ringcomm.__version__})
     facts: dict[str, str] = field(default_factory=dict)
@@ -156,27 +158,48 @@ class Run:
         self.add(rows_of(case, self.time(calls), subject))
 
     def add(self, rows: Sequence[Row], table: RowTable = TIMES) -> None:
-        """Keeps rows, and prints them; above them the head of a table that has just begun."""
+        """Keeps rows, and prints them; above them the head of a table that has just begun.
+
+        The files of results have them from now on, whatever ends the run.
+        """
         self.rows.extend(rows)
+        if self.rank == 0:
+            self._write()
         if table != self._table:
             self.say("\n" + table.head())
             self._table = table
         self.say("\n".join(table.lines(rows)))
 
-    def finish(self, words: Sequence[str]) -> int:
+    def _report(self) -> Report:
+        command = self.bench.command(self.words)
+        return Report(collect(command, self.versions, self.facts), self.rows)
+
+    def _write(self, ended: bool = False) -> None:
+        files = [(write_json, self.options.json), (write_csv, self.options.csv)]
+        report = self._report() if any(file for _, file in files) else None
+        for write, file in files:
+            if report is None or file is None:
+                continue
+            if file.exists() and not file.is_file():  # a pipe, which takes one report
+                if ended:
+                    write(report, file)
+                continue
+            # Whole at any time: a run that is stopped while it writes leaves what was there.
+            part = file.with_name(f"{file.name}.unfinished")
+            write(report, part)
+            part.replace(file)
+
+    def finish(self) -> int:
         """Leaves the groups, and has rank 0 write the report; the exit status of this rank."""
         self.board.barrier()
         status = 0
         if self.rank == 0 and self.rows:
-            command = self.bench.command(words)
-            report = Report(collect(command, self.versions, self.facts), self.rows)
+            self._write(ended=True)
+            report = self._report()
             verdict = f"{'FAILED' if report.wrong else 'OK'}: {report.wrong} wrong elements"
             if all(row.wrong is None for row in report.rows):
                 verdict = "results were not checked"
             print(f"\n# {verdict}\n{report.head}")
-            for write, file in ((write_json, self.options.json), (write_csv, self.options.csv)):
-                if file:
-                    write(report, file)
             # One rank tells it: a rank that fails takes the others with it, which may still write.
             status = 1 if report.wrong else 0
         self._close()
@@ -189,7 +212,7 @@ def run_rank(
     bench: Bench, options: argparse.Namespace, info: RankInfo, words: Sequence[str]
 ) -> int:
     """Measures as this rank; returns the exit status."""
-    run = Run(bench, options, info)
+    run = Run(bench, options, info, words)
     if bench.ranks:
         if options.pin:
             cores = sorted(os.sched_getaffinity(0))
@@ -198,7 +221,7 @@ def run_rank(
             lead_session()
         torch.set_num_threads(1)
     bench.measure(run)
-    return run.finish(words)
+    return run.finish()
 
 
 def main(bench: Bench, words: Sequence[str]) -> int:

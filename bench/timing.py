@@ -69,6 +69,26 @@ class Device:
         return {}
 
 
+class HostClock(Device):
+    """The host's time for calls: until they return, whatever ``device`` has still to do for them.
+
+    The device is idle when a turn begins.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device.synchronize)
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        self.synchronize()
+        clock = time.perf_counter_ns
+        begin = clock()
+        for call in calls:
+            call()
+        elapsed_ns = clock() - begin
+        self.synchronize()
+        return elapsed_ns / 1e3
+
+
 @dataclass(frozen=True)
 class Entrant:
     """The calls by which one system is timed."""

@@ -9,13 +9,18 @@ interleaved. A step is forward, backward, update and zero_grad. After the last o
 every step and the weights are compared: those that must be equal to the bit and are not count as
 wrong, and the exit status is 1.
 
-With ``--device cuda`` all ranks share one GPU, the rival is torch's fused AdamW on each rank
-alone, with no communication at all, and nothing is compared.
+With ``--device cuda`` all ranks share one GPU, and nothing is compared. ``--system`` names a stage,
+or DDP or FSDP2 on NCCL, which a process trains beside torch alone: torch's fused AdamW, with no
+communication at all. Ratios are over torch alone. Each has a row for its eager step, one for what
+that costs the host (", host": until the step has returned), and with ``--graph`` one for the whole
+step as a CUDA graph (", graph"), over torch's in a graph. torch itself is bound by its host where
+the model is small, so eager steps compare what Python costs, and graphs what the GPU does.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,20 +28,23 @@ from typing import NamedTuple
 
 import torch
 
+import ringcomm
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.corpus import read_corpus
 
 from . import training_deepspeed
 from . import training_systems as gpt
 from .devices import PROCESSES_ON_ONE_GPU, CudaDevice
-from .options import choice, numbers, option, positive
+from .options import choice, numbers, option, positive, tuples
 from .report import PROCESSES, Row, row_of
 from .run import Bench, Run
-from .timing import Device, Timing, ratios
+from .timing import Device, HostClock, Timing, ratios
 from .timing import rows_of as timed_rows
-from .training_systems import Batches, Shape, TrainedModel
+from .training_systems import Batches, GpuShape, GraphedModel, ResidentBatches, Shape, TrainedModel
 
 DEFAULT_CONTEXT = 64
+# Behind a system's name: its whole step as a graph, and the host's time of an eager step.
+GRAPH, HOST = ", graph", ", host"
 _MB = 1e6
 # A stage's parameters and gradients, and what it gathers and reduces them in.
 _HEAP_COPIES = 4
@@ -84,13 +92,10 @@ def rows_of(
     findings: Mapping[str, TrainingOutcome],
     nodes: int = 1,
 ) -> list[Row]:
-    """A row per system; ratios are over the rival: torch alone, or DDP."""
-    alone = gpt.TORCH_ALONE in timings
-    mode = PROCESSES_ON_ONE_GPU if alone else PROCESSES
-    elems, dtype = shape.parameters, shape.dtype
-    case = row_of(gpt.TRAINING, str(shape), world, elems, dtype, mode=mode, nodes=nodes)
+    """A row per system; ratios are over DDP."""
+    case = _case(shape, world, PROCESSES, nodes)
     rows = []
-    for row in timed_rows(case, timings, gpt.TORCH_ALONE if alone else gpt.DDP):
+    for row in timed_rows(case, timings, gpt.DDP):
         found, own = findings[row.system], timings[row.system]
         others = {
             name: timings[name] for name in gpt.RIVALS if name in timings and name != row.system
@@ -104,30 +109,98 @@ def rows_of(
     return rows
 
 
-def measure(run: Run) -> None:
-    asked, contexts = run.options, run.options.context or [DEFAULT_CONTEXT]
-    sizes = (asked.width, asked.depth, asked.heads, asked.sequences)
-    how = (asked.optimizer, getattr(torch, asked.dtype))
-    shapes = [Shape(*sizes, context, *how) for context in contexts]
-    on_gpu = asked.device == "cuda"
+def _case(shape: Shape, world: int, mode: str, nodes: int = 1) -> Row:
+    elems, dtype = shape.parameters, shape.dtype
+    return row_of(gpt.TRAINING, str(shape), world, elems, dtype, mode=mode, nodes=nodes)
+
+
+def gpu_rows(
+    shape: Shape, world: int, timings: Mapping[str, Timing], kind: str, notes: Mapping[str, str]
+) -> list[Row]:
+    """A row per system, with ``kind`` behind its name; ratios are over torch alone."""
+    rows = timed_rows(_case(shape, world, PROCESSES_ON_ONE_GPU), timings, gpt.TORCH_ALONE)
+    return [replace(row, system=row.system + kind, note=notes.get(row.system, "")) for row in rows]
+
+
+def measure_on_gpu(run: Run, shape: Shape, comm: ringcomm.Communicator, device: Device) -> None:
+    """Trains torch alone and the system that was asked for; eager, and then in graphs."""
+    asked = run.options
+    batches = Batches(shape, asked.corpus, run.rank, run.world, comm.device)
+    builds = gpt.on_gpu(batches, comm, asked.system)
+    held = ResidentBatches(batches)
     # By the host's clock, until the GPU has done what the calls have queued.
-    device = Device(torch.cuda.synchronize) if on_gpu else Device()
-    # A GPU's heap does not grow, and its default is no measure of these models.
-    most = max(shape.parameters for shape in shapes) * torch.float32.itemsize
-    room = len(gpt.STAGES) * _HEAP_COPIES * most + _HEAP_SLACK_BYTES
-    comm = run.connect("gloo", device=asked.device, heap_bytes=room if on_gpu else None)
+    clock = Device(device.synchronize)
+    trained = {name: TrainedModel(build, held) for name, build in builds.items()}
+    timings = run.time(trained, warmup_rounds=1, device=clock)
+    of_host = run.time(trained, warmup_rounds=1, device=HostClock(device))
+    found = find_out(run, trained, comm.num_nodes)
+    notes = {name: outcome.text for name, outcome in found.items()}
+    run.add(gpu_rows(shape, run.world, timings, "", notes))
+    run.add(gpu_rows(shape, run.world, of_host, HOST, {}))
+    # Of two sharded modules on a communicator a graph could capture neither.
+    trained[asked.system].end()
+    del trained
+    gc.collect()
+    if asked.graph:
+        graphed = {name: GraphedModel(build, held, device) for name, build in builds.items()}
+        timings = run.time(graphed, warmup_rounds=1, device=clock)
+        notes = {name: f"loss {each.loss:.3f}" for name, each in graphed.items()}
+        run.add(gpu_rows(shape, run.world, timings, GRAPH, notes))
+        graphed[asked.system].end()
+        del graphed
+        gc.collect()
+
+
+def shapes_of(asked: argparse.Namespace) -> list[Shape]:
+    """The shapes that are trained, one after the other."""
+    pairs = asked.batches or [(asked.sequences, each) for each in contexts_of(asked)]
+    make = GpuShape if asked.device == "cuda" else Shape
+    how = (asked.optimizer, getattr(torch, asked.dtype))
+    sizes = (asked.width, asked.depth, asked.heads)
+    return [make(*sizes, sequences, context, *how) for sequences, context in pairs]
+
+
+def contexts_of(asked: argparse.Namespace) -> list[int]:
+    return [context for _, context in asked.batches] or asked.context or [DEFAULT_CONTEXT]
+
+
+def measure(run: Run) -> None:
+    asked, shapes = run.options, shapes_of(run.options)
+    device: Device = CudaDevice(0) if asked.device == "cuda" else Device()
+    heap_bytes = None
+    if asked.device == "cuda":
+        run.facts = device.facts() if run.rank == 0 else {}
+        # A GPU's heap does not grow, and its default is no measure of these models.
+        most = max(shape.parameters for shape in shapes) * torch.float32.itemsize
+        heap_bytes = _HEAP_COPIES * most + _HEAP_SLACK_BYTES
+    comm = run.connect("gloo", device=asked.device, heap_bytes=heap_bytes)
     nodes = f" on {comm.num_nodes} nodes" if comm.num_nodes > 1 else ""
     run.say(f"# {run.world} ranks{nodes}; {asked.corpus.source}")
     for shape in shapes:
-        batches = Batches(shape, asked.corpus, run.rank, run.world, comm.device)
-        trained = gpt.entrants(batches, comm, alone=on_gpu)
-        timings = run.time(trained, warmup_rounds=1, device=device)
+        if asked.device == "cuda":
+            measure_on_gpu(run, shape, comm, device)
+            continue
+        trained = gpt.entrants(Batches(shape, asked.corpus, run.rank, run.world, comm.device), comm)
+        timings = run.time(trained, warmup_rounds=1)
         found = find_out(run, trained, comm.num_nodes)
         run.add(rows_of(shape, run.world, timings, found, comm.num_nodes))
         del trained
-    run.facts = CudaDevice(0).facts() if on_gpu and run.rank == 0 else {}
     if any(row.system in training_deepspeed.STAGES and row.rounds for row in run.rows):
         run.versions["deepspeed"] = training_deepspeed.installed_version() or ""
+
+
+def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """Refuses what cannot be measured, and adds the text."""
+    if asked.device == "cuda":
+        if asked.system is None:
+            parser.error(f"--device cuda: a process trains one --system: {', '.join(_SYSTEMS)}")
+        if asked.system not in gpt.STAGES and asked.ranks != 1:
+            parser.error(f"--system {asked.system!r}: NCCL takes a GPU per rank; use --ranks 1")
+        if asked.system not in gpt.STAGES and asked.graph:
+            parser.error(f"--graph: {asked.system} is not captured; leave it out")
+    elif asked.system is not None or asked.graph:
+        parser.error("--system and --graph need --device cuda")
+    read_text(parser, asked, max(contexts_of(asked)))
 
 
 def read_text(parser: argparse.ArgumentParser, asked: argparse.Namespace, context: int) -> None:
@@ -138,11 +211,13 @@ def read_text(parser: argparse.ArgumentParser, asked: argparse.Namespace, contex
         parser.error(str(error))
 
 
+_SYSTEMS = [name.replace(" ", "-") for name in gpt.ON_GPU]
 DATA = option("--data", "text file or folder (default: Python's standard library)", metavar="PATH")
 OPTIONS = (
     *numbers(width=512, depth=8, heads=8),
     option("--sequences", "a rank", type=positive, default=1),
     option("--context", type=positive, action="append", help="bytes (default 64)"),
+    tuples("--batches", "SEQUENCES,CONTEXT", ()),
     DATA,
     choice(
         "--optimizer",
@@ -155,6 +230,14 @@ OPTIONS = (
         *("float32", "bfloat16"),
     ),
     choice("--device", "where tensors lie", "cpu", "cuda"),
+    option(
+        "--system",
+        f"that a process trains on a GPU beside torch alone: {', '.join(_SYSTEMS)}",
+        choices=gpt.ON_GPU,
+        type=lambda text: text.replace("-", " "),
+        metavar="NAME",
+    ),
+    option("--graph", "time the whole step as a CUDA graph, too", action="store_true"),
 )
 BENCH = Bench(
     "training",
@@ -162,6 +245,6 @@ BENCH = Bench(
     measure,
     OPTIONS,
     on_nodes=True,
-    check=lambda parser, asked: read_text(parser, asked, max(asked.context or [DEFAULT_CONTEXT])),
+    check=check,
 )
 BENCH.run_as_main(__name__)

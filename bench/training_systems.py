@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,19 +22,23 @@ from ringcomm.examples.corpus import Corpus, draw
 from ringcomm.examples.train_gpt import GPT, VOCABULARY, ModelConfig, held_bytes
 
 from . import training_deepspeed
+from .timing import Device
 
 Tensor = torch.Tensor
 DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
 FSDP2, FSDP2_HERE = "fsdp2 on gloo", "fsdp2 on ringcomm"
 HSDP, HSDP_HERE = "hsdp on gloo", "hsdp on ringcomm"
+DDP_NCCL, FSDP2_NCCL = "ddp on nccl", "fsdp2 on nccl"
 STAGES = tuple(f"stage {stage}" for stage in range(4))
 TORCH_ALONE = "torch alone"
-RIVALS = (
-    *(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE),
-    TORCH_ALONE,
-)
+RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE)
+# What a process trains on a GPU, beside torch alone.
+ON_GPU = (*STAGES, DDP_NCCL, FSDP2_NCCL)
 # No system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
+NCCL_BACKEND = "nccl"
+# Eager steps before a step is captured: the first ones build what is built at a step.
+_WARM_UP = 3
 # The name of a training step in reports.
 TRAINING = "training_step"
 LEARNING_RATE = 1e-3
@@ -182,6 +186,18 @@ class Shape:
         return f"{self.width}x{self.depth}, {self.sequences}x{self.context} bytes a rank{kind}"
 
 
+class GpuShape(Shape):
+    """A shape whose weights are drawn once, and copied for each model: that takes a second."""
+
+    @cached_property
+    def _first(self) -> GPT:
+        return super().model()
+
+    def model(self) -> GPT:
+        """Returns what :meth:`Shape.model` returns."""
+        return copy.deepcopy(self._first)
+
+
 class Batches(NamedTuple):
     """The rows of each step's batch that are one rank's."""
 
@@ -199,6 +215,44 @@ class Batches(NamedTuple):
         return tokens[own].to(self.device), targets[own].to(self.device)
 
 
+class ResidentBatches:
+    """Batches that lie on the device before the time begins, so that no step waits for the host."""
+
+    COUNT = 4
+
+    def __init__(self, batches: Batches) -> None:
+        self.device = batches.device
+        self._held = [batches.of(step) for step in range(self.COUNT)]
+
+    def of(self, step: int) -> tuple[Tensor, Tensor]:
+        """Returns what :meth:`Batches.of` returns, from the first batch again after the last."""
+        return self._held[step % self.COUNT]
+
+
+def _loss_of(module: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Runs forward and backward."""
+    # On a GPU matrices are multiplied in bfloat16, as training does it.
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        loss: Tensor = module(tokens, targets)
+    # DeepSpeed's engine has a backward of its own.
+    getattr(optimizer, "backward", Tensor.backward)(loss)
+    return loss.detach()
+
+
+def _update(module: nn.Module, optimizer: Any) -> None:
+    if optimizer is None:
+        module.zero_grad()
+        return
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _end(module: nn.Module, optimizer: Any) -> None:
+    """Undoes sharding, so that a module which is sharded next is the only one; collective."""
+    if isinstance(optimizer, SHARDED):
+        ringcomm.zero.remove_sharding(module)
+
+
 class TrainedModel:
     """A model that one system trains; a call is a step.
 
@@ -207,7 +261,9 @@ class TrainedModel:
     backward and the optimizer's step.
     """
 
-    def __init__(self, build: Callable[[], tuple[nn.Module, Any]], batches: Batches) -> None:
+    def __init__(
+        self, build: Callable[[], tuple[nn.Module, Any]], batches: Batches | ResidentBatches
+    ) -> None:
         before_bytes = held_bytes(batches.device, trim=True)
         self.module, self._optimizer = build()
         self._batches = batches
@@ -222,20 +278,15 @@ class TrainedModel:
         self._update()
 
     def _backward(self) -> None:
-        tokens, targets = self._batches.of(len(self.losses))
-        # On a GPU matrices are multiplied in bfloat16, as training does it.
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            loss = self.module(tokens, targets)
-        # DeepSpeed's engine has a backward of its own.
-        getattr(self._optimizer, "backward", Tensor.backward)(loss)
-        self.losses.append(loss.detach())
+        batch = self._batches.of(len(self.losses))
+        self.losses.append(_loss_of(self.module, self._optimizer, *batch))
 
     def _update(self) -> None:
-        if self._optimizer is None:
-            self.module.zero_grad()
-            return
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        _update(self.module, self._optimizer)
+
+    def end(self) -> None:
+        """Ends the training, whose module is sharded no longer; collective."""
+        _end(self.module, self._optimizer)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns what this rank can compare of the weights: all, or under FSDP2 its shards.
@@ -251,6 +302,69 @@ class TrainedModel:
             name: each.to_local() if isinstance(each, DTensor) else each
             for name, each in params.items()
         }
+
+
+class GraphedModel:
+    """A model whose step is one graph; a call copies the next batch in, and replays it.
+
+    ringcomm's own steps are captured by ``zero.GraphedStep``, torch's as its documents say.
+    """
+
+    def __init__(
+        self, build: Callable[[], tuple[nn.Module, Any]], batches: ResidentBatches, device: Device
+    ) -> None:
+        self._batches, self._calls = batches, 0
+        module, optimizer = self._built = build()
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            loss = _loss_of(module, optimizer, tokens, targets)
+            _update(module, optimizer)
+            return loss
+
+        self._step: Callable[[Tensor, Tensor], Tensor]
+        if isinstance(optimizer, SHARDED):
+            self._step = ringcomm.zero.GraphedStep(step, optimizer, warmup=_WARM_UP)
+        else:
+            self._step = step
+        for _ in range(_WARM_UP):
+            self()
+        if self._step is step:
+            self._step = _captured(step, batches.of(0), device)
+        self()
+
+    def __call__(self) -> None:
+        self._loss = self._step(*self._batches.of(self._calls))
+        self._calls += 1
+
+    def end(self) -> None:
+        """Does as :meth:`TrainedModel.end`."""
+        _end(*self._built)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last step."""
+        return float(self._loss)
+
+
+def _captured(
+    step: Callable[[Tensor, Tensor], Tensor], batch: tuple[Tensor, Tensor], device: Device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a step that replays a graph of ``step``, whose loss the next step replaces."""
+    tokens, targets = (each.clone() for each in batch)
+    losses: list[Tensor] = []
+
+    def capture() -> None:
+        losses[:] = [step(tokens, targets)]
+
+    replay = device.capture([capture], 1)
+
+    def replayed(*given: Tensor) -> Tensor:
+        tokens.copy_(given[0])
+        targets.copy_(given[1])
+        replay()
+        return losses[0]
+
+    return replayed
 
 
 def differences(trained: TrainedModel, twin: TrainedModel) -> int:
@@ -270,6 +384,7 @@ def twins(world: int, nodes: int) -> Mapping[str, str]:
 
 
 Built = tuple[nn.Module, Any]
+_CPU = torch.device("cpu")
 
 
 def _zero(
@@ -288,8 +403,8 @@ def _with_torchs(shape: Shape, module: nn.Module) -> Built:
     return module, make(module) if shape.dtype == torch.float32 else Masters(module, make)
 
 
-def _ddp(shape: Shape, group: dist.ProcessGroup) -> Built:
-    model, optimizer = _with_torchs(shape, shape.model().to(shape.dtype))
+def _ddp(shape: Shape, group: dist.ProcessGroup, device: torch.device = _CPU) -> Built:
+    model, optimizer = _with_torchs(shape, shape.model().to(device, shape.dtype))
     how: Any = {"process_group": group, "gradient_as_bucket_view": True}
     return DistributedDataParallel(model, **how), optimizer
 
@@ -315,44 +430,66 @@ def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
 
 
 def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
-    model = shape.model()
+    model = shape.model().to(mesh.device_type)
     policy = MixedPrecisionPolicy(None if shape.dtype == torch.float32 else shape.dtype)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model, OPTIMIZERS[shape.optimizer].torchs(model)
 
 
-def entrants(
-    batches: Batches, comm: ringcomm.Communicator, *, alone: bool
-) -> dict[str, TrainedModel]:
-    """Begins training on each system; collective.
+def _capturable(built: Built) -> Built:
+    """Keeps the step count of torch's optimizer on the device, as a graph needs it."""
+    for group in getattr(built[1], "param_groups", ()):
+        if "capturable" in group:
+            group["capturable"] = True
+    return built
 
-    ``batches`` is of this rank, and ``comm`` of all. With ``alone`` they compete with torch without
-    communication, as on a GPU, and not with Gloo.
+
+def on_gpu(
+    batches: Batches, comm: ringcomm.Communicator, system: str
+) -> dict[str, Callable[[], Built]]:
+    """Returns what builds torch alone and one system of :data:`ON_GPU`; collective.
+
+    One, since sharded modules that live beside each other agree on their order in each backward.
     """
     shape, device = batches.shape, batches.device
+    if system in STAGES:
+        build = partial(_zero, shape, STAGES.index(system), comm)
+    else:
+        nccl = dist.new_group(backend=NCCL_BACKEND)
+        build = partial(_ddp, shape, nccl, device)
+        if system == FSDP2_NCCL:
+            build = partial(_fsdp2, shape, DeviceMesh.from_group(nccl, device.type))
+    return {
+        TORCH_ALONE: lambda: _capturable(
+            _with_torchs(shape, shape.model().to(device, shape.dtype))
+        ),
+        system: build,
+    }
+
+
+def entrants(batches: Batches, comm: ringcomm.Communicator) -> dict[str, TrainedModel]:
+    """Begins training on each system; ``batches`` is of this rank, ``comm`` of all. Collective."""
+    shape = batches.shape
     builds: dict[str, Callable[[], Built]] = {
         name: partial(_zero, shape, stage, comm) for stage, name in enumerate(STAGES)
     }
-    if alone:
-        builds[TORCH_ALONE] = lambda: _with_torchs(shape, shape.model().to(device, shape.dtype))
-    else:
-        builds[ARITHMETIC] = lambda: (shape.model().to(shape.dtype), None)
-        gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
-        builds |= {DDP: partial(_ddp, shape, gloo), DDP_HERE: partial(_ddp, shape, here)}
-        if shape.optimizer not in TAKE_NO_SHARDS:
-            builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
-            builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
-            if training_deepspeed.installed_version():
-                training_deepspeed.begin(batches.rank)
-                for name, stage in training_deepspeed.STAGES.items():
-                    builds[name] = partial(_deepspeed, shape, stage)
-            if comm.num_nodes > 1:
-                for name, (stage, how) in {
-                    **QUANTIZED_OVER_NODES,
-                    **UNCOMPRESSED_OVER_NODES,
-                }.items():
-                    builds[name] = partial(_zero, shape, stage, comm, how)
-                builds[HSDP] = lambda: _fsdp2(shape, _mesh(comm, "gloo"))
-                builds[HSDP_HERE] = lambda: _fsdp2(shape, _mesh(comm, "ringcomm"))
+    builds[ARITHMETIC] = lambda: (shape.model().to(shape.dtype), None)
+    gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
+    builds |= {DDP: partial(_ddp, shape, gloo), DDP_HERE: partial(_ddp, shape, here)}
+    if shape.optimizer not in TAKE_NO_SHARDS:
+        builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
+        builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
+        if training_deepspeed.installed_version():
+            training_deepspeed.begin(batches.rank)
+            for name, stage in training_deepspeed.STAGES.items():
+                builds[name] = partial(_deepspeed, shape, stage)
+        if comm.num_nodes > 1:
+            for name, (stage, how) in {
+                **QUANTIZED_OVER_NODES,
+                **UNCOMPRESSED_OVER_NODES,
+            }.items():
+                builds[name] = partial(_zero, shape, stage, comm, how)
+            builds[HSDP] = lambda: _fsdp2(shape, _mesh(comm, "gloo"))
+            builds[HSDP_HERE] = lambda: _fsdp2(shape, _mesh(comm, "ringcomm"))
     return {name: TrainedModel(build, batches) for name, build in builds.items()}

@@ -46,6 +46,10 @@ _HEAP_SLACK_BYTES = 256 << 20
 _STAGING_BYTES = 64 << 20
 # Sets of buffers at most: more cost set-up, and calls that small wait for signals, not for bytes.
 _MOST_SETS = 64
+# A graph has fewer calls where they move more than this together: their device's time is long
+# beside what it takes to launch a graph, and a cell is to take no seconds. A choice.
+_GRAPH_BYTES = 4 << 30
+_LEAST_GRAPH_CALLS = 2
 
 OPTIONS = (
     option(
@@ -89,8 +93,13 @@ OPTIONS = (
         "for all on one GPU; auto: a GPU each where there are enough",
         *(devices.AUTO, *devices.DEVICE_MODES),
     ),
-    option("--graph", "time replays of CUDA graphs of several calls", action="store_true"),
-    option("--graph-calls", "calls in a graph", type=positive, default=20),
+    option(
+        "--graph",
+        "time replays of CUDA graphs of several calls, so that no host has a part in it; the "
+        "default where one launch carries all ranks, since the host's part grows with them there",
+        action=argparse.BooleanOptionalAction,
+    ),
+    option("--graph-calls", "calls in a graph of small tensors", type=positive, default=20),
     rounds(20, "--iters"),
     option("-w --warmup_iters", "rounds before those that count", type=count, default=3),
     option("-c --check", "count wrong elements before timing", type=int, choices=(0, 1), default=1),
@@ -132,7 +141,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error("--graph and --mode need --device cuda")
     elif options.pin or options.busy:
         parser.error(f"{'--pin' if options.pin else '--busy'} needs --device cpu")
-    options.graph_calls = options.graph_calls if options.graph else 0
 
 
 def find_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
@@ -191,6 +199,15 @@ def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
     return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))
 
 
+def graph_calls(case: Case, options: argparse.Namespace) -> int:
+    """Counts the calls in a graph of a case; 0: they are made one by one."""
+    if not options.graph:
+        return 0
+    case_bytes = case.world * (case.input_elems + case.output_elems) * case.dtype.itemsize
+    fitting = max(_LEAST_GRAPH_CALLS, _GRAPH_BYTES // max(case_bytes, 1))
+    return int(min(options.graph_calls, fitting))
+
+
 def nodes_of(options: argparse.Namespace) -> int:
     """The number of nodes that the ranks are on, or stand for."""
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -200,6 +217,9 @@ def nodes_of(options: argparse.Namespace) -> int:
 def measure_all(run: Run, device: Device | None = None) -> None:
     """Walks through the cases on ``device``: this rank's, if it is left out."""
     options, info = run.options, run.info
+    if options.graph is None:
+        # Processes on one GPU wait for time slices of milliseconds, and not for hosts.
+        options.graph = info.mode == devices.ONE_LAUNCH
     if device is None:
         gpu = info.rank if info.mode == devices.GPU_PER_RANK else 0
         device = devices.CudaDevice(gpu) if options.device == "cuda" else Device()
@@ -244,7 +264,7 @@ class Walk:
     def measure(self, collective: Collective) -> None:
         options, info = self.run.options, self.run.info
         placements = placements_of(options, collective)
-        graph = f", graphs of {options.graph_calls} calls" if options.graph_calls else ""
+        graph = f", graphs of up to {options.graph_calls} calls" if options.graph else ""
         over = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         title = (
             f"# {collective.name}: {info.world} ranks{over} ({info.mode}: "
@@ -272,7 +292,8 @@ class Walk:
             buffers.input.zero_()
         warm_up, batch = options.warmup_iters, options.batch
         pace = Pace(options.rounds, warm_up, batch, options.turn_us, self.run.rest_s)
-        entrants = {name: self._entrant(sets) for name, sets in prepared.items()}
+        calls_each = graph_calls(case, options)
+        entrants = {name: self._entrant(sets, calls_each) for name, sets in prepared.items()}
         timings = measure(self.run.board, entrants, pace, self.device)
         for name, timing in timings.items():
             rows[name] = replace(
@@ -281,7 +302,7 @@ class Walk:
                 busbw_gbps=_shortened(case.busbw_gbps(timing.median_us)),
                 wrong=wrong.get(name),
                 buffer_sets=len(prepared[name]),
-                graph_calls=options.graph_calls,
+                graph_calls=calls_each,
             )
         return list(rows.values())
 
@@ -289,7 +310,7 @@ class Walk:
         prepared: dict[str, list[Prepared]] = {}
         notes: dict[str, str] = {}
         sets = buffer_sets(case, self.run.info.mode, self.device.cache_bytes)
-        sets = min(sets, self.run.options.graph_calls or sets)  # a graph uses no more
+        sets = min(sets, graph_calls(case, self.run.options) or sets)  # a graph uses no more
         for name, system in self.systems.items():
             try:
                 prepared[name] = [system.prepare(case) for _ in range(sets)]
@@ -297,16 +318,18 @@ class Walk:
                 notes[name] = str(reason)
         return prepared, notes
 
-    def _entrant(self, sets: Sequence[Prepared]) -> Entrant:
+    def _entrant(self, sets: Sequence[Prepared], graph_calls: int) -> Entrant:
         calls: list[Callable[[], object]] = [prepared.call for prepared in sets]
         inputs = [each.input for prepared in sets for each in prepared.buffers]
-        graph_calls = self.run.options.graph_calls
 
         def refresh() -> None:
             for tensor in inputs:
                 self.device.refresh(tensor)
 
         if graph_calls:
+            if not self.run.options.check:  # what the first call sets up cannot be captured
+                for call in calls:
+                    call()
             return Entrant([self.device.capture(calls, graph_calls)], graph_calls, refresh)
         return Entrant(calls, refresh=refresh)
 

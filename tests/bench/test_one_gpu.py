@@ -10,6 +10,7 @@ from ringcomm.bench.collectives import (
     BENCH,
     DEFAULT_COLLECTIVES,
     buffer_sets,
+    graph_calls,
     heap_bytes,
     measure_all,
     parse,
@@ -52,9 +53,9 @@ def worlds(monkeypatch):
 def run_one_launch(path, *arguments, world=4, device=None):
     arguments = (*SMALL, "--json", str(path), "--batch", "2", *arguments)
     info = RankInfo(0, world, HashStore(), "one-launch")
-    run = Run(BENCH, parse(arguments), info)
+    run = Run(BENCH, parse(arguments), info, arguments)
     measure_all(run, device or StandInGpu())
-    return run.finish(arguments), read(path)
+    return run.finish(), read(path)
 
 
 @pytest.mark.parametrize("tensors", ["plain", "heap"])
@@ -105,6 +106,24 @@ def test_graphs_and_buffer_sets_are_recorded(worlds, tmp_path):
     assert {(row.graph_calls, row.buffer_sets, row.batch) for row in report.rows} == {(8, 8, 8)}
     # Per turn, the inputs of four ranks in eight sets; three rounds, two sizes, two systems.
     assert device.refreshed == 4 * 8 * 3 * 2 * 2
+
+
+def test_one_launch_is_timed_in_graphs_unless_it_is_told_otherwise(worlds, tmp_path):
+    """The host's part of a launch grows with the ranks that it carries."""
+    for words, of_a_graph in (((), {20}), (("--no-graph",), {0})):
+        device, how = StandInGpu(), ("--peers", "torch,copy", *words)
+        _, report = run_one_launch(tmp_path / "r.json", "all_gather", *how, device=device)
+        assert {row.graph_calls for row in report.rows if row.rounds} == of_a_graph
+        assert set(device.captured) == of_a_graph - {0}
+
+
+@pytest.mark.parametrize(
+    ("requested_bytes", "world", "calls"), [(1 << 20, 2, 20), (64 << 20, 8, 7), (256 << 20, 8, 2)]
+)
+def test_a_graph_of_large_tensors_has_fewer_calls(requested_bytes, world, calls):
+    case = make_case("reduce_scatter", world=world, requested_bytes=requested_bytes)
+    assert graph_calls(case, parse(["--device", "cuda", "--graph"])) == calls
+    assert graph_calls(case, parse(["--device", "cuda"])) == 0
 
 
 def test_what_one_launch_does_not_carry_is_said(worlds, tmp_path):

@@ -48,7 +48,7 @@ def test_defaults():
     assert sizes_bytes(options)[0] == 4 << 10
     assert sizes_bytes(options)[-1] == 256 << 20
     assert options.placement == "both"
-    assert (options.device, options.graph_calls) == ("cpu", 0)
+    assert (options.device, options.graph) == ("cpu", None)
     assert options.check and options.tensors == "plain"
 
 
@@ -72,8 +72,9 @@ def test_the_subject_is_not_its_own_peer():
 def test_a_gpu_has_peers_of_its_own():
     options = parse(["--device", "cuda"])
     assert options.systems == ("ringcomm", "nccl", "torch", "copy")
-    assert (options.mode, options.graph_calls) == ("auto", 0)
-    assert parse(["--device", "cuda", "--graph"]).graph_calls == 20
+    assert (options.mode, options.graph, options.graph_calls) == ("auto", None, 20)
+    assert parse(["--device", "cuda", "--graph"]).graph
+    assert not parse(["--device", "cuda", "--no-graph"]).graph
 
 
 def test_algorithms_of_ringcomm_are_systems_of_their_own():

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm.bench import run, training, training_deepspeed
+from ringcomm.bench import run, training, training_deepspeed, training_systems
+from ringcomm.bench.launch import RankInfo
 from ringcomm.bench.report import read
+from ringcomm.bench.timing import Device
+from ringcomm.bench.training import GRAPH, HOST
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
     DDP,
     DDP_HERE,
+    DDP_NCCL,
     FSDP2,
     FSDP2_HERE,
+    FSDP2_NCCL,
     HSDP,
     HSDP_HERE,
     OPTIMIZERS,
     QUANTIZED_OVER_NODES,
     STAGE_TWINS,
     STAGES,
+    TORCH_ALONE,
     UNCOMPRESSED_OVER_NODES,
+    Batches,
+    GpuShape,
+    GraphedModel,
     Masters,
+    ResidentBatches,
     Shape,
     twins,
 )
+from ringcomm.examples.corpus import read_corpus
 from tests.bench.programs import run_program
 from tests.support import lab
 
@@ -167,6 +179,118 @@ def test_the_command_over_nodes(tmp_path):
     compared = {row.system for row in timed if row.wrong is not None}
     assert compared == twins(2, 2).keys() & set(systems) and report.wrong == 0
     assert all(row.ratio and row.rounds == 2 and row.nodes == row.ranks == 2 for row in timed)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+ON_CUDA = (*TINY, "--device", "cuda", "-n", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (ON_CUDA, "a process trains one --system: stage-0, stage-1"),
+        ((*ON_CUDA, "--system", "ddp-on-nccl", "-n", "2"), "NCCL takes a GPU per rank"),
+        ((*ON_CUDA, "--system", "fsdp2-on-nccl", "--graph"), "fsdp2 on nccl is not captured"),
+        ((*TINY, "--system", "stage-2"), "--system and --graph need --device cuda"),
+        ((*TINY, "--graph"), "--system and --graph need --device cuda"),
+        ((*ON_CUDA, "--system", "stage-4"), "invalid choice: 'stage 4'"),
+    ],
+)
+def test_what_a_process_cannot_train_is_refused(words, why, capsys):
+    with pytest.raises(SystemExit):
+        training.BENCH.parse(words)
+    assert why in capsys.readouterr().err
+
+
+@pytest.fixture
+def on_cpu(tmp_path):
+    """Runs one rank's part of a measurement on a GPU, on the CPU; gives the rows."""
+
+    def run_it(*words):
+        words = (*ON_CUDA, "--batches", "1,8", "2,4", *words)
+        asked = training.BENCH.parse(words)
+        part = run.Run(training.BENCH, asked, RankInfo(0, 1, dist.HashStore()), words)
+        with ringcomm.local_world(1) as world:
+            for shape in training.shapes_of(asked):
+                training.measure_on_gpu(part, shape, world[0], Device())
+        return part.rows
+
+    return run_it
+
+
+def test_a_step_its_host_and_its_graph_have_rows_of_their_own(on_cpu, monkeypatch):
+    """A graph captures a sharded module while no other one lives; two would have to agree."""
+    alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    seen = []
+
+    class Eager(training_systems.TrainedModel):
+        def __init__(self, build, batches):
+            super().__init__(build, batches)
+            alive.add(self.module)
+
+    class Graphed:
+        loss = 2.5
+
+        def __init__(self, build, batches, device):
+            seen.append(len(alive))
+
+        def __call__(self):
+            """The time is of no matter here."""
+
+        end = __call__
+
+    monkeypatch.setattr(training, "TrainedModel", Eager)
+    monkeypatch.setattr(training, "GraphedModel", Graphed)
+    rows = on_cpu("--system", "stage-3", "--graph")
+    names = [TORCH_ALONE, STAGES[3]]
+    kinds = [name + kind for kind in ("", HOST, GRAPH) for name in names]
+    assert [row.system for row in rows] == kinds * 2
+    assert [row.placement for row in rows[::6]] == [
+        "32x2, 1x8 bytes a rank",
+        "32x2, 2x4 bytes a rank",
+    ]
+    assert all(row.time_us and row.rounds == 2 and row.ranks == 1 for row in rows)
+    assert [row.ratio for row in rows[::2]] == [1.0] * 6
+    assert seen == [0] * 4
+    eager, graph = rows[1].note, rows[5].note
+    assert eager.startswith("loss ") and " MB a rank" in eager and graph == "loss 2.500"
+
+
+def test_torchs_wrappers_are_trained_beside_torch_alone(on_cpu, tmp_path, monkeypatch):
+    """On Gloo here; with one rank they have torch's own losses."""
+    monkeypatch.setattr(training_systems, "NCCL_BACKEND", "gloo")
+    store = dist.FileStore(str(tmp_path / "torchs"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for system in (DDP_NCCL, FSDP2_NCCL):
+            alone, ours = on_cpu("--system", system.replace(" ", "-"))[:2]
+            assert (alone.system, ours.system) == (TORCH_ALONE, system)
+            assert ours.note.partition(";")[0] == alone.note.partition(";")[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_graphed_model_takes_the_steps_of_an_eager_one():
+    """A device that replays by calling: what is read and written by each step is the same."""
+    shape = GpuShape(32, 2, 2, 1, 8)
+    batches = ResidentBatches(Batches(shape, read_corpus(None, 8), 0, 1, torch.device("cpu")))
+
+    def build():
+        model = shape.model()
+        return model, OPTIMIZERS["adamw"].torchs(model)
+
+    graphed = GraphedModel(build, batches, Device())
+    for _ in range(3):
+        graphed()
+    eager, optimizer = build()
+    for turn in range(7):  # three before the capture, and one behind it
+        tokens, targets = batches.of(turn)
+        loss = eager(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert graphed.loss == loss.item()
 
 
 @pytest.mark.parametrize("option", ["--busy", "--ranks"])

@@ -15,14 +15,26 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
+
 import ringcomm
 from ringcomm import cuda
-from ringcomm.bench import device_steps, devices, launch, run, training
+from ringcomm.bench import (
+    device_calls,
+    device_steps,
+    devices,
+    launch,
+    run,
+    training,
+    training_systems,
+)
 from ringcomm.bench.devices import COPY_FACT, CudaDevice, choose
 from ringcomm.bench.timing import Call, Device
 from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
 from tests.gpu.worlds import OrderedWorld
+from tests.support import stub_driver
+from tests.support.emulator.capture import resized_in_graph
 
 FACTS = {
     "gpu": "none: rehearsed on an emulated device",
@@ -52,6 +64,16 @@ class EmulatedGpu(Device):
         return dict(FACTS)
 
 
+class EmulatedTrainer(EmulatedGpu):
+    """Of training, where torch's operations are captured, too."""
+
+    def capture(self, calls: Sequence[Call], count: int) -> Call:
+        runtime = cuda.current()
+        with runtime.capture_on(runtime.make_stream(0)) as graph:
+            Device.capture(self, calls, count)()
+        return graph.replay
+
+
 class EmulatedCuda:
     """In the place of ``torch.cuda``, as far as the optimizer's programs ask it directly."""
 
@@ -75,14 +97,36 @@ def stand_ins() -> Iterator[None]:
             how["options"] = replace(how["options"], kernels="native")
         return OrderedWorld(usual_world(*args, **how))
 
+    usual_step = ringcomm.zero.GraphedStep
+
+    def graphed_step(step: Any, optimizer: Any, **how: Any) -> Any:
+        made = usual_step(step, optimizer, **how)
+        # All tensors look like the host's here; a step reads the rates there.
+        runtime: Any = cuda.current()
+        runtime.host_tensors.extend(group["lr"] for group in optimizer.param_groups)
+        return made
+
+    resize = torch.UntypedStorage.resize_
+
+    def resized_in_order(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        # A GPU's allocator does not reuse memory before the work that uses it; malloc does.
+        if resized_in_graph(storage, size_bytes):
+            return storage
+        device.synchronize()
+        return resize(storage, size_bytes)
+
     emulated = EmulatedCuda()
     stand_ins: list[tuple[Any, str, object]] = [
         (devices, "CudaDevice", EmulatedGpu),
         (devices, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
         (device_steps, "CudaDevice", EmulatedGpu),
         (device_steps, "_cuda", emulated),
-        (training, "CudaDevice", EmulatedGpu),
-        (training, "Device", EmulatedGpu),
+        (device_calls, "CudaDevice", EmulatedGpu),
+        (device_calls, "libraries", lambda: (stub_driver.driver().path,) * 2),
+        (training, "CudaDevice", EmulatedTrainer),
+        (training_systems, "NCCL_BACKEND", "gloo"),
+        (ringcomm.zero, "GraphedStep", graphed_step),
+        (torch.UntypedStorage, "resize_", resized_in_order),
         (run, "run_ranks", run_ranks),
         (ringcomm, "local_world", local_world),
     ]
@@ -100,7 +144,9 @@ def main(arguments: Sequence[str]) -> int:
             stack.enter_context(device.in_use())
         else:
             device.take()
-        stack.enter_context(device.ordered())
+        # FSDP2's tensors have no storage, which the order of streams asks for, and need no order.
+        if "fsdp2-on-nccl" not in arguments:
+            stack.enter_context(device.ordered())
         stack.enter_context(stand_ins())
         return run.main(bench, arguments[1:])
 

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.bench import device_steps, training
-from ringcomm.bench.collectives import parse
+from ringcomm.bench import device_calls, device_steps, training
+from ringcomm.bench.collectives import parse, sizes_bytes
 from ringcomm.bench.report import Row
+from ringcomm.bench.training_systems import DDP_NCCL, FSDP2_NCCL
+from ringcomm.bench.training_systems import STAGES as STAGES_OF_ZERO
 from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
 from tools.gpu_check import benches, stages
@@ -45,6 +47,8 @@ FACTS = {
     "commit": "abc",
     "date": "2031-02-03",
 }
+
+BUILD_AND_TEST = (Stage("build", 90.0, 10.0), Stage("test", 260.0, 40.0))
 
 
 @pytest.fixture
@@ -79,20 +83,20 @@ def test_the_stages_fit_into_ten_minutes():
 def test_stages_keep_their_order_and_share_the_budget():
     chosen = select("test, build", 35.0)
     assert [stage.name for stage in chosen] == ["build", "test"]
-    assert [stage.budget_s for stage in chosen] == [11.0, 24.0]
+    assert [stage.budget_s for stage in chosen] == [15.0, 20.0]
     assert select(",".join(stages.RUN)) == STAGES
     for text in ("", "bench,benches"):
-        with pytest.raises(ValueError, match="expected some of build,test"):
+        with pytest.raises(ValueError, match="expected some of build,calls"):
             select(text)
 
 
 def test_time_left_over_goes_to_the_next_stage_and_overruns_are_paid_back():
     chosen = STAGES[:3]
-    build, test, sanitize = (stage.budget_s for stage in chosen)
-    assert limit_s(chosen, 0, 0.0) == build
-    assert limit_s(chosen, 1, build) == test
-    assert limit_s(chosen, 1, 10.0) == test + build - 10.0
-    assert limit_s(chosen, 2, build + test + 7.0) == sanitize - 7.0
+    first, second, third = (stage.budget_s for stage in chosen)
+    assert limit_s(chosen, 0, 0.0) == first
+    assert limit_s(chosen, 1, first) == second
+    assert limit_s(chosen, 1, 10.0) == second + first - 10.0
+    assert limit_s(chosen, 2, first + second + 7.0) == third - 7.0
     assert limit_s(chosen, 2, 10_000.0) == 1.0
 
 
@@ -114,11 +118,11 @@ def test_a_stage_that_raises_stops_no_other(check, capsys):
         raise RuntimeError("no disk")
 
     run = {"build": broken, "test": lambda check, limit: Result("test", OK, f"{limit:.0f} s")}
-    results = run_stages(STAGES[:2], check, run, time.monotonic() - 20.0)
+    results = run_stages(BUILD_AND_TEST, check, run, time.monotonic() - 20.0)
     assert [(each.name, each.verdict) for each in results] == [("build", FAILED), ("test", OK)]
     assert results[1].detail == "330 s" and "RuntimeError: no disk" in results[0].detail
     # The budget is reduced by the time that has passed before.
-    assert "gpu-check: build, 90 s at most" in capsys.readouterr().out
+    assert "gpu-check: build, 70 s at most" in capsys.readouterr().out
     assert any(line.startswith("build  failed") for line in summary(FACTS, results))
 
 
@@ -180,7 +184,7 @@ def test_a_record_stands_after_each_stage(check):
 
     run = {"build": lambda check, limit: Result("build", OK, "built"), "test": body}
     with pytest.raises(KeyboardInterrupt):
-        run_stages(STAGES[:2], check, run, time.monotonic())
+        run_stages(BUILD_AND_TEST, check, run, time.monotonic())
     for facts in seen:
         assert facts["stage build"] == "ok, 0 s: built"
         assert facts["stage test"] == "partial, 0 s: under way"
@@ -193,7 +197,7 @@ def test_a_record_that_cannot_be_written_ends_nothing(check, capsys):
     """OUT is no folder: the folder of results has the files, and the run its verdict."""
     (check.folder / "out").touch()
     run = {name: lambda check, limit: Result("build", OK, "built") for name in ("build", "test")}
-    results = run_stages(STAGES[:2], check, run, time.monotonic())
+    results = run_stages(BUILD_AND_TEST, check, run, time.monotonic())
     assert [result.verdict for result in results] == [OK, OK]
     assert capsys.readouterr().out.count("the results cannot be written: ") == 2
     assert not check.save(ended=True)
@@ -472,13 +476,19 @@ def arguments_of(one):
 def test_every_measurement_is_a_command_that_the_harness_takes():
     plan = benches.plan((2, 30, 0))
     worlds = set()
+    in_graphs: dict[int, list[int]] = {}
     for one in plan:
         module, arguments = arguments_of(one)
         options = parse(arguments)
         worlds.add(options.ranks)
+        if options.mode == "one-launch":
+            assert options.graph
+            in_graphs[options.ranks] = max(in_graphs.get(options.ranks, []), sizes_bytes(options))
         assert module == "collectives" and options.device == "cuda" and options.tensors == "heap"
         assert one.command[:2] == ["-m", "ringcomm.bench"] and one.limit_s <= 60
     assert worlds == {2, 4, 8}
+    # Ranks that share a launch have no figure with a host's part in it.
+    assert all((sizes[0], sizes[-1]) == (4 << 10, 256 << 20) for sizes in in_graphs.values())
     assert (
         len(plan) == len(benches.plan((2, 29, 9))) + 2 == len({one.name for one in plan}) == 8 - 1
     )
@@ -486,24 +496,36 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
 
 def test_every_measurement_of_the_optimizer_is_a_command_too():
     plan = benches.optimizer_plan()
-    names = ["shard", "step, 2 ranks", "step, 8 ranks", "training, 1 ranks", "training, 2 ranks"]
-    assert [one.name for one in plan] == [*names, "step, 4 ranks"]
+    names = ["shard", "step, 2 ranks", "step, 8 ranks", "step, 4 ranks"]
+    assert [one.name for one in plan] == names
     for one in plan:
         module, arguments = arguments_of(one)
         assert one.limit_s <= 30
-        if module == "training":
-            trained = training.BENCH.parse(arguments)
-            assert (trained.device, one.name) == ("cuda", f"training, {trained.ranks} ranks")
-        else:
-            asked = device_steps.BENCH.parse(arguments)
-            assert (module, asked.dtype, asked.millions) == ("device_steps", "bfloat16", 256)
-            assert asked.what == "shard" or f"{asked.ranks} ranks" in one.name
+        asked = device_steps.BENCH.parse(arguments)
+        assert (module, asked.dtype, asked.millions) == ("device_steps", "bfloat16", 256)
+        assert asked.what == "shard" or f"{asked.ranks} ranks" in one.name
+
+
+def test_each_process_trains_one_system_with_few_and_with_many_tokens():
+    trained = {}
+    for one in benches.training_plan():
+        module, arguments = arguments_of(one)
+        asked = training.BENCH.parse(arguments)
+        assert (module, asked.device, asked.ranks) == ("training", "cuda", 1)
+        assert asked.batches == [(4, 512), (16, 1024)] and one.limit_s <= 40
+        trained[asked.system] = asked.graph
+    assert trained == {**dict.fromkeys(STAGES_OF_ZERO, True), DDP_NCCL: False, FSDP2_NCCL: False}
+
+
+def test_the_driver_comes_before_the_calls_that_use_it():
+    asked = [device_calls.BENCH.parse(arguments_of(one)[1]) for one in benches.calls_plan()]
+    assert [each.what for each in asked] == [["driver"], ["calls"]]
 
 
 HARNESS = """
 import pathlib, shutil, sys
 path = sys.argv[sys.argv.index("--json") + 1]
-if "--graph" not in sys.argv:
+if "32K" not in sys.argv:  # the small run writes nothing
     shutil.copyfile("report.json", path)
 sys.exit({status} if "processes-on-one-gpu" in sys.argv else 0)
 """
@@ -523,7 +545,7 @@ def test_the_bench_stage_goes_on_after_a_run_that_fails(check, monkeypatch):
     a_row = Row("all_gather", 64, 16, "float", "none", -1, 2, "ringcomm", "out", 10.0, wrong=0)
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": [vars(a_row)]}
     (check.folder / "report.json").write_text(json.dumps(report))
-    first, small, *_, shared = benches.plan(())
+    first, _, small, *_, shared = benches.plan(())
     monkeypatch.setattr(benches, "plan", lambda version: [first, shared])
     script.write_text(HARNESS.format(status=1))
     result = stages.bench(check, 60.0)
@@ -544,7 +566,7 @@ def test_the_steps_stage_runs_the_optimizers_program(check):
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": []}
     (check.folder / "report.json").write_text(json.dumps(report))
     result = stages.steps(check, 60.0)
-    assert (result.name, result.verdict, len(result.reports)) == ("steps", OK, 6)
+    assert (result.name, result.verdict, len(result.reports)) == ("steps", OK, 4)
     # A run without time is not begun.
     assert "no time left" in stages.steps(check, 0.5).detail
     script.write_text("import sys; sys.exit('too little memory')")

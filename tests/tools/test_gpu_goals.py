@@ -6,8 +6,8 @@ import pytest
 
 from ringcomm.bench.report import Report, Row, read
 from ringcomm.bench.timing import Timing
-from ringcomm.bench.training import TrainingOutcome, rows_of
-from ringcomm.bench.training_systems import TORCH_ALONE, Shape
+from ringcomm.bench.training import GRAPH, HOST, gpu_rows
+from ringcomm.bench.training_systems import FSDP2_NCCL, TORCH_ALONE, Shape
 from tools.gpu_check.goals import evaluate
 from tools.gpu_check.result_files import ResultFiles
 from tools.gpu_check.runner import FAILED, OK, Result
@@ -63,12 +63,14 @@ SIZE = 64 << 20
 )
 def test_shares_of_the_copy(number, system, collective, ranks, moved_sizes, share, slower):
     just_us = moved_sizes * SIZE / (share * COPY_GBPS * 1e9) * 1e6
+    how = {"ranks": ranks, "graph_calls": 5}
     cells = (
-        row(system, SIZE, just_us * slower, collective, ranks=ranks),
-        row(system, 4 * SIZE, just_us, collective, ranks=ranks),  # far beyond
-        row(system, SIZE // 4, just_us * 100, collective, ranks=ranks),  # too small to count
-        row(system, SIZE, just_us * 9, collective, ranks=ranks, mode="processes-on-one-gpu"),
-        row("ringcomm", SIZE, just_us * 9, collective, ranks=ranks),
+        row(system, SIZE, just_us * slower, collective, **how),
+        row(system, 4 * SIZE, just_us, collective, **how),  # far beyond
+        row(system, SIZE // 4, just_us * 100, collective, **how),  # too small to count
+        row(system, SIZE, just_us * 9, collective, **how, mode="processes-on-one-gpu"),
+        row(system, SIZE, just_us * 9, collective, ranks=ranks),  # with the host's part
+        row("ringcomm", SIZE, just_us * 9, collective, **how),
     )
     found = goal(number, *cells)
     assert answer_of(found) == ("yes" if slower < 1 else "no") and len(found.figures) == 2
@@ -80,9 +82,10 @@ def test_shares_of_the_copy(number, system, collective, ranks, moved_sizes, shar
 @pytest.mark.parametrize(("ratio", "answer"), [(1.01, "yes"), (1.0, "no"), (0.9, "no")])
 def test_ahead_of_torch_means_at_every_size(ratio, answer):
     cells = (
-        row("torch", 1 << 20, 5.0, ratio=ratio),
-        row("torch", 4 << 20, 9.0, "all_gather", ratio=1.5),
-        row("torch", 1 << 19, 5.0, ratio=0.1),
+        row("torch", 1 << 20, 5.0, ratio=ratio, graph_calls=20),
+        row("torch", 4 << 20, 9.0, "all_gather", ratio=1.5, graph_calls=20),
+        row("torch", 1 << 19, 5.0, ratio=0.1, graph_calls=20),
+        row("torch", 1 << 20, 5.0, ratio=0.1),
         row("copy", 1 << 20, 5.0, ratio=0.1),
         row("torch", 1 << 20, 5.0, ratio=0.1, mode="processes-on-one-gpu"),
     )
@@ -115,9 +118,9 @@ def test_nccl_is_compared_where_it_ran_and_otherwise_the_reason_is_given():
 @pytest.mark.parametrize(("ratio", "answer"), [(1.09, "yes"), (1.11, "no")])
 def test_triton_is_held_against_the_cuda_kernels(ratio, answer):
     cells = (
-        row("triton:one_shot", 16 << 20, 9.0, ratio=ratio),
-        row("triton:one_shot", 64 << 20, 9.0, "all_gather", ratio=0.9),
-        row("triton:one_shot", 4 << 20, 9.0, ratio=3.0),
+        row("triton:one_shot", 16 << 20, 9.0, ratio=ratio, graph_calls=20),
+        row("triton:one_shot", 64 << 20, 9.0, "all_gather", ratio=0.9, graph_calls=7),
+        row("triton:one_shot", 4 << 20, 9.0, ratio=3.0, graph_calls=20),
         row("ringcomm:ring", 64 << 20, 9.0, ratio=3.0),
     )
     found = goal(5, *cells)
@@ -172,30 +175,76 @@ def test_one_pass_is_ahead_in_every_world(number, system, least, slower):
     assert found.worst[0] == "adamw_step, 4 ranks, 256 Mi parameters"
 
 
-@pytest.mark.parametrize("slower", [1.03, 1.031])
-def test_sharding_costs_little_over_torch_alone(slower):
-    shape = Shape(64, 2, 4, 1, 16)
-    times = {"stage 0": 2.0, "stage 1": 1.0, "stage 2": slower, "stage 3": 0.9, TORCH_ALONE: 1.0}
-    timings = {name: Timing((1000.0 * time,) * 3, 1) for name, time in times.items()}
-    findings = dict.fromkeys(times, TrainingOutcome(None, 5.0, 4.0, 1 << 20))
-    found = goal(10, *rows_of(shape, 2, timings, findings))
-    assert answer_of(found) == ("yes" if slower == 1.03 else "no") and len(found.figures) == 3
-    assert found.worst == ("stage 2, 2 ranks, 64x2, 1x16 bytes a rank", pytest.approx(slower))
+SHAPE = Shape(64, 2, 4, 1, 16)
+
+
+def training_rows(kind, **times):
+    """The rows of a process for each system, beside torch alone."""
+    found = []
+    for name, time in times.items():
+        pair = {TORCH_ALONE: 1.0, name.replace("_", " "): time}
+        timings = {each: Timing((1000.0 * took,) * 3, 1) for each, took in pair.items()}
+        found += gpu_rows(SHAPE, 1, timings, kind, {})
+    return found
+
+
+@pytest.mark.parametrize("slower", [1.05, 1.051])
+def test_a_step_in_a_graph_costs_little_over_torchs(slower):
+    cells = training_rows(GRAPH, stage_0=2.0, stage_1=1.0, stage_2=slower, stage_3=0.9)
+    cells += training_rows("", stage_1=9.0)  # where torch is bound by its host, too
+    found = goal(10, *cells)
+    assert answer_of(found) == ("yes" if slower == 1.05 else "no") and len(found.figures) == 3
+    assert found.worst == ("stage 2, graph, 1 ranks, 64x2, 1x16 bytes a rank", slower)
+
+
+@pytest.mark.parametrize(("fsdp2", "answer"), [(2.0, "yes"), (1.9, "no")])
+def test_the_hosts_part_of_a_step_is_held_against_fsdp2s(fsdp2, answer):
+    """Stage 3's process and FSDP2's have reports of their own, each beside torch alone."""
+    theirs = report_of(*training_rows(HOST, **{FSDP2_NCCL.replace(" ", "_"): fsdp2}))
+    ours = report_of(*training_rows(HOST, stage_3=1.5, stage_2=0.99, stage_0=4.0))
+    found = evaluate([ours, theirs])[11]
+    assert (answer_of(found), len(found.figures)) == (answer, 2)
+    assert found.worst[1] == pytest.approx(0.5 / (fsdp2 - 1))
+    assert answer_of(evaluate([ours])[11]) == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "ratio", "answer"),
+    [
+        (12, "sync", 1.29, "yes"),
+        (12, "sync", 1.31, "no"),
+        (13, "async + wait", 2.29, "yes"),
+        (13, "async + wait", 2.31, "no"),
+    ],
+)
+def test_the_hosts_part_of_a_call(number, how, ratio, answer):
+    cells = (
+        row("host", 1024, 9.0, "all_reduce", placement=how, ranks=1, ratio=ratio),
+        row("host", 1024, 9.0, "all_reduce", placement="one launch", ranks=2, ratio=9.0),
+        row("host", 1024, 9.0, "barrier", placement=how, ranks=1, ratio=9.0),
+        row("torch add_", 1024, 7.0, "add_", placement="sync", ranks=1),
+    )
+    found = goal(number, *cells)
+    assert (answer_of(found), len(found.figures)) == (answer, 1)
+    assert found.worst[0] == f"all_reduce, 1 ranks, {how}"
 
 
 def test_goals_of_collectives_are_none_of_the_optimizers():
     found = answers([report_of(optimizer_row("torch fused", 0.1), optimizer_row("copy", 0.1))])
-    assert found == ["not measured"] * 6 + ["no"] * 2 + ["not measured"] * 3
+    assert found == ["not measured"] * 6 + ["no"] * 2 + ["not measured"] * 6
 
 
 def test_a_run_without_figures_reaches_nothing():
-    assert answers([]) == ["not measured"] * 11
+    assert answers([]) == ["not measured"] * 14
 
 
 @pytest.fixture
 def result_files(tmp_path):
     reports = [
-        report_of(row("ringcomm:one_shot", SIZE, 250.0), row("torch", SIZE, 400.0, ratio=1.6)),
+        report_of(
+            row("ringcomm:one_shot", SIZE, 250.0, graph_calls=5),
+            row("torch", SIZE, 400.0, ratio=1.6, graph_calls=5),
+        ),
         report_of(row("ringcomm", 4096, 3.0, "all_reduce", graph_calls=20)),
     ]
     results = [

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringcomm.bench import device_steps, training
+from ringcomm.bench import device_calls, device_steps, training
 from ringcomm.bench.collectives import parse
 from ringcomm.bench.report import Report, read
 from tests.bench.programs import run_program
@@ -17,6 +17,7 @@ from tools.gpu_check.goals import evaluate
 
 def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
     runs = [*benches.plan((2, 30, 0)), *benches.optimizer_plan()]
+    runs += [*benches.calls_plan(), *benches.training_plan()]
     for usual in runs:
         small = benches.rehearsed(usual)
         module, *words = small.words.split()
@@ -25,18 +26,22 @@ def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
             options = parse(words)
             assert options.maxbytes == 16 << 10 and options.rounds == 2
             assert options.ranks == parse(usual.words.split()[1:]).ranks
-            assert not (options.graph_calls and "torch" in options.systems)
+            assert not (options.graph and {"torch", "copy"} & {*options.systems})
         elif module == "device_steps":
             asked = device_steps.BENCH.parse(words)
             assert (asked.millions, asked.rounds) == (1, 1)
+        elif module == "device_calls":
+            asked = device_calls.BENCH.parse(words)
+            assert (asked.calls, asked.rounds) == (2, 1)
         else:
-            assert training.BENCH.parse(words).width == 32
+            asked = training.BENCH.parse(words)
+            assert (asked.width, asked.batches) == (32, [(1, 16)])
 
 
 def enlarged(row):
     """The row as if it were a GPU's: without its mark, at the sizes that the goals speak of."""
     larger = replace(row, system=row.system.removesuffix(" (rehearsed)"))
-    if row.graph_calls:
+    if larger.system == "ringcomm" and row.collective == "all_reduce":
         return larger
     return replace(larger, size_bytes=row.size_bytes << 14, count=row.count << 8)
 
@@ -46,7 +51,8 @@ def enlarged(row):
 def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
     results = ROOT / "bench" / "results"
     before = sorted(results.iterdir())
-    words = ("--rehearse", "sample", "--stages", "test,sanitize,bench,steps")
+    stages = ("calls", "bench", "training", "steps", "test", "sanitize")
+    words = ("--rehearse", "sample", "--stages", ",".join(stages))
     environment = {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "0"}
     done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=400)
     assert done.returncode == 0, done.stdout
@@ -56,7 +62,7 @@ def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
     assert all(file.name.startswith("rehearsal-") for file in files[1:])
     report = read(files[2])
     facts = report.provenance
-    for stage in ("test", "sanitize", "bench", "steps"):
+    for stage in stages:
         assert facts[f"stage {stage}"].startswith("ok, ")
     assert facts["ended"] == "yes"
     # Every figure says what it is, by itself and beside the others.
@@ -66,6 +72,9 @@ def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
     assert all(row.note.startswith("rehearsed on an emulated device") for row in report.rows)
     assert not any(judged.figures for judged in evaluate([report]))
     assert "# none: rehearsed on an emulated device" in files[3].read_text()
+    # Graphs of a stage and of torch alone have taken the same steps.
+    notes = [row.note for row in report.rows if row.system.endswith(", graph (rehearsed)")]
+    assert len(notes) == 2 and len({*notes}) == 1 and "loss " in notes[0]
     # The goals would find their rows.
     whole = Report({**facts, "copy GB/s": "1.0"}, [enlarged(row) for row in report.rows])
     assert sum(bool(judged.figures) for judged in evaluate([whole])) > 2

@@ -112,7 +112,7 @@ def summary(facts: Mapping[str, str], results: Sequence[Result]) -> list[str]:
     """Returns the short table that a run ends with."""
     lines = ["", f"gpu-check: {facts['gpu']}, commit {facts['commit']}"]
     lines += [f"{REHEARSAL} {facts[REHEARSAL]}"] if REHEARSAL in facts else []
-    if any(result.name in ("bench", "steps") for result in results):
+    if any(result.reports for result in results):
         lines += goal_lines([report for result in results for report in result.reports])
     rows = [(each.name, each.verdict, f"{each.seconds:.0f} s", each.detail) for each in results]
     return lines + table_lines(rows, right=(False, False, True, False))

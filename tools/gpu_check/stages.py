@@ -253,6 +253,16 @@ def bench(check: CheckRun, limit_s: float) -> Result:
     return _run_benches("bench", benches.plan(version), check, limit_s)
 
 
+def calls(check: CheckRun, limit_s: float) -> Result:
+    """What single calls cost the host, in the same way."""
+    return _run_benches("calls", benches.calls_plan(), check, limit_s)
+
+
+def training(check: CheckRun, limit_s: float) -> Result:
+    """Training steps, in the same way."""
+    return _run_benches("training", benches.training_plan(), check, limit_s)
+
+
 def steps(check: CheckRun, limit_s: float) -> Result:
     """The optimizer's step, in the same way."""
     return _run_benches("steps", benches.optimizer_plan(), check, limit_s)
@@ -306,5 +316,5 @@ def _told(reports: Sequence[Report], notes: Sequence[str]) -> str:
 
 
 RUN: dict[str, Callable[[CheckRun, float], Result]] = {
-    each.__name__: each for each in (build, test, sanitize, bench, steps)
+    each.__name__: each for each in (build, calls, bench, training, steps, test, sanitize)
 }

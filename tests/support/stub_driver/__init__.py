@@ -42,6 +42,8 @@ CALLS = (
     "synchronize",
     "wait",
     "exchange_mode",
+    "set_device",
+    "graph_launch",
 )
 _PROTOTYPES = {
     "cuEventCreate": (c_int, [POINTER(c_void_p), c_int]),
