@@ -1,13 +1,13 @@
 // Keeps the communicators of one process on one device from blocking each other.
 //
 // Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the
-// device together. Launches on one stream follow each other, so only the largest of each stream counts. A
-// launch that does not fit waits, by events on the device, for the oldest launches whose end frees
-// enough blocks. Messages cannot be ordered like this, since a send may wait for a receive that
-// comes after a collective. So from a communicator's first message on, blocks for the messages of
-// all its ranks here are kept beside the collectives, of whatever communicator. If ranks launch the
-// collectives of several communicators in different orders, they run concurrently as far as the
-// device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
+// device together. Launches on one stream follow each other, so only the largest of each stream
+// counts. A launch that does not fit waits, by events on the device, for the oldest launches whose
+// end frees enough blocks. Messages cannot be ordered like this, since a send may wait for a
+// receive that comes after a collective. So from a communicator's first message on, blocks for the
+// messages of all its ranks here are kept beside the collectives, of whatever communicator. If
+// ranks launch the collectives of several communicators in different orders, they run concurrently
+// as far as the device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
 #pragma once
 
 #include <cstdint>
