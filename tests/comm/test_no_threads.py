@@ -297,7 +297,7 @@ def test_what_ctrl_c_kept_from_being_unsharded_is_unsharded_by_who_needs_it(
     with monkeypatch.context() as patch:
         patch.setattr(copier._pool, "submit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            copier.begin(taken)
+            copier.begin([taken])
     copier.end(taken)
     assert bucket.filled
     copier.close()
