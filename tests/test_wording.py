@@ -1,4 +1,4 @@
-"""What many modules have to say is worded in one place: timed-out waits, and ranks that differ."""
+"""Timed-out waits and differences between ranks are worded in one place each."""
 
 import ast
 import re

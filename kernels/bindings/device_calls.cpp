@@ -246,6 +246,12 @@ std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prep
 
 int DevicePlan::launch() {
   auto& calls = nb::cast<DeviceCalls&>(owner_);
+  for (const Planned& each : tensors_) {
+    TensorMemory now;
+    if (!calls.read(each.tensor, &now) || now.ptr != each.memory.ptr ||
+        now.bytes() != each.memory.bytes() || now.dtype != each.memory.dtype)
+      return kNotFast;
+  }
   return calls.make([&] { calls.comm().submit_plan(call_); });
 }
 
@@ -497,19 +503,28 @@ void bind_plans(nb::module_& m, nb::class_<DeviceCalls>& c) {
       "A call that was prepared once, to be launched many times with the same tensors.")
       .def("launch", &DevicePlan::launch,
            "Launches the call on the current stream; returns `NOT_FAST` of a stream that is\n"
-           "capturing, or an unusable communicator: nothing was done.");
+           "capturing, an unusable communicator, or a tensor whose memory is another one now:\n"
+           "nothing was done.");
   c.def(
       "plan",
       [](nb::handle self, const nb::callable& run,
-         nb::object tensors) -> std::shared_ptr<DevicePlan> {
-        std::optional<device::Prepared> call = planned(nb::cast<DeviceCalls&>(self), run);
+         const std::vector<nb::object>& tensors) -> std::shared_ptr<DevicePlan> {
+        auto& calls = nb::cast<DeviceCalls&>(self);
+        std::vector<DevicePlan::Planned> read;
+        for (const nb::object& tensor : tensors) {
+          read.push_back({tensor, {}});
+          if (!calls.read(tensor, &read.back().memory)) return nullptr;
+        }
+        std::optional<device::Prepared> call = planned(calls, run);
         if (!call) return nullptr;
-        return std::make_shared<DevicePlan>(nb::borrow(self), std::move(tensors), *call);
+        return std::make_shared<DevicePlan>(nb::borrow(self), std::move(read), *call);
       },
       nb::arg("run"), nb::arg("tensors"),
-      nb::sig("def plan(self, run: Callable[[Any], int], tensors: object) -> DevicePlan | None"),
+      nb::sig("def plan(self, run: Callable[[Any], int], tensors: Sequence[object]) -> "
+              "DevicePlan | None"),
       "Prepares the call that `run` makes of the native communicator, and keeps its tensors;\n"
-      "None: it is not one launch. The caller holds the turn.");
+      "None: it is not one launch, or a tensor does not take the fast path. The caller holds the\n"
+      "turn.");
 }
 
 void bind_order(nb::class_<DeviceCalls>& c) {

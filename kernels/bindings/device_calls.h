@@ -63,15 +63,22 @@ class DeviceCalls;
 // A call that was prepared once, to be launched many times with the same tensors.
 class DevicePlan {
  public:
-  // owner: the DeviceCalls, and tensors: the call's; this keeps both alive.
-  DevicePlan(nanobind::object owner, nanobind::object tensors, device::Prepared call)
+  struct Planned {
+    nanobind::object tensor;
+    TensorMemory memory;
+  };
+
+  // owner: the DeviceCalls, which this keeps alive, like the tensors.
+  DevicePlan(nanobind::object owner, std::vector<Planned> tensors, device::Prepared call)
       : owner_(std::move(owner)), tensors_(std::move(tensors)), call_(std::move(call)) {}
 
-  // Launches the call on the current stream; `kNotFast` or 0.
+  // Launches the call on the current stream; `kNotFast` or 0. `kNotFast` of a tensor that does not
+  // take the fast path any more, or has other memory than when the call was prepared.
   int launch();
 
  private:
-  nanobind::object owner_, tensors_;
+  nanobind::object owner_;
+  std::vector<Planned> tensors_;
   device::Prepared call_;
 };
 

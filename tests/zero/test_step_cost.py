@@ -1,4 +1,4 @@
-"""What a step of training on a device costs the host, counted on a driver that does nothing.
+"""Bars for the host's cost of a training step on a device, counted on a driver that does nothing.
 
 See ``tests/support/stub_driver/step_cost.py`` for the model and for what is counted. A mutant of
 each saving must not stay within the bars.

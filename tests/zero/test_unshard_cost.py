@@ -1,4 +1,4 @@
-"""What stage 3 costs the host in a step on a device, and what several sharded modules do.
+"""Bars for the host's cost of stage 3 on a device, with one sharded module and with several.
 
 One rank trains a GPT of twelve blocks and tiny width on a driver that does nothing. So gradients
 stay unreduced and parameters what they are, which changes no count. A mutant of each bar must not

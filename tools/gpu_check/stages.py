@@ -254,7 +254,7 @@ def bench(check: CheckRun, limit_s: float) -> Result:
 
 
 def calls(check: CheckRun, limit_s: float) -> Result:
-    """What single calls cost the host, in the same way."""
+    """Measures the host's cost of single calls, in the same way."""
     return _run_benches("calls", benches.calls_plan(), check, limit_s)
 
 

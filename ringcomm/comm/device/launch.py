@@ -24,7 +24,6 @@ from ringcomm.comm.host.arguments import (
     CallChecks,
     NativeOp,
     intercepting_keys,
-    is_contiguous,
 )
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import (
@@ -501,13 +500,12 @@ class DeviceCallEngine(CallEngine):
         return self._work(call.name, call.outputs, side, done)
 
     def planned(self, call: Call) -> Callable[[], int] | None:
-        tensors = (*call.outputs, *call.inputs)
-        if self.joint_launch is not None or not all(map(is_contiguous, tensors)):
+        if self.joint_launch is not None:
             return None
         with self.queue.turn:
             self.begin_turn(call.name)
             try:
-                plan = self.calls.plan(call.run, call)
+                plan = self.calls.plan(call.run, [*call.outputs, *call.inputs])
             except BaseException as error:
                 self.raise_worded(call.name, error)
         return plan.launch if plan is not None else None

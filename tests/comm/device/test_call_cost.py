@@ -168,6 +168,25 @@ def test_a_plan_is_one_launch(runtime: StubRuntime, comm: Communicator) -> None:
     assert frames_of(plan) > SYNC_FRAMES
 
 
+@pytest.mark.parametrize("change", ["memory", "gradient"])
+def test_a_plan_of_a_tensor_that_has_changed_is_checked_again(
+    comm: Communicator, change: str
+) -> None:
+    """It must neither use freed memory nor leave a parameter's version as it was."""
+    tensor = torch.ones(64)
+    plan = comm.plan_all_reduce(tensor)
+    assert plan._again is not None and plan._again() == 0
+    if change == "memory":
+        tensor.data = torch.zeros(64)
+    else:
+        tensor.requires_grad_()
+    assert plan._again() == _native.NOT_FAST
+    version = tensor._version
+    with torch.no_grad():
+        plan()
+    assert tensor._version > version
+
+
 LAUNCH_FRAMES = 4
 
 

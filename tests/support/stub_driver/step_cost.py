@@ -53,7 +53,7 @@ READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs; see the module."""
+    """The counts of one step; see the module."""
 
     frames: int
     ops: int
@@ -191,7 +191,7 @@ def on_stub(runtime: StubRuntime) -> Iterator[Communicator]:
 
 
 def cost_of(runtime: StubRuntime, step: Callable[[], None]) -> Cost:
-    """Returns what a step that repeats costs."""
+    """Returns the counts of a step that repeats."""
     frames, ops, syncs = frames_of(step), ops_of(step), syncs_of(runtime, step)
     step()
     runtime.driver.reset()
