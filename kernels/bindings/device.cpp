@@ -220,7 +220,7 @@ void bind_state(nb::class_<DeviceComm>& c) {
 }  // namespace
 
 int launched(DeviceComm& d) {
-  if (d.is_planning()) return 0;
+  if (d.only_prepares()) return 0;
   if (!d.submit_to()) {
     // A full queue makes the driver wait, for kernels that may wait for other threads' launches.
     const WithoutGil nogil;
@@ -290,9 +290,9 @@ void bind_device(nb::module_& m) {
       "copy_engine_bytes. `find_kernel(unit, name)` gives a loaded CUfunction.");
   bind_state(c);
   bind_calls(c);
-  bind_device_optimizer(m, c);
   bind_device_recorder(m, c);
-  bind_device_calls(m);
+  nb::class_<DeviceCalls> calls = bind_device_calls(m);
+  bind_device_optimizer(m, c, calls);
   bind_device_rows(c);
   bind_device_quantization(c);
   m.def(

@@ -184,66 +184,6 @@ void DeviceCalls::look() {
 
 // ---- calls --------------------------------------------------------------------------------------
 
-template <class Prepare>
-bool DeviceCalls::prepare(void* stream, Prepare prepare) {
-  comm_.set_stream(stream, false);
-  try {
-    prepare();
-  } catch (const std::invalid_argument&) {
-    return false;  // Python says what is wrong, such as a kernel that is not there
-  }
-  return comm_.next();
-}
-
-template <class Prepare>
-int DeviceCalls::make(Prepare prepare_call) {
-  if (shared_ || !is_usable()) return kNotFast;
-  void* const stream = current_stream();
-  take_turn();
-  const std::lock_guard held(*turn, std::adopt_lock);
-  const bool waits = has_last_ && last_ != stream;
-  if ((waits && !names_here(stream)) || captures(stream) || !prepare(stream, prepare_call))
-    return kNotFast;
-  const WithoutGil nogil;
-  try {
-    follow(stream, false);
-    comm_.launch_prepared();
-    return 0;
-  } catch (const DriverError&) {
-    // Nothing was launched. Python makes the call again with the device current, and words what
-    // then fails.
-    comm_.withdraw();
-    return kNotFast;
-  }
-}
-
-template <class Prepare>
-std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prepare_call) {
-  if (shared_ || behind_ == nullptr || !is_usable()) return nullptr;
-  void* const stream = current_stream();
-  take_turn();
-  const std::lock_guard held(*turn, std::adopt_lock);
-  if (captures(stream) || !prepare(side_, prepare_call)) return nullptr;
-  std::shared_ptr<DeviceEvent> end;
-  {
-    const WithoutGil nogil;
-    try {
-      driver_.record(behind_, stream);
-      driver_.wait(side_, behind_);
-      end = take_event();
-      follow(side_, false);
-      comm_.launch_prepared();
-    } catch (const DriverError&) {
-      comm_.withdraw();
-      return nullptr;
-    }
-    driver_.record(end->handle(), side_);
-  }
-  end->ends_with(all_collectives());
-  keep(std::move(tensors), end, stream);
-  return end;
-}
-
 int DevicePlan::launch() {
   auto& calls = nb::cast<DeviceCalls&>(owner_);
   for (const Planned& each : tensors_) {
@@ -362,6 +302,22 @@ Result all_gather(DeviceCalls& calls, nb::handle output, nb::handle input, nb::h
   });
 }
 
+template <class Result, class Then>
+Result broadcast(DeviceCalls& calls, nb::handle tensor, nb::handle source, Result otherwise,
+                 Then then) {
+  TensorMemory t;
+  const int root = rank_of(source, calls.comm().config().world);
+  if (root < 0 || !calls.read(tensor, &t)) return otherwise;
+  return then(nb::make_tuple(tensor),
+              [&, root, t] { calls.comm().broadcast(t.ptr, t.bytes(), t.dtype, root); });
+}
+
+template <class Result, class Then>
+Result barrier(DeviceCalls& calls, Result otherwise, Then then) {
+  if (intercepting_keys() != 0) return otherwise;
+  return then(nb::make_tuple(), [&] { calls.comm().barrier(); });
+}
+
 // What `then` is for a call that is made at once, and for one that is started.
 auto made_by(DeviceCalls& calls) {
   return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
@@ -376,12 +332,21 @@ auto prepared_by(DeviceCalls& calls, void* stream) {
 const std::shared_ptr<DeviceEvent> kNotStarted;
 
 using Ranks = std::vector<DeviceCalls*>;
+using Tensors = std::vector<nb::handle>;
+
+// Makes calls of an output and an input of each rank in one launch, of which `prepare(rank, then)`
+// gives `then` what prepares it.
+template <class Prepare>
+int make_pairs(const Ranks& ranks, const Tensors& outputs, const Tensors& inputs, Prepare prepare) {
+  if (outputs.size() != ranks.size() || inputs.size() != ranks.size()) return kNotFast;
+  return DeviceCalls::make_together(
+      ranks, [&](size_t i, void* stream) { return prepare(i, prepared_by(*ranks[i], stream)); });
+}
 
 void bind_together(nb::module_& m) {
   m.def(
        "all_reduce_together",
-       [](const Ranks& ranks, const std::vector<nb::handle>& tensors, nb::handle op,
-          nb::handle algorithm) {
+       [](const Ranks& ranks, const Tensors& tensors, nb::handle op, nb::handle algorithm) {
          if (tensors.size() != ranks.size()) return kNotFast;
          return DeviceCalls::make_together(ranks, [&](size_t i, void* stream) {
            return all_reduce(*ranks[i], tensors[i], op, algorithm, false,
@@ -394,12 +359,10 @@ void bind_together(nb::module_& m) {
        "current stream. `NOT_FAST`: nothing was done.")
       .def(
           "reduce_scatter_together",
-          [](const Ranks& ranks, const std::vector<nb::handle>& outputs,
-             const std::vector<nb::handle>& inputs, nb::handle op, nb::handle algorithm) {
-            if (outputs.size() != ranks.size() || inputs.size() != ranks.size()) return kNotFast;
-            return DeviceCalls::make_together(ranks, [&](size_t i, void* stream) {
-              return reduce_scatter(*ranks[i], outputs[i], inputs[i], op, algorithm, false,
-                                    prepared_by(*ranks[i], stream));
+          [](const Ranks& ranks, const Tensors& outputs, const Tensors& inputs, nb::handle op,
+             nb::handle algorithm) {
+            return make_pairs(ranks, outputs, inputs, [&](size_t i, auto then) {
+              return reduce_scatter(*ranks[i], outputs[i], inputs[i], op, algorithm, false, then);
             });
           },
           nb::sig("def reduce_scatter_together(ranks: Sequence[DeviceCalls], "
@@ -407,12 +370,10 @@ void bind_together(nb::module_& m) {
                   "algorithm: object, /) -> int"))
       .def(
           "all_gather_together",
-          [](const Ranks& ranks, const std::vector<nb::handle>& outputs,
-             const std::vector<nb::handle>& inputs, nb::handle algorithm) {
-            if (outputs.size() != ranks.size() || inputs.size() != ranks.size()) return kNotFast;
-            return DeviceCalls::make_together(ranks, [&](size_t i, void* stream) {
-              return all_gather(*ranks[i], outputs[i], inputs[i], algorithm, false,
-                                prepared_by(*ranks[i], stream));
+          [](const Ranks& ranks, const Tensors& outputs, const Tensors& inputs,
+             nb::handle algorithm) {
+            return make_pairs(ranks, outputs, inputs, [&](size_t i, auto then) {
+              return all_gather(*ranks[i], outputs[i], inputs[i], algorithm, false, then);
             });
           },
           nb::sig("def all_gather_together(ranks: Sequence[DeviceCalls], "
@@ -447,10 +408,15 @@ void bind_made(nb::class_<DeviceCalls>& c) {
           nb::sig("def all_gather_fast(self, output: object, input: object, "
                   "algorithm: object, /) -> int"),
           any(), any(), any())
-      .def("barrier_fast", [](DeviceCalls& calls) {
-        if (intercepting_keys() != 0) return kNotFast;
-        return calls.make([&] { calls.comm().barrier(); });
-      });
+      .def(
+          "broadcast_fast",
+          [](DeviceCalls& calls, nb::handle tensor, nb::handle source) {
+            return broadcast(calls, tensor, source, kNotFast, made_by(calls));
+          },
+          nb::sig("def broadcast_fast(self, tensor: object, source: object, /) -> int"), any(),
+          any())
+      .def("barrier_fast",
+           [](DeviceCalls& calls) { return barrier(calls, kNotFast, made_by(calls)); });
 }
 
 void bind_started(nb::class_<DeviceCalls>& c) {
@@ -482,19 +448,31 @@ void bind_started(nb::class_<DeviceCalls>& c) {
           },
           nb::sig("def start_all_gather(self, output: object, input: object, algorithm: object, "
                   "/) -> DeviceEvent | None"),
-          any(), any(), any());
+          any(), any(), any())
+      .def(
+          "start_broadcast",
+          [](DeviceCalls& calls, nb::handle tensor, nb::handle source) {
+            return broadcast(calls, tensor, source, kNotStarted, started_by(calls));
+          },
+          nb::sig("def start_broadcast(self, tensor: object, source: object, "
+                  "/) -> DeviceEvent | None"),
+          any(), any())
+      .def(
+          "start_barrier",
+          [](DeviceCalls& calls) { return barrier(calls, kNotStarted, started_by(calls)); },
+          nb::sig("def start_barrier(self) -> DeviceEvent | None"));
 }
 
 // None of a call that is not one launch.
 std::optional<device::Prepared> planned(DeviceCalls& calls, const nb::callable& run) {
-  calls.comm().begin_plan();
   try {
+    const DeviceComm::Preparing preparing(calls.comm());
     run(nb::cast(&calls.comm(), nb::rv_policy::reference));
   } catch (...) {
-    calls.comm().end_plan();
+    calls.comm().take_plan();
     throw;
   }
-  return calls.comm().end_plan();
+  return calls.comm().take_plan();
 }
 
 void bind_plans(nb::module_& m, nb::class_<DeviceCalls>& c) {
@@ -606,7 +584,7 @@ void bind_order(nb::class_<DeviceCalls>& c) {
 
 }  // namespace
 
-void bind_device_calls(nb::module_& m) {
+nb::class_<DeviceCalls> bind_device_calls(nb::module_& m) {
   nb::class_<DeviceEvent>(
       m, "DeviceEvent",
       "A point on a stream behind calls, whose passing is noted in the records of the calls.")
@@ -671,6 +649,7 @@ void bind_device_calls(nb::module_& m) {
   bind_order(c);
   bind_together(m);
   bind_plans(m, c);
+  return c;
 }
 
 }  // namespace ringcomm::host

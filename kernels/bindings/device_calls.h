@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "kernels/bindings/device_recorder.h"
+#include "kernels/bindings/gil.h"
 #include "kernels/bindings/native_comm.h"
 #include "kernels/bindings/tensors.h"
 #include "kernels/cuda/device_comm.h"
@@ -191,6 +192,67 @@ class DeviceCalls {
   std::shared_ptr<DeviceEvent> newest_;  // of those that were kept
 };
 
-void bind_device_calls(nanobind::module_& m);
+nanobind::class_<DeviceCalls> bind_device_calls(nanobind::module_& m);
+
+template <class Prepare>
+bool DeviceCalls::prepare(void* stream, Prepare prepare) {
+  comm_.set_stream(stream, false);
+  try {
+    const device::DeviceComm::Preparing preparing(comm_);
+    prepare();
+  } catch (const std::invalid_argument&) {
+    return false;  // Python says what is wrong, such as a kernel that is not there
+  }
+  return comm_.next();
+}
+
+template <class Prepare>
+int DeviceCalls::make(Prepare prepare_call) {
+  if (shared_ || !is_usable()) return kNotFast;
+  void* const stream = current_stream();
+  take_turn();
+  const std::lock_guard held(*turn, std::adopt_lock);
+  const bool waits = has_last_ && last_ != stream;
+  if ((waits && !names_here(stream)) || captures(stream) || !prepare(stream, prepare_call))
+    return kNotFast;
+  const WithoutGil nogil;
+  try {
+    follow(stream, false);
+    comm_.launch_prepared();
+    return 0;
+  } catch (const device::DriverError&) {
+    // Nothing was launched. Python makes the call again with the device current, and words what
+    // then fails.
+    comm_.withdraw();
+    return kNotFast;
+  }
+}
+
+template <class Prepare>
+std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prepare_call) {
+  if (shared_ || behind_ == nullptr || !is_usable()) return nullptr;
+  void* const stream = current_stream();
+  take_turn();
+  const std::lock_guard held(*turn, std::adopt_lock);
+  if (captures(stream) || !prepare(side_, prepare_call)) return nullptr;
+  std::shared_ptr<DeviceEvent> end;
+  {
+    const WithoutGil nogil;
+    try {
+      driver_.record(behind_, stream);
+      driver_.wait(side_, behind_);
+      end = take_event();
+      follow(side_, false);
+      comm_.launch_prepared();
+    } catch (const device::DriverError&) {
+      comm_.withdraw();
+      return nullptr;
+    }
+    driver_.record(end->handle(), side_);
+  }
+  end->ends_with(all_collectives());
+  keep(std::move(tensors), end, stream);
+  return end;
+}
 
 }  // namespace ringcomm::host

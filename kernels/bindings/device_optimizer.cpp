@@ -1,5 +1,9 @@
 // The optimizer's calls of a DeviceComm, with the names and parameters of the host's Comm where
-// they have one.
+// they have one, and with its DeviceCalls.
+#include <string>
+#include <utility>
+
+#include "kernels/bindings/device_calls.h"
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"
 #include "ringcomm/optimizer/adamw.h"
@@ -16,14 +20,14 @@ using device::DeviceComm;
 // The kernels store parameters by vectors, here and in the peers' buckets.
 DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   if (reinterpret_cast<uintptr_t>(s.params) % kResultAlign != 0)
-    throw nb::value_error("parameters must begin at a multiple of 16 bytes");
+    throw std::invalid_argument("parameters must begin at a multiple of 16 bytes");
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
 // Of a fused step, which has no registers for 8-bit moments.
 DeviceComm::ShardOf fused_shard_of(const AdamWShard& s, uint64_t address) {
   if (s.quantized_state)
-    throw nb::value_error("8-bit moments are updated by adamw_shard, apart from collectives");
+    throw std::invalid_argument("8-bit moments are updated by adamw_shard, apart from collectives");
   return shard_of(s, address);
 }
 
@@ -43,9 +47,73 @@ nb::bytes bytes_of(const T& value) {
 
 constexpr int kSumOp = int(RedOp::kSum);
 
+// Each prepares a call, or makes it if it has no peers.
+void prepare_adamw(DeviceComm& d, uint64_t table) { d.prepare_adamw(table); }
+void adamw_shard(DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad,
+                 int dtype) {
+  d.adamw_shard(shard_of(shard, address), grads_of(grad, dtype, kSumOp, 0));
+}
+void grad_norm(DeviceComm& d, uintptr_t grad, int dtype, uint64_t elems, int kind,
+               uintptr_t words) {
+  d.grad_norm(grads_of(grad, dtype, kSumOp, 0), elems, norm_of(words, kind, 0, false));
+}
+void reduce_scatter_norm(DeviceComm& d, uintptr_t grads, uint64_t bucket_elems, int dtype, int op,
+                         uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm,
+                         int tag) {
+  d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm, tag), bucket_elems,
+                        norm_of(words, kind, out, accumulate));
+}
+void adamw_all_gather(DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad,
+                      int dtype, int algorithm) {
+  d.adamw_all_gather(fused_shard_of(shard, address), grads_of(grad, dtype, kSumOp, algorithm));
+}
+void reduce_scatter_adamw_all_gather(DeviceComm& d, const AdamWShard& shard, uint64_t address,
+                                     uintptr_t grads, int dtype, int op, int algorithm, int tag) {
+  d.reduce_scatter_adamw_all_gather(fused_shard_of(shard, address),
+                                    grads_of(grads, dtype, op, algorithm, tag));
+}
+
+constexpr const char* kGradNorm = "grad: int, dtype: int, elems: int, kind: int, words: int";
+constexpr const char* kReduceScatterNorm =
+    "grads: int, bucket_elems: int, dtype: int, op: int, out: int, accumulate: bool, kind: int, "
+    "words: int, algorithm: int, tag: int";
+
+constexpr const char* kOnePass =
+    "shard: AdamWShard, address: int, grads: int, grad_dtype: int, op: int, algorithm: int, "
+    "tag: int";
+
+// Binds a call of the optimizer: the communicator launches it.
+template <class... Given>
+void bind(nb::class_<DeviceComm>& c, const std::string& name, const std::string& parameters,
+          const char* doc, void (*prepare)(DeviceComm&, Given...)) {
+  const std::string signature = "def " + name + "(self, " + parameters + ", /) -> int";
+  c.def(
+      name.c_str(),
+      [prepare](DeviceComm& d, Given... given) {
+        prepare(d, given...);
+        return launched(d);
+      },
+      nb::sig(signature.c_str()), doc);
+}
+
+// Binds one whose arguments differ from step to step as a fast call. The others have a plan.
+template <class... Given>
+void bind_fast(nb::class_<DeviceCalls>& c, const std::string& name, const std::string& parameters,
+               void (*prepare)(DeviceComm&, Given...)) {
+  const std::string signature = "def " + name + "(self, " + parameters + ", /) -> int";
+  c.def(
+      name.c_str(),
+      [prepare](DeviceCalls& calls, Given... given) {
+        if (intercepting_keys() != 0) return kNotFast;
+        return calls.make([&] { prepare(calls.comm(), given...); });
+      },
+      nb::sig(signature.c_str()));
+}
+
 }  // namespace
 
-void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
+void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c,
+                           nb::class_<DeviceCalls>& calls) {
   m.def(
       "adamw_shard_bytes", [](const AdamWShard& s) { return bytes_of(s); }, nb::arg("shard"),
       "A shard's description, for a copy in device memory.");
@@ -61,64 +129,37 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
       nb::kw_only(), nb::arg("control"), nb::arg("hyper"), nb::arg("group"), nb::arg("active"),
       nb::arg("step"), nb::arg("factors"), nb::arg("params"),
       "Returns the table that `prepare_adamw` takes, for a copy in device memory.");
-  c.def(
-       "prepare_adamw",
-       [](DeviceComm& d, uint64_t table) {
-         d.prepare_adamw(table);
-         return 0;
-       },
-       nb::sig("def prepare_adamw(self, table: int, /) -> int"),
-       "As the host's; `table` is the device's address of `adamw_table_bytes`.")
-      .def(
-          "adamw_shard",
-          [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype) {
-            d.adamw_shard(shard_of(shard, address), grads_of(grad, dtype, kSumOp, 0));
-            return 0;
-          },
-          nb::sig("def adamw_shard(self, shard: AdamWShard, address: int, grad: int, "
-                  "grad_dtype: int, /) -> int"),
-          "As the host's; `address` is the device's of `adamw_shard_bytes`.")
-      .def(
-          "grad_norm",
-          [](DeviceComm& d, uintptr_t grad, int dtype, uint64_t elems, int kind, uintptr_t words) {
-            d.grad_norm(grads_of(grad, dtype, kSumOp, 0), elems, norm_of(words, kind, 0, false));
-            return 0;
-          },
-          nb::sig("def grad_norm(self, grad: int, dtype: int, elems: int, kind: int, "
-                  "words: int, /) -> int"),
-          "Adds to the words, which the caller has zeroed.")
-      .def(
-          "reduce_scatter_norm",
-          [](DeviceComm& d, uintptr_t grads, uint64_t bucket_elems, int dtype, int op,
-             uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm, int tag) {
-            d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm, tag), bucket_elems,
-                                  norm_of(words, kind, out, accumulate));
-            return launched(d);
-          },
-          nb::sig("def reduce_scatter_norm(self, grads: int, bucket_elems: int, dtype: int, "
-                  "op: int, out: int, accumulate: bool, kind: int, words: int, algorithm: int, "
-                  "tag: int, /) -> int"),
-          "As the host's, but adds to the words, which the caller has zeroed.")
-      .def(
-          "adamw_all_gather",
-          [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype,
-             int algorithm) {
-            d.adamw_all_gather(fused_shard_of(shard, address),
-                               grads_of(grad, dtype, kSumOp, algorithm));
-            return launched(d);
-          },
-          nb::sig("def adamw_all_gather(self, shard: AdamWShard, address: int, grad: int, "
-                  "grad_dtype: int, algorithm: int, /) -> int"))
-      .def(
-          "reduce_scatter_adamw_all_gather",
-          [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grads, int dtype,
-             int op, int algorithm, int tag) {
-            d.reduce_scatter_adamw_all_gather(fused_shard_of(shard, address),
-                                              grads_of(grads, dtype, op, algorithm, tag));
-            return launched(d);
-          },
-          nb::sig("def reduce_scatter_adamw_all_gather(self, shard: AdamWShard, address: int, "
-                  "grads: int, grad_dtype: int, op: int, algorithm: int, tag: int, /) -> int"));
+  bind(c, "prepare_adamw", "table: int",
+       "As the host's; `table` is the device's address of `adamw_table_bytes`.", prepare_adamw);
+  bind(c, "adamw_shard", "shard: AdamWShard, address: int, grad: int, grad_dtype: int",
+       "As the host's; `address` is the device's of `adamw_shard_bytes`.", adamw_shard);
+  bind(c, "adamw_all_gather",
+       "shard: AdamWShard, address: int, grad: int, grad_dtype: int, algorithm: int",
+       "As the host's.", adamw_all_gather);
+  bind(c, "grad_norm", kGradNorm, "Adds to the words, which the caller has zeroed.", grad_norm);
+  bind(c, "reduce_scatter_norm", kReduceScatterNorm,
+       "As the host's, but adds to the words, which the caller has zeroed.", reduce_scatter_norm);
+  bind(c, "reduce_scatter_adamw_all_gather", kOnePass, "As the host's.",
+       reduce_scatter_adamw_all_gather);
+  bind_fast(calls, "grad_norm_fast", kGradNorm, grad_norm);
+  bind_fast(calls, "reduce_scatter_norm_fast", kReduceScatterNorm, reduce_scatter_norm);
+  bind_fast(calls, "reduce_scatter_adamw_all_gather_fast", kOnePass,
+            reduce_scatter_adamw_all_gather);
+  calls.def(
+      "start_reduce_scatter_norm",
+      [](DeviceCalls& calls, nb::object tensors, uintptr_t grads, uint64_t bucket_elems, int dtype,
+         int op, uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm,
+         int tag) -> std::shared_ptr<DeviceEvent> {
+        if (intercepting_keys() != 0) return nullptr;
+        return calls.start(std::move(tensors), [&] {
+          reduce_scatter_norm(calls.comm(), grads, bucket_elems, dtype, op, out, accumulate, kind,
+                              words, algorithm, tag);
+        });
+      },
+      nb::sig((std::string("def start_reduce_scatter_norm(self, tensors: object, ") +
+               kReduceScatterNorm + ", /) -> DeviceEvent | None")
+                  .c_str()),
+      "As `start_all_reduce`; `tensors` are kept.");
 }
 
 }  // namespace ringcomm::host

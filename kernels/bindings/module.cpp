@@ -106,6 +106,13 @@ int all_gather_fast(NativeComm& n, nb::handle output, nb::handle input, nb::hand
   });
 }
 
+int broadcast_fast(NativeComm& n, nb::handle tensor, nb::handle source) {
+  TensorMemory t;
+  const int root = rank_of(source, n.comm.view().world);
+  if (root < 0 || !read_memory(tensor, &t)) return kNotFast;
+  return recorded_in_turn(n, [&] { return n.comm.broadcast(t.ptr, t.bytes(), t.dtype, root); });
+}
+
 void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
   nb::class_<CallLock>(m, "CallLock",
                        "Held by whoever runs a call; not reentrant. Ctrl-C ends the wait for it.")
@@ -151,6 +158,9 @@ void bind_fast(nb::class_<NativeComm>& c) {
            nb::sig("def all_gather_fast(self, output: object, input: object, "
                    "algorithm: object, /) -> int"),
            any(), any(), any())
+      .def("broadcast_fast", broadcast_fast,
+           nb::sig("def broadcast_fast(self, tensor: object, source: object, /) -> int"), any(),
+           any())
       .def("barrier_fast", [](NativeComm& n) {
         if (intercepting_keys() != 0) return kNotFast;
         return recorded_in_turn(n, [&] { return n.comm.barrier(); });

@@ -16,6 +16,8 @@ namespace ringcomm::host {
 
 using Addresses = std::vector<uintptr_t>;
 
+class DeviceCalls;
+
 inline char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
 template <class T>
 T* typed(uintptr_t address) {
@@ -68,7 +70,8 @@ void add_constant(nanobind::module_& m, const char* name, const Value& value, co
   m.doc() = nanobind::str("{}\n\n{}: {}").format(m.doc(), name, doc);
 }
 
-void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
+void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c,
+                           nanobind::class_<DeviceCalls>& calls);
 void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_device_rows(nanobind::class_<device::DeviceComm>& c);
 void bind_device_quantization(nanobind::class_<device::DeviceComm>& c);

@@ -237,6 +237,13 @@ int algorithm_code(nb::handle name, Collective collective) {
   return -1;
 }
 
+int rank_of(nb::handle rank, int world) {
+  if (!PyLong_CheckExact(rank.ptr())) return -1;
+  int overflow;
+  const long found = PyLong_AsLongAndOverflow(rank.ptr(), &overflow);
+  return overflow == 0 && found >= 0 && found < world ? int(found) : -1;
+}
+
 void bind_tensors(nb::module_& m) {
   m.def(
       "watch_keys",

@@ -50,6 +50,9 @@ int op_code(nanobind::handle op);
 // collective; negative: none of these.
 int algorithm_code(nanobind::handle name, Collective collective);
 
+// A rank of `world`, as an integer of Python's has it; negative: it is none.
+int rank_of(nanobind::handle rank, int world);
+
 void bind_tensors(nanobind::module_& m);
 
 }  // namespace ringcomm::host

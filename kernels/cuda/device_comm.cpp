@@ -268,8 +268,7 @@ void DeviceComm::withdraw() {
   if (observer_ && !prepared_.alone) observer_->withdraws();
 }
 
-std::optional<Prepared> DeviceComm::end_plan() {
-  is_planning_ = false;
+std::optional<Prepared> DeviceComm::take_plan() {
   const std::deque<Pending> planned = std::exchange(pending_, {});
   if (planned.size() != 1 || planned.front().copy_bytes != 0) return std::nullopt;
   return planned.front().launch;

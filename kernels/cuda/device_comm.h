@@ -178,11 +178,20 @@ class DeviceComm {
   void sum_rows(RowsArgs rows, DType dtype);
   void scale_rows(RowsArgs rows, DType dtype);
 
-  // From here to end_plan() calls are prepared and not made. end_plan() returns the launch of the
-  // one call that was prepared; none if the call has several, or copies.
-  void begin_plan() { is_planning_ = true; }
-  std::optional<Prepared> end_plan();
-  bool is_planning() const { return is_planning_; }
+  // While it lives calls are prepared and not made, those without peers among them.
+  class Preparing {
+   public:
+    explicit Preparing(DeviceComm& comm) : comm_(comm) { comm_.only_prepares_ = true; }
+    ~Preparing() { comm_.only_prepares_ = false; }
+    Preparing(const Preparing&) = delete;
+    Preparing& operator=(const Preparing&) = delete;
+
+   private:
+    DeviceComm& comm_;
+  };
+  bool only_prepares() const { return only_prepares_; }
+  // Takes back the launch of the one call that was prepared; none if it has several, or copies.
+  std::optional<Prepared> take_plan();
   // Prepares a planned launch again.
   void submit_plan(Prepared plan);
 
@@ -248,7 +257,7 @@ class DeviceComm {
   uint64_t owner_ = 0;
   std::deque<Pending> pending_;
   Prepared prepared_{};
-  bool is_prepared_ = false, is_planning_ = false;
+  bool is_prepared_ = false, only_prepares_ = false;
 };
 
 }  // namespace device

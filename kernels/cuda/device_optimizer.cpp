@@ -20,7 +20,7 @@ std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(
 void DeviceComm::launch_alone(void* function, uint64_t elems, const CallArgs& args) {
   const uint64_t blocks =
       std::clamp<uint64_t>((elems + kElemsPerBlock - 1) / kElemsPerBlock, 1, kMostBlocks);
-  if (is_planning_) {
+  if (only_prepares_) {
     Prepared p{function, unsigned(blocks), args, {}, {}};
     p.alone = true;
     return submit(std::move(p));

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import device_engine_of
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, DTYPE_NAMES, OP_CODES, CallChecks
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, Work
@@ -179,13 +179,6 @@ class Backend(ABC):
         """Called after a step has come to all buckets."""
         return
 
-    def together(self) -> AbstractContextManager[None]:
-        """Lets the calls of a step that are made inside begin at the end of the context.
-
-        The caller makes no other calls of the communicator inside, and keeps all gradients.
-        """
-        return nullcontext()
-
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
         """Updates the chunk that this rank keeps state for, without any other rank.
 
@@ -285,10 +278,6 @@ class StagePlan(ABC):
         """Called after a step has updated all buckets."""
         self.backend.end()
 
-    def together(self) -> AbstractContextManager[None]:
-        """Does :meth:`Backend.together` around a step, if its updates are the backend's alone."""
-        return nullcontext()
-
     @abstractmethod
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         """Reduces a bucket's gradients to shards, and sums this rank's chunk for the norm.
@@ -345,10 +334,6 @@ class OwnPlan(StagePlan):
         self._rounded = rounded
         # By bucket number, the reduced gradients that lie in no shard of a bucket.
         self._apart: dict[int, Tensor] = {}
-
-    def together(self) -> AbstractContextManager[None]:
-        # Rounded gradients take turns in memory.
-        return nullcontext() if self._rounded is not None else self.backend.together()
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         self._apart.pop(bucket.number, None)
@@ -523,6 +508,20 @@ class _Shard:
     copy: Tensor
 
 
+class _Repeated(NamedTuple):
+    """A call that is the same in each step.
+
+    Attributes:
+        call: the call.
+        again: makes it as it was prepared, as of :meth:`CallEngine.planned`.
+        grad: address and dtype of the gradient that it reads.
+    """
+
+    call: Call
+    again: Callable[[], int] | None
+    grad: tuple[int, torch.dtype] | None = None
+
+
 class DeviceBackend(Backend):
     """The native kernels on a device.
 
@@ -550,17 +549,15 @@ class DeviceBackend(Backend):
         alone, reducer = comm.world_size == 1, DeviceReducer(comm, options)
         sharers = sharers_of(comm, options.state)
         super().__init__(alone, reducer, options, sharers, fused=not quantized_state)
-        self._comm = comm
+        self._engine = device_engine_of(comm.engine)
+        self._device = comm.device
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
         self._shards: dict[tuple[int, int], _Shard] = {}
-        # By name, bucket and piece, a call that repeats from step to step, with address and dtype
-        # of its gradient.
-        self._updates: dict[tuple[str, int, int], tuple[Call, tuple[int, torch.dtype]]] = {}
-        # In together(), the calls to be made, and gradients to be kept until then.
-        self._waiting: list[tuple[Call, Tensor | None]] | None = None
+        # By name, bucket and piece.
+        self._updates: dict[tuple[str, int, int], _Repeated] = {}
         self._table = self._on_device(
             _native.adamw_table_bytes(
                 control=table.control.data_ptr(),
@@ -572,32 +569,25 @@ class DeviceBackend(Backend):
                 params=table.step.numel(),
             )
         )
-        run = methodcaller("prepare_adamw", self._table.data_ptr())
-        self._prepare = Call("adamw_prepare", run, [])
+        self._prepare: _Repeated | None = None
 
     def _on_device(self, data: bytes) -> Tensor:
-        return torch.tensor(list(data), dtype=torch.uint8, device=self._comm.device)
+        return torch.tensor(list(data), dtype=torch.uint8, device=self._device)
 
     def forget(self) -> None:
         self._shards.clear()
         self._updates.clear()
 
     def begin(self, table: StepTable) -> None:
-        self._start(self._prepare)
+        known = self._prepare
+        if known is None:
+            run = methodcaller("prepare_adamw", self._table.data_ptr())
+            known = self._prepare = self._repeated(Call("adamw_prepare", run, []))
+        if known.again is None or known.again() != 0:
+            self._engine.start_call(known.call)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        if not self.fused:
-            yield
-            return
-        waiting: list[tuple[Call, Tensor | None]] = []
-        self._waiting = waiting
-        try:
-            yield
-        finally:
-            # After an error, too: other ranks may have made their part of these calls.
-            self._waiting = None
-            self._comm.engine.start_calls([call for call, _ in waiting])
+    def _repeated(self, call: Call, grad: tuple[int, torch.dtype] | None = None) -> _Repeated:
+        return _Repeated(call, self._engine.planned(call), grad)
 
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
         self._start_update("adamw_shard", bucket, grad)
@@ -608,27 +598,22 @@ class DeviceBackend(Backend):
     def _start_update(self, name: str, bucket: Bucket, grad: Tensor, *more: int) -> None:
         key, of = (name, bucket.number, bucket.chunk.begin), (grad.data_ptr(), grad.dtype)
         known = self._updates.get(key)
-        if known is None or known[1] != of:
+        if known is None or known.grad != of:
             shard = self._shard(bucket)
             native = shard.native, shard.copy.data_ptr(), of[0], DTYPE_CODES[of[1]]
             call = Call(name, methodcaller(name, *native, *more), [])
-            known = self._updates[key] = call, of
-        if self._waiting is None:
-            self._comm.engine.start_calls((known[0],))
-        else:
-            self._waiting.append((known[0], grad))
+            known = self._updates[key] = self._repeated(call, of)
+        if known.again is None or known.again() != 0:
+            self._engine.start_call(known.call)
 
     def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        name, shard = "reduce_scatter_adamw_all_gather", self._shard(bucket)
+        name, key = "reduce_scatter_adamw_all_gather", (bucket.number, bucket.chunk.begin)
+        shard = self._shards.get(key) or self._shard(bucket)
         native = shard.native, shard.copy.data_ptr(), grads.data_ptr(), DTYPE_CODES[grads.dtype]
-        run = methodcaller(name, *native, self._op, self._algorithm, bucket.tag())
-        self._start(Call(name, run, []), grads)
-
-    def _start(self, call: Call, grad: Tensor | None = None) -> None:
-        if self._waiting is None:
-            self._comm.engine.start_calls((call,))
-        else:
-            self._waiting.append((call, grad))
+        arguments = (*native, self._op, self._algorithm, bucket.tag())
+        engine = self._engine
+        if engine.fast.reduce_scatter_adamw_all_gather_fast(*arguments) != 0:
+            engine.start_call(Call(name, methodcaller(name, *arguments), []))
 
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.key)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import device_comm_of
+from ringcomm.comm.device.launch import device_engine_of
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, Work
@@ -43,6 +43,7 @@ from ringcomm.optim.options import Compression
 from ringcomm.process import until_exit
 
 Tensor = torch.Tensor
+_increment_version = torch._C._increment_version
 
 
 def label(index: int, spec: ParamSpec) -> str:
@@ -667,21 +668,20 @@ class DeviceReducer(HostReducer):
 
     def __init__(self, comm: Communicator, options: ReduceOptions) -> None:
         super().__init__(comm, options)
-        self._device_comm = comm
+        self._engine = device_engine_of(comm.engine)
 
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
         words.zero_()
-
-        def run(core: Core) -> int:
-            return device_comm_of(core).grad_norm(
-                grads.data_ptr(),
-                DTYPE_CODES[grads.dtype],
-                grads.numel(),
-                kind_code(kind),
-                words.data_ptr(),
-            )
-
-        self._device_comm.engine.start_call(Call("grad_norm", run, []))
+        engine = self._engine
+        arguments = (
+            grads.data_ptr(),
+            DTYPE_CODES[grads.dtype],
+            grads.numel(),
+            kind_code(kind),
+            words.data_ptr(),
+        )
+        if engine.fast.grad_norm_fast(*arguments) != 0:
+            engine.start_call(Call("grad_norm", methodcaller("grad_norm", *arguments), []))
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         # The blocks add to words, whether or not anyone asks for them.
@@ -690,8 +690,7 @@ class DeviceReducer(HostReducer):
             words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
         if into.words is None or not into.zeroed:
             words.zero_()
-        run = methodcaller(
-            "reduce_scatter_norm",
+        arguments = (
             grads.data_ptr(),
             grads.numel(),
             DTYPE_CODES[grads.dtype],
@@ -703,11 +702,18 @@ class DeviceReducer(HostReducer):
             self._algorithm,
             into.tag,
         )
-        call = Call("reduce_scatter_norm", run, [into.out, words])
+        name, engine, outputs = "reduce_scatter_norm", self._engine, [into.out, words]
         if async_op:
-            return self._device_comm.engine.start_call(call, async_op=True)
-        self._device_comm.engine.start_calls((call,))
-        return None
+            starts = engine.starts
+            event = (
+                None if starts is None else starts.start_reduce_scatter_norm(outputs, *arguments)
+            )
+            if event is not None:
+                return engine.started(name, outputs, event)
+        elif engine.fast.reduce_scatter_norm_fast(*arguments) == 0:
+            _increment_version(outputs)
+            return None
+        return engine.start_call(Call(name, methodcaller(name, *arguments), outputs), async_op)
 
 
 def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:

@@ -528,11 +528,10 @@ class ShardedStep(PreparedStep):
         self._report()
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
-        with self.plan.together():
-            self.plan.begin(self.table)
-            self.offload.begin_step(self._find_active)
-            for bucket in self.buckets:
-                update(bucket)
+        self.plan.begin(self.table)
+        self.offload.begin_step(self._find_active)
+        for bucket in self.buckets:
+            update(bucket)
         self.plan.end()
         self.offload.end_step()
 

@@ -230,6 +230,7 @@ LIMITED_API = {
     "PyGILState_Release",
     "PyGILState_STATE",
     "PyLong_AsLong",
+    "PyLong_AsLongAndOverflow",
     "PyLong_AsVoidPtr",
     "PyLong_FromLong",
     "PyObject_CallMethodObjArgs",

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ringcomm import cuda, zero
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.memory import device_heap
-from ringcomm.optim.backends import Backend, DeviceBackend, StepTable
+from ringcomm.optim.backends import StepTable
 from ringcomm.optim.gradients import Into
 from ringcomm.optim.rules import as_json
 from ringcomm.optim.step import ShardedStep
@@ -89,9 +90,9 @@ def reduce_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShardedStep, "two_passes", True)
 
 
-def start_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Each update is a call by itself."""
-    patch.setattr(DeviceBackend, "together", Backend.together)
+def prepare_anew(patch: pytest.MonkeyPatch) -> None:
+    """No update has a plan."""
+    patch.setattr(DeviceCallEngine, "planned", lambda engine, call: None)
 
 
 def read_what_steps(patch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
         (move_one_by_one, 2, {"frames", "ops"}),
         (write_control_anew, 1, {"ops"}),
         (reduce_first, 1, {"frames", "ops", "launches"}),
-        (start_one_by_one, 1, {"frames"}),
+        (prepare_anew, 1, {"frames"}),
         (zero_each_buckets_words, 2, {"ops"}),
         (read_what_steps, 1, {"syncs"}),
         (wait_for_the_device, 2, {"syncs"}),

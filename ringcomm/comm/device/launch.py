@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -23,7 +24,6 @@ from ringcomm.comm.host.arguments import (
     DEVICE_ALGORITHMS,
     CallChecks,
     NativeOp,
-    intercepting_keys,
 )
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import (
@@ -80,6 +80,7 @@ __all__ = [
     "DeviceWork",
     "OwnStreams",
     "device_comm_of",
+    "device_engine_of",
 ]
 
 
@@ -133,14 +134,12 @@ class OwnStreams:
             self._thread = runtime.make_stream(device)
         return StreamContext(self._device_ref, self._thread)
 
-    def side_behind_current(self) -> tuple[Stream, Event]:
-        """Returns the side stream, behind the current one, and an event at its end."""
+    def side_behind_current(self) -> Stream:
+        """Returns the side stream, behind the current one; the device is current."""
         runtime, device = self._device_ref
-        with runtime.on_device(device):
-            side = self.side
-            behind = runtime.record_event(device, runtime.current_stream(device))
-            runtime.wait_event(device, side.handle, behind)
-            return side, runtime.record_event(device, side.handle)
+        behind = runtime.record_event(device, runtime.current_stream(device))
+        runtime.wait_event(device, self.side.handle, behind)
+        return self.side
 
 
 _increment_version = torch._C._increment_version
@@ -303,6 +302,12 @@ class LaunchedWork(DeviceWork):
         work.calls = self.calls
         return work
 
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        # What most calls do is one native call.
+        if timeout is None and not self._holds and self.calls.join(self._done):
+            return True
+        return super().wait(timeout)
+
     def _join(self) -> None:
         if not self.calls.join(self._done):
             self._check()
@@ -362,6 +367,9 @@ class DeviceCallEngine(CallEngine):
     ``async_op`` they run on a stream of the communicator's own.
     """
 
+    fast: _native.DeviceCalls
+    starts: _native.DeviceCalls | None
+
     def __init__(
         self,
         core: DeviceCore,
@@ -381,7 +389,8 @@ class DeviceCallEngine(CallEngine):
         self.order = order
         self.joint_launch = joint_launch
         self._submission = _submitting(weakref.ref(self))
-        self._takes_over = False
+        if joint_launch is not None:
+            core.native.set_submit(self._submission)
         # Calls whose tensors must live while a graph is captured.
         self._captured: list[tuple[Call, int]] = []
         # Set when closing: whether the communicator was unusable before, so that an earlier error
@@ -389,6 +398,7 @@ class DeviceCallEngine(CallEngine):
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
         self.streams = OwnStreams(self.device_ref)
+        self._side_ref: tuple[DeviceRuntime, int, Stream]
         self.calls.set_shared(joint_launch is not None)
         # This rank's prepared call, while one thread prepares the calls of all ranks.
         self._collecting = False
@@ -452,24 +462,6 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_ref
         return runtime.is_capturing(device)
 
-    def start_calls(self, calls: Sequence[Call]) -> None:
-        """Launches calls one behind the other in one turn; they have no tensors to admit."""
-        if not calls:
-            return
-        if intercepting_keys():
-            self.admit(calls[0].name, [])
-        if self.joint_launch is not None:
-            self._check_capture(calls[0].name)
-        runtime, device = self.device_ref
-        native = self.device_core.native
-        with self.queue.turn, runtime.on_device(device):
-            stream = runtime.current_stream(device)
-            for call in calls:
-                if self.refuse is not None or native.raised:
-                    self.check_usable(call.name)
-                self._name = call.name
-                self._run(call, stream)
-
     def _check_capture(self, name: str) -> None:
         runtime, device = self.device_ref
         if runtime.is_capturing(device):
@@ -489,15 +481,21 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_ref
         with self.queue.turn, runtime.on_device(device):
             self.begin_turn(call.name)
-            side = self.streams.side
-            self.calls.set_side(side.handle)
+            side = self._take_side()
             current = runtime.current_stream(device)
             runtime.wait_event(device, side.handle, runtime.record_event(device, current))
             with runtime.on_stream(side):
                 self._run(call, side.handle)
             done = self.calls.mark(side.handle)
             self.keep(call, done, (side.handle, current))
-        return self._work(call.name, call.outputs, side, done)
+        return self.started(call.name, call.outputs, done, [])
+
+    def _take_side(self) -> Stream:
+        """Returns the side stream, which the native end knows from here on."""
+        side = self.streams.side
+        self.calls.set_side(side.handle)
+        self._side_ref = (*self.device_ref, side)
+        return side
 
     def planned(self, call: Call) -> Callable[[], int] | None:
         if self.joint_launch is not None:
@@ -510,16 +508,16 @@ class DeviceCallEngine(CallEngine):
                 self.raise_worded(call.name, error)
         return plan.launch if plan is not None else None
 
-    def started(self, name: str, outputs: Outputs, event: _native.DeviceEvent) -> LaunchedWork:
-        """Returns the Work of a call that the native end has started."""
-        _increment_version(outputs)
-        return self._work(name, outputs, self.streams.side, event)
-
-    def _work(
-        self, name: str, outputs: Outputs, side: Stream, done: _native.DeviceEvent
+    def started(
+        self,
+        name: str,
+        outputs: Outputs,
+        event: _native.DeviceEvent,
+        written: Outputs | None = None,
     ) -> LaunchedWork:
-        stream_ref = (*self.device_ref, side)
-        work = LaunchedWork(name, outputs, stream_ref, done, lambda: self.check_work(name))
+        _increment_version(outputs if written is None else written)
+        check = partial(self.check_work, name)
+        work = LaunchedWork(name, outputs, self._side_ref, event, check)
         work.calls = self.calls
         return work
 
@@ -552,29 +550,22 @@ class DeviceCallEngine(CallEngine):
         except RuntimeError as error:
             raise RingcommError(f"{where(call.name, *self.rank_of)}: {error}") from error
         native.stream = stream
-        if self._takes_over != (self.joint_launch is not None or self._collecting):
-            self.take_over()
         try:
             call.run(native)
         except BaseException as error:
             self.raise_worded(call.name, error)
         increment_version(call.written)
 
-    def take_over(self) -> None:
-        """Has launches pass :meth:`_submit` if other ranks take part in them."""
-        shared = self.joint_launch is not None or self._collecting
-        if shared != self._takes_over:
-            self._takes_over = shared
-            self.device_core.native.set_submit(self._submission if shared else None)
-
     def prepare(self, call: Call, stream: int) -> Prepared:
         """Returns the launch that :meth:`_run` would make; the caller holds the turn."""
         self._collecting = True
+        self.device_core.native.set_submit(self._submission)
         try:
             self._run(call, stream)
         finally:
             self._collecting = False
-            self.take_over()
+            if self.joint_launch is None:
+                self.device_core.native.set_submit(None)
         prepared, self._collected = self._collected, None
         assert prepared is not None
         return prepared
@@ -684,9 +675,9 @@ class DeviceCallEngine(CallEngine):
         outputs = fn() if timeout is None else within(self.owner, milliseconds_of(timeout), fn)
         runtime, device = self.device_ref
         with runtime.on_device(device):
-            side, _ = self.streams.side_behind_current()
-            done = self.calls.mark(side.handle)
-        return self._work(opname, outputs, side, done)
+            self._take_side()
+            done = self.calls.mark(self.streams.side_behind_current().handle)
+        return self.started(opname, outputs, done, [])
 
     def finish_host_side(self) -> None:
         """Blocks until the results of earlier calls can be read on the host."""
@@ -892,3 +883,7 @@ class DeviceCallEngine(CallEngine):
         self.order.leave(self.joint_launch or self.device_core)
         kept, captured = self.calls.kept()[1], self.calls.has_captured
         abandon(self.device_core, self._events_of_the_end(), kept, captured=captured)
+
+
+# The engine of a communicator whose calls are launched on devices of one node.
+device_engine_of: Callable[[CallEngine], DeviceCallEngine] = itself

@@ -229,7 +229,6 @@ class DeviceMessages:
         """Launches messages of this rank alone, outside joint launches."""
         engine = self.engine
         engine.sends_alone = True
-        engine.take_over()
         try:
             call.run(engine.device_core.native)
         except BaseException as error:

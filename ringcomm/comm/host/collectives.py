@@ -606,7 +606,21 @@ class Collectives:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.engine.checks("broadcast")
+        engine = self.engine  # See NOTE [Fast path].
+        if not (async_op or engine.queue.pending):
+            status = engine.fast.broadcast_fast(tensor, src)
+            if status == 0:
+                if src != self._rank:
+                    _increment_version((tensor,))
+                return None
+            if status > 0:
+                raise engine.fault("broadcast")
+        elif engine.starts is not None:
+            event = engine.starts.start_broadcast(tensor, src)
+            if event is not None:
+                written = [] if src == self._rank else [tensor]
+                return engine.started("broadcast", [tensor], event, written)
+        checks = engine.checks("broadcast")
         root = checks.peer("src", src)
         is_root = self._rank == root
         dtype = checks.tensor("tensor", tensor) if is_root else checks.output("tensor", tensor)
@@ -619,7 +633,7 @@ class Collectives:
             return status
 
         call = Call("broadcast", run, [tensor], written=[] if is_root else [tensor])
-        return self.engine.start_call(call, async_op)
+        return engine.start_call(call, async_op)
 
     def scatter(
         self,
@@ -816,6 +830,10 @@ class Collectives:
                 return None
             if status > 0:
                 raise engine.fault("barrier")
+        elif timeout is None and engine.starts is not None:
+            event = engine.starts.start_barrier()
+            if event is not None:
+                return engine.started("barrier", [], event)
         call = Call("barrier", lambda core: core.barrier(), [])
         if timeout is None:
             return self.engine.start_call(call, async_op)

@@ -115,6 +115,8 @@ class FastCalls(Protocol):
 
     def all_gather_fast(self, output: object, input: object, algorithm: object, /) -> int: ...
 
+    def broadcast_fast(self, tensor: object, source: object, /) -> int: ...
+
     def barrier_fast(self) -> int: ...
 
 
@@ -136,6 +138,10 @@ class StartCalls(Protocol):
         self, output: object, input: object, algorithm: object, /
     ) -> _native.DeviceEvent | None: ...
 
+    def start_broadcast(self, tensor: object, source: object, /) -> _native.DeviceEvent | None: ...
+
+    def start_barrier(self) -> _native.DeviceEvent | None: ...
+
 
 class NoFastCalls:
     """The fast calls of a core that takes checked calls alone."""
@@ -145,7 +151,7 @@ class NoFastCalls:
         not_fast: int = _native.NOT_FAST
         return not_fast
 
-    reduce_scatter_fast = all_gather_fast = barrier_fast = all_reduce_fast
+    reduce_scatter_fast = all_gather_fast = broadcast_fast = barrier_fast = all_reduce_fast
 
 
 class CoreOwner(Protocol):

@@ -775,11 +775,6 @@ class CallEngine(ABC):
         """Tells whether the calls to come are captured into a graph."""
         return False
 
-    def start_calls(self, calls: Sequence[Call]) -> None:
-        """Runs calls in order, which have no tensors to admit."""
-        for call in calls:
-            self.start_call(call)
-
     # ---- ranks as threads: see LocalWorld.run() -------------------------------------------------
 
     def is_busy(self) -> bool:
@@ -820,8 +815,17 @@ class CallEngine(ABC):
         """
         return None
 
-    def started(self, name: str, outputs: Outputs, event: Any) -> Work:
-        """Returns the Work of a call that ``starts`` has started."""
+    def started(
+        self, name: str, outputs: Outputs, event: Any, written: Outputs | None = None
+    ) -> Work:
+        """Returns the Work of a call that ``starts`` has started.
+
+        Args:
+            name: of the call.
+            outputs: as of :class:`Call`.
+            event: at its end.
+            written: as of :class:`Call`.
+        """
         raise NotImplementedError
 
     def execute(self, call: Call) -> Outputs:

@@ -270,7 +270,10 @@ class DeviceNodesEngine(NodesEngine):
         """Runs ``fn`` now, on this thread; see :meth:`DeviceCallEngine.submit`."""
         self.raise_if_unusable(opname)
         outputs = fn() if timeout is None else within(self.owner, milliseconds_of(timeout), fn)
-        side, done = self._streams.side_behind_current()
+        runtime, device = self.device_ref
+        with runtime.on_device(device):
+            side = self._streams.side_behind_current()
+            done = runtime.record_event(device, side.handle)
         return self._work(opname, outputs, side, done)
 
     def finish_host_side(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -131,9 +131,6 @@ class ReducedPlan(StagePlan):
         super().__init__(backend, reduction.reducer)
         self._reduction = reduction
 
-    def together(self) -> AbstractContextManager[None]:
-        return self.backend.together()
-
     def end(self) -> None:
         super().end()
         self._reduction.used()
@@ -192,10 +189,6 @@ class SplitPlan(ReducedPlan):
         self._overlap = engine.options.overlap is True
         self._disk = disk
         self._sharing: list[Work] = []
-
-    def together(self) -> AbstractContextManager[None]:
-        # A bucket is shared as soon as it is updated.
-        return nullcontext()
 
     def ready(self) -> None:
         if self._disk is not None:

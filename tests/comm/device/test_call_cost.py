@@ -16,7 +16,7 @@ from ringcomm import Communicator, _native, cuda
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.memory import device_heap
 from tests.support.stub_driver import COMPILER, StubRuntime
-from tests.support.stub_driver.cost import driver_calls_of, frames_of
+from tests.support.stub_driver.cost import driver_calls_of, frames_of, step_calls_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stub needs a C++ compiler")
 
@@ -58,6 +58,10 @@ def all_gather(comm: Communicator, tensor: torch.Tensor) -> None:
     comm.all_gather_into_tensor(OUT, tensor)
 
 
+def broadcast(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.broadcast(tensor, 0)
+
+
 def barrier(comm: Communicator, _: torch.Tensor) -> None:
     comm.barrier()
 
@@ -80,8 +84,26 @@ def all_gather_and_wait(comm: Communicator, tensor: torch.Tensor) -> None:
     work.wait()
 
 
-SYNC = [all_reduce, reduce_scatter, all_gather, barrier]
-ASYNC = [all_reduce_and_wait, reduce_scatter_and_wait, all_gather_and_wait]
+def broadcast_and_wait(comm: Communicator, tensor: torch.Tensor) -> None:
+    work = comm.broadcast(tensor, 0, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def barrier_and_wait(comm: Communicator, _: torch.Tensor) -> None:
+    work = comm.barrier(async_op=True)
+    assert work is not None
+    work.wait()
+
+
+SYNC = [all_reduce, reduce_scatter, all_gather, broadcast, barrier]
+ASYNC = [
+    all_reduce_and_wait,
+    reduce_scatter_and_wait,
+    all_gather_and_wait,
+    broadcast_and_wait,
+    barrier_and_wait,
+]
 SYNC_FRAMES, ASYNC_FRAMES = 2, 8
 SYNC_DRIVER = {"launch": 1}
 ASYNC_DRIVER = {"launch": 1, "record": 2, "wait": 2}
@@ -128,22 +150,57 @@ def test_a_call_beside_a_second_communicator(runtime: StubRuntime, comm: Communi
     assert found == SYNC_DRIVER
 
 
+class Slow:
+    """Fast calls that do nothing, and say so."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None if name.startswith("start_") else _native.NOT_FAST
+
+
 @pytest.mark.parametrize("call", [*SYNC, *ASYNC])
 def test_the_checked_path_is_seen(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     """The mutant: no call is fast, so all pass the checks in Python."""
-    engine = comm.engine
-    assert isinstance(engine, DeviceCallEngine)
-
-    class Slow:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: None if name.startswith("start_") else _native.NOT_FAST
-
-    monkeypatch.setattr(engine, "fast", Slow())
-    monkeypatch.setattr(engine, "starts", Slow())
+    monkeypatch.setattr(comm.engine, "fast", Slow())
+    monkeypatch.setattr(comm.engine, "starts", Slow())
     bar = ASYNC_FRAMES if call in ASYNC else SYNC_FRAMES
     assert frames_of(lambda: call(comm, torch.ones(64))) > bar
+
+
+STEP_CALLS = (
+    "adamw_prepare",
+    "adamw_shard",
+    "grad_norm",
+    "reduce_scatter_norm",
+    "adamw_all_gather",
+    "reduce_scatter_adamw_all_gather",
+    "reduce_scatter_norm, async, wait",
+)
+
+
+@pytest.mark.parametrize("name", STEP_CALLS)
+def test_a_call_of_a_step_is_one_launch(
+    runtime: StubRuntime, comm: Communicator, name: str
+) -> None:
+    call = step_calls_of(comm)[name]
+    waits = name.endswith("wait")
+    call()  # finds the kernel, and makes a plan where the call repeats
+    assert frames_of(call) <= (ASYNC_FRAMES if waits else SYNC_FRAMES)
+    assert driver_calls_of(runtime.driver, call) == (ASYNC_DRIVER if waits else SYNC_DRIVER)
+
+
+@pytest.mark.parametrize("name", STEP_CALLS)
+def test_the_checked_path_of_a_step_is_seen(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The mutant: no call is fast, and none has a plan."""
+    monkeypatch.setattr(comm.engine, "fast", Slow())
+    monkeypatch.setattr(comm.engine, "starts", Slow())
+    monkeypatch.setattr(comm.engine, "planned", lambda call: None)
+    call = step_calls_of(comm)[name]
+    call()
+    assert frames_of(call) > (ASYNC_FRAMES if name.endswith("wait") else SYNC_FRAMES)
 
 
 def test_an_event_for_each_call_is_seen(

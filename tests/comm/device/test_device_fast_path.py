@@ -138,6 +138,10 @@ def moved(comm: Communicator) -> Iterator[torch.Tensor]:
                     gathered, filled(comm, count, dtype), algorithm=algorithm
                 )
                 yield gathered
+        for root in range(RANKS):
+            tensor = filled(comm, 512, dtype)
+            comm.broadcast(tensor, root)
+            yield tensor
         comm.barrier()
 
 
@@ -151,6 +155,7 @@ def test_the_bits_are_those_of_the_checked_path(devices: Devices, world: LocalWo
             "all_reduce_fast": reduced,
             "reduce_scatter_fast": reduced,
             "all_gather_fast": len(DTYPES) * len(SIZES) * 2,
+            "broadcast_fast": len(DTYPES) * RANKS,
             "barrier_fast": len(DTYPES),
         }
         expected: list[torch.Tensor] = []
@@ -167,26 +172,46 @@ def test_asynchronous_calls_are_started(devices: Devices, world: LocalWorld) -> 
     def body(comm: Communicator) -> tuple[Counter[str], list[torch.Tensor]]:
         tensors = [filled(comm, 512, torch.float32) for _ in range(4)]
         chunk, gathered = kept(torch.zeros(256)), kept(torch.zeros(1024))
+        first = filled(comm, 512, torch.float32)
         comm.barrier(async_op=True)  # makes the side stream
 
         def call() -> None:
             works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
             works.append(comm.reduce_scatter_tensor(chunk, tensors[0], async_op=True))
             works.append(comm.all_gather_into_tensor(gathered, tensors[1], async_op=True))
+            works.append(comm.broadcast(first, 0, async_op=True))
+            works.append(comm.barrier(async_op=True))
             for work in works:
                 assert work is not None
                 work.wait()
 
-        return made_of(comm, call), [*tensors, chunk, gathered]
+        return made_of(comm, call), [*tensors, chunk, gathered, first]
 
     results = run(devices, world, body)
     inputs = [((torch.arange(512) + 3 * rank) % 5).float() for rank in range(RANKS)]
     total = inputs[0] + inputs[1]
     for rank, (made, tensors) in enumerate(results):
-        assert made == {"start_all_reduce": 4, "start_reduce_scatter": 1, "start_all_gather": 1}
+        others = "reduce_scatter", "all_gather", "broadcast", "barrier"
+        assert made == {"start_all_reduce": 4, **{f"start_{name}": 1 for name in others}}
         assert all(torch.equal(tensor, total) for tensor in tensors[:4])
         assert torch.equal(tensors[4], RANKS * total[256 * rank : 256 * (rank + 1)])
         assert torch.equal(tensors[5], torch.cat([total] * RANKS))
+        assert torch.equal(tensors[6], inputs[0])
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_broadcast_advances_the_versions_of_what_it_writes(
+    devices: Devices, world: LocalWorld, async_op: bool
+) -> None:
+    def body(comm: Communicator) -> int:
+        tensor = kept(torch.ones(8))
+        comm.barrier(async_op=True)  # makes the side stream
+        before = tensor._version
+        made = made_of(comm, lambda: comm.broadcast(tensor, 1, async_op))
+        assert sum(made.values()) == 1
+        return tensor._version - before
+
+    assert run(devices, world, body) == [1, 0]
 
 
 def test_calls_on_two_streams_follow_each_other(devices: Devices, world: LocalWorld) -> None:
@@ -231,6 +256,9 @@ NOT_FAST: dict[str, Callable[[_native.DeviceCalls], object]] = {
     "two types": lambda calls: calls.all_gather_fast(
         torch.ones(8), torch.ones(4, dtype=torch.int32), AUTO
     ),
+    "no rank": lambda calls: calls.broadcast_fast(torch.ones(8), RANKS),
+    "a rank before the first": lambda calls: calls.broadcast_fast(torch.ones(8), -1),
+    "a rank that is no integer": lambda calls: calls.broadcast_fast(torch.ones(8), True),
     "an overlap": lambda calls: calls.reduce_scatter_fast(SHARED[2:10], SHARED, SUM, AUTO),
 }
 
@@ -251,12 +279,15 @@ def test_a_mode_of_torch_makes_no_call_fast(devices: Devices, world: LocalWorld)
         with devices.as_on_gpu(comm):
             return [
                 calls.all_reduce_fast(tensor, SUM, AUTO),
+                calls.broadcast_fast(tensor, 0),
                 calls.barrier_fast(),
+                calls.grad_norm_fast(0, 11, 8, 0, 0),
+                calls.start_barrier(),
                 calls.start_all_reduce(tensor, SUM, AUTO),
             ]
 
     not_fast = _native.NOT_FAST
-    assert run(devices, world, body) == [[not_fast, not_fast, None]] * RANKS
+    assert run(devices, world, body) == [[not_fast] * 4 + [None] * 2] * RANKS
 
 
 def test_a_tensor_of_another_device_is_refused(devices: Devices, world: LocalWorld) -> None:

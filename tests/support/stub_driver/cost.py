@@ -18,6 +18,9 @@ import torch
 import ringcomm
 from ringcomm import Communicator, cuda
 from ringcomm.cli import table_lines
+from ringcomm.optim import AdamW
+from ringcomm.optim.backends import DeviceBackend
+from ringcomm.optim.gradients import NORM_WORDS, Into
 from tests.support.stub_driver import StubDriver, StubRuntime
 
 LIBRARY = str(Path(ringcomm.__file__).parent)
@@ -69,9 +72,37 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
         "all_reduce": lambda: comm.all_reduce(tensor),
         "reduce_scatter_tensor": lambda: comm.reduce_scatter_tensor(other, tensor),
         "all_gather_into_tensor": lambda: comm.all_gather_into_tensor(other, tensor),
+        "broadcast": lambda: comm.broadcast(tensor, 0),
         "barrier": comm.barrier,
         "plan of all_reduce": comm.plan_all_reduce(tensor),
         "all_reduce, async, wait": lambda: wait(comm.all_reduce(tensor, async_op=True)),
+        "broadcast, async, wait": lambda: wait(comm.broadcast(tensor, 0, async_op=True)),
+        "barrier, async, wait": lambda: wait(comm.barrier(async_op=True)),
+    }
+
+
+def step_calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
+    """The calls of an optimizer's step on one bucket, by their names in the table.
+
+    An optimizer of one rank makes the first four alone.
+    """
+    param = torch.nn.Parameter(torch.ones(1024))
+    step = AdamW([param], comm=comm).sharded_step()
+    backend, (bucket,) = step.plan.backend, step.buckets
+    assert isinstance(backend, DeviceBackend)
+    grads, words = torch.ones(bucket.layout.elems), torch.zeros(NORM_WORDS, dtype=torch.int64)
+    into = Into(torch.zeros(bucket.chunk.elems), "l2", words, tag=1, zeroed=True)
+    reducer = backend.reducer
+    return {
+        "adamw_prepare": lambda: backend.begin(step.table),
+        "adamw_shard": lambda: backend._update(bucket, grads),
+        "grad_norm": lambda: reducer.norm(grads, "l2", words),
+        "reduce_scatter_norm": lambda: reducer.reduce(grads, into),
+        "adamw_all_gather": lambda: backend._update_gather(bucket, grads),
+        "reduce_scatter_adamw_all_gather": lambda: backend._one_pass(bucket, grads),
+        "reduce_scatter_norm, async, wait": lambda: wait(
+            reducer.reduce(grads, into, async_op=True)
+        ),
     }
 
 
@@ -90,7 +121,8 @@ def main() -> None:
     cuda.use(runtime)
     rows: list[tuple[str, ...]] = [("call", "functions", "driver", "us")]
     with ringcomm.local_world(1, device="cuda:0") as (comm,):
-        rows += [row_of(runtime, name, call) for name, call in calls_of(comm).items()]
+        calls = {**calls_of(comm), **step_calls_of(comm)}
+        rows += [row_of(runtime, name, call) for name, call in calls.items()]
     for ranks in (2, 4, 8):
         tensors = [torch.ones(1024) for _ in range(ranks)]
         with ringcomm.local_world(ranks, device="cuda:0") as world:
