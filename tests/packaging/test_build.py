@@ -232,6 +232,7 @@ LIMITED_API = {
     "PyLong_AsLong",
     "PyLong_AsLongAndOverflow",
     "PyLong_AsVoidPtr",
+    "PyLong_CheckExact",
     "PyLong_FromLong",
     "PyObject_CallMethodObjArgs",
     "PyObject_CallNoArgs",
