@@ -242,6 +242,8 @@ std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prep
       driver_.record(behind_, stream);
       driver_.wait(side_, behind_);
       end = take_event();
+      // Behind this stream's work the side stream is behind the last call on it, too.
+      if (has_last_ && last_ == stream) last_ = side_;
       follow(side_, false);
       comm_.launch_prepared();
     } catch (const device::DriverError&) {

@@ -15,6 +15,8 @@ from ringcomm import CommOptions, Disk, zero
 from ringcomm.comm.device.launch import DeviceWork
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
+from ringcomm.optim.gradients import DeviceReducer, Into
+from ringcomm.zero.stages import reduce
 from ringcomm.zero.stages.sharding import engine_of
 from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import on_host
@@ -67,8 +69,10 @@ def _on_device(comm, base, run):
     return {name: on_host(tensor) for name, tensor in state.items()}, norms
 
 
-@covering(strength=1, stage=[0, 1, 2, 3], name=[*RUNS])
-def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
+@covering(strength=1, stage=[0, 1, 2, 3], name=[*RUNS], beside=[False, True])
+def test_a_device_trains_as_the_host_does(devices, worlds, monkeypatch, name, stage, beside):
+    if beside:
+        monkeypatch.setattr(reduce, "SMALL_BYTES", 0)
     run = replace(RUNS[name], stage=stage, options={"algorithm": "one_shot"})
     base = new_model(run.model)
     # In the host's memory state is where it is; offloading is of devices.
@@ -79,6 +83,24 @@ def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
         for state, their_norms in devices.run(world, _on_device, base, run):
             assert their_norms == norms
             assert_same_bits(state, wanted)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_large_buckets_are_reduced_beside_the_callers_work(devices, monkeypatch, beside):
+    asked: set[bool] = set()
+    reduce_bucket = DeviceReducer.reduce
+
+    def watched(reducer: DeviceReducer, grads: Tensor, into: Into, async_op: bool = False) -> Any:
+        asked.add(async_op)
+        return reduce_bucket(reducer, grads, into, async_op)
+
+    monkeypatch.setattr(DeviceReducer, "reduce", watched)
+    if beside:
+        monkeypatch.setattr(reduce, "SMALL_BYTES", 0)
+    run = replace(RUNS["accumulated"], stage=2, options={"algorithm": "one_shot"})
+    with devices.new_world(2, options=OPTIONS) as world:
+        devices.run(world, _on_device, new_model("mlp"), run)
+    assert asked == {beside}
 
 
 def _on_device_alone(comm, *arguments):

@@ -79,7 +79,7 @@ from ringcomm.optim.gradients import (
     make_reducer,
 )
 from ringcomm.optim.layout import TILE_ELEMS
-from ringcomm.zero.stages.buckets import ParamBucket
+from ringcomm.zero.stages.buckets import SMALL_BYTES, ParamBucket
 from ringcomm.zero.stages.options import ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, any_of, order_of_rank_0
 from ringcomm.zero.stages.updates import BackwardUpdates
@@ -440,20 +440,21 @@ class Reduction:
         self._backwards = 0
         self._options = options
         self._profile = profile
-        step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
-        self.reducer = make_reducer(comm, options, step_bytes)
+        sizes_bytes = [each.layout.elems * each.layout.dtype.itemsize for each in stored]
+        self.reducer = make_reducer(comm, options, sum(sizes_bytes))
         self.updates: BackwardUpdates | None = None
         reduced = options.precision.reduced_dtype
         #: int64 [buckets, 24], the norm words of all buckets.
         self._words = torch.zeros(len(stored), NORM_WORDS, dtype=torch.int64, device=comm.device)
-        # A device alone has nothing to send, so that its reductions follow the caller's work and
-        # free their buffers at once. With other ranks they run beside it.
+        # The device whose reductions follow the caller's work and free their buffers at once, as
+        # they have nothing or little to send. Others run beside that work.
         engine: object = comm.engine
         self._device_ref: tuple[DeviceRuntime, int] | None = None
-        if isinstance(engine, DeviceCallEngine) and comm.world_size == 1:
+        is_small = comm.world_size == 1 or max(sizes_bytes, default=0) <= SMALL_BYTES
+        if is_small and isinstance(engine, DeviceCallEngine):
             self._device_ref = engine.device_ref
-        # Where the reductions of a device alone are, until wait() has put a stream behind them.
-        # With overlap=False it is None: the caller orders the streams of its backwards and steps.
+        # Where these reductions are, until wait() has put a stream behind them. With overlap=False
+        # it is None: the caller orders the streams of its backwards and steps.
         self._stream: int | None = None
         # The numbers of buckets whose norm words are zeros.
         self._zeroed: set[int] = set()

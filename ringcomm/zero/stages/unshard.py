@@ -20,7 +20,7 @@ from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Work
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, DiskError, no_thread
-from ringcomm.zero.stages.buckets import ShardedBucket
+from ringcomm.zero.stages.buckets import SMALL_BYTES, ShardedBucket
 from ringcomm.zero.stages.options import ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, in_split_backward
 from ringcomm.zero.stages.units import Unit
@@ -125,12 +125,6 @@ class WorldCopier(Copier):
 
     def close(self) -> None:
         self._works.clear()
-
-
-#: Bytes of a unit that are copied on the caller's stream at most. A choice: over NVLink they take
-#: some microseconds, and a stream of their own costs four calls of the driver and two waits of the
-#: device, which take as long.
-SMALL_BYTES = 1 << 20
 
 
 @dataclass(eq=False)

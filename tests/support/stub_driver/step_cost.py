@@ -12,8 +12,8 @@ step after the first few, whose work repeats:
 * launches and events (records and waits) of the driver.
 * syncs: waits of the host for the device, and values of device tensors that Python reads.
 
-Among several ranks a reduction of stages 2 and 3 runs beside the caller's work, which takes events.
-"beside" counts a step that does so, too.
+Among several ranks reductions of stages 2 and 3 run beside the caller's work where a bucket is
+larger than these are, which takes events. "beside" counts a step that does so, too.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str]) -> None:
     """Prints the table; with stages as arguments what makes up their counts, too."""
     runtime = StubRuntime()
     rows = []
-    for name in arguments or ("1", "2", "2, beside", "3"):
+    for name in arguments or ("1", "2", "2, beside", "3", "3, beside"):
         with on_stub(runtime) as comm:
             step = make_step(comm, int(name[0]), name.endswith("beside"))
             if arguments:
