@@ -98,6 +98,7 @@ void DeviceCalls::follow(void* stream) {
 void DeviceCalls::follow(void* stream, bool captures) {
   void*& last = captures ? captured_ : last_;
   bool& has = captures ? has_captured_ : has_last_;
+  check_fits(stream);
   // A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
   if (has && last != stream && (!captures || driver_.is_capturing(last))) {
     void* between = pool_.take();
@@ -108,6 +109,26 @@ void DeviceCalls::follow(void* stream, bool captures) {
   }
   last = stream;
   has = true;
+}
+
+void DeviceCalls::check_fits(void* stream) {
+  // Calls that alternate with asynchronous ones ask the driver no more than others.
+  if ((stream == side_ && side_fits_) || (has_fitting_ && stream == fitting_)) return;
+  const int there = driver_.multiprocessors_of(stream);
+  if (there >= 0 && there < needed_multiprocessors_)
+    throw DriverError("the blocks of a call run at the same time on up to " +
+                      std::to_string(needed_multiprocessors_) +
+                      " multiprocessors, and the stream is of a green context of " +
+                      std::to_string(there) +
+                      ", where they would wait for each other for ever. Build the communicator "
+                      "with CommOptions(channels=) that fit there, or call on a stream of the "
+                      "whole device");
+  if (stream == side_) {
+    side_fits_ = true;
+  } else {
+    fitting_ = stream;
+    has_fitting_ = true;
+  }
 }
 
 std::shared_ptr<DeviceEvent> DeviceCalls::mark(void* stream, DeviceEvent::Ends ends) {
@@ -128,6 +149,7 @@ std::shared_ptr<DeviceEvent> DeviceCalls::take_event() const {
 }
 
 void DeviceCalls::set_side(void* stream) {
+  side_fits_ = side_fits_ && stream == side_;
   side_ = stream;
   if (behind_ == nullptr) behind_ = driver_.make_event();
 }
@@ -563,6 +585,9 @@ void bind_order(nb::class_<DeviceCalls>& c) {
       .def(
           "set_side", [](DeviceCalls& calls, uintptr_t stream) { calls.set_side(at(stream)); },
           nb::arg("stream"), "Has calls be started on this stream; the device is current.")
+      .def("set_needed_multiprocessors", &DeviceCalls::set_needed_multiprocessors,
+           nb::arg("number"),
+           "How many multiprocessors the blocks of a call take, which run at the same time.")
       .def("set_shared", &DeviceCalls::set_shared, nb::arg("shared"),
            "Ranks of this process share their launches: no call is fast.")
       .def("disable", &DeviceCalls::disable, "The communicator is unusable, or closed.")

@@ -147,6 +147,8 @@ class DeviceCalls {
   void set_side(void* stream);
   // Ranks of this process share their launches: no call of one rank is made here.
   void set_shared(bool shared) { shared_ = shared; }
+  // The blocks of a call, which run at once, take up to so many multiprocessors.
+  void set_needed_multiprocessors(int number) { needed_multiprocessors_ = number; }
   // The communicator is unusable, or closed: join() leaves it to Python to say why.
   void disable() { disabled_ = true; }
 
@@ -173,6 +175,8 @@ class DeviceCalls {
   // A stream of the call to come is capturing, as far as calls of this communicator were captured.
   bool captures(void* stream) const;
   void follow(void* stream, bool captures);
+  // Throws DriverError if the stream is of a green context in which a call's blocks do not fit.
+  void check_fits(void* stream);
   void drop_passed();
 
   nanobind::object owner_;
@@ -184,9 +188,13 @@ class DeviceCalls {
   Asked asked_;
   std::shared_ptr<DeviceRecorder> records_;
   bool shared_ = false, disabled_ = false;
+  int needed_multiprocessors_ = 0;
   // The streams of the last call and of the last captured call. Neither waits for the other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
+  // check_fits() has let the side stream pass, and this one of the callers', its last.
+  bool side_fits_ = false, has_fitting_ = false;
+  void* fitting_ = nullptr;
   void* behind_ = nullptr;  // an event that every start() uses; null: there is no side stream
   std::deque<Kept> kept_;
   std::shared_ptr<DeviceEvent> newest_;  // of those that were kept

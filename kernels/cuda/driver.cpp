@@ -7,8 +7,13 @@ namespace device {
 namespace {
 
 template <class Function>
+Function* find_or_null(void* library, const char* name, Function*) {
+  return reinterpret_cast<Function*>(dlsym(library, name));
+}
+
+template <class Function>
 void find(void* library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library, name));
+  function = find_or_null(library, name, function);
   if (function == nullptr)
     throw DriverError(std::string("the CUDA driver has no ") + name + "; it is too old");
 }
@@ -48,6 +53,9 @@ Driver::Driver(const std::string& library) {
   find(handle, "cuStreamWaitEvent", cuStreamWaitEvent_);
   find(handle, "cuThreadExchangeStreamCaptureMode", cuThreadExchangeStreamCaptureMode_);
   find(handle, "cuGetErrorString", cuGetErrorString_);
+  cuStreamGetGreenCtx_ = find_or_null(handle, "cuStreamGetGreenCtx", cuStreamGetGreenCtx_);
+  cuGreenCtxGetDevResource_ =
+      find_or_null(handle, "cuGreenCtxGetDevResource", cuGreenCtxGetDevResource_);
 }
 
 void Driver::check(int result, const char* what) const {
@@ -75,6 +83,21 @@ bool Driver::is_capturing(void* stream) const {
   if (stream == nullptr) return false;
   int status = 0;  // CUstreamCaptureStatus: 0 is none
   return cuStreamIsCapturing_(stream, &status) != 0 || status != 0;
+}
+
+int Driver::multiprocessors_of(void* stream) const {
+  if (cuStreamGetGreenCtx_ == nullptr || cuGreenCtxGetDevResource_ == nullptr) return -1;
+  constexpr int kResourceOfSm = 1;
+  struct {  // CUdevResource
+    int type;
+    unsigned char padding[92];
+    unsigned sm_count;
+    unsigned char rest[44];
+  } resource{};
+  void* context = nullptr;
+  if (cuStreamGetGreenCtx_(stream, &context) != 0 || context == nullptr) return -1;
+  if (cuGreenCtxGetDevResource_(context, &resource, kResourceOfSm) != 0) return -1;
+  return int(resource.sm_count);
 }
 
 void* Driver::make_event() const {

@@ -51,6 +51,9 @@ class Driver {
   // device is current. The driver is not asked about the legacy default stream (nullptr), which
   // never captures.
   bool is_capturing(void* stream) const;
+  // How many multiprocessors the green context of a stream has; -1: it is of none, or the driver
+  // has none. The legacy default stream (nullptr) is of the context that is current.
+  int multiprocessors_of(void* stream) const;
   // An event without timing, on the current device.
   void* make_event() const;
   void record(void* event, void* stream) const;
@@ -77,6 +80,9 @@ class Driver {
   int (*cuStreamWaitEvent_)(void*, void*, unsigned);
   int (*cuThreadExchangeStreamCaptureMode_)(int*);
   int (*cuGetErrorString_)(int, const char**);
+  // Since CUDA 12.4; null before.
+  int (*cuStreamGetGreenCtx_)(void*, void**);
+  int (*cuGreenCtxGetDevResource_)(void*, void*, int);
   void check(int result, const char* what) const;
 
   mutable std::mutex mutex_;

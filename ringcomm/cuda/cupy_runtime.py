@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +33,9 @@ from ringcomm.errors import RingcommError, UnsupportedError
 DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
+_AFFINITY_OF_SM_COUNT = 0
+# Of CUdevResource, whose size and offsets are those of kernels/cuda/driver.cpp.
+_RESOURCE_OF_SM, _RESOURCE_BYTES, _RESOURCE_SM_COUNT = 1, 144, 96
 
 
 class CudaDriver:
@@ -46,6 +49,12 @@ class CudaDriver:
         self._library = library
         # A query costs a microsecond more through ctypes, and every asynchronous call makes some.
         self.has_passed = _native.Driver(library_name).has_passed
+        # Of the context under MPS, and of a green context (since CUDA 12.4).
+        library.cuCtxGetExecAffinity.argtypes = [POINTER(c_uint * 2), c_int]
+        library.cuCtxGetCurrent.argtypes = [POINTER(c_void_p)]
+        self._get_resource = getattr(library, "cuCtxGetDevResource", None)
+        if self._get_resource is not None:
+            self._get_resource.argtypes = [c_void_p, c_void_p, c_int]
         # Since CUDA 12.4.
         self._load_function = getattr(library, "cuFuncLoad", None)
         if self._load_function is not None:
@@ -81,6 +90,26 @@ class CudaDriver:
         )
         self._check("cuStreamCreateWithPriority", result)
         return stream.value or 0
+
+    def multiprocessors(self) -> list[int]:
+        """Returns to how many multiprocessors the current context is limited, as far as it is.
+
+        A share of MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) and a green context are such limits. A
+        driver that knows no limits of a kind gives none.
+        """
+        found = []
+        affinity = (c_uint * 2)()  # CUexecAffinityParam: the type, and a number
+        if self._library.cuCtxGetExecAffinity(byref(affinity), _AFFINITY_OF_SM_COUNT) == 0:
+            found.append(int(affinity[1]))
+        context = c_void_p()
+        resource = (c_uint * (_RESOURCE_BYTES // 4))()  # CUdevResource
+        if (
+            self._get_resource is not None
+            and self._library.cuCtxGetCurrent(byref(context)) == 0
+            and self._get_resource(context, byref(resource), _RESOURCE_OF_SM) == 0
+        ):
+            found.append(int(resource[_RESOURCE_SM_COUNT // 4]))
+        return [number for number in found if number > 0]
 
     def load_function(self, function: int) -> None:
         """Loads a kernel's code now.
@@ -511,6 +540,13 @@ class CudaRuntime(CudaStreams):
             capability=(properties.major, properties.minor),
             multiprocessors=properties.multi_processor_count,
         )
+
+    def usable_multiprocessors(self, device: int) -> int:
+        # To enter a device is to leave a green context of it, which the thread may be in.
+        inside = torch.cuda.current_device() == device
+        with nullcontext() if inside else self.on_device(device):
+            limits = self._driver.multiprocessors()
+        return min([self.identity(device).multiprocessors, *limits])
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.device.index if tensor.device.type == "cuda" else None

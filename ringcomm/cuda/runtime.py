@@ -154,6 +154,13 @@ class DeviceRuntime(Protocol):
 
     def identity(self, device: int) -> DeviceIdentity: ...
 
+    def usable_multiprocessors(self, device: int) -> int:
+        """Returns how many multiprocessors this thread's context of the device may use.
+
+        They are fewer than the device has under MPS with a share, and in a green context.
+        """
+        ...
+
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """The device that the tensor's memory is on; None for memory of the host."""
         ...

@@ -71,6 +71,7 @@ class Driver:
         self.passed: set[int] = set()
         self.inside = False
         self.broken = False
+        self.limits: list[int] = []
 
     @contextmanager
     def outside_captures(self) -> Any:
@@ -87,6 +88,9 @@ class Driver:
     def make_stream(self, priority: int) -> int:
         self.made.append(priority)
         return 1000 + len(self.made)
+
+    def multiprocessors(self) -> list[int]:
+        return self.limits
 
     def load_function(self, function: int) -> None:
         self.loaded.append(function)
@@ -251,6 +255,18 @@ def test_identity_is_torch_s_uuid(stack):
     assert identity.pci_bus_id == "0000:1b:00.0"
     assert (identity.capability, identity.multiprocessors) == ((9, 0), 132)
     assert stack.runtime.identity(0) is identity
+
+
+@pytest.mark.parametrize(("limits", "usable"), [([], 132), ([66], 66), ([132, 16], 16)])
+def test_a_share_of_mps_and_a_green_context_limit_the_multiprocessors(
+    stack, monkeypatch, limits, usable
+):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: stack.current.device)
+    stack.driver.limits = limits
+    assert stack.runtime.usable_multiprocessors(0) == usable
+    assert stack.current.entered == [], "a green context that is current was left"
+    assert stack.runtime.usable_multiprocessors(1) == usable
+    assert stack.current.entered == [1]
 
 
 # ---- other processes and devices -----------------------------------------------------------------
@@ -511,6 +527,22 @@ int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
   *stream = reinterpret_cast<void*>(0x7f0000000000 - priority);
   return 0;
 }
+int cuCtxGetExecAffinity(unsigned* affinity, int type) {
+  if (type != 0) return 1;
+  affinity[0] = 0; affinity[1] = 66;  // CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50
+  return 0;
+}
+int cuCtxGetCurrent(void** context) {
+  *context = reinterpret_cast<void*>(0x7f0000000007);
+  return 0;
+}
+#ifdef LOADS
+int cuCtxGetDevResource(void* context, unsigned* resource, int type) {
+  if (context != reinterpret_cast<void*>(0x7f0000000007) || type != 1) return 1;
+  resource[24] = 16;  // behind the type and 92 bytes of padding
+  return 0;
+}
+#endif
 int queried_in = 0;
 int test_queried_in() { return queried_in; }
 int cuLaunchKernel() { return 1; }
@@ -551,6 +583,7 @@ def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, loads):
     with pytest.raises(RuntimeError, match=r"cuEventQuery failed: what it means \(907\)"):
         driver.has_passed(0x7F0000000057)
     assert (ctypes.CDLL(str(library)).test_queried_in(), mode()) == (2, 0)
+    assert driver.multiprocessors() == ([66, 16] if loads else [66])
     driver.load_function(0x7F0000000006)
     if loads:
         with pytest.raises(RingcommError, match="cuFuncLoad: CUDA error 400: what it means"):

@@ -459,8 +459,8 @@ def _join(
             "devices, or processes"
         )
     runtime = heap.runtime
-    identity = runtime.identity(core.device)
-    capacity = _blocks_each(heap) * identity.multiprocessors
+    blocks_each = _blocks_each(heap)
+    capacity = blocks_each * runtime.usable_multiprocessors(core.device)
     order = order_of(runtime, core.device, core.driver)
     joint = None
     if len(local) > 1:
@@ -470,6 +470,7 @@ def _join(
     messages = 2 * core.native.message_channels * len(local)
     blocks = Blocks(core.native.channels * len(local), messages)
     order.join(joint or core, blocks, capacity, operation)
+    core.calls.set_needed_multiprocessors(-(-blocks.collective // blocks_each))
     core.native.set_ledger(order.ledger, id(joint or core))
     return order, joint
 
@@ -506,7 +507,7 @@ def _exchange_infos(
         presence,
         identity.uuid,
         heap.runtime.kind,
-        identity.multiprocessors,
+        heap.runtime.usable_multiprocessors(heap.device),
         topology,
         machine_of(node_id),
     )

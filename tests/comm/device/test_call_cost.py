@@ -135,6 +135,24 @@ def test_another_stream_is_asked_whether_it_captures(
         assert driver_calls_of(runtime.driver, comm.barrier) == {"is_capturing": 1, "launch": 1}
 
 
+def test_calls_between_asynchronous_ones_ask_for_no_green_context(
+    runtime: StubRuntime, comm: Communicator
+) -> None:
+    """A stream is asked once for what it may use, though the calls' streams take turns."""
+    tensor = torch.ones(64)
+
+    def turn() -> None:
+        work = comm.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        comm.all_reduce(tensor)
+
+    turn()
+    assert "get_green_context" not in driver_calls_of(runtime.driver, turn)
+    with runtime.on_stream(runtime.make_stream(0)):
+        assert driver_calls_of(runtime.driver, turn)["get_green_context"] == 1  # the control
+
+
 def test_a_call_beside_a_second_communicator(runtime: StubRuntime, comm: Communicator) -> None:
     """Each launch is noted, and those of the other communicator are looked at."""
     with ringcomm.local_world(1, device="cuda:0") as (other,):

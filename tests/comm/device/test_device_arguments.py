@@ -85,6 +85,23 @@ def test_tensors_of_another_device(two_devices, world, count):
                 call(world[0])
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_current_stream_of_another_device(two_devices, world, async_op):
+    """A call runs on the current stream of its own device, whatever device is current."""
+    runtime = two_devices.runtime
+
+    def body(comm):
+        tensor = put(comm, torch.full((300,), comm.rank + 1.0), "heap")
+        with runtime.on_stream(runtime.make_stream(1)):
+            work = comm.all_reduce(tensor, async_op=async_op)
+            if work is not None:
+                work.wait()
+        comm.engine.finish_host_side()
+        return torch.equal(on_host(tensor), torch.full((300,), 3.0))
+
+    assert two_devices.run(world, body) == [True, True]
+
+
 def test_tensors_of_a_device_on_a_communicator_of_the_host(devices):
     if devices.emulated:
         pytest.skip("the tensors of emulated devices are the host's for a communicator of the host")

@@ -62,6 +62,7 @@ class EmulatedRuntime(EmulatedMemory):
     Args:
         devices: how many this process sees.
         multiprocessors: of each.
+        usable: how many of them contexts of this process may use, as under MPS; None: all.
         memory_bytes: of each; what one process may allocate there.
         blocks_per_multiprocessor: how many of any kernel run at once on each; None: as many as the
             registers, shared memory and threads of the real kernel allow.
@@ -80,6 +81,7 @@ class EmulatedRuntime(EmulatedMemory):
 
     devices: int = 1
     multiprocessors: int = 4
+    usable: int | None = None
     memory_bytes: int = 1 << 30
     blocks_per_multiprocessor: int | None = None
     threads: int = 4
@@ -96,7 +98,7 @@ class EmulatedRuntime(EmulatedMemory):
     host_tensors: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        room = (self.multiprocessors, self.blocks_per_multiprocessor or 0)
+        room = (self.usable_multiprocessors(0), self.blocks_per_multiprocessor or 0)
         if self.block_slots is not None:
             room = (self.block_slots, 1)
         EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable)
@@ -160,6 +162,9 @@ class EmulatedRuntime(EmulatedMemory):
             capability=self.capability,
             multiprocessors=self.multiprocessors,
         )
+
+    def usable_multiprocessors(self, device: int) -> int:
+        return self.multiprocessors if self.usable is None else self.usable
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         device = self.owner_of(tensor.data_ptr())

@@ -10,7 +10,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from ctypes import POINTER, byref, c_int, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -44,6 +44,7 @@ CALLS = (
     "exchange_mode",
     "set_device",
     "graph_launch",
+    "get_green_context",
 )
 _PROTOTYPES = {
     "cuEventCreate": (c_int, [POINTER(c_void_p), c_int]),
@@ -55,6 +56,7 @@ _PROTOTYPES = {
     "stub_reset": (None, []),
     "stub_count": (c_uint64, [c_int]),
     "stub_set_capturing": (None, [c_void_p, c_int]),
+    "stub_set_green": (None, [c_void_p, c_uint]),
     "stub_set_passing": (None, [c_int]),
     "stub_pass": (None, [c_void_p]),
     "stub_refuse": (None, [c_int, c_int]),
@@ -112,6 +114,10 @@ class StubDriver:
 
     def set_capturing(self, stream: int, captures: bool = True) -> None:
         self.library.stub_set_capturing(stream, captures)
+
+    def set_green(self, stream: int, multiprocessors: int) -> None:
+        """The stream is one of a green context."""
+        self.library.stub_set_green(stream, multiprocessors)
 
     def refuse(self, code: int, times: int = 1) -> None:
         """The next launches, records and waits return ``code``."""
@@ -206,6 +212,9 @@ class StubRuntime:
 
     def identity(self, device: int) -> DeviceIdentity:
         return DeviceIdentity(0, "GPU-stub", "0000:10:00.0", "Stub", (9, 0), self._multiprocessors)
+
+    def usable_multiprocessors(self, device: int) -> int:
+        return self._multiprocessors
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return 0

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -22,6 +23,7 @@ enum Call : int {
   kExchangeMode,
   kSetDevice,
   kGraphLaunch,
+  kGetGreenContext,
   kCalls
 };
 constexpr int kSuccess = 0, kNotReady = 600;
@@ -40,10 +42,11 @@ uint64_t counts[kCalls];
 std::set<void*> capturing;
 std::vector<Wait> waits;
 std::vector<void*> records;
-std::vector<Event*> events;  // never freed
-bool events_pass = true;     // at once
-int refusal = kSuccess;      // of launches, records and waits to come
-int refusals = 0;            // how many
+std::map<void*, unsigned> green;  // multiprocessors of green contexts, by stream
+std::vector<Event*> events;       // never freed
+bool events_pass = true;          // at once
+int refusal = kSuccess;           // of launches, records and waits to come
+int refusals = 0;                 // how many
 
 int refused() {
   if (refusals == 0) return kSuccess;
@@ -141,6 +144,20 @@ int cuGraphLaunch(void*, void*) {
   ++counts[kGraphLaunch];
   return kSuccess;
 }
+// A green context is known by how many multiprocessors its only stream has.
+int cuStreamGetGreenCtx(void* stream, void** context) {
+  const std::lock_guard lock(mutex);
+  ++counts[kGetGreenContext];
+  const auto found = green.find(stream);
+  *context = found == green.end() ? nullptr : &found->second;
+  return kSuccess;
+}
+int cuGreenCtxGetDevResource(void* context, void* resource, int type) {
+  const std::lock_guard lock(mutex);
+  std::memcpy(resource, &type, sizeof(type));
+  std::memcpy(static_cast<char*>(resource) + 96, context, sizeof(unsigned));
+  return kSuccess;
+}
 int cuGetErrorString(int, const char** text) {
   *text = "refused by the test";
   return kSuccess;
@@ -153,6 +170,7 @@ void stub_reset() {
   const std::lock_guard lock(mutex);
   std::memset(counts, 0, sizeof(counts));
   capturing.clear();
+  green.clear();
   waits.clear();
   records.clear();
   events_pass = true;
@@ -169,6 +187,10 @@ void stub_set_capturing(void* stream, int captures) {
     capturing.insert(stream);
   else
     capturing.erase(stream);
+}
+void stub_set_green(void* stream, unsigned multiprocessors) {
+  const std::lock_guard lock(mutex);
+  green[stream] = multiprocessors;
 }
 void stub_set_passing(int pass) {
   const std::lock_guard lock(mutex);
