@@ -140,6 +140,16 @@ def _refused(fault: Mapping[str, Any]) -> UnsupportedError:
     )
 
 
+def _overlap(fault: Mapping[str, Any]) -> ArgumentError:
+    return ArgumentError(
+        f"rank {fault['rank']} began {fault['mine']} while another call of the communicator was "
+        "under way there: a replay of a graph beside an eager call or beside another replay, on "
+        "another stream. Their data may be mixed. Replay graphs on the stream of the eager calls, "
+        "have one stream wait for the other, or give what runs at the same time another "
+        "communicator"
+    )
+
+
 def _peer(fault: Mapping[str, Any]) -> str:
     return f"rank {fault['peer']}" if fault["peer"] >= 0 else "any other rank"
 
@@ -183,6 +193,7 @@ _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "refused": _refused,
     "interrupted": _interrupted,
     "mismatch": _mismatch,
+    "overlap": _overlap,
     "peer_closed": partial(_lost, "it has closed the communicator", f"{_MAKE_ALIKE}closes"),
     "peer_left": partial(
         _lost, "it has left the function of LocalWorld.run()", f"{_MAKE_ALIKE}returns"

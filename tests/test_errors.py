@@ -41,6 +41,11 @@ def test_tree(name):
             "CorruptedError",
             ("rank 2 published for rank 1 is damaged", "mine", "theirs"),
         ),
+        (
+            "overlap",
+            "ArgumentError",
+            ("rank 1 began mine while another call", "a replay of a graph"),
+        ),
         ("aborted", "AbortedError", ("rank 1 aborted", "because")),
         ("interrupted", "AbortedError", ("rank 1 was interrupted", "at item 3, where it waited")),
     ],

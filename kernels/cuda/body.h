@@ -52,12 +52,13 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
   if (team.lane() == 0) {
     char* const region = t.regions[t.rank];
-    const auto* line =
-        reinterpret_cast<const ChannelLine*>(region + t.layout.channel_offset(team.channel()));
+    auto* line = reinterpret_cast<ChannelLine*>(region + t.layout.channel_offset(team.channel()));
     // Messages are not counted, and a collective may be counting now.
     const bool counts = args.collective != Collective::kSend;
     w.sequence = counts ? line->sequence : 0;
     w.ll_epoch = counts ? line->ll_epoch : 0;
+    // See NOTE [One call at a time]. Under way beside the others: it costs no trip of its own.
+    w.running = counts ? exchange_relaxed_gpu(&line->running, 1) : 0;
     // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
     w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
     w.host = t.host;
@@ -92,6 +93,13 @@ RC_TEAM_FN void load_table(Team& team, const LaunchParams& p, const CallArgs& ar
     load_words(team, args, *args.table, w);
 }
 
+// NOTE [One call at a time]
+// Calls of a rank take the numbers of their items from words of its region, so that two at once
+// would take the same ones, and mix their data. The host orders the calls that it makes, but knows
+// nothing of when a graph is replayed. So a channel's block finds out by itself: it leaves a 1 in
+// its channel's line for as long as it runs, and a block that finds the 1 of another ends the
+// communicator. Messages are not counted: sends and receives have items of their own.
+
 // Numbers the call and puts it where fault records find it. kAborted: this rank gave up before.
 // Follows load_table(); all lanes know the call, and the view, when it returns.
 template <class Team>
@@ -109,15 +117,22 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
                         kNotInHeap,
                         args.factor,
                         kNotInHeap};
-    if (w.aborted != 0) status = Status::kAborted;
+    if (w.aborted != 0)
+      status = Status::kAborted;
+    else if (w.running != 0)
+      status = fail(team, v, Status::kOverlap, v.rank, nullptr, 0);
   }
   return team.share(status);
 }
 
 // The last thing a block does with a status that all lanes share.
 template <class Team>
-RC_TEAM_FN void end_call(const Team& team, const View& v, Status status) {
-  if (status != Status::kOk && team.lane() == 0) await_raised(v);
+RC_TEAM_FN void end_call(const Team& team, const View& v, Status status, bool counts) {
+  if (team.lane() != 0) return;
+  if (status != Status::kOk)
+    await_raised(v);
+  else if (counts)
+    store_relaxed_sys(&v.channel_line(team.channel())->running, 0);
 }
 
 template <class E>
@@ -154,7 +169,7 @@ RC_TEAM_FN void run_collective(Team team, const LaunchParams& p, int rank_in_lau
   Status status = message ? Status::kOk : e.verify_streams();
   if (status == Status::kOk) status = run(e, args);
   if (status == Status::kOk) status = e.verify_peer_buffers();
-  end_call(team, w.view, status);
+  end_call(team, w.view, status, !message);
 }
 
 template <class Team>
@@ -196,7 +211,7 @@ RC_TEAM_FN void run_ll(Team team, const LaunchParams& p, int rank_in_launch, Wor
   load_table(team, p, args, w);
   if (begin_call(team, args, w) != Status::kOk) return;
   Endpoint<Team, Ops> e{team, w.view, ops};
-  end_call(team, w.view, run(e, args));
+  end_call(team, w.view, run(e, args), true);
 }
 
 template <class Team>

@@ -17,7 +17,7 @@ struct Workspace {
   int ring_position;
   // As they were when the call began.
   uint64_t sequence;
-  uint32_t ll_epoch, aborted;
+  uint32_t ll_epoch, aborted, running;
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
   uint64_t heap_bytes[kMaxWorld];

@@ -100,9 +100,9 @@ const char* name_of(Algorithm algorithm, Collective collective) {
 }
 
 const char* name_of(Status status) {
-  static const char* const names[] = {"ok",          "timeout", "peer_lost",
-                                      "mismatch",    "aborted", "interrupted",
-                                      "peer_closed", "corrupt", "refused"};
+  static const char* const names[] = {"ok",      "timeout",     "peer_lost",   "mismatch",
+                                      "aborted", "interrupted", "peer_closed", "corrupt",
+                                      "refused", "overlap"};
   static_assert(std::size(names) == kStatuses,
                 "give each value of Status (core/team.h) a name here, in that order");
   return uint32_t(status) < uint32_t(kStatuses) ? names[uint32_t(status)] : "unknown";

@@ -111,7 +111,7 @@ struct World {
                                                                                        s.first};
         }
     for (int c = 0; c < s.channels; ++c)
-      *reinterpret_cast<ChannelLine*>(region + layout.channel_offset(c)) = {0, s.first};
+      *reinterpret_cast<ChannelLine*>(region + layout.channel_offset(c)) = {0, s.first, 0};
     if (s.first == 0) return;
     uint32_t flag = s.first;
     for (int calls = 0; calls < 6; ++calls) flag = next_flag(flag);

@@ -169,8 +169,8 @@ MUTANTS = {
     ),
     "ended before the word of another kernel": Mutant(
         BODY,
-        "if (status != Status::kOk && team.lane() == 0)",
-        "if (!CHOSEN && status != Status::kOk && team.lane() == 0)",
+        "    await_raised(v);",
+        "    CHOSEN ? void() : await_raised(v);",
         ((2, 1, 2, 0, 0),),
     ),
     "messages look at collectives": Mutant(

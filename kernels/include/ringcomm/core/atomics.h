@@ -54,6 +54,16 @@ __device__ __forceinline__ uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_
   return old;
 }
 
+// Of one device's own word, which orders nothing.
+__device__ __forceinline__ uint32_t exchange_relaxed_gpu(uint32_t* word, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(word), "r"(value)
+               : "memory");
+  return old;
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
@@ -119,6 +129,10 @@ inline void fence_seq_cst_compiler() { __atomic_signal_fence(__ATOMIC_SEQ_CST); 
 
 RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
   return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL);
+}
+
+RC_FN uint32_t exchange_relaxed_gpu(uint32_t* word, uint32_t value) {
+  return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 }
 
 RC_FN void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }

@@ -52,8 +52,9 @@ enum class Status : int32_t {
   kPeerClosed = 6,   // the awaited rank closed the communicator
   kCorrupt = 7,      // what a peer published points outside of its heap, or at no item of ours
   kRefused = 8,      // the operating system lets this rank no longer read the peer's process
+  kOverlap = 9,      // another call of this rank was under way on the same words
 };
-constexpr int kStatuses = 9;
+constexpr int kStatuses = 10;
 
 // The events of every protocol between ranks, at which tests inject faults.
 enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };

@@ -50,6 +50,7 @@ struct alignas(64) EpochLine {
 struct alignas(64) ChannelLine {
   uint64_t sequence;  // collectives begun on this channel
   uint32_t ll_epoch;  // LL calls begun on this channel; the flag of their packets
+  uint32_t running;   // 1 while a kernel of a collective is on this channel; CUDA's alone
 };
 
 static_assert(sizeof(SignalLine) == kLineBytes && sizeof(SleepLine) == kLineBytes &&

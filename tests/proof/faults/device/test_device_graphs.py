@@ -367,6 +367,83 @@ def test_a_fault_in_a_replay_is_reported(kind: str, end: str, expected: type) ->
         assert "rank 2" in text
 
 
+# ---- a replay beside an eager call --------------------------------------------------------------
+
+
+def overlaps(store: Any, rank: int, n: int, kind: str, blind: bool) -> tuple[str, str, bool]:
+    """Rank 0 replays and calls at once, on two streams, before the others come to either.
+
+    Args:
+        blind: the words by which a kernel finds another one are cleared between the two.
+    """
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n, timeout=5.0 if blind else LONG_S)
+    with rig.ordered():
+        replayed, eager = rig.full(LARGE, 1.0), rig.full(LARGE, 10.0)
+        comm.all_reduce(rig.full(LARGE, 0.0), algorithm="two_shot")
+        with rig.capture() as replay:
+            comm.all_reduce(replayed, algorithm="two_shot")
+        rig.synchronize()
+        error: Exception | None = None
+        try:
+            if rank == 0:
+                with rig.runtime.on_stream(rig.runtime.make_stream(0)):
+                    replay()
+                until(lambda: running(rig, comm) != {0})
+                if blind:
+                    clear_running(rig, comm)
+                comm.all_reduce(eager, algorithm="two_shot")
+                time.sleep(GRACE_S)
+                store.set("overlapped", b"")
+            else:
+                store.wait(["overlapped"])
+                replay()
+                comm.all_reduce(eager, algorithm="two_shot")
+            rig.synchronize()
+            comm.barrier()
+            rig.synchronize()
+            comm.barrier()
+        except ringcomm.RingcommError as raised:
+            error = raised
+        finally:
+            store.set("overlapped", b"")
+        right = bool((replayed == n).all()) and bool((eager == 10 * n).all())
+    comm.close()
+    rig.close()
+    return type(error).__name__, str(error), right
+
+
+def running_ptrs(comm: Any) -> list[int]:
+    """The addresses of the words that kernels leave in their channels' lines."""
+    core = comm.engine.device_core
+    first = core.heap.base_ptr + core.region[0] + core.native.sequence_offset_bytes + 12
+    return [first + 64 * channel for channel in range(core.native.channels)]
+
+
+def running(rig: Rig, comm: Any) -> set[int]:
+    return {int.from_bytes(rig.runtime.read(0, ptr, 4), "little") for ptr in running_ptrs(comm)}
+
+
+def clear_running(rig: Rig, comm: Any) -> None:
+    time.sleep(GRACE_S)  # the other blocks begin, too
+    for ptr in running_ptrs(comm):
+        rig.runtime.write(0, ptr, bytes(4))
+
+
+def test_a_replay_beside_an_eager_call_raises_on_all_ranks(kind: str) -> None:
+    for error, text, _ in run_ranks(overlaps, 2, kind, False):
+        assert error == "ArgumentError", text
+        assert "rank 0 began all_reduce" in text
+        assert "a replay of a graph beside an eager call" in text
+
+
+def test_without_the_words_such_calls_mix_their_data(kind: str) -> None:
+    """The negative control: data are wrong, or a rank waits in vain."""
+    outcomes = run_ranks(overlaps, 2, kind, True)
+    assert not all(error == "NoneType" and right for error, _, right in outcomes), outcomes
+    assert not any(error == "ArgumentError" for error, _, _ in outcomes), outcomes
+
+
 def test_close_waits_for_replays_under_way(emulated: Rigs) -> None:
     """They are on a stream that the communicator was never told of."""
     rig = emulated()
