@@ -33,21 +33,23 @@ def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
     if comm.world_size == 1:
         return list(mine)
     flags = torch.tensor(mine, dtype=torch.int32, device="cpu")
-    host = comm.on_host()
-    if host is comm:
+    if not comm.launches:
         comm.all_reduce(flags, ReduceOp.MAX)
     else:
-        _reduce_beside(comm, host, flags)
+        with _faults_of_host(comm):
+            host = comm.on_host()
+            if host.timeout != comm.timeout:
+                host.timeout = comm.timeout
+            host.all_reduce(flags, ReduceOp.MAX)
     return [flag > 0 for flag in flags.tolist()]
 
 
-def _reduce_beside(comm: Communicator, host: Communicator, flags: torch.Tensor) -> None:
-    """Makes an all-reduce of ``host`` as a call of the device's ``comm``, whose faults it has."""
+@contextmanager
+def _faults_of_host(comm: Communicator) -> Iterator[None]:
+    """Ends ``comm`` when what its ranks do on their hosts inside fails, as a call of its would."""
     comm.engine.raise_if_unusable("all_reduce")
-    if host.timeout != comm.timeout:
-        host.timeout = comm.timeout
     try:
-        host.all_reduce(flags, ReduceOp.MAX)
+        yield
     except KeyboardInterrupt:
         comm.engine.interrupt()
         raise

@@ -367,6 +367,48 @@ def test_a_fault_in_a_replay_is_reported(kind: str, end: str, expected: type) ->
         assert "rank 2" in text
 
 
+# ---- a capture while the peers are eager -------------------------------------------------------
+
+
+def one_captures(store: Any, rank: int, n: int, kind: str, replays: bool) -> tuple[str, str, bool]:
+    """The peers make the call that rank 0 only captures, until it replays it."""
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n, timeout=LONG_S if replays else 2.0)
+    error: Exception | None = None
+    with rig.ordered():
+        tensor = rig.full(LARGE, 1.0)
+        comm.all_reduce(rig.full(LARGE, 0.0))
+        rig.synchronize()
+        try:
+            if rank == 0:
+                with rig.capture() as replay:
+                    comm.all_reduce(tensor)
+                if replays:
+                    replay()
+                else:
+                    store.wait(["given up"])
+            else:
+                comm.all_reduce(tensor)
+            for _ in range(2):
+                rig.synchronize()
+                comm.barrier()
+        except ringcomm.RingcommError as raised:
+            error = raised
+        store.set("given up", b"")
+        right = bool((tensor == n).all())
+    comm.close()
+    rig.close()
+    return type(error).__name__, str(error), right
+
+
+def test_a_capture_takes_no_part_in_the_peers_eager_call_before_its_replay(kind: str) -> None:
+    assert run_ranks(one_captures, 2, kind, True) == [("NoneType", "None", True)] * 2
+    (first, said, _), (error, text, _) = run_ranks(one_captures, 2, kind, False)
+    assert error == "CollectiveTimeout" and "rank 0" in text, text
+    # Its next call finds the one that the peer gave up, or that the peer has given it up.
+    assert first in ("CollectiveTimeout", "MismatchError") and "rank 1" in said, said
+
+
 # ---- a replay beside an eager call --------------------------------------------------------------
 
 

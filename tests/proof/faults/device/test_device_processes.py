@@ -26,6 +26,7 @@ from ringcomm import (
     PeerLost,
 )
 from ringcomm.algorithms import spelled
+from ringcomm.comm.agreement import any_rank
 from ringcomm.comm.device import lifecycle
 from tests.proof.faults.device.rig import (
     DEVICE,
@@ -63,6 +64,8 @@ WAITS: dict[str, Call] = {
     "barrier": lambda rig, comm: comm.barrier(),
     "recv": lambda rig, comm: comm.recv(rig.full(10, 1.0), comm.world_size - 1),
     "large send": lambda rig, comm: comm.send(rig.full(200_000, 1.0), comm.world_size - 1),
+    "flags": lambda rig, comm: any_rank(comm, [False]),
+    "flags before the hosts have met": lambda rig, comm: any_rank(comm, [False]),
 }
 # A rank that a busy machine keeps from running for so long would be taken for the stopped one.
 STOPPED_S = 2.5
@@ -99,6 +102,8 @@ def waits_for_the_last(
     comms = {name: rig.connect(store, rank, n, name=name.replace(" ", "-")) for name in names}
     for comm in comms.values():
         comm.barrier()
+    if "flags" in comms:
+        assert any_rank(comms["flags"], [rank == n - 1]) == [True]
     rig.synchronize()
     if rank == n - 1:
         if end == "die":
