@@ -38,6 +38,45 @@ device::Reduction kernel_reduction(int dtype, int op, double factor, int algorit
 
 namespace {
 
+using device::TritonKernel;
+
+void bind_triton_kernel(nb::module_& m) {
+  nb::class_<TritonKernel>(m, "TritonKernel",
+                           "A kernel that Triton has compiled, launched as the driver takes it.")
+      .def(
+          "__init__",
+          [](TritonKernel* self, uint64_t function, unsigned threads, unsigned shared_bytes,
+             const std::vector<std::pair<bool, bool>>& parameters, int scratch_pointers) {
+            std::vector<TritonKernel::Parameter> all;
+            for (const auto& [wide, specialized] : parameters) all.push_back({wide, specialized});
+            new (self)
+                TritonKernel(function, threads, shared_bytes, std::move(all), scratch_pointers);
+          },
+          nb::arg("function"), nb::arg("threads"), nb::arg("shared_bytes"), nb::arg("parameters"),
+          nb::arg("scratch_pointers"),
+          "`parameters`: of each whether it has 8 bytes, not 4, and whether Triton compiles other\n"
+          "kernels for 1 and for multiples of 16. Null pointers follow them.")
+      .def(
+          "takes",
+          [](const TritonKernel& kernel, const std::vector<int64_t>& values) {
+            return kernel.takes(values.data(), values.size());
+          },
+          nb::arg("values"), "Tells whether Triton would launch this kernel for these numbers.")
+      .def(
+          "launch",
+          [](const TritonKernel& kernel, const device::Driver& driver,
+             std::pair<unsigned, unsigned> grid, uintptr_t stream,
+             const std::vector<int64_t>& values) {
+            if (!kernel.takes(values.data(), values.size()))
+              throw nb::value_error("Triton compiles another kernel for these numbers");
+            const WithoutGil nogil;  // as in launched()
+            kernel.launch(driver, grid.first, grid.second, reinterpret_cast<void*>(stream),
+                          values.data());
+          },
+          nb::arg("driver"), nb::arg("grid"), nb::arg("stream"), nb::arg("values"),
+          "Launches it; the device is current.");
+}
+
 void bind_allocator(nb::module_& m) {
   nb::class_<Allocator>(
       m, "Allocator",
@@ -183,6 +222,15 @@ void bind_state(nb::class_<DeviceComm>& c) {
           },
           "Kernel and blocks of the prepared call; calls of equal kinds can share a launch.")
       .def(
+          "add_triton",
+          [](DeviceComm& d, const CallWords& call, std::shared_ptr<TritonKernel> kernel) {
+            d.add_triton(id_of(call), std::move(kernel));
+          },
+          nb::arg("call"), nb::arg("kernel"),
+          "Has `TritonCalls` launch a kernel for one rank's calls that differ from `call_words` "
+          "in\n"
+          "their size alone.")
+      .def(
           "limit_message_channels", [](DeviceComm& d, int most) { d.limit_message_channels(most); },
           nb::arg("most"), "Blocks of a message; equal on all ranks, before the first message.")
       .def_prop_ro(
@@ -243,6 +291,7 @@ int launched(DeviceComm& d) {
 
 void bind_device(nb::module_& m) {
   bind_allocator(m);
+  bind_triton_kernel(m);
   nb::class_<device::Driver>(
       m, "Driver",
       "The CUDA driver's entry points for launches and copies; RuntimeError when there is none.")

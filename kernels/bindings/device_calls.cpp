@@ -283,8 +283,40 @@ device::Reduction device_reduction(DType dtype, int op, int algorithm, uint64_t*
 // Whether the collectives reduce a type so at all; whether a GPU has the kernel is found later.
 bool reduces(DType dtype, int op) { return op >= 0 && kernels().reduce[int(dtype)][op] != nullptr; }
 
+// Prepares collectives by the CUDA kernels, or by those that Triton has compiled.
+struct CudaKernels {
+  DeviceComm& comm;
+  template <class... Args>
+  void all_reduce(Args... args) const {
+    comm.all_reduce(args...);
+  }
+  template <class... Args>
+  void reduce_scatter(Args... args) const {
+    comm.reduce_scatter(args...);
+  }
+  template <class... Args>
+  void all_gather(Args... args) const {
+    comm.all_gather(args...);
+  }
+};
+struct TritonKernels {
+  DeviceComm& comm;
+  template <class... Args>
+  void all_reduce(Args... args) const {
+    comm.triton_all_reduce(args...);
+  }
+  template <class... Args>
+  void reduce_scatter(Args... args) const {
+    comm.triton_reduce_scatter(args...);
+  }
+  template <class... Args>
+  void all_gather(Args... args) const {
+    comm.triton_all_gather(args...);
+  }
+};
+
 // Each gives `then` what prepares the call, or returns `otherwise` of arguments that are not fast.
-template <class Result, class Then>
+template <class Kernels = CudaKernels, class Result, class Then>
 Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
                   Result otherwise, Then then) {
   TensorMemory t;
@@ -292,10 +324,10 @@ Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::hand
   if (named < 0 || !calls.read(tensor, &t) || !reduces(t.dtype, code)) return otherwise;
   const device::Reduction how = device_reduction(t.dtype, code, named, &t.elems);
   return then(nb::make_tuple(tensor),
-              [&, how, t] { calls.comm().all_reduce(t.ptr, t.ptr, t.elems, how); });
+              [&, how, t] { Kernels{calls.comm()}.all_reduce(t.ptr, t.ptr, t.elems, how); });
 }
 
-template <class Result, class Then>
+template <class Kernels = CudaKernels, class Result, class Then>
 Result reduce_scatter(DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle op,
                       nb::handle algorithm, Result otherwise, Then then) {
   TensorMemory out, in;
@@ -306,11 +338,12 @@ Result reduce_scatter(DeviceCalls& calls, nb::handle output, nb::handle input, n
       !is_chunk_or_apart(in, out, config.rank))
     return otherwise;
   const device::Reduction how = device_reduction(out.dtype, code, named, &out.elems);
-  return then(nb::make_tuple(output, input),
-              [&, how, in, out] { calls.comm().reduce_scatter(in.ptr, out.ptr, out.elems, how); });
+  return then(nb::make_tuple(output, input), [&, how, in, out] {
+    Kernels{calls.comm()}.reduce_scatter(in.ptr, out.ptr, out.elems, how);
+  });
 }
 
-template <class Result, class Then>
+template <class Kernels = CudaKernels, class Result, class Then>
 Result all_gather(DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle algorithm,
                   Result otherwise, Then then) {
   TensorMemory out, in;
@@ -320,7 +353,7 @@ Result all_gather(DeviceCalls& calls, nb::handle output, nb::handle input, nb::h
       out.elems != in.elems * uint64_t(config.world) || !is_chunk_or_apart(out, in, config.rank))
     return otherwise;
   return then(nb::make_tuple(output, input), [&, named, in, out] {
-    calls.comm().all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, Algorithm(named));
+    Kernels{calls.comm()}.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, Algorithm(named));
   });
 }
 
@@ -483,6 +516,117 @@ void bind_started(nb::class_<DeviceCalls>& c) {
           "start_barrier",
           [](DeviceCalls& calls) { return barrier(calls, kNotStarted, started_by(calls)); },
           nb::sig("def start_barrier(self) -> DeviceEvent | None"));
+}
+
+// The common calls whose kernels Triton has compiled.
+class TritonCalls {
+ public:
+  explicit TritonCalls(nb::object calls)
+      : owner_(std::move(calls)), calls_(nb::cast<DeviceCalls&>(owner_)) {}
+
+  // knobs: `triton.knobs.runtime`. From here on calls may be fast.
+  void set_knobs(nb::object knobs) { knobs_ = std::move(knobs); }
+  // Whether calls may pass Triton by: it calls the hooks of profilers at each launch.
+  bool pass_by() const { return !knobs_.is_none() && !has_hook(enter_) && !has_hook(exit_); }
+  DeviceCalls& calls() const { return calls_; }
+
+ private:
+  // A hook is None, or a chain of functions.
+  bool has_hook(const nb::str& name) const {
+    const nb::object hook = nb::getattr(knobs_, name, nb::none());
+    if (hook.is_none()) return false;
+    const nb::object chain = nb::getattr(hook, chain_, nb::none());
+    return chain.is_none() || nb::len(chain) > 0;
+  }
+
+  nb::object owner_;
+  DeviceCalls& calls_;
+  nb::object knobs_ = nb::none();
+  // Made once: to make a name costs as much as to look it up.
+  const nb::str enter_{"launch_enter_hook"}, exit_{"launch_exit_hook"}, chain_{"calls"};
+};
+
+void bind_triton_started(nb::class_<TritonCalls>& c) {
+  const auto any = [] { return nb::arg().none(); };
+  c.def(
+       "start_all_reduce",
+       [](TritonCalls& t, nb::handle tensor, nb::handle op, nb::handle algorithm) {
+         if (!t.pass_by()) return kNotStarted;
+         return all_reduce<TritonKernels>(t.calls(), tensor, op, algorithm, kNotStarted,
+                                          started_by(t.calls()));
+       },
+       nb::sig("def start_all_reduce(self, tensor: object, op: object, algorithm: object, "
+               "/) -> DeviceEvent | None"),
+       any(), any(), any())
+      .def(
+          "start_reduce_scatter",
+          [](TritonCalls& t, nb::handle output, nb::handle input, nb::handle op,
+             nb::handle algorithm) {
+            if (!t.pass_by()) return kNotStarted;
+            return reduce_scatter<TritonKernels>(t.calls(), output, input, op, algorithm,
+                                                 kNotStarted, started_by(t.calls()));
+          },
+          nb::sig("def start_reduce_scatter(self, output: object, input: object, op: object, "
+                  "algorithm: object, /) -> DeviceEvent | None"),
+          any(), any(), any(), any())
+      .def(
+          "start_all_gather",
+          [](TritonCalls& t, nb::handle output, nb::handle input, nb::handle algorithm) {
+            if (!t.pass_by()) return kNotStarted;
+            return all_gather<TritonKernels>(t.calls(), output, input, algorithm, kNotStarted,
+                                             started_by(t.calls()));
+          },
+          nb::sig("def start_all_gather(self, output: object, input: object, algorithm: object, "
+                  "/) -> DeviceEvent | None"),
+          any(), any(), any());
+}
+
+void bind_triton_made(nb::class_<TritonCalls>& c) {
+  const auto any = [] { return nb::arg().none(); };
+  c.def(
+       "all_reduce_fast",
+       [](TritonCalls& t, nb::handle tensor, nb::handle op, nb::handle algorithm) {
+         if (!t.pass_by()) return kNotFast;
+         return all_reduce<TritonKernels>(t.calls(), tensor, op, algorithm, kNotFast,
+                                          made_by(t.calls()));
+       },
+       nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
+               "/) -> int"),
+       any(), any(), any(), "As `DeviceCalls.all_reduce_fast`.")
+      .def(
+          "reduce_scatter_fast",
+          [](TritonCalls& t, nb::handle output, nb::handle input, nb::handle op,
+             nb::handle algorithm) {
+            if (!t.pass_by()) return kNotFast;
+            return reduce_scatter<TritonKernels>(t.calls(), output, input, op, algorithm, kNotFast,
+                                                 made_by(t.calls()));
+          },
+          nb::sig("def reduce_scatter_fast(self, output: object, input: object, op: object, "
+                  "algorithm: object, /) -> int"),
+          any(), any(), any(), any())
+      .def(
+          "all_gather_fast",
+          [](TritonCalls& t, nb::handle output, nb::handle input, nb::handle algorithm) {
+            if (!t.pass_by()) return kNotFast;
+            return all_gather<TritonKernels>(t.calls(), output, input, algorithm, kNotFast,
+                                             made_by(t.calls()));
+          },
+          nb::sig("def all_gather_fast(self, output: object, input: object, "
+                  "algorithm: object, /) -> int"),
+          any(), any(), any());
+}
+
+void bind_triton_calls(nb::module_& m) {
+  nb::class_<TritonCalls> c(
+      m, "TritonCalls",
+      "The calls of a rank on a device that take tensors as they are, by kernels that Triton has\n"
+      "compiled. They are not fast until `DeviceComm.add_triton` was given the kernel.");
+  c.def(nb::init<nb::object>(), nb::arg("calls"),
+        nb::sig("def __init__(self, calls: DeviceCalls) -> None"))
+      .def("set_knobs", &TritonCalls::set_knobs, nb::arg("knobs"),
+           "Allows fast calls while `triton.knobs.runtime` has no hooks of launches.");
+  bind_triton_made(c);
+  bind_triton_started(c);
 }
 
 // None of a call that is not one launch.
@@ -674,6 +818,7 @@ nb::class_<DeviceCalls> bind_device_calls(nb::module_& m) {
   bind_order(c);
   bind_together(m);
   bind_plans(m, c);
+  bind_triton_calls(m);
   return c;
 }
 

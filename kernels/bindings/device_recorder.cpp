@@ -70,7 +70,8 @@ void DeviceRecorder::enqueues(const device::Prepared& call, bool captured) {
     if (!captured) ++counted_[0];
     return;
   }
-  const CallId id{0, a.match_bytes, a.collective, a.dtype, a.redop, a.root, a.algorithm};
+  const Kernels kernels = call.triton != nullptr ? Kernels::kTriton : Kernels::kNative;
+  const CallId id{0, a.match_bytes, a.collective, a.dtype, a.redop, a.root, a.algorithm, kernels};
   record(id, size_of_call(call), call.channels, captured);
 }
 

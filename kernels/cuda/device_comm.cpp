@@ -283,6 +283,7 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
   LaunchParams params;
   if (ranks.empty() || ranks.size() > size_t(kMaxRanksPerLaunch))
     throw std::invalid_argument("a launch carries 1 to 8 ranks");
+  if (ranks[0]->prepared_.triton != nullptr) return ranks[0]->launch_triton(stream);
   int spans = 0;
   const auto add = [&](const std::vector<Span>& list) {
     if (list.empty()) return -1;

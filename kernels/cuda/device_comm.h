@@ -8,11 +8,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/cuda/args.h"
 #include "kernels/cuda/driver.h"
 #include "kernels/cuda/launch_ledger.h"
+#include "kernels/cuda/triton_kernel.h"
 #include "ringcomm/core/quantization.h"
 #include "ringcomm/core/reduce.h"
 
@@ -35,6 +37,8 @@ struct Prepared {
   std::vector<Span> in, out;  // lists; empty for an even cut
   bool continues = false;     // one more launch of the call before it
   bool alone = false;         // waits for no peer, and is not recorded
+  // Of a kernel of Triton's, which its DeviceComm keeps: it takes other parameters.
+  const TritonKernel* triton = nullptr;
 };
 
 // Is told of the calls of a communicator as they are enqueued; with or without the GIL.
@@ -178,6 +182,13 @@ class DeviceComm {
   void sum_rows(RowsArgs rows, DType dtype);
   void scale_rows(RowsArgs rows, DType dtype);
 
+  // The collectives by kernels that Triton has compiled for such a call of one rank, to be launched
+  // like the others. They throw std::invalid_argument of a call for which there is none.
+  void add_triton(const CallId& call, std::shared_ptr<const TritonKernel> kernel);
+  void triton_all_reduce(char* in, char* out, uint64_t elems, const Reduction& r);
+  void triton_reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
+  void triton_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
+
   // While it lives calls are prepared and not made, those without peers among them.
   class Preparing {
    public:
@@ -239,6 +250,8 @@ class DeviceComm {
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
   void copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
   void multicast(Prepared p, const Reduction& r);
+  void submit_triton(CallArgs args);
+  void launch_triton(void* stream);
 
   std::shared_ptr<const Driver> driver_;
   DeviceConfig config_;
@@ -246,6 +259,7 @@ class DeviceComm {
   Submit submit_;
   std::shared_ptr<CallObserver> observer_;  // or none
   std::map<std::string, void*> kernels_;
+  std::vector<std::pair<CallId, std::shared_ptr<const TritonKernel>>> triton_kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
   uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // as in RankTable

@@ -74,6 +74,12 @@ void Driver::launch(void* function, unsigned grid_x, unsigned grid_y, unsigned t
         "launching a collective");
 }
 
+void Driver::launch(void* function, const Blocks& blocks, void* stream, void** parameters) const {
+  check(cuLaunchKernel_(function, blocks.x, blocks.y, 1, blocks.threads, 1, 1, blocks.shared_bytes,
+                        stream, parameters, nullptr),
+        "launching a kernel of Triton's");
+}
+
 void Driver::copy(unsigned long long dst, unsigned long long src, size_t bytes,
                   void* stream) const {
   if (bytes > 0) check(cuMemcpyAsync_(dst, src, bytes, stream), "copying between devices");

@@ -45,6 +45,11 @@ class Driver {
 
   void launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads, void* stream,
               const void* params) const;
+  // The same of a kernel with other parameters than a LaunchParams: the addresses of all of them.
+  struct Blocks {
+    unsigned x, y, threads, shared_bytes;
+  };
+  void launch(void* function, const Blocks& blocks, void* stream, void** parameters) const;
   // Device to device, in the stream's order.
   void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
   // True while the stream is capturing a graph, or cannot say: its capture is broken, or another

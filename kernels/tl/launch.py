@@ -23,6 +23,7 @@ __all__ = [
     "OPTIONS",
     "KernelPlan",
     "RankPointers",
+    "arguments_of",
     "launch_kernel",
     "plan_all_gather",
     "plan_all_reduce",
@@ -133,13 +134,34 @@ def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world:
     )
 
 
+def arguments_of(
+    plan: KernelPlan, ranks: Sequence[RankPointers], timeout_ns: int
+) -> tuple[tuple[int, ...] | int, ...]:
+    """Returns the numbers that a launch passes to the kernel, as the kernel names them.
+
+    Args:
+        plan: the collective.
+        ranks: the ranks that the launch carries.
+        timeout_ns: deadline of one wait.
+    """
+    return (
+        tagged(rank.table_ptr for rank in ranks),
+        # An empty tensor has no address, and a small number would be another type.
+        tagged(rank.in_ptr or rank.table_ptr for rank in ranks),
+        tagged(rank.out_ptr or rank.table_ptr for rank in ranks),
+        *plan.sizes,
+        timeout_ns,
+        tagged(plan.call),
+    )
+
+
 def launch_kernel(
     plan: KernelPlan,
     ranks: Sequence[RankPointers],
     timeout_ns: int,
     geometry: Geometry,
     health: Callable[[int], int] = lives,
-) -> None:
+) -> Any:
     """Runs ``plan`` for the ranks of one device, on torch's current stream there.
 
     In the interpreter the call blocks, and only one rank of a process can run at a time.
@@ -150,18 +172,12 @@ def launch_kernel(
         timeout_ns: deadline of one wait.
         geometry: of the communicator.
         health: for the interpreter: status of the process of a peer, 0 while it lives.
+
+    Returns:
+        Triton's CompiledKernel; None of an interpreted one.
     """
     grid = (geometry.channels, len(ranks))
     with interpreting(health) if IS_INTERPRETED else nullcontext():
-        plan.kernel[grid](
-            tagged(rank.table_ptr for rank in ranks),
-            # An empty tensor has no address, and a small number would be another type.
-            tagged(rank.in_ptr or rank.table_ptr for rank in ranks),
-            tagged(rank.out_ptr or rank.table_ptr for rank in ranks),
-            *plan.sizes,
-            timeout_ns,
-            tagged(plan.call),
-            **plan.constants,
-            G=geometry,
-            **OPTIONS,
+        return plan.kernel[grid](
+            *arguments_of(plan, ranks, timeout_ns), **plan.constants, G=geometry, **OPTIONS
         )

@@ -17,6 +17,7 @@ from triton.runtime import driver
 from tests import ptx_interpreter as ptx
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import ROOT
+from tests.support.emulator.library import LAUNCHED, library
 
 WARP = 32
 _devices = itertools.count()
@@ -34,7 +35,7 @@ _C_TYPES: dict[str, Any] = {
 }
 _MAY_BECOME_ONE = re.compile(r"\b(add|sub|mul)\.f32\b")
 # Global and profile scratch memory, which kernels of ours do not use.
-_SCRATCH_POINTERS = 2
+_SCRATCH = ("u64", "u64")
 
 
 class StandIn:
@@ -102,26 +103,58 @@ class PtxLauncher(StandIn):
         self._modules: dict[str, int] = {}
         self._lock = threading.Lock()
         self._threads: list[int] = []
+        # Of the kernel that this thread loads next: its types, and what runs it.
+        self._loads = threading.local()
+        self._functions: list[Any] = []
+        #: The kernels that were launched without Triton, in this order.
+        self.passed_by: list[str] = []
+        #: The parameters of all launches, as the kernels found them.
+        self.parameters: list[bytes] = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         module = self._module(metadata)
         types = list(_leaves(source.signature.values()))
 
-        def launch(x: int, y: int, z: int, *passed: Any) -> None:
-            _stream, _function, _packed, _launch_metadata, _enter, _exit, *given = passed
-            assert z == 1, "grids of three dimensions are not emulated"
-            self.launched.append(metadata.name)
+        def run(parameters: bytes, x: int, y: int) -> None:
+            self.parameters.append(parameters)
             ptx.run(
                 module,
                 metadata.name,
-                _laid_out(types, list(_leaves(given))),
+                parameters,
                 grid=(x, y),
                 threads=(self._warps or metadata.num_warps) * WARP,
                 shared_bytes=metadata.shared,
                 schedule=self._schedule_here(),
             )
 
+        def launch(x: int, y: int, z: int, *passed: Any) -> None:
+            _stream, _function, _packed, _launch_metadata, _enter, _exit, *given = passed
+            assert z == 1, "grids of three dimensions are not emulated"
+            self.launched.append(metadata.name)
+            run(_laid_out(types, list(_leaves(given))), x, y)
+
+        def pass_by(
+            parameters: int, size: int, x: int, y: int, threads: int, shared_bytes: int
+        ) -> None:
+            assert (threads, shared_bytes) == (metadata.num_warps * WARP, metadata.shared)
+            self.passed_by.append(metadata.name)
+            run(ctypes.string_at(parameters, size), x, y)
+
+        self._loads.next = types, pass_by
         return launch
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
+        """Returns a kernel of emulated devices, which the native module can launch."""
+        types, pass_by = self._loads.next
+        numbers = [*(kind for kind in types if kind != "constexpr"), *_SCRATCH]
+        sizes = [ctypes.sizeof(_C_TYPES["u64" if kind[0] == "*" else kind]) for kind in numbers]
+        return 1, self._function(sizes, pass_by), 0, 0, 1024
+
+    def _function(self, sizes: Sequence[int], launched: Callable[..., None]) -> int:
+        function = LAUNCHED(launched)
+        self._functions.append(function)
+        count = len(sizes)
+        return int(library().emulated_kernel_of((ctypes.c_int * count)(*sizes), count, function))
 
     def _schedule_here(self) -> PtxSchedule:
         """Ranks with a device each are told apart by the threads of their streams."""
@@ -163,7 +196,7 @@ def _laid_out(types: Sequence[str], values: Sequence[Any]) -> bytes:
     given = [
         (kind, value) for kind, value in zip(types, values, strict=True) if kind != "constexpr"
     ]
-    for kind, value in [*given, *[("u64", 0)] * _SCRATCH_POINTERS]:
+    for kind, value in [*given, *((each, 0) for each in _SCRATCH)]:
         if kind.startswith("*"):
             kind, value = "u64", getattr(value, "data_ptr", lambda value=value: value)()
         c_type = _C_TYPES[kind]
@@ -232,8 +265,8 @@ def only_front_end() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def executed(gpu: PtxLauncher) -> Iterator[None]:
-    """Inside, the PTX of Triton's launches is executed by ``gpu``; it is kept under ``build/``."""
+def executed(gpu: StandIn) -> Iterator[None]:
+    """Inside, Triton's launches take place on ``gpu``, as PTX that is kept under ``build/``."""
     with triton.knobs.cache.scope(), triton.knobs.runtime.scope(), in_place(gpu):
         triton.knobs.cache.dir = str(ROOT / "build" / "triton")
         triton.knobs.runtime.add_stages_inspection_hook = _only_ptx

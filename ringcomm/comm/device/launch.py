@@ -20,6 +20,7 @@ from ringcomm.comm.device.core import Calls, DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch_prepared
+from ringcomm.comm.device.triton import CompiledKernels, TritonLaunch
 from ringcomm.comm.host.arguments import (
     DEVICE_ALGORITHMS,
     CallChecks,
@@ -50,7 +51,6 @@ from ringcomm.comm.host.triton import (
     ONE_RANK,
     KernelTarget,
     TritonEnd,
-    TritonLaunch,
     device_kernel_target,
     require_triton,
 )
@@ -383,6 +383,7 @@ class DeviceCallEngine(CallEngine):
         super().__init__(core, core.native, core.calls, membership, reader)
         self.device_core = core
         self.calls = self.starts = core.calls
+        self.compiled = self._triton_calls = _native.TritonCalls(core.calls)
         self.device_ref: tuple[DeviceRuntime, int] = (core.runtime, core.device)
         self._checks: dict[str, DeviceCallChecks] = {}
         self.records = recorder.native if recorder is not None else None
@@ -596,6 +597,8 @@ class DeviceCallEngine(CallEngine):
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
         require_triton(checks)
+        import triton
+
         from ringcomm._tl.geometry import Geometry
         from ringcomm._tl.hooks import IS_INTERPRETED
         from ringcomm._tl.launch import RankPointers
@@ -604,12 +607,17 @@ class DeviceCallEngine(CallEngine):
             raise UnsupportedError(f"{checks}: {ONE_RANK}")
         core = self.device_core
         geometry = Geometry.of(core.native.geometry)
+        compiled = CompiledKernels(core.native, core.driver)
+        device_ref, table_ptr = self.device_ref, core.native.table_ptr
+        if not IS_INTERPRETED:
+            self._triton_calls.set_knobs(triton.knobs.runtime)
 
         def run(plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
-            pointers = RankPointers(core.native.table_ptr, in_ptr, out_ptr)
+            pointers = RankPointers(table_ptr, in_ptr, out_ptr)
             timeout_ns = core.timeout_ms * 1_000_000
+            call = TritonLaunch(device_ref, plan, pointers, timeout_ns, geometry, compiled)
             with self._in_records(plan.call, geometry.channels):
-                self._submit(TritonLaunch(self.device_ref, plan, pointers, timeout_ns, geometry))
+                self._submit(call)
             return 0
 
         return TritonEnd(run, self.world_size, self.chosen(AUTO))

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from ringcomm import _native
-from ringcomm.comm.host.triton import TritonLaunch
+from ringcomm.comm.device.triton import TritonLaunch
 from ringcomm.cuda.runtime import DeviceRuntime, Event
 from ringcomm.errors import UnsupportedError
 from ringcomm.process import Deadline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ringcomm.comm.host.arguments import SUM, CallChecks, put_back, readable, size_bytes, writable
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, CallEngine, Work
+from ringcomm.comm.host.triton import TRITON
 
 # NOTE [Fast path]
 #
@@ -44,14 +46,21 @@ class Plan:
         engine: runs the call.
         call: checked.
         again: makes it as it is; returns NOT_FAST if it did nothing.
+        compiled: the same where the engine's kernels are Triton's; None: nothing does.
     """
 
     __slots__ = ("_again", "_call", "_engine")
 
-    def __init__(self, engine: CallEngine, call: Call, again: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engine: CallEngine,
+        call: Call,
+        again: Callable[[], int],
+        compiled: Callable[[], int] | None,
+    ) -> None:
         self._engine = engine
         self._call = call
-        self._again = None if engine.kernels else engine.planned(call) or again
+        self._again = compiled if engine.kernels else engine.planned(call) or again
 
     def __repr__(self) -> str:
         return f"<ringcomm.Plan of {self._call.name}>"
@@ -73,6 +82,11 @@ class Plan:
             if status > 0:
                 raise engine.fault(self._call.name)
         return engine.start_call(self._call, async_op)
+
+
+def _compiled(engine: CallEngine, name: str, *arguments: object) -> Callable[[], int] | None:
+    """Returns what makes a call of Triton's compiled kernels as it is; None: nothing does."""
+    return None if engine.compiled is None else partial(getattr(engine.compiled, name), *arguments)
 
 
 class Collectives:
@@ -124,6 +138,18 @@ class Collectives:
             event = engine.starts.start_all_reduce(tensor, op, algorithm)
             if event is not None:
                 return engine.started("all_reduce", [tensor], event)
+        elif (
+            engine.compiled is not None
+            and (kernels or engine.kernels) == TRITON
+            and not compression
+        ):
+            if not async_op:
+                if engine.compiled.all_reduce_fast(tensor, op, algorithm) == 0:
+                    return None
+            else:
+                event = engine.compiled.start_all_reduce(tensor, op, algorithm)
+                if event is not None:
+                    return engine.started("all_reduce", [tensor], event)
         call = self._all_reduce_call(tensor, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
 
@@ -140,7 +166,12 @@ class Collectives:
         """
         engine = self.engine
         call = self._all_reduce_call(tensor, op, algorithm)
-        return Plan(engine, call, lambda: engine.fast.all_reduce_fast(tensor, op, algorithm))
+        return Plan(
+            engine,
+            call,
+            lambda: engine.fast.all_reduce_fast(tensor, op, algorithm),
+            _compiled(engine, "all_reduce_fast", tensor, op, algorithm),
+        )
 
     def try_all_reduce(self, tensor: Tensor, op: Any) -> bool:
         """Makes an :meth:`all_reduce` by the fast path; False if it did nothing."""
@@ -263,6 +294,18 @@ class Collectives:
             event = engine.starts.start_reduce_scatter(output, input, op, algorithm)
             if event is not None:
                 return engine.started("reduce_scatter_tensor", [output], event)
+        elif (
+            engine.compiled is not None
+            and (kernels or engine.kernels) == TRITON
+            and not compression
+        ):
+            if not async_op:
+                if engine.compiled.reduce_scatter_fast(output, input, op, algorithm) == 0:
+                    return None
+            else:
+                event = engine.compiled.start_reduce_scatter(output, input, op, algorithm)
+                if event is not None:
+                    return engine.started("reduce_scatter_tensor", [output], event)
         call = self._reduce_scatter_call(output, input, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
 
@@ -283,7 +326,10 @@ class Collectives:
         engine = self.engine
         call = self._reduce_scatter_call(output, input, op, algorithm)
         return Plan(
-            engine, call, lambda: engine.fast.reduce_scatter_fast(output, input, op, algorithm)
+            engine,
+            call,
+            lambda: engine.fast.reduce_scatter_fast(output, input, op, algorithm),
+            _compiled(engine, "reduce_scatter_fast", output, input, op, algorithm),
         )
 
     def try_reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> bool:
@@ -434,6 +480,14 @@ class Collectives:
             event = engine.starts.start_all_gather(output, input, algorithm)
             if event is not None:
                 return engine.started("all_gather_into_tensor", [output], event)
+        elif engine.compiled is not None and (kernels or engine.kernels) == TRITON:
+            if not async_op:
+                if engine.compiled.all_gather_fast(output, input, algorithm) == 0:
+                    return None
+            else:
+                event = engine.compiled.start_all_gather(output, input, algorithm)
+                if event is not None:
+                    return engine.started("all_gather_into_tensor", [output], event)
         return self.engine.start_call(
             self._all_gather_call(output, input, algorithm, kernels), async_op
         )
@@ -453,7 +507,12 @@ class Collectives:
         """
         engine = self.engine
         call = self._all_gather_call(output, input, algorithm)
-        return Plan(engine, call, lambda: engine.fast.all_gather_fast(output, input, algorithm))
+        return Plan(
+            engine,
+            call,
+            lambda: engine.fast.all_gather_fast(output, input, algorithm),
+            _compiled(engine, "all_gather_fast", output, input, algorithm),
+        )
 
     def try_all_gather(self, output: Tensor, input: Tensor) -> bool:
         """Makes :meth:`all_gather_into_tensor` by the fast path; False: it did nothing."""

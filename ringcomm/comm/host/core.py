@@ -101,8 +101,8 @@ class Core(Protocol):
     def barrier(self) -> int: ...
 
 
-class FastCalls(Protocol):
-    """The calls that take tensors as they are; see NOTE [Fast path] in ``collectives.py``.
+class FastCollectives(Protocol):
+    """The collectives that take tensors as they are; see NOTE [Fast path] in ``collectives.py``.
 
     They return the status of a call of :class:`Core`, or ``NOT_FAST`` if they have done nothing.
     """
@@ -115,12 +115,16 @@ class FastCalls(Protocol):
 
     def all_gather_fast(self, output: object, input: object, algorithm: object, /) -> int: ...
 
+
+class FastCalls(FastCollectives, Protocol):
+    """All calls of this kind."""
+
     def broadcast_fast(self, tensor: object, source: object, /) -> int: ...
 
     def barrier_fast(self) -> int: ...
 
 
-class StartCalls(Protocol):
+class StartCollectives(Protocol):
     """The same for asynchronous calls: an event at the end of the call, or None: nothing was done.
 
     The core keeps the tensors until the call is done.
@@ -138,9 +142,17 @@ class StartCalls(Protocol):
         self, output: object, input: object, algorithm: object, /
     ) -> _native.DeviceEvent | None: ...
 
+
+class StartCalls(StartCollectives, Protocol):
+    """All calls of this kind."""
+
     def start_broadcast(self, tensor: object, source: object, /) -> _native.DeviceEvent | None: ...
 
     def start_barrier(self) -> _native.DeviceEvent | None: ...
+
+
+class CompiledCalls(FastCollectives, StartCollectives, Protocol):
+    """The same by kernels that Triton has compiled; see NOTE [Launches of Triton's kernels]."""
 
 
 class NoFastCalls:

@@ -26,7 +26,7 @@ from ringcomm.comm.host.arguments import (
     admit_keys,
     intercepting_keys,
 )
-from ringcomm.comm.host.core import Core, CoreOwner, FastCalls, StartCalls
+from ringcomm.comm.host.core import CompiledCalls, Core, CoreOwner, FastCalls, StartCalls
 from ringcomm.comm.host.options import check_compression, milliseconds_of
 from ringcomm.comm.host.rendezvous import Membership, why_lost
 from ringcomm.comm.host.triton import (
@@ -521,6 +521,7 @@ class CallEngine(ABC):
         queue: of calls that wait for their turn.
         kernels: "triton" if calls that name no kernels use those; None for the native ones.
         starts: starts asynchronous calls that need no checks; None: their Work begins in the queue.
+        compiled: makes and starts calls of Triton's compiled kernels that need no checks; or None.
         closed: the memory is freed.
         refuse: makes the error of each call from the first fault on; None before it.
     """
@@ -537,6 +538,7 @@ class CallEngine(ABC):
         self.core = core
         self.fast = fast
         self.starts: StartCalls | None = None
+        self.compiled: CompiledCalls | None = None
         self.membership = membership
         self.rank = membership.rank
         self.world_size = len(membership.ranks)
@@ -891,7 +893,7 @@ class CallEngine(ABC):
             if self.refuse is None:
                 self.refuse = make_error
                 self.core = self.fast = cast(Any, Unusable(make_error))
-                self.starts = None
+                self.starts = self.compiled = None
 
     def set_companion(self, companion: CallEngine) -> None:
         """Has the engine of the same ranks' communicator on the host end with this one."""
@@ -988,7 +990,7 @@ class CallEngine(ABC):
         self.queue = CallQueue(self.membership.name)
         self.refuse = self._fork_error
         self.core = self.fast = cast(Any, Unusable(self._fork_error))
-        self.starts = None
+        self.starts = self.compiled = None
         return parents
 
     def _fork_error(self, operation: str) -> ForkError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +19,7 @@ from ringcomm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ringcomm._tl.geometry import Geometry
-    from ringcomm._tl.launch import KernelPlan, RankPointers
+    from ringcomm._tl.launch import KernelPlan
 
 __all__ = [
     "KERNELS",
@@ -29,7 +29,6 @@ __all__ = [
     "HostTriton",
     "KernelTarget",
     "TritonEnd",
-    "TritonLaunch",
     "check_kernels",
     "check_triton",
     "device_kernel_target",
@@ -232,37 +231,6 @@ class HostTriton:
         status = _native.STATUSES["aborted"] if core.aborted else 0
         core.record_end(status)
         return status
-
-
-@dataclass(frozen=True)
-class TritonLaunch:
-    """A rank's prepared call of a Triton kernel on a device."""
-
-    device_ref: tuple[DeviceRuntime, int]
-    plan: KernelPlan
-    pointers: RankPointers
-    timeout_ns: int
-    geometry: Geometry
-
-    @property
-    def prepared_kind(self) -> tuple[int, int]:
-        """A key that is equal for calls that can share a launch, and the blocks of one rank."""
-        plan = self.plan
-        constants = tuple(sorted((name, str(value)) for name, value in plan.constants.items()))
-        key = plan.kernel.__name__, plan.sizes, plan.call, constants
-        return hash(key), self.geometry.channels
-
-    def launch_with(self, others: Sequence[TritonLaunch], stream: int) -> None:
-        """Launches this call and those of ``others``, which have the same kind, on ``stream``."""
-        from ringcomm._tl.launch import launch_kernel
-
-        ranks = [self.pointers, *(other.pointers for other in others)]
-        runtime, device = self.device_ref
-        runtime.call_on_stream(
-            device,
-            stream,
-            lambda: launch_kernel(self.plan, ranks, self.timeout_ns, self.geometry),
-        )
 
 
 # In the interpreter the blocks of a grid run one after another, so more of them only take longer.

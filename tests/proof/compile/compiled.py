@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.launch import OPTIONS, KernelPlan, RankPointers, launch_kernel
+from ringcomm._tl.native_launch import native_kernel, numbers_of
 from tests.support.cuda_code import Binary, Kernel, Loop
 from tests.support.triton_device import WARP, StandIn, in_place, only_front_end
 
@@ -50,12 +51,17 @@ def compile_kernel(
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 
 
-def _launch(plan: KernelPlan, world: int, more: int) -> None:
-    """A launch of one rank, whose buffers and sizes are ``more`` than round numbers."""
+def _launch(plan: KernelPlan, world: int, more: int) -> tuple[int, ...]:
+    """Launches one rank, whose buffers and sizes are ``more`` than round numbers.
+
+    Returns the numbers that were passed.
+    """
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
     ranks = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
     sizes = tuple(size + more for size in plan.sizes)
-    launch_kernel(replace(plan, sizes=sizes), ranks, 20_000_000_000 + more, geometry)
+    launched, timeout_ns = replace(plan, sizes=sizes), 20_000_000_000 + more
+    launch_kernel(launched, ranks, timeout_ns, geometry)
+    return numbers_of(launched, ranks, timeout_ns)
 
 
 def read_by_triton(plan: KernelPlan, world: int) -> bool:
@@ -69,10 +75,13 @@ def read_by_triton(plan: KernelPlan, world: int) -> bool:
 
 
 def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
-    """Returns the kernels that a rank's launches of a collective compile, for any buffers."""
+    """Returns the kernels that a rank's launches of a collective compile, for any buffers.
+
+    The native module, too, must know how to launch them.
+    """
     with on_gpu(target) as gpu:
-        for more in (0, 4):
-            _launch(plan, world, more)
+        launches = [_launch(plan, world, more) for more in (0, 4)]
+    assert all(native_kernel(gpu.made[0], numbers).takes(numbers) for numbers in launches)
     assert gpu.launched == [plan.kernel.__name__] * 2
     assert not gpu.made[0].metadata.enable_fp_fusion
     return only_binary(gpu)

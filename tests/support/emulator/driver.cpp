@@ -1,6 +1,7 @@
 // The exported functions: the driver's own entry points, and what EmulatedRuntime calls.
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "tests/ptx_interpreter/source/interpreter.h"
 #include "tests/support/emulator/device.h"
@@ -28,6 +29,18 @@ Stream* resolve(CUstream handle) {
 Resources resources_of(const Device& device, const EmulatedKernel& kernel, int dynamic_bytes) {
   const int shared_bytes = kernel.shared_bytes + dynamic_bytes;
   return emulator::resources_of(device, Needs{kernel.registers, shared_bytes, kernel.threads});
+}
+
+// The parameters of a kernel as they lie in a structure: each at a multiple of its size.
+std::vector<char> laid_out(const EmulatedKernel& kernel, void** parameters) {
+  std::vector<char> bytes;
+  for (size_t i = 0; i < kernel.parameter_bytes.size(); ++i) {
+    const size_t size = size_t(kernel.parameter_bytes[i]);
+    bytes.resize((bytes.size() + size - 1) / size * size);
+    const char* const from = static_cast<const char*>(parameters[i]);
+    bytes.insert(bytes.end(), from, from + size);
+  }
+  return bytes;
 }
 
 int bad_stream() { return current_device == nullptr ? kInvalidContext : kInvalidHandle; }
@@ -89,6 +102,11 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
   // end.
   const int at_once = kernel->waits ? blocks : 1;
   if (at_once > device.multiprocessors * blocks_each(device, each)) return kLaunchTooLarge;
+  if (kernel->run_with != nullptr)
+    return submit(*stream, [=, bytes = laid_out(*kernel, kernelParams)] {
+      kernel->run_with(bytes.data(), int(bytes.size()), int(gridDimX), int(gridDimY),
+                       int(blockDimX), int(sharedMemBytes));
+    });
   const auto params = std::make_shared<const ringcomm::device::LaunchParams>(
       *static_cast<const ringcomm::device::LaunchParams*>(kernelParams[0]));
   return submit(*stream, [=, &device, priority = stream->priority] {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "kernels/cuda/args.h"
 
@@ -16,6 +17,12 @@ struct EmulatedKernel {
   int shared_bytes = 0;
   int threads = ringcomm::device::kThreads;
   bool waits = true;  // for other ranks, so that its blocks must run at the same time
+  // Of a kernel with other parameters than a LaunchParams: their sizes, and what does the work. It
+  // finds them as in a structure.
+  std::vector<int> parameter_bytes;
+  using RunWith = void (*)(const void* parameters, int bytes, int grid_x, int grid_y, int threads,
+                           int dynamic_bytes);
+  RunWith run_with = nullptr;
 };
 
 // The kernel `name` of compilation unit `unit`, or nullptr; the object lives for good.

@@ -21,6 +21,8 @@ COMPILER = emulated_driver.COMPILER
 
 SUCCESS = 0
 HOST_FUNCTION = CFUNCTYPE(None)
+# Parameters and their bytes, the grid, and threads and dynamic shared memory of a block.
+LAUNCHED = CFUNCTYPE(None, c_void_p, c_int, c_int, c_int, c_int, c_int)
 
 
 # Result and arguments. c_int as a result is one of the driver's codes.
@@ -31,6 +33,7 @@ _PROTOTYPES = {
     "emulated_kernel": (c_void_p, [c_char_p, c_char_p]),
     "emu_test_kernel": (c_void_p, [c_char_p]),
     "emulated_ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_void_p, POINTER(PtxSchedule)]),
+    "emulated_kernel_of": (c_void_p, [POINTER(c_int), c_int, LAUNCHED]),
     "emulated_barriers_met": (c_uint64, []),
     "emulated_figures": (None, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "emu_params_bytes": (c_uint64, []),

@@ -27,6 +27,16 @@ const EmulatedKernel* emulated_ptx_kernel(const void* module, const char* name,
   return made;
 }
 
+// A kernel with parameters of these sizes, whose launches `run` does in the stream's thread.
+const EmulatedKernel* emulated_kernel_of(const int* parameter_bytes, int count,
+                                         EmulatedKernel::RunWith run) {
+  auto* made = new EmulatedKernel;
+  made->parameter_bytes.assign(parameter_bytes, parameter_bytes + count);
+  made->run_with = run;
+  made->waits = false;  // its blocks take nothing of the device's that is counted
+  return made;
+}
+
 }  // extern "C"
 
 namespace {

@@ -115,6 +115,22 @@ def row_of(runtime: StubRuntime, name: str, call: Callable[[], object]) -> tuple
     return name, str(frames_of(call)), entered, f"{microseconds_of(call):.2f}"
 
 
+def triton_rows(runtime: StubRuntime) -> list[tuple[str, ...]]:
+    """Rows of calls by Triton's kernels, which Triton compiles first."""
+    from tests.support.triton_device import StandIn, executed
+
+    options = ringcomm.CommOptions(kernels="triton")
+    with (
+        executed(StandIn(90)),
+        ringcomm.local_world(1, options=options, device="cuda:0") as (comm,),
+    ):
+        return [
+            row_of(runtime, f"Triton: {name}", call)
+            for name, call in calls_of(comm).items()
+            if "all_" in name or "reduce_" in name  # CUDA's kernels make the others
+        ]
+
+
 def main() -> None:
     """Prints the table."""
     runtime = StubRuntime()
@@ -128,6 +144,7 @@ def main() -> None:
         with ringcomm.local_world(ranks, device="cuda:0") as world:
             name = f"all_reduce of {ranks} ranks, one launch"
             rows.append(row_of(runtime, name, partial(world.all_reduce, tensors)))
+    rows += triton_rows(runtime)
     print("\n".join(table_lines(rows)))
 
 
