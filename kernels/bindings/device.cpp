@@ -306,7 +306,18 @@ void bind_device(nb::module_& m) {
           nb::arg("event"),
           "True if the event has passed; allowed while another thread captures a graph.\n\n"
           "Raises:\n"
-          "    RuntimeError: the driver reports an error.");
+          "    RuntimeError: the driver reports an error.")
+      .def(
+          "copy_chunks",
+          [](const device::Driver& d, uint64_t to, const Sizes& from, uint64_t bytes,
+             uintptr_t stream) {
+            const WithoutGil nogil;
+            for (size_t i = 0; i < from.size(); ++i)
+              d.copy(to + i * bytes, from[i], bytes, reinterpret_cast<void*>(stream));
+          },
+          nb::arg("to_ptr"), nb::arg("from_ptrs"), nb::arg("chunk_bytes"), nb::arg("stream"),
+          "Copies chunks of equal size on a stream, which then lie one behind the other. The\n"
+          "device is current.");
   nb::class_<DeviceComm> c(
       m, "DeviceComm",
       "One rank's end on a device: calls become launches on `stream`.\n\n"

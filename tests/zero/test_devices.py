@@ -16,7 +16,7 @@ from ringcomm.comm.device.launch import DeviceWork
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
 from ringcomm.optim.gradients import DeviceReducer, Into
-from ringcomm.zero.stages import reduce
+from ringcomm.zero.stages import reduce, unshard
 from ringcomm.zero.stages.sharding import engine_of
 from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import on_host
@@ -73,7 +73,20 @@ def _on_device(comm, base, run):
 def test_a_device_trains_as_the_host_does(devices, worlds, monkeypatch, name, stage, beside):
     if beside:
         monkeypatch.setattr(reduce, "SMALL_BYTES", 0)
-    run = replace(RUNS[name], stage=stage, options={"algorithm": "one_shot"})
+    assert_trains_alike(devices, worlds, replace(RUNS[name], stage=stage))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_units_that_are_unsharded_on_a_stream_of_their_own(devices, worlds, monkeypatch, several):
+    monkeypatch.setattr(unshard, "SMALL_BYTES", 0)
+    if not several:
+        monkeypatch.setattr(unshard, "AHEAD_BYTES", 0)
+    assert_trains_alike(devices, worlds, replace(RUNS["Muon"], stage=3, backwards=2))
+
+
+def assert_trains_alike(devices, worlds, run):
+    """Asserts that a device trains to the host's bits."""
+    run = replace(run, options={"algorithm": "one_shot"})
     base = new_model(run.model)
     # In the host's memory state is where it is; offloading is of devices.
     in_memory = replace(run, adamw=replace(run.adamw, offload_state=None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -63,12 +64,16 @@ def comm(runtime: StubRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comm
 
 
 def _step_of(
-    comm: Communicator, stage: int, modules: int = 1, options: zero.ZeroOptions | None = None
+    comm: Communicator,
+    stage: int,
+    modules: int = 1,
+    options: zero.ZeroOptions | None = None,
+    model: ModelConfig = MODEL,
 ) -> Step:
     """Returns a step in which one backward goes through so many modules, taken some times."""
     torch.manual_seed(0)
     made: list[Any] = [
-        zero.shard(GPT(MODEL), stage, comm=comm, options=options) for _ in range(modules)
+        zero.shard(GPT(model), stage, comm=comm, options=options) for _ in range(modules)
     ]
     optimizers = [AdamW(module.parameters(), comm=comm) for module in made]
     tokens = torch.randint(VOCABULARY, (2, MODEL.context + 1))
@@ -271,6 +276,7 @@ def test_a_large_unit_lies_between_two_events_of_its_own(
     """Two are recorded, and each is waited for once. Small ones would have none."""
     reductions = _events(runtime, _step_of(comm, 2, options=options))
     monkeypatch.setattr(unshard, "SMALL_BYTES", 0)
+    monkeypatch.setattr(unshard, "AHEAD_BYTES", 0)
     assert _events(runtime, _step_of(comm, 3, options=options)) == reductions + 4 * UNSHARDINGS
 
 
@@ -280,9 +286,47 @@ def test_events_for_each_bucket_are_seen(
 ) -> None:
     reductions = _events(runtime, _step_of(comm, 2, options=SEVERAL_BUCKETS))
     monkeypatch.setattr(unshard, "SMALL_BYTES", 0)
+    monkeypatch.setattr(unshard, "AHEAD_BYTES", 0)
     _one_by_one(monkeypatch)
     found = _events(runtime, _step_of(comm, 3, options=SEVERAL_BUCKETS))
     assert found > reductions + 4 * UNSHARDINGS
+
+
+# Blocks of 1.5 MiB, of which several are begun together.
+LARGER = replace(MODEL, width=176)
+EVENTS = 60
+
+
+@needs_stub
+@pytest.mark.parametrize("joined", [True, False])
+def test_units_above_the_limit_are_begun_together(
+    runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    """The mutant: each is begun by itself."""
+    monkeypatch.setattr(unshard.DeviceCopier, "joins_units", joined)
+    step = _step_of(comm, 3, model=LARGER)
+    assert (_events(runtime, step) <= EVENTS) == joined
+    # The root's is small; the copies of each other one are a native call.
+    assert runtime.driver.counted()["copy"] == UNSHARDINGS - 1
+    assert _copies(step) == 1
+
+
+@needs_stub
+def test_units_ahead_stay_within_their_limit(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    start = unshard.Unsharder._start
+
+    def watched(unsharder: Any, begun: Sequence[ShardedBucket]) -> None:
+        start(unsharder, begun)
+        ahead.append(sum(bucket.size_bytes for bucket in unsharder._coming))
+
+    monkeypatch.setattr(unshard.Unsharder, "_start", watched)
+    step = _step_of(comm, 3, model=LARGER)
+    ahead.clear()
+    step()
+    assert buckets.AHEAD_BYTES // 2 < max(ahead) <= buckets.AHEAD_BYTES
 
 
 @needs_stub

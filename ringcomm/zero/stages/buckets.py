@@ -60,6 +60,9 @@ _address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 #: gradients of a bucket. A choice: over NVLink they take some microseconds, and a stream of their
 #: own costs four calls of the driver and two waits of the device, which take as long.
 SMALL_BYTES = 1 << 20
+#: Bytes of units that a device unshards ahead at most, besides those of ``ZeroOptions.prefetch``. A
+#: choice: little beside the memory of a GPU, and over NVLink they take some 50 microseconds.
+AHEAD_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -301,8 +304,9 @@ class ShardedBucket(ParamBucket):
         self._kept = self._shard[: self.kept_chunk.elems]
         self.own_memory = self._kept_values(self.state_chunk)
         self._on_rail = [self._kept_values(chunk) for chunk in self._chunks_on_rail(state)]
-        #: By rank of this node, the memory that it keeps.
+        #: By rank of this node, the memory that it keeps, and its address.
         self.peers: tuple[Tensor, ...] = ()
+        self.peer_ptrs: list[int] = []
         #: Of all chunks, which is what ``flat`` takes while it has memory.
         self.size_bytes = self.full_elems * layout.dtype.itemsize
         self._names = [entry.name for entry in self.params]
@@ -358,6 +362,7 @@ class ShardedBucket(ParamBucket):
 
     def connect(self) -> None:
         self.peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
+        self.peer_ptrs = [peer.data_ptr() for peer in self.peers]
 
     def _kept_values(self, chunk: Chunk) -> Tensor:
         """Returns the values of a chunk that lies in what this rank keeps."""

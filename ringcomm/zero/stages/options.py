@@ -328,6 +328,7 @@ class ZeroOptions:
             cores suffice; see :meth:`resolved`.
         in_flight: stages 2 and 3: number of buckets of gradients besides the shards.
         prefetch: stage 3: number of units unsharded before they are needed; only with ``overlap``.
+            A device unshards further ones above 1 MiB while those ahead have 16 MiB at most.
         reshard_after_forward: stage 3: parameters are resharded after forward, and unsharded again
             in backward. With False they stay unsharded, which is faster and takes more memory.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.

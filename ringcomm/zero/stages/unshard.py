@@ -20,7 +20,7 @@ from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Work
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, DiskError, no_thread
-from ringcomm.zero.stages.buckets import SMALL_BYTES, ShardedBucket
+from ringcomm.zero.stages.buckets import AHEAD_BYTES, SMALL_BYTES, ShardedBucket
 from ringcomm.zero.stages.options import ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, in_split_backward
 from ringcomm.zero.stages.units import Unit
@@ -31,9 +31,12 @@ _flat_of: Callable[[ShardedBucket], torch.Tensor] = attrgetter("flat")
 class Copier(ABC):
     """The base of the classes that fill buckets, if possible while the caller computes."""
 
+    #: True if units are begun together where they are large; see NOTE [Units begun together].
+    joins_units = False
+
     @abstractmethod
     def begin(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Starts to fill buckets of one unit, whose memory was allocated."""
+        """Starts to fill buckets of one unit, or of several, whose memory was allocated."""
 
     @abstractmethod
     def end(self, bucket: ShardedBucket) -> None:
@@ -151,8 +154,11 @@ class DeviceCopier(Copier):
     ``SMALL_BYTES``, all of it is copied by one launch on the caller's stream.
     """
 
+    joins_units = True
+
     def __init__(self, engine: DeviceCallEngine) -> None:
         self._runtime, self._device = engine.device_ref
+        self._copy_chunks = engine.device_core.driver.copy_chunks
         self._side = self._runtime.make_stream(self._device, high_priority=True)
         self._begun: dict[ShardedBucket, _Copies] = {}
 
@@ -171,11 +177,12 @@ class DeviceCopier(Copier):
             torch._foreach_copy_(chunks, sources)
             begun = _Copies(current, None)
         else:
-            runtime.wait_event(device, side.handle, runtime.record_event(device, current))
-            with runtime.on_stream(side):
+            with runtime.on_device(device):
+                runtime.wait_event(device, side.handle, runtime.record_event(device, current))
                 for bucket in buckets:
-                    bucket.fill()
-            begun = _Copies(side.handle, runtime.record_event(device, side.handle))
+                    ptrs, size_bytes = bucket.peer_ptrs, bucket.size_bytes // len(bucket.peer_ptrs)
+                    self._copy_chunks(bucket.flat.data_ptr(), ptrs, size_bytes, side.handle)
+                begun = _Copies(side.handle, runtime.record_event(device, side.handle))
         for bucket in buckets:
             self._begun[bucket] = begun
 
@@ -208,6 +215,11 @@ class Unsharder:
     parameter that is used outside of such a call, as in ``module.encode(x)`` or in ``unsharded()``,
     nor an output without a tensor that has a graph. The buckets of such parameters stay for as long
     as a graph refers to them, or until their values change.
+
+    NOTE [Units begun together]
+    A unit above ``SMALL_BYTES`` is copied on a stream of its own, between two events that are each
+    awaited: four calls of the driver. So further units are begun with it, as long as what is ahead
+    stays within ``AHEAD_BYTES``, and the next ones when less than half of that is ahead.
 
     Args:
         units: with their buckets.
@@ -246,6 +258,11 @@ class Unsharder:
             self._copier = DeviceCopier(comm.engine)
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
+        # By unit, the bytes of those that are begun together.
+        self._large: dict[int, int] = {}
+        if self._copier.joins_units:
+            sizes = {key: sum(b.size_bytes for b in each) for key, each in self._buckets.items()}
+            self._large = {key: size for key, size in sizes.items() if size > SMALL_BYTES}
         # Dicts for their order: of several errors, the same one is raised each time, and ranks that
         # unshard together do so alike.
         self._coming: dict[ShardedBucket, None] = {}
@@ -300,8 +317,11 @@ class Unsharder:
                 self._end_coming(bucket)
         count, at, last = self._prefetch.get(key, 0), len(now), self._last
         if count and last[at - 1 : at] == now[-1:]:
-            for ahead in last[at : at + count]:
-                self._start(self._open(ahead) if self._closed else self._buckets[ahead])
+            if self._large and at < len(last) and last[at] in self._large:
+                self._start_ahead(last[at:], count)
+            else:
+                for ahead in last[at : at + count]:
+                    self._start(self._open(ahead) if self._closed else self._buckets[ahead])
         if self._tell_expected is not None:
             self._tell(self._followers())
 
@@ -349,7 +369,7 @@ class Unsharder:
             bucket.open()
 
     def _start(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Starts to fill what is neither unsharded nor on its way, of the buckets of one unit."""
+        """Starts to fill what is neither unsharded nor on its way, of the buckets of units."""
         begun: list[ShardedBucket] = []
         try:
             for bucket in buckets:
@@ -369,6 +389,27 @@ class Unsharder:
         finally:
             if begun:
                 self._copier.begin(begun)
+
+    def _start_ahead(self, units: Sequence[int], count: int) -> None:
+        """Starts to fill the first ``count`` units, and more; see NOTE [Units begun together]."""
+        ahead_bytes = coming_bytes = 0
+        missing: list[ShardedBucket] = []
+        is_due = False
+        for number, key in enumerate(units):
+            unit, size_bytes = self._buckets[key], self._large.get(key, 0)
+            ahead_bytes += size_bytes
+            if number >= count and (
+                not size_bytes or ahead_bytes > AHEAD_BYTES or unit[0].is_unsharded
+            ):
+                break
+            for bucket in self._open(key) if self._closed else unit:
+                if bucket in self._coming:
+                    coming_bytes += bucket.size_bytes
+                elif not bucket.is_unsharded:
+                    missing.append(bucket)
+            is_due = is_due or (number < count and bool(missing))
+        if missing and (is_due or coming_bytes < AHEAD_BYTES // 2):
+            self._start(missing)
 
     def _followers(self) -> list[int]:
         """Returns the units that followed in the last iteration, if the current one matches it."""
