@@ -24,11 +24,9 @@ CallId id_of(const CallArgs& a) {
 
 Values values_of(const CallArgs& a) {
   Values v;
-  // An empty tensor has no address.
-  const void* const table = a.table;
-  v.add_address(table);
-  v.add_address(a.in != nullptr ? a.in : table);
-  v.add_address(a.out != nullptr ? a.out : table);
+  for (const void* each : {static_cast<const void*>(a.table), static_cast<const void*>(a.in),
+                           static_cast<const void*>(a.out)})
+    v.add_address(each);
   if (a.collective == Collective::kAllReduce) v.add(a.total_bytes);
   v.add(a.chunk_bytes);
   v.add(a.timeout_ns);
