@@ -147,6 +147,16 @@ constexpr bool chunks_partition() {
   return true;
 }
 
+// Where a buffer is cut into chunks of 0 bytes, each is all of it.
+constexpr bool chunks_repeat() {
+  for (const uint64_t total : {0ull, 1ull, 65537ull}) {
+    const Chunks chunks{buffer, total, 0, nullptr};
+    for (const int r : {0, 1, kMaxWorld - 1})
+      if (chunks.get(r).ptr != buffer || chunks.get(r).bytes != total) return false;
+  }
+  return true;
+}
+
 constexpr bool portions_partition() {
   for (int count = 1; count <= kMaxWorld; ++count)
     for (const uint64_t bytes :
@@ -304,6 +314,7 @@ static_assert(ring_gather_hands_on());
 static_assert(any_ring_visits_all());
 static_assert(rotation_spreads());
 static_assert(chunks_partition());
+static_assert(chunks_repeat());
 static_assert(portions_partition());
 static_assert(items_cover());
 static_assert(epochs_wrap());

@@ -20,7 +20,7 @@ RC_FN constexpr uint64_t sum_bytes(const Spans& spans) {
 }
 
 // A buffer cut into one chunk per rank: either evenly (all chunks of chunk_bytes, the tail shorter
-// or empty) or by a list of spans.
+// or empty; 0: each chunk is all of the buffer) or by a list of spans.
 struct Chunks {
   char* base;
   uint64_t total_bytes;
@@ -32,7 +32,7 @@ struct Chunks {
     const uint64_t begin = uint64_t(rank) * chunk_bytes;
     if (begin >= total_bytes) return {base + total_bytes, 0};
     const uint64_t left = total_bytes - begin;
-    return {base + begin, left < chunk_bytes ? left : chunk_bytes};
+    return {base + begin, left - 1 < chunk_bytes - 1 ? left : chunk_bytes};  // 0 - 1 is the largest
   }
 };
 
