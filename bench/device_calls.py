@@ -1,7 +1,7 @@
 """What calls on a GPU cost the host, in microseconds per call.
 
 driver      single entry points of the CUDA driver, called in a loop of C++: a launch with 64, 640
-            and 3,776 bytes of parameters, record and wait of an event, the question whether a
+            and 4,032 bytes of parameters, record and wait of an event, the question whether a
             stream is capturing, cudaSetDevice, and the launch of a graph.
 calls       collectives of a communicator, with and without async_op and wait(), and those of 2, 4
             and 8 ranks that one launch carries; beside torch's add_, over which the ratios are.
@@ -40,8 +40,8 @@ DRIVER_CALL = "driver_call"
 SYNC, ASYNC, TOGETHER = "sync", "async + wait", "one launch"
 WORLDS = (2, 4, 8)
 ELEMS = 256
-# Of a kernel of one's own, of a collective of one rank, and of one that has room for eight ranks.
-PARAMETER_BYTES = (64, 640, 3776)
+# Of a kernel of one's own, of a collective, and of one that takes lists (kernels/cuda/args.h).
+PARAMETER_BYTES = (64, 640, 4032)
 DRIVER_CALLS = (
     *(f"launch, {size} bytes of parameters" for size in PARAMETER_BYTES),
     *("record an event", "wait for an event", "is the stream capturing", "set the device"),

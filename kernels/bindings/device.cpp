@@ -217,7 +217,7 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_ro(
           "prepared_kind",
           [](const DeviceComm& d) {
-            return std::pair(reinterpret_cast<uintptr_t>(d.prepared().function),
+            return std::pair(reinterpret_cast<uintptr_t>(d.prepared().kernel.function),
                              d.prepared().channels);
           },
           "Kernel and blocks of the prepared call; calls of equal kinds can share a launch.")

@@ -222,8 +222,9 @@ namespace {
 // Whether ranks make the same call. The kernels would find a mismatch, and end the communicator.
 bool are_alike(const DeviceComm& one, const DeviceComm& two) {
   const device::CallArgs &a = one.prepared().args, &b = two.prepared().args;
-  return one.prepared().function == two.prepared().function && a.match_bytes == b.match_bytes &&
-         a.total_bytes == b.total_bytes && a.dtype == b.dtype && a.redop == b.redop;
+  return one.prepared().kernel.function == two.prepared().kernel.function &&
+         a.match_bytes == b.match_bytes && a.total_bytes == b.total_bytes && a.dtype == b.dtype &&
+         a.redop == b.redop;
 }
 
 // The ranks whose turns are held, and whose prepared calls are withdrawn unless they are launched.

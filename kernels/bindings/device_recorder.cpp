@@ -104,8 +104,8 @@ void DeviceRecorder::record_messages(const device::Prepared& call, bool captured
     ++last_messages_;
   };
   for (int p = 0; p < world_; ++p) {
-    if (a.my_readers >> p & 1) record_one(Collective::kSend, call.in[size_t(p)].bytes, p);
-    if (a.my_senders >> p & 1) record_one(Collective::kReceive, call.out[size_t(p)].bytes, p);
+    if (call.readers >> p & 1) record_one(Collective::kSend, call.in[size_t(p)].bytes, p);
+    if (call.senders >> p & 1) record_one(Collective::kReceive, call.out[size_t(p)].bytes, p);
   }
 }
 

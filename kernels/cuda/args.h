@@ -11,9 +11,6 @@ namespace device {
 
 // Ranks of one process on one GPU share a launch, so that they are co-resident by construction.
 constexpr int kMaxRanksPerLaunch = 8;
-// Lists (all_gather into tensors of several sizes, all-to-all, gather, scatter) of all ranks of a
-// launch; what is left of the 4 KiB that a launch may carry on every architecture.
-constexpr int kMaxSpans = 160;
 constexpr int kMaxWorld = 64;
 constexpr int kThreads =
     256;  // per block: half of a multiprocessor's lanes leave each 255 registers
@@ -49,7 +46,7 @@ RC_FN const int32_t* rings_of(const RankTable* table) {
 
 // The same again in the parameters of a launch of one rank, which are there before a load of the
 // table could be: for worlds of up to kInlineWorld ranks whose rings fit.
-constexpr int kInlineWorld = 16, kInlineRingBytes = 384;
+constexpr int kInlineWorld = 8, kInlineRingBytes = 312;
 struct InlineTable {
   int32_t rank, world, rings;
   Layout layout;
@@ -67,29 +64,37 @@ RC_FN constexpr uint64_t scratch_bytes(int32_t world) {
   return 8 * (kScratchWords + kScratchWordsPerRank * uint64_t(world));
 }
 
-// One rank's part of a collective.
+// One rank's part of a collective. It is so small that the calls of kMaxRanksPerLaunch ranks take
+// no more room than one call and its table.
 struct CallArgs {
   const RankTable* table;
   char* in;
   char* out;
-  uint64_t total_bytes, chunk_bytes;  // of an even cut (schedule.h, Chunks)
+  uint64_t total_bytes;
+  union {
+    uint64_t chunk_bytes;  // of an even cut (schedule.h, Chunks), or between quantized runs
+    // The optimizer's; in device memory.
+    const void* update;  // AdamWShard or AdamWTable
+    NormWords* words;    // added to
+  };
   uint64_t match_bytes;
-  uint64_t one_hop_bytes;
   uint64_t timeout_ns;
-  uint64_t my_readers, my_senders;  // messages only
-  double factor;
-  Collective collective;
-  Algorithm algorithm;
-  int32_t dtype, redop, root;
-  int32_t in_spans, out_spans;  // index of the first span of a list; -1: an even cut
-  bool inlined;                 // the launch carries the table, too
-  // The optimizer's alone; in device memory.
-  const void* update;        // AdamWShard or AdamWTable
-  NormWords* words;          // added to
-  int32_t norm, accumulate;  // NormKind; 1: `out` is added to
-  // Of sums of quantized runs alone: these, chunk_bytes apart, and 0 or what the sum is divided by.
-  int32_t sources, divide_by;
+  union {
+    double factor;  // of a reduction's inputs
+    struct {        // of a sum of quantized runs
+      int32_t count;
+      int32_t divide_by;  // 0: nothing
+    } runs;
+  };
+  Collective collective : 8;
+  Algorithm algorithm : 8;
+  int32_t dtype : 8, redop : 8;
+  int32_t root;
+  int32_t norm : 8;     // NormKind
+  bool accumulate : 1;  // `out` is added to
+  bool inlined : 1;     // the launch carries the table, too
 };
+static_assert(sizeof(CallArgs) == 80);
 
 // A launch that reads rows which lie apart (row_lanes.h). Row i is row entry[1] of those at
 // bases[entry[0]], of the entry at entries + i * entry_words; a negative entry[0] means that there
@@ -108,6 +113,7 @@ struct RowsArgs {
   const char* bases[kMaxWorld];
 };
 
+// The parameters of a kernel, few because the driver copies all of them at each launch.
 struct LaunchParams {
   union {
     CallArgs calls[kMaxRanksPerLaunch];
@@ -117,9 +123,23 @@ struct LaunchParams {
       InlineTable table;  // if call.inlined
     } alone;
   };
+};
+static_assert(sizeof(LaunchParams) <= 640);
+
+// Where a rank's lists begin among the spans (-1: an even cut), and which peers take part in its
+// messages, a bit for each.
+struct ListArgs {
+  int32_t in, out;
+  uint64_t readers, senders;
+};
+// The parameters of a kernel that takes lists (all_gather into tensors of several sizes,
+// all-to-all, gather, scatter, messages); the ranks of a launch share the spans.
+constexpr int kMaxSpans = 200;
+struct ListParams : LaunchParams {
+  ListArgs lists[kMaxRanksPerLaunch];
   Span spans[kMaxSpans];
 };
-static_assert(sizeof(LaunchParams) <= 4096);
+static_assert(sizeof(ListParams) <= 4096);  // what a launch may carry on every architecture
 
 }  // namespace device
 RINGCOMM_NAMESPACE_END

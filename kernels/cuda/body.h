@@ -10,9 +10,16 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-RC_TEAM_FN Chunks chunks_of(const CallArgs& args, const Span* spans, char* base, int32_t first) {
-  if (first >= 0) return {nullptr, 0, 0, spans + first};
-  return {base, args.total_bytes, args.chunk_bytes, nullptr};
+// What a launch with lists says of a rank's call beside CallArgs; null: an even cut.
+struct Lists {
+  const Span *in, *out;
+  Edges edges;
+};
+RC_TEAM_FN Lists lists_of(const LaunchParams&, int) { return {nullptr, nullptr, Edges{}}; }
+RC_TEAM_FN Lists lists_of(const ListParams& p, int rank_in_launch) {
+  const ListArgs& of = p.lists[rank_in_launch];
+  return {of.in < 0 ? nullptr : p.spans + of.in, of.out < 0 ? nullptr : p.spans + of.out,
+          Edges{.my_readers = of.readers, .my_senders = of.senders}};
 }
 
 RC_FN int ring_rank(const RankTable& t, int ring, int position) {
@@ -79,13 +86,15 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
 }
 
 // The first thing a block does, since every step uses what it loads.
-template <class Team>
-RC_TEAM_FN void load_table(Team& team, const LaunchParams& p, const CallArgs& args, Workspace& w) {
+template <class Team, class Params>
+RC_TEAM_FN void load_table(Team& team, const Params& p, int rank_in_launch, Workspace& w) {
+  const CallArgs& args = p.calls[rank_in_launch];
   if (team.lane() == 0) {
+    const Lists lists = lists_of(p, rank_in_launch);
     w.failure = 0;
     w.portion = portion_of(team.channel(), team.num_channels());
-    w.in = chunks_of(args, p.spans, args.in, args.in_spans);
-    w.out = chunks_of(args, p.spans, args.out, args.out_spans);
+    w.in = {args.in, args.total_bytes, args.chunk_bytes, lists.in};
+    w.out = {args.out, args.total_bytes, args.chunk_bytes, lists.out};
   }
   if (args.inlined)
     load_words(team, args, p.alone.table, w);
@@ -136,7 +145,7 @@ RC_TEAM_FN void end_call(const Team& team, const View& v, Status status, bool co
 }
 
 template <class E>
-RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, const Chunks& out) {
+RC_TEAM_FN Status move_evenly(E& e, const CallArgs& args, const Chunks& in, const Chunks& out) {
   switch (args.collective) {
     case Collective::kAllGather: {
       // The copy engines move the data; the kernels before and after only synchronize.
@@ -147,22 +156,27 @@ RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, 
     }
     case Collective::kBroadcast:
       return share_one_shot(e, out.get(e.rank()), out, args.root);
-    case Collective::kGather:
-      return exchange_one_shot(e, in, out, Edges{.only_reader = args.root});
-    case Collective::kScatter:
-      return exchange_one_shot(e, in, out, Edges{.only_sender = args.root});
-    default:  // all-to-all, barrier, and messages, which name their peers
-      return exchange_one_shot(e, in, out,
-                               Edges{.my_readers = args.my_readers, .my_senders = args.my_senders});
+    default:  // barrier
+      return exchange_one_shot(e, in, out, Edges{});
   }
 }
 
+template <class E>
+RC_TEAM_FN Status move_lists(E& e, const CallArgs& args, const Chunks& in, const Chunks& out,
+                             Edges edges) {
+  if (args.collective == Collective::kAllGather)
+    return share_one_shot(e, {args.in, out.get(e.rank()).bytes}, out, -1);
+  if (args.collective == Collective::kGather) edges.only_reader = args.root;
+  if (args.collective == Collective::kScatter) edges.only_sender = args.root;
+  return exchange_one_shot(e, in, out, edges);  // all-to-all, and messages, which name their peers
+}
+
 // Runs `collective(endpoint, arguments)` between the checks that every call makes.
-template <class Team, class Ops, class Run>
-RC_TEAM_FN void run_collective(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
+template <class Team, class Params, class Ops, class Run>
+RC_TEAM_FN void run_collective(Team team, const Params& p, int rank_in_launch, Workspace& w,
                                Ops ops, Run run) {
   const CallArgs& args = p.calls[rank_in_launch];
-  load_table(team, p, args, w);
+  load_table(team, p, rank_in_launch, w);
   if (begin_call(team, args, w) != Status::kOk) return;
   const bool message = args.collective == Collective::kSend;
   Endpoint<Team, Ops> e{team, w.view, ops, message ? Stream::kMessage : Stream::kPair};
@@ -174,8 +188,14 @@ RC_TEAM_FN void run_collective(Team team, const LaunchParams& p, int rank_in_lau
 
 template <class Team>
 RC_TEAM_FN void move_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w) {
+  run_collective(team, p, rank_in_launch, w, MoveOps{},
+                 [&](auto& e, const CallArgs& args) { return move_evenly(e, args, w.in, w.out); });
+}
+
+template <class Team>
+RC_TEAM_FN void list_move_kernel(Team team, const ListParams& p, int rank_in_launch, Workspace& w) {
   run_collective(team, p, rank_in_launch, w, MoveOps{}, [&](auto& e, const CallArgs& args) {
-    return move_collective(e, args, w.in, w.out);
+    return move_lists(e, args, w.in, w.out, lists_of(p, rank_in_launch).edges);
   });
 }
 
@@ -192,13 +212,30 @@ RC_TEAM_FN void reduce_scatter_kernel(Team team, const LaunchParams& p, int rank
 }
 
 template <class T, RedOp op, class Team>
+RC_TEAM_FN void reduce_scatter_list_kernel(Team team, const ListParams& p, int rank_in_launch,
+                                           Workspace& w) {
+  run_collective(
+      team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
+      [&](auto& e, const CallArgs& args) { return reduce_scatter_one_shot(e, w.in, args.out); });
+}
+
+// Two-shot all-reduce up to this size in one hop, which has room for one segment. A choice, not
+// swept.
+constexpr uint64_t kOneHopBytes = 64 << 10;
+
+template <class E>
+RC_TEAM_FN uint64_t one_hop_bytes(const E& e) {
+  return e.segment_bytes() < kOneHopBytes ? e.segment_bytes() : kOneHopBytes;
+}
+
+template <class T, RedOp op, class Team>
 RC_TEAM_FN void all_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
   run_collective(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
                  [&](auto& e, const CallArgs& args) {
                    return args.algorithm == Algorithm::kRing
                               ? all_reduce_ring(e, w.in, args.out)
-                              : all_reduce_two_shot(e, w.in, args.out, args.one_hop_bytes);
+                              : all_reduce_two_shot(e, w.in, args.out, one_hop_bytes(e));
                  });
 }
 
@@ -208,7 +245,7 @@ template <class Team, class Ops, class Run>
 RC_TEAM_FN void run_ll(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w, Ops ops,
                        Run run) {
   const CallArgs& args = p.calls[rank_in_launch];
-  load_table(team, p, args, w);
+  load_table(team, p, rank_in_launch, w);
   if (begin_call(team, args, w) != Status::kOk) return;
   Endpoint<Team, Ops> e{team, w.view, ops};
   end_call(team, w.view, run(e, args), true);

@@ -15,9 +15,6 @@ constexpr uint64_t kMinChannelBytes = 32 << 10;
 // costs more than the trips that LL saves. A choice, not swept.
 constexpr uint64_t kMaxLLTrafficBytes = 256 << 10;
 
-// Two-shot all-reduce up to this size in one hop. A choice, not swept.
-constexpr uint64_t kOneHopBytes = 64 << 10;
-
 // Items of one call on one stream are counted in 32 bits, compared modulo 2^32.
 constexpr uint64_t kMaxItems = uint64_t(1) << 30;
 
@@ -139,16 +136,13 @@ CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType d
   CallArgs a{};
   a.table = reinterpret_cast<const RankTable*>(table_address_);
   a.match_bytes = match_bytes;
-  a.one_hop_bytes = std::min<uint64_t>(kOneHopBytes, config_.layout.segment_bytes);
   a.timeout_ns = config_.timeout_ns;
-  a.my_readers = a.my_senders = ~uint64_t(0);
   a.factor = 1.0;
   a.collective = collective;
   a.algorithm = algorithm;
   a.dtype = int32_t(dtype);
   a.redop = -1;
   a.root = root;
-  a.in_spans = a.out_spans = -1;
   return a;
 }
 
@@ -184,14 +178,15 @@ void DeviceComm::check_pieces(uint64_t chunk_bytes, unsigned channels) const {
                                 " bytes; raise CommOptions.segment_bytes or channels");
 }
 
-void* DeviceComm::kernel(const std::string& unit, const std::string& name) {
-  void*& function = kernels_[unit + "/" + name];
-  if (function == nullptr) function = reinterpret_cast<void*>(find_(unit, name));
-  return function;
+const Kernel& DeviceComm::kernel(const std::string& unit, const std::string& name) {
+  Kernel& found = kernels_[unit + "/" + name];
+  if (found.function == nullptr)
+    found = {reinterpret_cast<void*>(find_(unit, name)), name.find("_list_") != std::string::npos};
+  return found;
 }
 
 // Complex numbers are summed as pairs of real ones, which DeviceComm's caller has made of them.
-void* DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
+const Kernel& DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
   static const char* const units[] = {
       "uint8",   "int8",    "", "int16", "", "int32", "", "int64", "bool", "float16", "bfloat16",
       "float32", "float64", "", "",      "", "",      "", "",      ""};  // complex and float8 types
@@ -279,36 +274,68 @@ void DeviceComm::submit_plan(Prepared plan) {
   submit(std::move(plan));
 }
 
-void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
-  LaunchParams params;
-  if (ranks.empty() || ranks.size() > size_t(kMaxRanksPerLaunch))
-    throw std::invalid_argument("a launch carries 1 to 8 ranks");
-  if (ranks[0]->prepared_.triton != nullptr) return ranks[0]->launch_triton(stream);
-  int spans = 0;
-  const auto add = [&](const std::vector<Span>& list) {
+namespace {
+
+// Puts lists behind each other into the parameters of a launch.
+class SpanWriter {
+ public:
+  explicit SpanWriter(ListParams& params) : params_(params) {}
+
+  // Where the list begins; -1: it is empty.
+  int32_t add(const std::vector<Span>& list) {
     if (list.empty()) return -1;
-    if (spans + int(list.size()) > kMaxSpans)
+    if (spans_ + list.size() > size_t(kMaxSpans))
       throw std::invalid_argument(
           "too many list entries for one launch: use the tensor forms "
           "(all_gather_into_tensor and so on), or fewer ranks per GPU");
-    std::copy(list.begin(), list.end(), params.spans + spans);
-    spans += int(list.size());
-    return spans - int(list.size());
-  };
+    std::copy(list.begin(), list.end(), params_.spans + spans_);
+    spans_ += list.size();
+    return int32_t(spans_ - list.size());
+  }
+
+ private:
+  ListParams& params_;
+  size_t spans_ = 0;
+};
+
+}  // namespace
+
+void DeviceComm::write_calls(const std::vector<DeviceComm*>& ranks, LaunchParams& params) {
   const bool inlined = ranks.size() == 1 && ranks[0]->inline_table_.world > 0;
   if (inlined) params.alone.table = ranks[0]->inline_table_;
   const Prepared& first = ranks[0]->prepared_;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const Prepared& p = ranks[r]->prepared_;
-    if (p.function != first.function || p.channels != first.channels)
+    if (p.kernel.function != first.kernel.function || p.channels != first.channels)
       throw std::invalid_argument("the ranks of this process made different calls");
     params.calls[r] = p.args;
-    params.calls[r].in_spans = add(p.in);
-    params.calls[r].out_spans = add(p.out);
     params.calls[r].inlined = inlined;
   }
-  ranks[0]->driver_->launch(first.function, first.channels, unsigned(ranks.size()), kThreads,
-                            stream, &params);
+}
+
+void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
+  if (ranks.empty() || ranks.size() > size_t(kMaxRanksPerLaunch))
+    throw std::invalid_argument("a launch carries 1 to 8 ranks");
+  const Prepared& first = ranks[0]->prepared_;
+  if (first.triton != nullptr) return ranks[0]->launch_triton(stream);
+  const auto launch_with = [&](const auto& params) {
+    ranks[0]->driver_->launch(first.kernel.function, first.channels, unsigned(ranks.size()),
+                              kThreads, stream, &params, sizeof params);
+  };
+  if (first.kernel.takes_lists) {
+    ListParams params;
+    write_calls(ranks, params);
+    SpanWriter spans(params);
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      const Prepared& p = ranks[r]->prepared_;
+      params.lists[r] = {spans.add(p.in), spans.add(p.out), p.readers, p.senders};
+    }
+    launch_with(params);
+  } else {
+    LaunchParams params;
+    write_calls(ranks, params);
+    launch_with(params);
+  }
   for (DeviceComm* each : ranks) each->is_prepared_ = false;
 }
 
@@ -330,7 +357,7 @@ void DeviceComm::multicast(Prepared p, const Reduction& r) {
     throw std::invalid_argument("algorithm: a chunk of " + std::to_string(p.args.chunk_bytes) +
                                 " bytes is more than \"multicast\" can pass through its window; "
                                 "raise CommOptions.multicast_bytes");
-  p.function = kernel(unit, "rc_multicast_sum");
+  p.kernel = kernel(unit, "rc_multicast_sum");
   p.args.algorithm = Algorithm::kMulticast;
   submit(std::move(p));
 }
@@ -338,7 +365,7 @@ void DeviceComm::multicast(Prepared p, const Reduction& r) {
 void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction& r) {
   const uint64_t bytes = elems * uint64_t(size_of(r.dtype));
   const Algorithm algorithm = chosen_for(r.algorithm, bytes, size_of(r.dtype) <= 8);
-  Prepared p{nullptr,
+  Prepared p{{},
              channels_for(bytes),
              args_of(Collective::kAllReduce, algorithm, r.dtype, bytes, -1),
              {},
@@ -352,7 +379,7 @@ void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
   if (algorithm == Algorithm::kMulticast) return multicast(std::move(p), r);
-  p.function = reduction_kernel(ll ? "ll" : "all_reduce", r);
+  p.kernel = reduction_kernel(ll ? "ll" : "all_reduce", r);
   check_pieces(p.args.chunk_bytes, p.channels);
   submit(std::move(p));
 }
@@ -364,9 +391,9 @@ void DeviceComm::reduce(char* in, char* out, uint64_t elems, const Reduction& r,
              args_of(Collective::kReduce, Algorithm::kOneShot, r.dtype, bytes, root),
              {},
              {}};
-  p.in.assign(size_t(config_.world), Span{in, 0});
-  p.in[size_t(root)].bytes = bytes;
+  p.args.in = in;
   p.args.out = out;
+  p.args.total_bytes = bytes;  // all of which each rank has for the root
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
   check_pieces(bytes, p.channels);
@@ -378,7 +405,7 @@ void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const R
                  total = chunk * uint64_t(config_.world);
   const Algorithm algorithm = chosen_for(r.algorithm, chunk, size_of(r.dtype) <= 8);
   const bool ll = algorithm == Algorithm::kLL;
-  Prepared p{nullptr,
+  Prepared p{{},
              channels_for(chunk),
              args_of(Collective::kReduceScatter, algorithm, r.dtype, total, -1),
              {},
@@ -391,14 +418,14 @@ void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const R
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
   if (algorithm == Algorithm::kMulticast) return multicast(std::move(p), r);
-  p.function = reduction_kernel(ll ? "ll" : "reduce_scatter", r);
+  p.kernel = reduction_kernel(ll ? "ll" : "reduce_scatter", r);
   check_pieces(chunk, p.channels);
   submit(std::move(p));
 }
 
 void DeviceComm::reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r) {
   const uint64_t total = sum_bytes(in);
-  Prepared p{reduction_kernel("reduce_scatter", r),
+  Prepared p{reduction_kernel("reduce_scatter_list", r),
              channels_for(total / uint64_t(config_.world)),
              args_of(Collective::kReduceScatter, Algorithm::kOneShot, r.dtype, total, -1),
              in,
@@ -416,18 +443,15 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   const uint64_t total = in_bytes * uint64_t(config_.world);
   const Algorithm how = chosen_for(algorithm, in_bytes, true);
   const bool ll = how == Algorithm::kLL;
-  Prepared p{nullptr,
-             channels_for(in_bytes),
-             args_of(Collective::kAllGather, how, dtype, total, -1),
-             {},
-             {}};
+  Prepared p{
+      {}, channels_for(in_bytes), args_of(Collective::kAllGather, how, dtype, total, -1), {}, {}};
   if (ll) p.channels = std::min(kLLChannels, unsigned(config_.layout.channels));
   p.args.in = in;
   p.args.out = out;
   p.args.total_bytes = total;
   p.args.chunk_bytes = in_bytes;
   if (how == Algorithm::kMulticast) return multicast(std::move(p), {dtype, RedOp::kSum, 1.0, how});
-  p.function = kernel("move", ll ? "rc_ll_move" : "rc_move");
+  p.kernel = kernel("move", ll ? "rc_ll_move" : "rc_move");
   check_pieces(in_bytes, p.channels);
   submit(std::move(p));
 }
@@ -466,7 +490,7 @@ void DeviceComm::copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, 
 
 void DeviceComm::all_gather_list(char* in, const std::vector<Span>& out, DType dtype) {
   const uint64_t total = sum_bytes(out);
-  Prepared p{kernel("move", "rc_move"),
+  Prepared p{kernel("move", "rc_list_move"),
              channels_for(total / uint64_t(config_.world)),
              args_of(Collective::kAllGather, Algorithm::kOneShot, dtype, total, -1),
              {},
@@ -482,31 +506,34 @@ void DeviceComm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) 
              args_of(Collective::kBroadcast, Algorithm::kOneShot, dtype, bytes, root),
              {},
              {}};
-  p.out.assign(size_t(config_.world), Span{buffer, bytes});
+  p.args.out = buffer;
+  p.args.total_bytes = bytes;  // from the root to each rank
   check_pieces(bytes, p.channels);
   submit(std::move(p));
 }
 
 void DeviceComm::gather(char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype,
                         int root) {
-  Prepared p{kernel("move", "rc_move"),
+  Prepared p{kernel("move", "rc_list_move"),
              channels_for(bytes),
              args_of(Collective::kGather, Algorithm::kOneShot, dtype, bytes, root),
              {},
              out};
-  p.in.assign(size_t(config_.world), Span{in, bytes});
+  p.args.in = in;
+  p.args.total_bytes = bytes;
   check_pieces(bytes, p.channels);
   submit(std::move(p));
 }
 
 void DeviceComm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DType dtype,
                          int root) {
-  Prepared p{kernel("move", "rc_move"),
+  Prepared p{kernel("move", "rc_list_move"),
              channels_for(bytes),
              args_of(Collective::kScatter, Algorithm::kOneShot, dtype, bytes, root),
              in,
              {}};
-  p.out.assign(size_t(config_.world), Span{out, bytes});
+  p.args.out = out;
+  p.args.total_bytes = bytes;
   check_pieces(bytes, p.channels);
   submit(std::move(p));
 }
@@ -514,7 +541,7 @@ void DeviceComm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes,
 void DeviceComm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out,
                             DType dtype) {
   // Every pair has its own size, so no size tells all ranks how many channels to use: all of them.
-  Prepared p{kernel("move", "rc_move"), unsigned(config_.layout.channels),
+  Prepared p{kernel("move", "rc_list_move"), unsigned(config_.layout.channels),
              args_of(Collective::kAllToAll, Algorithm::kOneShot, dtype, 0, -1), in, out};
   check_pieces(sum_bytes(in) + sum_bytes(out), p.channels);
   submit(std::move(p));
@@ -530,10 +557,10 @@ void DeviceComm::barrier() {
 
 void DeviceComm::messages(const std::vector<Span>& send, uint64_t readers,
                           const std::vector<Span>& receive, uint64_t senders, int tag) {
-  Prepared p{kernel("move", "rc_move"), unsigned(config_.message_channels),
+  Prepared p{kernel("move", "rc_list_move"), unsigned(config_.message_channels),
              args_of(Collective::kSend, Algorithm::kOneShot, DType::kUInt8, 0, tag), send, receive};
-  p.args.my_readers = readers;
-  p.args.my_senders = senders;
+  p.readers = readers;
+  p.senders = senders;
   check_pieces(sum_bytes(send) + sum_bytes(receive), p.channels);
   submit(std::move(p));
 }

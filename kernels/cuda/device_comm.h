@@ -29,14 +29,21 @@ struct DeviceConfig {
   int message_channels;  // blocks of a message; sends and receives of all ranks of a GPU must fit
 };
 
+struct Kernel {
+  void* function = nullptr;
+  bool takes_lists = false;  // its parameters are ListParams, else LaunchParams
+};
+
 // A call that is ready to be launched.
 struct Prepared {
-  void* function;
+  Kernel kernel;
   unsigned channels;
   CallArgs args;
   std::vector<Span> in, out;  // lists; empty for an even cut
   bool continues = false;     // one more launch of the call before it
   bool alone = false;         // waits for no peer, and is not recorded
+  // Peers that take part in messages, a bit for each.
+  uint64_t readers = ~uint64_t(0), senders = ~uint64_t(0);
   // Of a kernel of Triton's, which its DeviceComm keeps: it takes other parameters.
   const TritonKernel* triton = nullptr;
 };
@@ -225,6 +232,7 @@ class DeviceComm {
   static void launch(const std::vector<DeviceComm*>& ranks, void* stream);
 
  private:
+  static void write_calls(const std::vector<DeviceComm*>& ranks, LaunchParams& params);
   uint64_t table_bytes() const;
   uint64_t scratch_offset() const;
   void make_inline(const RankTable& table, const std::vector<std::vector<int>>& rings);
@@ -233,8 +241,8 @@ class DeviceComm {
   Algorithm chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_ll) const;
   unsigned channels_for(uint64_t bytes) const;
   void check_pieces(uint64_t chunk_bytes, unsigned channels) const;
-  void* kernel(const std::string& unit, const std::string& name);
-  void* reduction_kernel(const char* form, const Reduction& r);
+  const Kernel& kernel(const std::string& unit, const std::string& name);
+  const Kernel& reduction_kernel(const char* form, const Reduction& r);
   // A part of a call that is still to come: a launch, or a copy by the copy engines before it.
   struct Pending {
     Prepared launch;
@@ -243,7 +251,7 @@ class DeviceComm {
   bool captures();
   void submit(Prepared prepared);
   void submit_copy(uint64_t to, uint64_t from, uint64_t bytes);
-  void launch_alone(void* function, uint64_t elems, const CallArgs& args);
+  void launch_alone(const Kernel& kernel, uint64_t elems, const CallArgs& args);
   void launch_rows(const std::string& name, const RowsArgs& rows);
   Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
                           uint64_t bucket_elems, DType results);
@@ -258,7 +266,7 @@ class DeviceComm {
   FindKernel find_;
   Submit submit_;
   std::shared_ptr<CallObserver> observer_;  // or none
-  std::map<std::string, void*> kernels_;
+  std::map<std::string, Kernel> kernels_;
   std::vector<std::pair<CallId, std::shared_ptr<const TritonKernel>>> triton_kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;

@@ -17,17 +17,17 @@ std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(
 
 }  // namespace
 
-void DeviceComm::launch_alone(void* function, uint64_t elems, const CallArgs& args) {
+void DeviceComm::launch_alone(const Kernel& kernel, uint64_t elems, const CallArgs& args) {
   const uint64_t blocks =
       std::clamp<uint64_t>((elems + kElemsPerBlock - 1) / kElemsPerBlock, 1, kMostBlocks);
   if (only_prepares_) {
-    Prepared p{function, unsigned(blocks), args, {}, {}};
+    Prepared p{kernel, unsigned(blocks), args, {}, {}};
     p.alone = true;
     return submit(std::move(p));
   }
   LaunchParams params{};
   params.calls[0] = args;
-  driver_->launch(function, unsigned(blocks), 1, kThreads, stream_, &params);
+  driver_->launch(kernel.function, unsigned(blocks), 1, kThreads, stream_, &params, sizeof params);
 }
 
 void DeviceComm::prepare_adamw(uint64_t table) {
@@ -86,7 +86,7 @@ void DeviceComm::reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems
   p.args.out = reinterpret_cast<char*>(norm.out);
   p.args.words = norm.words;
   p.args.norm = int32_t(norm.kind);
-  p.args.accumulate = norm.accumulate ? 1 : 0;
+  p.args.accumulate = norm.accumulate;
   submit(std::move(p));
 }
 

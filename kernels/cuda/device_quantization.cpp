@@ -36,8 +36,7 @@ void DeviceComm::dequantize_and_sum(QuantFormat format, const QuantizedRuns& run
   args.out = out;
   args.total_bytes = elems * uint64_t(size_of(dtype));
   args.chunk_bytes = runs.stride_bytes;
-  args.sources = runs.count;
-  args.divide_by = divide_by;
+  args.runs = {runs.count, divide_by};
   const std::string name = std::string("rc_dequantize_and_sum_") + name_of_float(dtype);
   launch_alone(kernel(unit_of(format), name), elems, args);
 }

@@ -53,7 +53,7 @@ void DeviceComm::submit_triton(CallArgs args) {
   const Values values = values_of(args);
   for (const auto& [call, kernel] : triton_kernels_) {
     if (!are_alike(call, id_of(args)) || !kernel->takes(values.all, values.count)) continue;
-    Prepared p{kernel->function(), unsigned(config_.layout.channels), args, {}, {}};
+    Prepared p{{kernel->function()}, unsigned(config_.layout.channels), args, {}, {}};
     p.triton = kernel.get();
     return submit(std::move(p));
   }

@@ -68,9 +68,13 @@ void Driver::check(int result, const char* what) const {
 }
 
 void Driver::launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads,
-                    void* stream, const void* params) const {
-  void* arguments[] = {const_cast<void*>(params)};
-  check(cuLaunchKernel_(function, grid_x, grid_y, 1, threads, 1, 1, 0, stream, arguments, nullptr),
+                    void* stream, const void* params, size_t bytes) const {
+  // CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE and _END: by this form of a call the driver, and
+  // those of the tests, see how much there is.
+  void* const pointer = reinterpret_cast<void*>(1);
+  void* const size = reinterpret_cast<void*>(2);
+  void* buffer[] = {pointer, const_cast<void*>(params), size, &bytes, nullptr};
+  check(cuLaunchKernel_(function, grid_x, grid_y, 1, threads, 1, 1, 0, stream, nullptr, buffer),
         "launching a collective");
 }
 

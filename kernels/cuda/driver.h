@@ -43,8 +43,9 @@ class Driver {
   // library: "libcuda.so.1", or the emulator of the tests. Throws DriverError.
   explicit Driver(const std::string& library);
 
+  // bytes: of all parameters of the function, as they lie behind each other.
   void launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads, void* stream,
-              const void* params) const;
+              const void* params, size_t bytes) const;
   // The same of a kernel with other parameters than a LaunchParams: the addresses of all of them.
   struct Blocks {
     unsigned x, y, threads, shared_bytes;

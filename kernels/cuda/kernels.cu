@@ -13,16 +13,18 @@ namespace {
 
 using ringcomm::RedOp;
 using ringcomm::device::BlockTeam;
-using ringcomm::device::LaunchParams;
 using ringcomm::device::Workspace;
 
 }  // namespace
 
 #define RC_KERNEL(name, ...) RC_KERNEL_OF(1, name, __VA_ARGS__)
 // At least `blocks` of them fit on a multiprocessor.
-#define RC_KERNEL_OF(blocks, name, ...)                                                 \
+#define RC_KERNEL_OF(blocks, name, ...) RC_KERNEL_WITH(LaunchParams, blocks, name, __VA_ARGS__)
+// It takes lists; so its name says, too (DeviceComm::kernel).
+#define RC_LIST_KERNEL(name, ...) RC_KERNEL_WITH(ListParams, 1, name, __VA_ARGS__)
+#define RC_KERNEL_WITH(params, blocks, name, ...)                                       \
   extern "C" __global__ void __launch_bounds__(ringcomm::device::kThreads, blocks)      \
-      name(const __grid_constant__ LaunchParams p) {                                    \
+      name(const __grid_constant__ ringcomm::device::params p) {                        \
     __shared__ Workspace workspace;                                                     \
     const int rank_in_launch = int(blockIdx.y);                                         \
     ringcomm::device::__VA_ARGS__(BlockTeam{&workspace}, p, rank_in_launch, workspace); \
@@ -31,6 +33,7 @@ using ringcomm::device::Workspace;
 #if defined(RINGCOMM_UNIT_MOVE)
 
 RC_KERNEL(rc_move, move_kernel)
+RC_LIST_KERNEL(rc_list_move, list_move_kernel)
 RC_KERNEL(rc_ll_move, ll_move_kernel)
 
 #elif defined(RINGCOMM_UNIT_GRADS)
@@ -86,9 +89,10 @@ RC_ROW_KERNELS(float16, ringcomm::Float16)
 
 using UnitType = RINGCOMM_UNIT_TYPE;
 
-#define RC_REDUCE_KERNELS(name, op)                                               \
-  RC_KERNEL(rc_reduce_scatter_##name, reduce_scatter_kernel<UnitType, RedOp::op>) \
-  RC_KERNEL(rc_all_reduce_##name, all_reduce_kernel<UnitType, RedOp::op>)         \
+#define RC_REDUCE_KERNELS(name, op)                                                              \
+  RC_KERNEL(rc_reduce_scatter_##name, reduce_scatter_kernel<UnitType, RedOp::op>)                \
+  RC_LIST_KERNEL(rc_reduce_scatter_list_##name, reduce_scatter_list_kernel<UnitType, RedOp::op>) \
+  RC_KERNEL(rc_all_reduce_##name, all_reduce_kernel<UnitType, RedOp::op>)                        \
   RC_KERNEL(rc_ll_##name, ll_reduce_kernel<UnitType, RedOp::op>)
 
 RC_REDUCE_KERNELS(sum, kSum)

@@ -134,7 +134,7 @@ struct NormFinish {
   template <class Team>
   RC_TEAM_FN void operator()(Team& team, const Gradients& from, Run run) const {
     const NormTarget<G> target{GradSum<G>{from.ptrs, from.count, divide_by, run.begin},
-                               reinterpret_cast<float*>(args->out), args->accumulate != 0,
+                               reinterpret_cast<float*>(args->out), args->accumulate,
                                NormKind(args->norm)};
     norm_lanes(target, run, *words, team.lane(), team.num_lanes());
   }

@@ -319,8 +319,8 @@ RC_TEAM_FN void dequantize_and_sum_kernel(Team team, const LaunchParams& p, int 
   const QuantRun<T> run{reinterpret_cast<T*>(args.out), args.total_bytes / sizeof(T)};
   const DequantizedSum<Format, T> sum{reinterpret_cast<const uint8_t*>(args.in),
                                       args.chunk_bytes,
-                                      args.sources,
-                                      args.divide_by,
+                                      args.runs.count,
+                                      args.runs.divide_by,
                                       run,
                                       team.lane() % kQuantLanes};
   each_block(team, sum, sum.has_vectors());

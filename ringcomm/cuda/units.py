@@ -32,7 +32,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARITHMETIC = ("sum", "product", "min", "max")
 _BITWISE = ("band", "bor", "bxor")
 _FLOATS = ("float32", "bfloat16", "float16")
-_REDUCTIONS = ("reduce_scatter", "all_reduce", "ll")
+_REDUCTIONS = ("reduce_scatter", "reduce_scatter_list", "all_reduce", "ll")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _quantize_unit(compression: str, cpp_format: str) -> KernelUnit:
 _ROW_KERNELS = tuple(f"rc_{what}_rows_{name}" for name in _FLOATS for what in ("sum", "scale"))
 
 _ALL = (
-    KernelUnit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_ll_move")),
+    KernelUnit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_list_move", "rc_ll_move")),
     _reduce_unit("float32", "float"),
     _reduce_unit("bfloat16", "ringcomm::BFloat16"),
     _reduce_unit("float16", "ringcomm::Float16"),

@@ -13,6 +13,9 @@ from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR, SYSTEM_BYTES_PER_BLOCK = 228 << 10, 1 << 10
 THREADS_PER_MULTIPROCESSOR, BLOCKS_PER_MULTIPROCESSOR = 2048, 32
+# What a launch may carry on every architecture, and what one without lists carries
+# (kernels/cuda/args.h).
+MOST_LIST_BYTES, MOST_PARAMETER_BYTES = 4096, 640
 # Loads that must be under way in a loop before it waits for the first: what hides the latency.
 LOADS_IN_FLIGHT = 4
 
@@ -80,6 +83,15 @@ def launch_bounds(binary: Binary) -> list[str]:
         elif blocks_per_multiprocessor(binary, name) == 0:
             found.append(f"{name}: {registers} registers for {threads} threads")
     return found
+
+
+def parameters(binary: Binary) -> list[str]:
+    """The driver copies all parameters of a kernel at each launch, so only lists take many."""
+    return [
+        f"{name}: {found} bytes of parameters"
+        for name, found in binary.params_bytes.items()
+        if found > (MOST_LIST_BYTES if "_list_" in name else MOST_PARAMETER_BYTES)
+    ]
 
 
 def blocks_per_multiprocessor(binary: Binary, name: str) -> int:

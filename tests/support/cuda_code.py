@@ -30,6 +30,7 @@ _SECTION = re.compile(r"^\.text\.([\w$]+):")
 _LABEL = re.compile(r"^([.$\w]+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _REGISTER = re.compile(r"\bR(\d+)\b")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?")
 _PTX_FUNCTION = re.compile(
     r"^(?:\.visible |\.weak |\.extern )*\.(entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^;{]*\{(.*?)"
     r"^\}(?!\s*// end inline asm)",
@@ -162,6 +163,16 @@ class Binary:
         return bounds
 
     @cached_property
+    def params_bytes(self) -> Mapping[str, int]:
+        """By kernel, the bytes of its parameters, without what aligns them."""
+        return {
+            entry[1]: sum(
+                int(param[2] or int(param[1]) // 8) for param in _PARAMETER.finditer(entry[2])
+            )
+            for entry in re.finditer(r"\.entry\s+([\w$]+)\(([^)]*)\)", self.ptx)
+        }
+
+    @cached_property
     def kernels(self) -> Mapping[str, Kernel]:
         """SASS by kernel."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -239,7 +250,8 @@ def compile_text(
 # The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
 # one of those that move.
 _SUBUNIT = re.compile(
-    r"^RC_(?:(?:REDUCE|ADAMW|QUANT)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
+    r"^RC_(?:(?:REDUCE|ADAMW|QUANT)_KERNELS\(|(?:LIST_)?KERNEL\(rc_(?=\w*move,))(\w+),.*\n",
+    re.MULTILINE,
 )
 
 

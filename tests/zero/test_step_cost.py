@@ -33,6 +33,8 @@ BARS = {
     2: Cost(frames=600, ops=20, launches=28, events=30, syncs=0),
     3: Cost(frames=1200, ops=60, launches=30, events=0, syncs=0),
 }
+#: Of each launch.
+PARAMETER_BYTES = 640
 #: With reductions beside the caller's work, by stage. Each of 13 has two events, and each event is
 #: awaited once: two buffers take turns.
 BESIDE = {
@@ -64,6 +66,7 @@ def over(found: Cost, bar: Cost) -> set[str]:
 def test_a_step_stays_within_its_bars(runtime: StubRuntime, stage: int) -> None:
     found = cost(runtime, stage)
     assert not over(found, BARS[stage]), found
+    assert 0 < runtime.driver.params_bytes() <= PARAMETER_BYTES
 
 
 @pytest.mark.parametrize("stage", BESIDE)

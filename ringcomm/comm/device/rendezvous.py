@@ -320,8 +320,16 @@ CHANNELS_ALONE = 32
 # Kernels that every rank loads before its first call, so that no call of them has to load while a
 # peer waits. Other dtypes load at their first call.
 PRELOADED = (
-    ("move", ("rc_move", "rc_ll_move")),
-    ("reduce_float32", ("rc_reduce_scatter_sum", "rc_all_reduce_sum", "rc_ll_sum")),
+    ("move", ("rc_move", "rc_list_move", "rc_ll_move")),
+    (
+        "reduce_float32",
+        (
+            "rc_reduce_scatter_sum",
+            "rc_reduce_scatter_list_sum",
+            "rc_all_reduce_sum",
+            "rc_ll_sum",
+        ),
+    ),
 )
 # A proof that takes longer has failed, since it only reads and writes a few words of 8 bytes.
 LINK_PROOF_S = 30.0

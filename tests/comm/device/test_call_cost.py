@@ -262,6 +262,31 @@ def test_a_plan_of_a_tensor_that_has_changed_is_checked_again(
     assert tensor._version > version
 
 
+def reduce(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.reduce(tensor, 0)
+
+
+def all_to_all(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.all_to_all([OUT], [tensor])
+
+
+PARAMETER_BYTES = 640
+
+
+@pytest.mark.parametrize("call", [*SYNC, *ASYNC, reduce])
+def test_a_launch_has_few_parameters(runtime: StubRuntime, comm: Communicator, call: Call) -> None:
+    runtime.driver.reset()
+    call(comm, torch.ones(64))
+    assert 0 < runtime.driver.params_bytes() <= PARAMETER_BYTES
+
+
+def test_many_parameters_are_seen(runtime: StubRuntime, comm: Communicator) -> None:
+    """The mutant: a call that takes lists, whose kernel has room for those of many ranks."""
+    runtime.driver.reset()
+    all_to_all(comm, torch.ones(64))
+    assert PARAMETER_BYTES < runtime.driver.params_bytes() <= 4096
+
+
 LAUNCH_FRAMES = 4
 
 
@@ -272,6 +297,7 @@ def test_one_launch_of_all_ranks(runtime: StubRuntime, ranks: int) -> None:
         world.all_reduce(tensors)
         assert frames_of(lambda: world.all_reduce(tensors)) <= LAUNCH_FRAMES
         assert driver_calls_of(runtime.driver, lambda: world.all_reduce(tensors)) == SYNC_DRIVER
+        assert runtime.driver.params_bytes() <= PARAMETER_BYTES
         world._one_launch = []  # the mutant: each rank's call is checked and prepared in Python
         assert frames_of(lambda: world.all_reduce(tensors)) > LAUNCH_FRAMES
 

@@ -259,3 +259,36 @@ def test_multicast_on_the_host():
         pytest.raises(UnsupportedError, match="works on the host"),
     ):
         world[0].all_reduce(torch.zeros(4), algorithm="multicast")
+
+
+# ---- kernels of two forms ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["barrier", "all_to_all"])
+def test_a_kernel_of_other_parameters_than_the_launch_has_is_refused(emulated, monkeypatch, call):
+    """The mutant: kernels that take lists, and those that take none, are taken for each other."""
+    devices = emulated()
+    find, other = devices.runtime.find_kernel, {"rc_move": "rc_list_move"}
+    other |= {theirs: name for name, theirs in other.items()}
+
+    out, given = torch.zeros(4), torch.ones(4)
+
+    def make_call(comm):
+        if call == "barrier":
+            comm.barrier()
+        else:
+            comm.all_to_all([out], [given])
+        devices.runtime.synchronize(0)
+
+    with ringcomm.local_world(1, device="cuda:0", options=OPTIONS) as (comm,):
+        make_call(comm)
+    monkeypatch.setattr(
+        devices.runtime,
+        "find_kernel",
+        lambda device, unit, name: find(device, unit, other.get(name, name)),
+    )
+    with (
+        ringcomm.local_world(1, device="cuda:0", options=OPTIONS) as (comm,),
+        pytest.raises(RingcommError, match=r"launching a collective.*invalid argument"),
+    ):
+        make_call(comm)

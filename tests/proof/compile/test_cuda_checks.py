@@ -77,6 +77,7 @@ COPY = "store(c + i + u * 256, x[u]);"
 LOAD_PACKET = "ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
 STORE_PACKET = "st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
 TABLE = " unsigned table[64]; for (int j = 0; j < 64; ++j) table[j] = w[j]; w[table[n] & 63] = 1;"
+MANY = " struct Many { char bytes[648]; };"
 NARROW_SCOPE = "is not of system scope"
 
 
@@ -98,6 +99,9 @@ WRONG = {
         "local_memory", "in a loop", "bounds__(256)", "bounds__(1024, 2)", "kSums = 4", "kSums = 16"
     ),
     "no bound": Wrong("launch_bounds", "no launch bound", "__launch_bounds__(256)", ""),
+    "many parameters": Wrong(
+        "parameters", "692 bytes", "int n)", "int n, Many many)", COUNTS, COUNTS + MANY
+    ),
     "acquire of the GPU": Wrong("memory_orders", NARROW_SCOPE, "ld.acquire.sys", "ld.acquire.gpu"),
     "release of the GPU": Wrong("memory_orders", NARROW_SCOPE, "st.release.sys", "st.release.gpu"),
     "packet of the GPU": Wrong(
@@ -169,6 +173,7 @@ WRONG = {
 RULES = {
     "local_memory": lambda binary, _: checks.local_memory(binary),
     "launch_bounds": lambda binary, _: checks.launch_bounds(binary),
+    "parameters": lambda binary, _: checks.parameters(binary),
     "memory_orders": lambda binary, _: checks.memory_orders(binary),
     "protocol": checks.protocol,
     "ll_protocol": checks.ll_protocol,
@@ -229,6 +234,10 @@ class Alone:
     @property
     def thread_bounds(self):
         return {self.name: self.whole.thread_bounds[self.name]}
+
+    @property
+    def params_bytes(self):
+        return {self.name: self.whole.params_bytes[self.name]}
 
     @property
     def kernels(self):

@@ -130,6 +130,18 @@ class TestUnits:
     def test_the_launch_bounds_hold(self, binary):
         assert checks.launch_bounds(binary) == []
 
+    def test_a_launch_is_small(self, binary, request):
+        assert checks.parameters(binary) == []
+        # The emulator takes so many from the host, and no others.
+        unit = request.node.callspec.params["binary"][0].partition("/")[0]
+        runtime = EmulatedRuntime(ptx=None)
+        for name, found in binary.params_bytes.items():
+            try:
+                emulated = runtime.find_kernel(0, unit, name)
+            except UnsupportedError:  # it has not all operations of all dtypes
+                continue
+            assert library().emulated_params_bytes(emulated.handle) == found, name
+
     def test_the_emulator_runs_no_more_of_them_at_once_than_a_gpu(self, binary, request):
         unit, target = request.node.callspec.params["binary"]
         if target != MAIN_TARGET:

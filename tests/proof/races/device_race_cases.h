@@ -16,7 +16,15 @@ constexpr int kSlots = 2;
 constexpr uint32_t kLLBytes = 512;
 constexpr float kUntouched = 99;
 
-enum class Kernel { kMove, kReduceScatter, kAllReduce, kLLMove, kLLReduce };
+enum class Kernel {
+  kMove,
+  kListMove,
+  kReduceScatter,
+  kReduceScatterList,
+  kAllReduce,
+  kLLMove,
+  kLLReduce
+};
 enum class BufferKind { kPlain, kHeap, kInPlace };  // in place: in the heap, too
 
 // A rank's kernels of one stream run in order; those of different streams run at once.
@@ -38,7 +46,7 @@ using enum Kernel;
 using enum Algorithm;
 
 inline const Case kCycle[] = {
-    {kReduceScatter, Collective::kReduceScatter},
+    {kReduceScatterList, Collective::kReduceScatter},
     {kLLReduce, Collective::kAllReduce, kLL},
     {kLLReduce, Collective::kReduceScatter, kLL, BufferKind::kPlain, RedOp::kPremulSum},
     {kAllReduce, Collective::kAllReduce, kOneShot, BufferKind::kInPlace},
@@ -50,17 +58,17 @@ inline const Case kCycle[] = {
     {kLLReduce, Collective::kReduceScatter, kLL},
     {kAllReduce, Collective::kAllReduce, kRing, BufferKind::kHeap, RedOp::kPremulSum},
     {kMove, Collective::kAllGather, kRing},
-    {kMove, Collective::kAllGather, kOneShot, BufferKind::kHeap},
+    {kListMove, Collective::kAllGather, kOneShot, BufferKind::kHeap},
     {kLLReduce, Collective::kAllReduce, kLL},
     {kLLMove, Collective::kAllGather, kLL},
     {kMove, Collective::kAllGather},
     {kMove, Collective::kBroadcast, kOneShot, BufferKind::kInPlace},
-    {kMove, Collective::kAllToAll, kOneShot, BufferKind::kHeap},
-    {kMove, Collective::kAllToAll},
+    {kListMove, Collective::kAllToAll, kOneShot, BufferKind::kHeap},
+    {kListMove, Collective::kAllToAll},
     {kReduceScatter, Collective::kReduceScatter, kOneShot, BufferKind::kHeap, RedOp::kPremulSum},
     {kReduceScatter, Collective::kReduce},
-    {kMove, Collective::kGather},
-    {kMove, Collective::kScatter, kOneShot, BufferKind::kHeap},
+    {kListMove, Collective::kGather},
+    {kListMove, Collective::kScatter, kOneShot, BufferKind::kHeap},
     {kMove, Collective::kBarrier},
 };
 constexpr uint64_t kCycleSteps = std::size(kCycle);
@@ -83,7 +91,7 @@ inline uint64_t heap_elems(int channels) {
 }
 
 inline Case case_of(StreamKind stream, uint64_t step, int world, int channels) {
-  Case c = stream == kCollectives ? kCycle[step % kCycleSteps] : Case{kMove, Collective::kSend};
+  Case c = stream == kCollectives ? kCycle[step % kCycleSteps] : Case{kListMove, Collective::kSend};
   c.step = step;
   if (stream != kCollectives) {
     c.buffer = step % 2 == 0 ? BufferKind::kPlain : BufferKind::kHeap;
@@ -134,6 +142,8 @@ inline uint64_t pair_elems(const Case& c, int world, int from, int to) {
       return from == c.root ? c.elems : 0;
     case Collective::kSend:
       return talks(c, world, from, to) ? c.elems - uint64_t(from + to) : 0;
+    case Collective::kReduceScatter:
+      return c.elems;
     default:
       return 0;
   }
@@ -167,7 +177,7 @@ inline float expected(const Case& c, int world, int me, uint64_t i) {
     case Collective::kBroadcast:
       return i < n ? value(c, c.root, i) : kUntouched;
     case Collective::kAllGather:
-      if (c.algorithm == kOneShot && i % n >= pair_elems(c, world, from, me)) return kUntouched;
+      if (c.kernel == kListMove && i % n >= pair_elems(c, world, from, me)) return kUntouched;
       return value(c, from, i % n);
     default:
       return i % n < pair_elems(c, world, from, me) ? value(c, from, uint64_t(me) * n + i % n)

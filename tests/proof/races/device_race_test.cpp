@@ -29,12 +29,16 @@ namespace {
   std::_Exit(1);
 }
 
-void run_kernel(const Case& c, EmulatedTeam team, const LaunchParams& p, int rank) {
+void run_kernel(const Case& c, EmulatedTeam team, const ListParams& p, int rank) {
   switch (c.kernel) {
     case Kernel::kMove:
       return move_kernel(team, p, rank, *team.w);
+    case Kernel::kListMove:
+      return list_move_kernel(team, p, rank, *team.w);
     case Kernel::kReduceScatter:
       return reduce_scatter_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
+    case Kernel::kReduceScatterList:
+      return reduce_scatter_list_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
     case Kernel::kAllReduce:
       return all_reduce_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
     case Kernel::kLLMove:
@@ -128,7 +132,7 @@ View view_of(World& w, int rank, Workspace& workspace) {
   host::LaneGroup alone(1);
   EmulatedTeam team{&workspace, &alone, 0, 1, 0, 1};
   Queue& q = w.queues[kCollectives][size_t(rank)];
-  load_table(team, q.params, q.params.calls[rank % kMaxRanksPerLaunch], workspace);
+  load_table(team, q.params, rank % kMaxRanksPerLaunch, workspace);
   return workspace.view;
 }
 

@@ -29,7 +29,7 @@ struct Buffers {
 
 // One rank's stream: at most one kernel runs at a time.
 struct Queue {
-  LaunchParams params;
+  ListParams params;  // of which kernels that take no lists see the beginning
   Case running;
   Buffers buffers;
   std::unique_ptr<host::LaneGroup> threads;  // all that take part in its kernels
@@ -147,27 +147,24 @@ inline float* output_of(Queue& q) {
 }
 
 // The lists of a call, behind each other in the launch: inputs by reader, outputs by sender.
-inline void write_lists(const World& w, Queue& q, int rank, CallArgs& args) {
+inline void write_lists(const World& w, Queue& q, int rank) {
   const Case& c = q.running;
   const int world = w.s.world;
   Span* const in = q.params.spans;
   Span* const out = in + world;
+  ListArgs& lists = q.params.lists[rank % kMaxRanksPerLaunch];
+  const uint64_t peers = c.collective == Collective::kSend ? 0 : ~uint64_t(0);
+  lists = {0, world, peers, peers};
   const auto at = [&](float* base, uint64_t elem) { return reinterpret_cast<char*>(base + elem); };
   for (int p = 0; p < world; ++p) {
     const uint64_t begin = uint64_t(p) * c.elems;
     in[p] = {at(input_of(q), begin), pair_elems(c, world, rank, p) * sizeof(float)};
     out[p] = {at(output_of(q), begin), pair_elems(c, world, p, rank) * sizeof(float)};
-    if (c.collective == Collective::kReduce)
-      in[p] = {at(input_of(q), 0), p == c.root ? c.elems * sizeof(float) : 0};
-    if (c.collective == Collective::kBroadcast)
-      out[p] = {at(output_of(q), 0), c.elems * sizeof(float)};
     if (c.collective == Collective::kSend) {
-      args.my_readers |= uint64_t(talks(c, world, rank, p)) << p;
-      args.my_senders |= uint64_t(talks(c, world, p, rank)) << p;
+      lists.readers |= uint64_t(talks(c, world, rank, p)) << p;
+      lists.senders |= uint64_t(talks(c, world, p, rank)) << p;
     }
   }
-  args.in_spans = 0;
-  args.out_spans = world;
 }
 
 // The user's kernel before the call: fills the input. Then the launch's arguments.
@@ -189,22 +186,21 @@ inline void prepare(World& w, Queue& q, StreamKind stream, int rank, const Case&
   const bool whole = c.collective == Collective::kAllReduce;
   args.total_bytes = whole ? bytes : bytes * uint64_t(w.s.world);
   args.chunk_bytes = whole ? balanced_chunk_bytes(bytes, w.s.world) : bytes;
+  if (c.collective == Collective::kReduce || c.collective == Collective::kBroadcast)
+    args.total_bytes = bytes, args.chunk_bytes = 0;
+  if (c.collective == Collective::kBarrier) args.total_bytes = args.chunk_bytes = 0;
   const bool sized = c.collective != Collective::kAllToAll && c.collective != Collective::kSend &&
                      c.collective != Collective::kBarrier;
   args.match_bytes = sized ? args.total_bytes : 0;  // that all ranks agree on
-  args.one_hop_bytes = kSegmentBytes;
   args.timeout_ns = w.s.timeout_ms * 1'000'000;
-  args.my_readers = args.my_senders = c.collective == Collective::kSend ? 0 : ~uint64_t(0);
   args.factor = factor_of(c, rank);
   args.collective = c.collective;
   args.algorithm = c.algorithm;
   args.redop = int32_t(c.op);
   args.root = c.root;
-  args.in_spans = args.out_spans = -1;
-  const bool even = c.algorithm != kOneShot || whole || c.collective == Collective::kReduceScatter;
-  if (!even) write_lists(w, q, rank, args);
-  if (!receives(stream, rank)) args.my_senders = 0;
-  if (stream == kReceives) args.my_readers = 0;
+  if (c.kernel == kListMove || c.kernel == kReduceScatterList) write_lists(w, q, rank);
+  if (!receives(stream, rank)) q.params.lists[rank % kMaxRanksPerLaunch].senders = 0;
+  if (stream == kReceives) q.params.lists[rank % kMaxRanksPerLaunch].readers = 0;
   if (stream == kReceives && both_ways(rank)) q.running.blocks = 0;
 }
 

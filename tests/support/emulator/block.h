@@ -80,9 +80,8 @@ struct EmulatedTeam {
 constexpr int kMostLanes = 2;
 
 // Runs body(team, params, rank in launch, workspace) on every lane of every block.
-template <class Body>
-void run_blocks(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y, int lanes,
-                Body body) {
+template <class Params, class Body>
+void run_blocks(const Params& params, int grid_x, int grid_y, int lanes, Body body) {
   lanes = std::min(lanes, kMostLanes);
   std::vector<ringcomm::device::Workspace> workspaces(size_t(grid_x) * size_t(grid_y));
   std::vector<std::unique_ptr<ringcomm::host::LaneGroup>> groups;
@@ -100,6 +99,17 @@ void run_blocks(const ringcomm::device::LaunchParams& params, int grid_x, int gr
   for (std::thread& t : threads) t.join();
 }
 
+// A kernel whose blocks run `body`, and whose parameters are ListParams.
+template <class Body>
+EmulatedKernel list_kernel(Body body) {
+  using ringcomm::device::ListParams;
+  EmulatedKernel made{[body](const auto& p, int x, int y, int lanes) {
+    run_blocks(static_cast<const ListParams&>(p), x, y, lanes, body);
+  }};
+  made.params_bytes = sizeof(ListParams);
+  return made;
+}
+
 template <class T, ringcomm::RedOp op>
 EmulatedKernel reduce_scatter_kernel() {
   return {[](const auto& p, int x, int y, int lanes) {
@@ -107,6 +117,13 @@ EmulatedKernel reduce_scatter_kernel() {
       ringcomm::device::reduce_scatter_kernel<T, op>(team, params, rank, w);
     });
   }};
+}
+
+template <class T, ringcomm::RedOp op>
+EmulatedKernel reduce_scatter_list_kernel() {
+  return list_kernel([](auto team, const auto& params, int rank, auto& w) {
+    ringcomm::device::reduce_scatter_list_kernel<T, op>(team, params, rank, w);
+  });
 }
 
 template <class T, ringcomm::RedOp op>

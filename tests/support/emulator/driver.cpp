@@ -25,6 +25,22 @@ Stream* resolve(CUstream handle) {
   return stream->device == current_device ? stream : nullptr;
 }
 
+// What a launch passes in the form of `extra`: parameters behind each other, and their bytes.
+struct Packed {
+  const void* params;
+  size_t bytes;
+
+  // False: it is no such list.
+  static bool read(void* const* extra, Packed& found) {
+    constexpr uintptr_t kPointer = 1, kSize = 2;
+    if (extra == nullptr || reinterpret_cast<uintptr_t>(extra[0]) != kPointer ||
+        reinterpret_cast<uintptr_t>(extra[2]) != kSize || extra[4] != nullptr)
+      return false;
+    found = {extra[1], *static_cast<const size_t*>(extra[3])};
+    return true;
+  }
+};
+
 // What a block of the kernel takes that a launch gives `dynamic_bytes` of shared memory.
 Resources resources_of(const Device& device, const EmulatedKernel& kernel, int dynamic_bytes) {
   const int shared_bytes = kernel.shared_bytes + dynamic_bytes;
@@ -91,11 +107,16 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
                         void** extra) {
   Stream* stream = resolve(hStream);
   if (stream == nullptr) return bad_stream();
-  if (f == nullptr || kernelParams == nullptr || extra != nullptr || gridDimX == 0 ||
-      gridDimY == 0 || gridDimZ != 1 || blockDimX == 0 || blockDimY != 1 || blockDimZ != 1)
+  if (f == nullptr || gridDimX == 0 || gridDimY == 0 || gridDimZ != 1 || blockDimX == 0 ||
+      blockDimY != 1 || blockDimZ != 1 || (kernelParams == nullptr) == (extra == nullptr))
     return kInvalidValue;
   const int blocks = int(gridDimX * gridDimY);
   const auto* kernel = static_cast<const EmulatedKernel*>(f);
+  Packed packed{};
+  if (kernel->run_with != nullptr
+          ? kernelParams == nullptr
+          : !Packed::read(extra, packed) || packed.bytes != kernel->params_bytes)
+    return kInvalidValue;
   Device& device = *stream->device;
   const Resources each = resources_of(device, *kernel, int(sharedMemBytes));
   // A GPU runs a grid in waves that do not fit at once; blocks that wait for each other would never
@@ -107,8 +128,8 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
       kernel->run_with(bytes.data(), int(bytes.size()), int(gridDimX), int(gridDimY),
                        int(blockDimX), int(sharedMemBytes));
     });
-  const auto params = std::make_shared<const ringcomm::device::LaunchParams>(
-      *static_cast<const ringcomm::device::LaunchParams*>(kernelParams[0]));
+  const auto params = std::make_shared<ringcomm::device::ListParams>();  // the longest there are
+  std::memcpy(static_cast<void*>(params.get()), packed.params, packed.bytes);
   return submit(*stream, [=, &device, priority = stream->priority] {
     run_blocks(device, at_once, each, priority,
                [&] { kernel->run(*params, int(gridDimX), int(gridDimY), int(blockDimX)); });

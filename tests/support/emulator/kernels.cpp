@@ -13,8 +13,9 @@ struct Family {
   int registers;
   bool waits = true;
 };
-constexpr std::array<Family, 16> kFamilies = {{
+constexpr std::array<Family, 17> kFamilies = {{
     {"rc_move", 184},
+    {"rc_list_move", 184},
     {"rc_ll_move", 128},
     {"rc_ll_", 146},
     {"rc_reduce_scatter_norm", 248},
@@ -45,6 +46,9 @@ KernelMap all_kernels() {
       ringcomm::device::move_kernel(team, params, rank, w);
     });
   }};
+  kernels["move/rc_list_move"] = list_kernel([](auto team, const auto& params, int rank, auto& w) {
+    ringcomm::device::list_move_kernel(team, params, rank, w);
+  });
   kernels["move/rc_ll_move"] = {[](const auto& p, int x, int y, int lanes) {
     run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
       ringcomm::device::ll_move_kernel(team, params, rank, w);
@@ -78,6 +82,10 @@ extern "C" const EmulatedKernel* emulated_kernel(const char* unit, const char* n
 }
 
 extern "C" uint64_t emulated_barriers_met() { return emulated_barriers.load(); }
+
+extern "C" uint64_t emulated_params_bytes(const EmulatedKernel* kernel) {
+  return kernel->params_bytes;
+}
 
 extern "C" void emulated_figures(const EmulatedKernel* kernel, int* registers, int* shared_bytes) {
   *registers = kernel->registers;

@@ -37,6 +37,7 @@ _PROTOTYPES = {
     "emulated_barriers_met": (c_uint64, []),
     "emulated_figures": (None, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "emu_params_bytes": (c_uint64, []),
+    "emulated_params_bytes": (c_uint64, [c_void_p]),
     "emu_device_make": (c_void_p, [c_int, c_int, c_int]),
     "emu_device_blocks_each": (c_int, [c_void_p, c_void_p]),
     "emu_device_blocks_of": (c_int, [c_void_p, c_int, c_int, c_int]),

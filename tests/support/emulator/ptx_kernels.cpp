@@ -19,9 +19,9 @@ const EmulatedKernel* emulated_ptx_kernel(const void* module, const char* name,
   if (most_threads < 0) return nullptr;
   auto* made = new EmulatedKernel(*like);
   if (most_threads != 0) made->threads = most_threads;
-  made->run = [module, kernel = std::string(name), schedule = *given](
+  made->run = [module, kernel = std::string(name), schedule = *given, bytes = made->params_bytes](
                   const ringcomm::device::LaunchParams& params, int x, int y, int threads) {
-    const PtxLaunch launch{&params, sizeof params, x, y, threads, 0, schedule};
+    const PtxLaunch launch{&params, bytes, x, y, threads, 0, schedule};
     ptx_run(module, kernel.c_str(), &launch);
   };
   return made;

@@ -18,6 +18,7 @@ void add_quantization_kernels(KernelMap& kernels);
 template <class T, ringcomm::RedOp op>
 void add_reduction(KernelMap& kernels, const std::string& unit, const std::string& name) {
   kernels[unit + "/rc_reduce_scatter_" + name] = reduce_scatter_kernel<T, op>();
+  kernels[unit + "/rc_reduce_scatter_list_" + name] = reduce_scatter_list_kernel<T, op>();
   kernels[unit + "/rc_all_reduce_" + name] = all_reduce_kernel<T, op>();
   kernels[unit + "/rc_ll_" + name] = ll_kernel<T, op>();
 }

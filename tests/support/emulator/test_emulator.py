@@ -42,12 +42,19 @@ class Device:
         """The driver's answer; ``word`` is an index into ``words``."""
         given = (self.memory + 4 * word).to_bytes(8, "little")
         given += amount.to_bytes(4, "little") + other.to_bytes(4, "little")
-        params = ctypes.create_string_buffer(given, library().emu_params_bytes())
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        return self.launch_with(stream, name, given, library().emu_params_bytes(), blocks)
+
+    def launch_with(
+        self, stream: int, name: str, given: bytes, params_bytes: int, blocks: int = 1
+    ) -> int:
+        """The driver's answer to parameters of so many bytes, which begin as given."""
+        params = ctypes.create_string_buffer(given, params_bytes)
+        size = ctypes.c_size_t(params_bytes)
+        packed = (ctypes.c_void_p * 5)(1, ctypes.addressof(params), 2, ctypes.addressof(size), 0)
         kernel = library().emu_test_kernel(name.encode())
         with self.runtime.on_device(0):
             return int(
-                library().cuLaunchKernel(kernel, blocks, 1, 1, 1, 1, 1, 0, stream, pointers, None)
+                library().cuLaunchKernel(kernel, blocks, 1, 1, 1, 1, 1, 0, stream, None, packed)
             )
 
     def add(self, stream: int, word: int, amount: int = 1) -> None:
@@ -67,6 +74,14 @@ class Device:
 
     def done(self, stream: int) -> bool:
         return self.runtime.record_event(0, stream).query()
+
+
+def test_a_launch_of_other_parameters_than_the_kernel_takes_is_refused(device):
+    takes = library().emu_params_bytes()
+    given = device.memory.to_bytes(8, "little")
+    assert device.launch_with(0, "add", given, takes) == 0
+    for wrong in (takes - 8, takes + 8, 4096):
+        assert device.launch_with(0, "add", given, wrong) == INVALID_VALUE
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ _PROTOTYPES = {
     "cuStreamIsCapturing": (c_int, [c_void_p, POINTER(c_int)]),
     "stub_reset": (None, []),
     "stub_count": (c_uint64, [c_int]),
+    "stub_params_bytes": (c_uint64, []),
     "stub_set_capturing": (None, [c_void_p, c_int]),
     "stub_set_green": (None, [c_void_p, c_uint]),
     "stub_set_passing": (None, [c_int]),
@@ -88,6 +89,10 @@ class StubDriver:
         """Returns how often each entry point was called since the last reset, zeros left out."""
         counts = {name: self.library.stub_count(i) for i, name in enumerate(CALLS)}
         return {name: count for name, count in counts.items() if count}
+
+    def params_bytes(self) -> int:
+        """Returns the most bytes of parameters of a launch since the last reset."""
+        return int(self.library.stub_params_bytes())
 
     def waits(self) -> list[tuple[int, int]]:
         """Takes the waits since the last reset: stream and event of each."""

@@ -1,5 +1,6 @@
 // A CUDA driver that does nothing: it counts the calls that a communicator makes, and notes which
 // streams wait for which events. Nothing runs, and an event has passed when the test says so.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -47,6 +48,7 @@ std::vector<Event*> events;       // never freed
 bool events_pass = true;          // at once
 int refusal = kSuccess;           // of launches, records and waits to come
 int refusals = 0;                 // how many
+size_t params_bytes = 0;          // the most of a launch
 
 int refused() {
   if (refusals == 0) return kSuccess;
@@ -59,9 +61,12 @@ int refused() {
 extern "C" {
 
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                   void*, void**, void**) {
+                   void*, void**, void** extra) {
   const std::lock_guard lock(mutex);
   ++counts[kLaunch];
+  // CU_LAUNCH_PARAM_BUFFER_POINTER, what it is, CU_LAUNCH_PARAM_BUFFER_SIZE, and where it is.
+  if (extra != nullptr)
+    params_bytes = std::max(params_bytes, *static_cast<const size_t*>(extra[3]));
   return refused();
 }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, void*) {
@@ -176,6 +181,11 @@ void stub_reset() {
   events_pass = true;
   for (Event* each : events) each->passed = true;
   refusals = 0;
+  params_bytes = 0;
+}
+uint64_t stub_params_bytes() {
+  const std::lock_guard lock(mutex);
+  return params_bytes;
 }
 uint64_t stub_count(int call) {
   const std::lock_guard lock(mutex);
