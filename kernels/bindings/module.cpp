@@ -299,20 +299,23 @@ void bind_comm(nb::module_& m) {
        "__init__",
        [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
           uint32_t segment_bytes, int slots, uint64_t timeout_ms, uint32_t records,
-          const std::string& name, bool single_copy, int sum_group_size) {
-         const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
+          const std::string& name, bool single_copy, int sum_group_size, int channels) {
          if (world < 1 || rank < 0 || rank >= world)
            throw nb::value_error("rank must be in [0, world)");
+         const uint32_t segment =
+             segment_bytes == 0 ? default_segment_bytes(world, channels) : segment_bytes;
          if (!is_segment(segment))
            throw nb::value_error("segment_bytes must be a power of two, at least 64");
          if (slots < 2 || (slots & (slots - 1)) != 0)
            throw nb::value_error("slots must be a power of two, at least 2");
          if (sum_group_size < 0) throw nb::value_error("sum_group_size must be at least 0");
+         if (channels < 1 || channels > kMostChannels)
+           throw nb::value_error("channels must be 1 to MOST_CHANNELS");
          if (records > kMaxRecords) throw nb::value_error("records must be at most MAX_RECORDS");
          try {
            new (self)
                NativeComm(heap, CommConfig{rank, world, slots, segment, timeout_ms * 1'000'000,
-                                           records, name, single_copy, sum_group_size});
+                                           records, name, single_copy, sum_group_size, channels});
          } catch (const HeapError& e) {
            raise_os_error(e);
          }
@@ -320,8 +323,30 @@ void bind_comm(nb::module_& m) {
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
        nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
        nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_group_size") = 0,
+       nb::arg("channels") = 1,
        "`records`: how many calls the flight recorder keeps, under `name`. `sum_group_size`: the\n"
-       "ranks of a group in which reductions are made, 0: all in rank order.")
+       "ranks of a group in which reductions are made, 0: all in rank order. `channels`: the most\n"
+       "threads of a rank that take part in a collective.")
+      .def(
+          "use_threads",
+          [](NativeComm& n, int most, bool is_exact, int channels) {
+            if (most < 1 || channels < 1 || channels > n.comm.view().layout.channels)
+              throw nb::value_error(
+                  "most and channels must be 1 or more, channels at most its own");
+            n.comm.use_threads(most, is_exact, channels);
+          },
+          nb::arg("most"), nb::arg("is_exact"), nb::arg("channels"),
+          "Large calls use `channels`, on all ranks alike, and up to `most` threads.\n\n"
+          "Fewer where torch's operators use fewer, unless `is_exact`. Raises RuntimeError, "
+          "naming\n"
+          "the limits, when the system starts no more threads.")
+      .def_prop_ro("channels", [](const NativeComm& n) { return n.comm.view().layout.channels; })
+      .def_prop_ro(
+          "threads", [](const NativeComm& n) { return n.comm.threads(); },
+          "Threads that the next large call uses.")
+      .def_prop_ro(
+          "used_channels", [](const NativeComm& n) { return n.comm.used_channels(); },
+          "Parts into which the largest calls are cut, each for one thread.")
       .def_prop_ro(
           "single_copy", [](const NativeComm& n) { return n.comm.waiter().reads_processes(); },
           "True where all ranks want to copy out of each other's processes, and may.")
@@ -478,6 +503,17 @@ NB_MODULE(_native, m) {
   m.def(
       "isa", [] { return kernels().isa; },
       "The instruction set in use: `avx512`, `avx2`, or `baseline` (SSE2 or NEON).");
+  m.def(
+      "ask_torch_for_threads",
+      [](uintptr_t function) { ask_torch_for_threads(reinterpret_cast<int (*)()>(function)); },
+      nb::arg("function_ptr"),
+      "The address of at::get_num_threads, which caps the threads of calls.");
+  add_constant(m, "MOST_CHANNELS", kMostChannels,
+               "The most channels, and threads, of a rank on the host.");
+  m.def("limit_threads", &limit_threads_without_communicator, nb::arg("most"), nb::arg("is_exact"),
+        "Threads of calls without a communicator while none exists; else its threads count.");
+  m.def("threads", &threads_without_communicator,
+        "Threads that the next large call without a communicator uses.");
   m.def("wait_in_background", &wait_in_background,
         "From here on the calling thread leaves the core at once when it must wait for a peer.");
   m.def("force_isa", &force_isa, nb::arg("name"),

@@ -4,6 +4,7 @@
 #include "kernels/bindings/gil.h"
 #include "kernels/bindings/module.h"
 #include "kernels/host/kernel_table.h"
+#include "kernels/host/worker_pool.h"
 
 namespace nb = nanobind;
 
@@ -34,8 +35,11 @@ void quantize(int format, uintptr_t in, int dtype, uintptr_t out, uint64_t elems
               uintptr_t error_feedback) {
   const QuantizeFn loop = kernels().quant[int(quant_format_of(format))].quantize[type_of(dtype)];
   const WithoutGil nogil;
-  loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
-        reinterpret_cast<float*>(error_feedback)});
+  run_in_parts(elems, kQuantBlock, elems * sizeof(float), threads_without_communicator(),
+               [&](uint64_t begin, uint64_t end) {
+                 loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
+                       reinterpret_cast<float*>(error_feedback), begin, end});
+               });
 }
 
 void sum(int format, const std::vector<uintptr_t>& in, uintptr_t out, int dtype, uint64_t elems,
@@ -45,7 +49,11 @@ void sum(int format, const std::vector<uintptr_t>& in, uintptr_t out, int dtype,
   std::vector<const uint8_t*> sources;
   for (const uintptr_t ptr : in) sources.push_back(reinterpret_cast<const uint8_t*>(ptr));
   const WithoutGil nogil;
-  loop({sources.data(), int(sources.size()), reinterpret_cast<void*>(out), elems, divide_by});
+  run_in_parts(elems, kQuantBlock, elems * sizeof(float), threads_without_communicator(),
+               [&](uint64_t begin, uint64_t end) {
+                 loop({sources.data(), int(sources.size()), reinterpret_cast<void*>(out), elems,
+                       divide_by, begin, end});
+               });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "kernels/bindings/module.h"
 #include "kernels/host/comm.h"
 #include "kernels/host/routing.h"
+#include "kernels/host/worker_pool.h"
 
 namespace nb = nanobind;
 
@@ -30,7 +31,15 @@ struct Table {
     for (const uintptr_t ptr : ptrs) bases.push_back(at(ptr));
     rows.bases = bases.data();
   }
+  // The same without the first entries.
+  RowTable from(uint64_t entry) const { return {rows.entry(entry), rows.entry_words, rows.bases}; }
 };
+
+// run(begin, end) for parts of `count` rows, of `row_bytes` each.
+template <class Run>
+void each_part(uint64_t count, uint64_t row_bytes, const Run& run) {
+  run_in_parts(count, 1, count * row_bytes, threads_without_communicator(), run);
+}
 
 std::vector<Assignments> assignments_of(const Addresses& orders, const Addresses& counts) {
   std::vector<Assignments> all;
@@ -71,9 +80,12 @@ uint64_t rows_of(const Addresses& counts, uint64_t first, uint64_t experts_here)
 void copy_rows(uintptr_t entries, uint64_t entry_words, uint64_t count, const Addresses& bases,
                uint64_t row_bytes, uintptr_t out) {
   const Table table(entries, entry_words, bases);
+  const bool streaming = count * row_bytes >= kStreamingMinBytes;
   const WithoutGil nogil;
-  kernels().copy_rows(
-      {table.rows, count, row_bytes, at(out), count * row_bytes >= kStreamingMinBytes});
+  each_part(count, row_bytes, [&](uint64_t begin, uint64_t end) {
+    kernels().copy_rows(
+        {table.from(begin), end - begin, row_bytes, at(out) + begin * row_bytes, streaming});
+  });
 }
 
 void quantize_rows(int format, uintptr_t in, int dtype, uint64_t count, uint64_t elems,
@@ -82,8 +94,11 @@ void quantize_rows(int format, uintptr_t in, int dtype, uint64_t count, uint64_t
   const uint64_t row_bytes = elems * bytes_of(dtype),
                  quantized_row_bytes = quantized_bytes(QuantFormat(format), elems);
   const WithoutGil nogil;
-  for (uint64_t i = 0; i < count; ++i)
-    loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * quantized_row_bytes, elems, nullptr});
+  each_part(count, row_bytes, [&](uint64_t begin, uint64_t end) {
+    for (uint64_t i = begin; i < end; ++i)
+      loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * quantized_row_bytes, elems, nullptr,
+            0, elems});
+  });
 }
 
 void dequantize_rows(int format, uintptr_t entries, uint64_t entry_words, uint64_t count,
@@ -93,34 +108,47 @@ void dequantize_rows(int format, uintptr_t entries, uint64_t entry_words, uint64
                  quantized_row_bytes = quantized_bytes(QuantFormat(format), elems);
   const Table table(entries, entry_words, bases);
   const WithoutGil nogil;
-  for (uint64_t i = 0; i < count; ++i) {
-    char* const to = at(out) + i * row_bytes;
-    if (!table.rows.has(i)) {
-      std::memset(to, 0, row_bytes);
-      continue;
+  each_part(count, row_bytes, [&](uint64_t begin, uint64_t end) {
+    for (uint64_t i = begin; i < end; ++i) {
+      char* const to = at(out) + i * row_bytes;
+      if (!table.rows.has(i)) {
+        std::memset(to, 0, row_bytes);
+        continue;
+      }
+      const auto* const source =
+          reinterpret_cast<const uint8_t*>(table.rows.row(i, quantized_row_bytes));
+      loop({&source, 1, to, elems, 0, 0, elems});
     }
-    const auto* const source =
-        reinterpret_cast<const uint8_t*>(table.rows.row(i, quantized_row_bytes));
-    loop({&source, 1, to, elems, 0});
-  }
+  });
 }
 
 void sum_rows(uintptr_t entries, const Addresses& bases, uint64_t tokens, uint64_t k,
               uintptr_t weights, int dtype, uint64_t elems, uintptr_t out) {
   const SumRowsFn loop = kernels().rows[float_type(dtype)].sum;
   const Table table(entries, 2, bases);
+  const uint64_t row_bytes = elems * bytes_of(dtype);
+  const bool streaming = tokens * row_bytes >= kStreamingMinBytes;
+  const auto* const weight = typed<const float>(weights);
   const WithoutGil nogil;
-  loop({table.rows, tokens, k, elems, typed<const float>(weights), at(out),
-        tokens * elems * bytes_of(dtype) >= kStreamingMinBytes});
+  each_part(tokens, row_bytes, [&](uint64_t begin, uint64_t end) {
+    loop({table.from(begin * k), end - begin, k, elems,
+          weight == nullptr ? nullptr : weight + begin * k, at(out) + begin * row_bytes,
+          streaming});
+  });
 }
 
 void scale_rows(uintptr_t entries, uint64_t count, const Addresses& bases, uintptr_t weights,
                 uintptr_t with, int dtype, uint64_t elems, uintptr_t out, uintptr_t dots) {
   const ScaleRowsFn loop = kernels().rows[float_type(dtype)].scale;
   const Table table(entries, kSourceWords, bases);
+  const uint64_t row_bytes = elems * bytes_of(dtype);
+  const bool streaming = count * row_bytes >= kStreamingMinBytes;
   const WithoutGil nogil;
-  loop({table.rows, count, elems, typed<const float>(weights), at(with), at(out),
-        typed<float>(dots), count * elems * bytes_of(dtype) >= kStreamingMinBytes});
+  each_part(count, row_bytes, [&](uint64_t begin, uint64_t end) {
+    loop({table.from(begin), end - begin, elems, typed<const float>(weights) + begin,
+          at(with) + begin * row_bytes, at(out) + begin * row_bytes, typed<float>(dots) + begin,
+          streaming});
+  });
 }
 
 }  // namespace

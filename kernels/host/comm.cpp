@@ -49,7 +49,8 @@ void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress
 
 Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
     : heap_(std::move(heap)),
-      layout_{config.world, 1, config.slots, config.segment_bytes, 0, 0},
+      layout_{config.world, config.channels, config.slots, config.segment_bytes, 0, 0},
+      channels_(size_t(config.channels)),
       waiter_(pause_policy(config.world)),
       single_copy_(config.single_copy),
       sum_group_size_(config.sum_group_size) {
@@ -76,18 +77,20 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   regions_.assign(config.world, nullptr);
   heaps_.assign(config.world, nullptr);
   heap_bytes_.assign(config.world, 0);
-  in_.resize(size_t(Stream::kCount) * config.world);
-  sources_.resize(std::max(config.world, 2));
-  factors_.resize(std::max(config.world, 2));
-  results_.resize(config.world);
   regions_[config.rank] = mine;
   heaps_[config.rank] = heap_->base();
   heap_bytes_[config.rank] = heap_->capacity_bytes();
-  view_ = View{config.rank,       config.world,  layout_,
-               regions_.data(),   heaps_.data(), heap_bytes_.data(),
-               config.timeout_ns, in_.data(),    sources_.data(),
-               factors_.data(),   &mine_};
-  view_.results = results_.data();
+  for (Channel& each : channels_) {
+    each.in.resize(size_t(Stream::kCount) * config.world);
+    each.sources.resize(std::max(config.world, 2));
+    each.factors.resize(std::max(config.world, 2));
+    each.results.resize(config.world);
+    each.view = View{config.rank,         config.world,        layout_,           regions_.data(),
+                     heaps_.data(),       heap_bytes_.data(),  config.timeout_ns, each.in.data(),
+                     each.sources.data(), each.factors.data(), &each.mine};
+    each.view.results = each.results.data();
+  }
+  view_ = channels_[0].view;
 }
 
 Comm::~Comm() { close(); }
@@ -150,6 +153,12 @@ void Comm::activate() {
   connected_ = true;
 }
 
+void Comm::use_threads(int most, bool is_exact, int channels) {
+  start_workers(std::min(most, channels));
+  threads_.emplace(most, is_exact);
+  used_channels_ = channels;
+}
+
 // The last stores into the peers' regions: after them each peer may give its region to others.
 // model: detach (tests/proof/model/retired.pml)
 void Comm::detach() {
@@ -173,6 +182,7 @@ void Comm::close() {
   regions_[view_.rank] = nullptr;
   owners_.clear();
   connected_ = false;
+  threads_.reset();
 }
 
 template <class Body>
@@ -216,7 +226,7 @@ Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reducti
   const uint64_t bytes = elems * size_of(r.dtype);
   const CallId id{0, bytes, Collective::kAllReduce, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks = even_chunks(in, bytes, balanced_chunk_bytes(bytes, view_.world));
-  return run_reduction(id, r, bytes, [&](E& e) {
+  return run_reduction(id, r, bytes, [&](auto& e) {
     if (r.algorithm == Algorithm::kRing) return all_reduce_ring(e, chunks, out);
     e.cut.segment_bytes = std::min<uint64_t>(kAllReducePieceBytes, layout_.segment_bytes);
     return all_reduce_two_shot(e, chunks, out,
@@ -231,13 +241,13 @@ Status Comm::reduce(const char* in, char* out, uint64_t elems, const Reduction& 
   spans[root].bytes = bytes;
   const Chunks chunks{nullptr, 0, 0, spans.data()};
   return run_reduction(id, r, bytes,
-                       [&](E& e) { return reduce_scatter_one_shot(e, chunks, out, root); });
+                       [&](auto& e) { return reduce_scatter_one_shot(e, chunks, out, root); });
 }
 
 Status Comm::reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r) {
   const uint64_t chunk = out_elems * size_of(r.dtype), total = chunk * view_.world;
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
-  return run_reduction(id, r, total, [&](E& e) {
+  return run_reduction(id, r, total, [&](auto& e) {
     const Chunks chunks = even_chunks(in, total, chunk);
     return r.algorithm == Algorithm::kRing ? reduce_scatter_ring(e, chunks, out)
                                            : reduce_scatter_one_shot(e, chunks, out);
@@ -248,7 +258,8 @@ Status Comm::reduce_scatter_list(const std::vector<Span>& in, char* out, const R
   const uint64_t total = sum_bytes(in);
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks{nullptr, 0, 0, in.data()};
-  return run_reduction(id, r, total, [&](E& e) { return reduce_scatter_one_shot(e, chunks, out); });
+  return run_reduction(id, r, total,
+                       [&](auto& e) { return reduce_scatter_one_shot(e, chunks, out); });
 }
 
 Status Comm::reduce_scatter_partial(const std::vector<Span>& in, char* out, const Reduction& r) {
@@ -272,7 +283,7 @@ Status Comm::all_gather(const char* in, char* out, uint64_t in_bytes, DType dtyp
                         Algorithm algorithm) {
   const uint64_t total = in_bytes * view_.world;
   const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, algorithm};
-  return run(id, total, [&](E& e) {
+  return run(id, total, [&](auto& e) {
     const Chunks chunks = even_chunks(out, total, in_bytes);
     const Span input{const_cast<char*>(in), in_bytes};
     return algorithm == Algorithm::kRing ? all_gather_ring(e, input, chunks)
@@ -285,14 +296,15 @@ Status Comm::all_gather_list(const char* in, const std::vector<Span>& out, DType
   const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, Algorithm::kOneShot};
   const Chunks chunks{nullptr, 0, 0, out.data()};
   const Span input{const_cast<char*>(in), out[view_.rank].bytes};
-  return run(id, total, [&](E& e) { return share_one_shot(e, input, chunks, -1); });
+  return run(id, total, [&](auto& e) { return share_one_shot(e, input, chunks, -1); });
 }
 
 Status Comm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) {
   const CallId id{0, bytes, Collective::kBroadcast, int(dtype), -1, root, Algorithm::kOneShot};
   std::vector<Span> out(view_.world, Span{buffer, bytes});
   const Chunks chunks{nullptr, 0, 0, out.data()};
-  return run(id, bytes, [&](E& e) { return share_one_shot(e, Span{buffer, bytes}, chunks, root); });
+  return run(id, bytes,
+             [&](auto& e) { return share_one_shot(e, Span{buffer, bytes}, chunks, root); });
 }
 
 Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype,
@@ -301,7 +313,7 @@ Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out
   std::vector<Span> send(view_.world, Span{const_cast<char*>(in), bytes});
   const Chunks from{nullptr, 0, 0, send.data()}, to{nullptr, 0, 0, out.data()};
   return run(id, bytes,
-             [&](E& e) { return exchange_one_shot(e, from, to, Edges{.only_reader = root}); });
+             [&](auto& e) { return exchange_one_shot(e, from, to, Edges{.only_reader = root}); });
 }
 
 Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DType dtype,
@@ -310,26 +322,52 @@ Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DTy
   std::vector<Span> receive(view_.world, Span{out, bytes});
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, receive.data()};
   return run(id, bytes,
-             [&](E& e) { return exchange_one_shot(e, from, to, Edges{.only_sender = root}); });
+             [&](auto& e) { return exchange_one_shot(e, from, to, Edges{.only_sender = root}); });
 }
 
+// Every pair has its own size, which only its two ranks know. So each pair is cut by its own size:
+// a large one among all channels that large calls use, any other goes by channel 0.
 Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype) {
-  // Every pair has its own size: each stream checks its own.
   const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kOneShot};
-  const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, out.data()};
-  return run(id, sum_bytes(out), [&](E& e) { return exchange_one_shot(e, from, to, Edges{}); });
+  const int most = view_.world <= 64 ? used_channels_ : 1;  // as many as Edges can name
+  const auto is_large = [&](const Span& s) { return s.bytes >= uint64_t(most) * kBytesPerThread; };
+  const bool any =
+      std::any_of(in.begin(), in.end(), is_large) || std::any_of(out.begin(), out.end(), is_large);
+  const auto part = [&](const std::vector<Span>& whole, int channel, uint64_t* peers) {
+    std::vector<Span> result = whole;
+    for (size_t p = 0; p < whole.size(); ++p) {
+      if (is_large(whole[p])) {
+        const Extent e = extent_of(whole[p].bytes, channel, most);
+        result[p] = {whole[p].ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
+      } else if (channel != 0) {
+        *peers &= ~(uint64_t(1) << p);
+      }
+    }
+    return result;
+  };
+  const auto body = [&](auto& e) {
+    if (most == 1 || !any)
+      return exchange_one_shot(e, {nullptr, 0, 0, in.data()}, {nullptr, 0, 0, out.data()}, Edges{});
+    Edges edges;
+    const std::vector<Span> from = part(in, e.team.channel(), &edges.my_readers),
+                            to = part(out, e.team.channel(), &edges.my_senders);
+    return exchange_one_shot(e, {nullptr, 0, 0, from.data()}, {nullptr, 0, 0, to.data()}, edges);
+  };
+  const uint64_t bytes = sum_bytes(out);
+  return run_divided(any ? most : 1, id, bytes, ops_for(nullptr, bytes), body);
 }
 
 Status Comm::barrier() {
   const CallId id{0, 0, Collective::kBarrier, -1, -1, -1, Algorithm::kOneShot};
   const Chunks nothing{nullptr, 0, 0, nullptr};
-  return run(id, 0, [&](E& e) { return exchange_one_shot(e, nothing, nothing, Edges{}); });
+  return run(id, 0, [&](auto& e) { return exchange_one_shot(e, nothing, nothing, Edges{}); });
 }
 
 // The pair slots of one rank take 2 to 4 MiB however many peers it has, within [16 KiB, 256 KiB].
-uint32_t default_segment_bytes(int world) {
+// Those of several channels are smaller, since each channel has slots of its own.
+uint32_t default_segment_bytes(int world, int channels) {
   const uint32_t share = (4u << 20) / 4 / uint32_t(std::max(world - 1, 1));
-  return std::clamp(std::bit_floor(share), 16u << 10, 256u << 10);
+  return std::clamp(std::bit_floor(share), 16u << 10, channels > 1 ? 128u << 10 : 256u << 10);
 }
 
 }  // namespace ringcomm::host

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -13,10 +14,14 @@
 #include "kernels/host/optimizer_ops.h"
 #include "kernels/host/recorder.h"
 #include "kernels/host/team.h"
+#include "kernels/host/worker_pool.h"
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/collectives/exchange.h"
 
 namespace ringcomm::host {
+
+// Threads of a rank beyond these find no memory bandwidth left, and each channel has slots.
+constexpr int kMostChannels = 64;
 
 struct CommConfig {
   int rank, world;
@@ -27,6 +32,7 @@ struct CommConfig {
   std::string name;
   bool single_copy = true;  // false: ranks do not read each other's processes
   int sum_group_size = 0;   // ranks of a group in which reductions are made; 0: all in rank order
+  int channels = 1;         // the most threads of a rank that take part in a collective
 };
 
 struct PeerAddress {
@@ -161,9 +167,13 @@ class Comm {
   int sum_group_size() const { return sum_group_size_; }
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
+  // Before activate(). `channels`, equal on all ranks: those that large calls use, 1 to those that
+  // the region has. `most` and `is_exact` as of ThreadShare. Throws as start_workers().
+  void use_threads(int most, bool is_exact, int channels);
+  int threads() const { return threads_ ? threads_->threads() : 1; }
+  int used_channels() const { return used_channels_; }
 
  private:
-  using E = Endpoint<SoloTeam, HostOps>;
   template <class Body>
   Status run(CallId id, uint64_t total_bytes, Body body);  // of a call that only moves data
   template <class Body>
@@ -171,11 +181,24 @@ class Comm {
   Status run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root);
   template <class Ops, class Body>
   Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
+  // With a number of channels, among which `body` divides the bytes by itself.
+  template <class Ops, class Body>
+  Status run_divided(int channels, CallId id, uint64_t bytes, Ops ops, Body body);
+  template <class Ops, class Body>
+  Status run_on(int channels, bool cuts, CallId id, uint64_t bytes, double factor, const Ops& ops,
+                const Body& body);
+  template <class Ops, class Body>
+  Status run_channels(int channels, bool cuts, const CallHeader& call, const Ops& ops,
+                      const Body& body);
+  template <class Team, class Ops, class Body>
+  Status run_channel(Team team, const CallHeader& call, Ops ops, const Body& body);
+  // Fails the call where a signal handler raised while its workers were waited for.
+  void look_for_interrupt();
   template <class Body>
   Status run_update(CallId id, const AdamWShard& shard, const GradCall& grads, uint64_t step_bytes,
                     Body body);
   HostOps ops_for(ReduceFn fn, uint64_t total_bytes) {
-    return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
+    return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &channels_[0].store_path};
   }
   HostOps reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
                         GroupedSum* groups);
@@ -196,43 +219,92 @@ class Comm {
   std::vector<char*> regions_, heaps_;
   std::vector<uint64_t> heap_bytes_;
   std::vector<std::shared_ptr<const void>> owners_;
-  std::vector<PeerState> in_;
-  std::vector<const void*> sources_;
-  std::vector<double> factors_;
-  std::vector<char*> results_;
-  std::vector<uint64_t> held_;  // allocations in which peers of a failed call may still store
-  CallHeader mine_{};
+  std::vector<Channel> channels_;  // of the region
+  std::vector<uint64_t> held_;     // allocations in which peers of a failed call may still store
+  std::optional<ThreadShare> threads_;
+  int used_channels_ = 1;
   Waiter waiter_;
-  StorePath store_path_;
   Recorder recorder_;
-  CallHeader other_{};         // what other_call() found
   uint64_t outside_call_ = 0;  // the number of record_begin()'s call
-  View view_;
+  View view_;                  // that of channel 0
   std::mutex mutex_;
   bool single_copy_, connected_ = false;
   int sum_group_size_;
 };
 
+// Every rank finds the same number of channels: all know the bytes, and none its peers' threads.
 template <class Ops, class Body>
 Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body) {
+  return run_on(used_channels_ == 1 ? 1 : threads_for(bytes, used_channels_), true, id, bytes,
+                factor, ops, body);
+}
+
+template <class Ops, class Body>
+Status Comm::run_divided(int channels, CallId id, uint64_t bytes, Ops ops, Body body) {
+  return run_on(channels, false, id, bytes, 1.0, ops, body);
+}
+
+template <class Ops, class Body>
+Status Comm::run_on(int channels, bool cuts, CallId id, uint64_t bytes, double factor,
+                    const Ops& ops, const Body& body) {
   const std::lock_guard lock(mutex_);
   if (!connected_ || aborted()) return Status::kAborted;
   id.sequence = ++view_.channel_line(0)->sequence;
-  SoloTeam team{{&waiter_}};
-  team.tell_core(view_);
-  mine_ = CallHeader{id, 0, 0, kNotInHeap, factor, kNotInHeap};
-  Endpoint<SoloTeam, Ops> e{team, view_, ops};
+  HostTeam::tell_core(view_);
+  const CallHeader call{id, 0, 0, kNotInHeap, factor, kNotInHeap};
   recorder_.begin(Track::kCollectives, id, bytes, -1);
-  e.begin_streams();
-  Status status = e.verify_streams();
-  if (status == Status::kOk) status = body(e);
-  if (status == Status::kOk) status = e.verify_peer_buffers();
+  const Status status = channels == 1 ? run_channel(SoloTeam{{&waiter_}}, call, ops, body)
+                                      : run_channels(channels, cuts, call, ops, body);
   settle(status);
   recorder_.end(Track::kCollectives, id.sequence, status, awaited());
   return status;
 }
 
+template <class Team, class Ops, class Body>
+Status Comm::run_channel(Team team, const CallHeader& call, Ops ops, const Body& body) {
+  Channel& channel = channels_[size_t(team.channel())];
+  channel.mine = call;
+  channel.view.timeout_ns = view_.timeout_ns;
+  Endpoint<Team, Ops> e{team, channel.view, ops};
+  e.begin_streams();
+  Status status = e.verify_streams();
+  if (status == Status::kOk) status = body(e);
+  if (status == Status::kOk) status = e.verify_peer_buffers();
+  return status;
+}
+
+// See NOTE [Threads of a rank].
+template <class Ops, class Body>
+Status Comm::run_channels(int channels, bool cuts, const CallHeader& call, const Ops& ops,
+                          const Body& body) {
+  struct Call {
+    Comm* comm;
+    int channels;
+    bool cuts;
+    const CallHeader& header;
+    const Ops& ops;
+    const Body& body;
+    std::vector<Status> statuses;
+  } all{this, channels, cuts, call, ops, body, std::vector<Status>(size_t(channels), Status::kOk)};
+  const auto run = [](const void* of, int i) {
+    auto& c = *static_cast<Call*>(const_cast<void*>(of));
+    Channel& channel = c.comm->channels_[size_t(i)];
+    const ChannelTeam team{{{&c.comm->waiter_}}, i, c.channels, c.cuts};
+    c.statuses[size_t(i)] = c.comm->run_channel(team, c.header, c.ops.on(channel), c.body);
+  };
+  const auto waiting = [](const void* of) {
+    static_cast<const Call*>(of)->comm->look_for_interrupt();
+  };
+  run_tasks(Tasks{run, &all, channels, waiting}, threads());
+  // A channel that fails aborts the others: what they say is not the reason.
+  Status status = Status::kOk;
+  for (const Status each : all.statuses)
+    if (status == Status::kOk || status == Status::kAborted)
+      status = each == Status::kOk ? status : each;
+  return status;
+}
+
 // The staging segment that suits a world, if the user names none.
-uint32_t default_segment_bytes(int world);
+uint32_t default_segment_bytes(int world, int channels);
 
 }  // namespace ringcomm::host

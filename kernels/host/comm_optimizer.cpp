@@ -1,9 +1,11 @@
 // The optimizer's collectives of a communicator, and what they do when there is none.
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 
 #include "kernels/host/comm.h"
 #include "kernels/host/optimizer.h"
+#include "kernels/host/worker_pool.h"
 #include "ringcomm/optimizer/adamw_prepare.h"
 #include "ringcomm/optimizer/fused_steps.h"
 
@@ -51,6 +53,9 @@ void check_segments(const View& v, const GradCall& grads) {
 
 }  // namespace
 
+// What an update moves per element: FP32 gradient, and three numbers of state that it also stores.
+constexpr uint64_t kUpdateBytes = 28;
+
 void prepare_adamw(const AdamWTable& table) {
   ringcomm::prepare_adamw(table, 0, 1);
   advance_control(*table.control);
@@ -59,15 +64,25 @@ void prepare_adamw(const AdamWTable& table) {
 void adamw_shard(const AdamWShard& shard, const GradCall& grad) {
   const void* ptr = grad.ptr;
   const bool streaming = shard.elems * uint64_t(size_of(shard.param_dtype)) >= kStreamingMinBytes;
-  kernels().adamw(
-      AdamWJob{&shard, {&ptr, 1, grad.dtype, 0, 0}, nullptr, 0, 0, shard.elems, streaming});
+  run_in_parts(shard.elems, kTileElems, shard.elems * kUpdateBytes, threads_without_communicator(),
+               [&](uint64_t begin, uint64_t end) {
+                 kernels().adamw(AdamWJob{
+                     &shard, {&ptr, 1, grad.dtype, 0, 0}, nullptr, 0, begin, end, streaming});
+               });
 }
 
 void grad_norm(const GradCall& grad, uint64_t elems, NormKind kind, NormWords* words) {
   const void* ptr = grad.ptr;
   *words = NormWords{};
-  kernels().reduce_norm(
-      NormJob{{&ptr, 1, grad.dtype, 0, 0}, nullptr, false, kind, words, 0, elems, false});
+  std::mutex mutex;
+  run_in_parts(elems, kTileElems, elems * uint64_t(size_of(grad.dtype)),
+               threads_without_communicator(), [&](uint64_t begin, uint64_t end) {
+                 NormWords part{};
+                 kernels().reduce_norm(NormJob{
+                     {&ptr, 1, grad.dtype, 0, 0}, nullptr, false, kind, &part, begin, end, false});
+                 const std::lock_guard lock(mutex);
+                 merge_norms(*words, part, kind);  // in any order: see grad_norm.h
+               });
 }
 
 Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
@@ -77,20 +92,24 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   check_segments(view_, grads);
   check_order(grads.algorithm);
   if (!is_ring(grads)) check_in_heap(view_, "gradients", grads.ptr, bucket_elems * uint64_t(size));
-  if (norm.words != nullptr) *norm.words = NormWords{};
   const bool streaming =
       std::max(norm.step_bytes, bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
-  const NormFinish finish{&kernels(), kind_of(grads, view_.world, sum_group_size_),
-                          norm.out,   norm.accumulate,
-                          norm.kind,  norm.words,
-                          streaming};
+  for (Channel& each : channels_) each.norm = NormWords{};
+  const NormFinish finish{
+      &kernels(), kind_of(grads, view_.world, sum_group_size_),         norm.out, norm.accumulate,
+      norm.kind,  norm.words == nullptr ? nullptr : &channels_[0].norm, streaming};
   const OptimizerOps<NormFinish> ops{ops_for(partial_sum(grads), 0), finish, bucket,
                                      bucket.grads().get(view_.rank).ptr};
   const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
-  return run_with(id, bucket_elems * uint64_t(size), 1.0, ops, [&](auto& e) {
+  const uint64_t bytes = bucket_elems * uint64_t(size);
+  const Status status = run_with(id, bytes, 1.0, ops, [&](auto& e) {
     return is_ring(grads) ? reduce_scatter_norm_ring(e, bucket)
                           : reduce_scatter_norm_one_shot(e, bucket);
   });
+  if (norm.words == nullptr) return status;
+  *norm.words = NormWords{};
+  for (const Channel& each : channels_) merge_norms(*norm.words, each.norm, norm.kind);
+  return status;
 }
 
 template <class Body>
@@ -112,7 +131,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
   const UpdateFinish finish{&kernels(),
                             &shard,
                             kind_of(grads, view_.world, sum_group_size_),
-                            is_ring(grads) ? nullptr : results_.data(),
+                            is_ring(grads) ? nullptr : view_.results,
                             is_ring(grads) ? 0 : view_.world,
                             streaming};
   const OptimizerOps<UpdateFinish> ops{ops_for(partial_sum(grads), bucket.elems * uint64_t(size)),

@@ -14,8 +14,10 @@ const CallHeader* Comm::other_call(const CallId& mine, int peer) {
                       &theirs) ||
       same_call(theirs.id, mine))
     return nullptr;
-  other_ = CallHeader{theirs.id, theirs.bytes, 0, kNotInHeap, 1.0, kNotInHeap};
-  return &other_;
+  // Several channels may ask at once.
+  static thread_local CallHeader found;
+  found = CallHeader{theirs.id, theirs.bytes, 0, kNotInHeap, 1.0, kNotInHeap};
+  return &found;
 }
 
 void Comm::record_begin(CallId id) {
@@ -57,6 +59,12 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
 // The messenger of this rank, or an abort, may have the fault record: it raises the word.
 void Comm::settle(Status status) const {
   if (status != Status::kOk) await_raised(view_);
+}
+
+void Comm::look_for_interrupt() {
+  if (waiter_.health(view_.rank) != Status::kInterrupted) return;
+  SoloTeam team{{&waiter_}};
+  fail(team, view_, Status::kInterrupted, -1, nullptr, 0);
 }
 
 void Comm::abort(const std::string& reason) {
@@ -105,10 +113,12 @@ uint64_t Comm::arrivals() const {
   const View v = own_region(&regions);
   if (regions[0] == nullptr) return 0;
   uint64_t sum = 0;
-  for (int s = 0; s < int(Stream::kCount); ++s) {
-    for (int p = 0; p < v.world; ++p) {
-      const SignalLine* line = v.signals(v.rank, Stream(s), 0, p);
-      sum += load_relaxed_sys(&line->ready) + uint64_t(load_relaxed_sys(&line->consumed));
+  for (int c = 0; c < v.layout.channels; ++c) {
+    for (int s = 0; s < int(Stream::kCount); ++s) {
+      for (int p = 0; p < v.world; ++p) {
+        const SignalLine* line = v.signals(v.rank, Stream(s), c, p);
+        sum += load_relaxed_sys(&line->ready) + uint64_t(load_relaxed_sys(&line->consumed));
+      }
     }
   }
   return sum;

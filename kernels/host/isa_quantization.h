@@ -135,8 +135,9 @@ inline void quantize_block(uint8_t* RC_RESTRICT to, const float* RC_RESTRICT x, 
 template <class Format, class In>
 void quantize(const QuantizeJob& job) {
   alignas(64) float room[kQuantBlock], sum[kQuantBlock], back[kQuantBlock];
-  uint8_t* to = job.out;
-  uint8_t* word = job.out + values_bytes(Format::format, job.elems);
+  uint8_t* to = job.out + values_bytes(Format::format, job.begin);
+  uint8_t* word =
+      job.out + values_bytes(Format::format, job.elems) + job.begin / kQuantBlock * kWordBytes;
   const auto block = [&](uint64_t begin, uint64_t n) {
     const float* x = widened(static_cast<const In*>(job.in) + begin, room, n);
     float* const error_feedback =
@@ -155,9 +156,9 @@ void quantize(const QuantizeJob& job) {
     to += values_bytes(Format::format, n);
     word += kWordBytes;
   };
-  const uint64_t whole = job.elems / kQuantBlock * kQuantBlock;
-  for (uint64_t begin = 0; begin < whole; begin += kQuantBlock) block(begin, kQuantBlock);
-  if (whole < job.elems) block(whole, job.elems - whole);
+  const uint64_t whole = job.end / kQuantBlock * kQuantBlock;
+  for (uint64_t begin = job.begin; begin < whole; begin += kQuantBlock) block(begin, kQuantBlock);
+  if (whole < job.end) block(whole, job.end - whole);
 }
 
 inline void store_tile(float* to, const float* from, uint64_t n) {
@@ -193,9 +194,10 @@ void dequantize_and_sum(const DequantizeJob& job) {
       for (uint64_t i = 0; i < n; ++i) sum[i] = finish<RedOp::kAvg>(sum[i], job.divide_by);
     store_tile(out + number * kQuantBlock, sum, n);
   };
-  const uint64_t whole = job.elems / kQuantBlock;
-  for (uint64_t number = 0; number < whole; ++number) block(number, kQuantBlock);
-  if (whole * kQuantBlock < job.elems) block(whole, job.elems - whole * kQuantBlock);
+  const uint64_t whole = job.end / kQuantBlock;
+  for (uint64_t number = job.begin / kQuantBlock; number < whole; ++number)
+    block(number, kQuantBlock);
+  if (whole * kQuantBlock < job.end) block(whole, job.end - whole * kQuantBlock);
 }
 
 template <class Format>

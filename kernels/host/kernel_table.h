@@ -93,6 +93,7 @@ struct QuantizeJob {
   uint8_t* out;
   uint64_t elems;
   float* error_feedback;  // null: none
+  uint64_t begin, end;    // quantizes these alone; begin is a multiple of kQuantBlock
 };
 using QuantizeFn = void (*)(const QuantizeJob& job);
 
@@ -103,6 +104,7 @@ struct DequantizeJob {
   void* out;
   uint64_t elems;
   int divide_by;
+  uint64_t begin, end;  // writes these alone; begin is a multiple of kQuantBlock
 };
 using DequantizeFn = void (*)(const DequantizeJob& job);
 

@@ -3,9 +3,22 @@
 
 #include "kernels/host/partial_sums.h"
 #include "kernels/host/store_path.h"
+#include "ringcomm/optimizer/grad_norm.h"
 #include "ringcomm/protocol/endpoint.h"
 
 namespace ringcomm::host {
+
+// What belongs to one channel of a communicator, in one thread at a time.
+struct Channel {
+  View view;
+  std::vector<PeerState> in;
+  std::vector<const void*> sources;
+  std::vector<double> factors;
+  std::vector<char*> results;
+  CallHeader mine{};
+  StorePath store_path;
+  NormWords norm;  // of the gradients that it reduces
+};
 
 struct HostOps {
   const KernelTable* table;
@@ -14,6 +27,13 @@ struct HostOps {
   StorePath* path;                     // how memory that peers read is written
   const GroupedSum* groups = nullptr;  // null: sources are reduced one after the other
   uint64_t result_widths = 1;          // the size of a result, in sizes of a source's element
+
+  // The same on another channel.
+  HostOps on(Channel& channel) const {
+    HostOps same = *this;
+    same.path = &channel.store_path;
+    return same;
+  }
 
   template <class Team>
   void copy_shared(Team& team, void* dst, const void* src, uint64_t bytes) const {
@@ -69,6 +89,8 @@ struct HostOps {
 // Results stay in the accumulator's type, which may be wider than the element, and unfinished.
 struct PartialOps : HostOps {
   char* out;  // where results begin
+
+  PartialOps on(Channel& channel) const { return {HostOps::on(channel), out}; }
 
   template <class Team>
   void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,

@@ -14,6 +14,10 @@ struct OptimizerOps : HostOps {
   Bucket bucket;
   char* own_grads;  // of my chunk: where the ring's last hop seems to store
 
+  OptimizerOps on(Channel& channel) const {
+    return {HostOps::on(channel), finish.on(channel), bucket, own_grads};
+  }
+
   template <class Team>
   void consume(Team& team, const Gradients& from, Run run) const {
     const Extent extent = extent_of(run.end - run.begin, team.lane(), team.num_lanes(), kTileShift);
@@ -47,6 +51,12 @@ struct UpdateFinish {
   int copy_count;
   bool streaming;
 
+  UpdateFinish on(Channel& channel) const {
+    UpdateFinish same = *this;
+    if (copies != nullptr) same.copies = channel.view.results;
+    return same;
+  }
+
   void operator()(Run run, const Gradients& from, uint64_t first) const {
     table->adamw(
         AdamWJob{shard,
@@ -65,8 +75,14 @@ struct NormFinish {
   float* out;
   bool accumulate;
   NormKind kind;
-  NormWords* words;  // of this lane alone; or null
+  NormWords* words;  // of this channel alone; or null
   bool streaming;
+
+  NormFinish on(Channel& channel) const {
+    NormFinish same = *this;
+    if (words != nullptr) same.words = &channel.norm;
+    return same;
+  }
 
   void operator()(Run run, const Gradients& from, uint64_t first) const {
     NormWords mine{};

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/host/kernel_table.h"
+#include "kernels/host/worker_pool.h"
 
 namespace ringcomm::host {
 
@@ -95,8 +96,16 @@ inline bool combine_partials(const std::vector<const void*>& in, void* out, uint
   const ReduceFn loop = reduction_loop(how.sources, how.results, op);
   if (loop == nullptr) return false;
   const std::vector<double> ones(in.size(), 1.0);
-  loop(ReduceJob{out, nullptr, how.streaming, false, in.data(), ones.data(), int(in.size()),
-                 how.divide_by, elems * uint64_t(size_of(how.sources))});
+  const uint64_t size = uint64_t(size_of(how.sources)), result = uint64_t(size_of(how.results));
+  run_in_parts(elems, 64, elems * size * in.size(), threads_without_communicator(),
+               [&](uint64_t begin, uint64_t end) {
+                 std::vector<const void*> sources = in;
+                 for (const void*& each : sources)
+                   each = static_cast<const char*>(each) + begin * size;
+                 loop(ReduceJob{static_cast<char*>(out) + begin * result, nullptr, how.streaming,
+                                false, sources.data(), ones.data(), int(in.size()), how.divide_by,
+                                (end - begin) * size});
+               });
   return true;
 }
 

@@ -64,6 +64,19 @@ struct SoloTeam : HostTeam {
   static void passing(Point point, const View& v, Stream stream) { pass(point, v, stream); }
 };
 
+// One of several threads of a rank, each of which executes channels of its own; see
+// NOTE [Threads of a rank] in worker_pool.h.
+struct ChannelTeam : SoloTeam {
+  int channel_, channels_;
+  bool cuts_ = true;  // false: the call cuts buffers itself
+
+  int channel() const { return channel_; }
+  int num_channels() const { return channels_; }
+  Portion portion() const { return cuts_ ? portion_of(channel_, channels_) : Portion{}; }
+  // The control page names the core of the rank's calling thread alone.
+  static bool shares_core(const View&, int) { return false; }
+};
+
 // Several threads execute a channel as the lanes of a CUDA block would; ThreadSanitizer sees every
 // access that a block would race on.
 struct LaneGroup {

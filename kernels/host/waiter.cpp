@@ -138,6 +138,20 @@ const PausePolicy& background_policy() {
 thread_local bool in_background = false;
 
 void wait_in_background() { in_background = true; }
+bool waits_in_background() { return in_background; }
+
+WaitsInBackground::WaitsInBackground(bool now) : before_(in_background) { in_background = now; }
+WaitsInBackground::~WaitsInBackground() { in_background = before_; }
+
+bool spin_on(const uint32_t* word, uint32_t seen) {
+  static const uint32_t own_core = polls_of(kSpinNs);
+  const uint32_t spins = in_background ? background_policy().spins : own_core;
+  for (uint32_t polls = 0; polls < spins; ++polls) {
+    if (load_relaxed_sys(word) != seen) return true;
+    cpu_relax();
+  }
+  return load_relaxed_sys(word) != seen;
+}
 
 Process::Process(int pid, bool with_descriptor) : pid_(pid) {
   if (pid == 0) return;
@@ -297,7 +311,7 @@ void Waiter::fence_as_sleeper() const {
   fence_seq_cst_sys();
 }
 
-void Waiter::wake(uint32_t* word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
+void Waiter::wake(uint32_t* word, int most) { futex(word, FUTEX_WAKE, uint32_t(most), nullptr); }
 
 uint64_t Waiter::now_ns() {
   timespec t;

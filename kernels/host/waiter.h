@@ -3,6 +3,7 @@
 // pressed Ctrl-C.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <vector>
 
@@ -22,6 +23,21 @@ PausePolicy pause_policy(int ranks_on_node);
 // From here on the calling thread leaves the core at once when it must wait: another thread of its
 // rank has work to do there (the worker that runs asynchronous collectives beside a backward pass).
 void wait_in_background();
+// The same for a worker thread, while it works for a thread that does.
+class WaitsInBackground {
+ public:
+  explicit WaitsInBackground(bool in_background);
+  ~WaitsInBackground();
+  WaitsInBackground(const WaitsInBackground&) = delete;
+  WaitsInBackground& operator=(const WaitsInBackground&) = delete;
+
+ private:
+  bool before_;
+};
+bool waits_in_background();
+
+// Polls the word for as long as a waiter on a core of its own spins; true once it has left `seen`.
+bool spin_on(const uint32_t* word, uint32_t seen);
 
 // The process of a peer, told from one that gets its pid later.
 class Process {
@@ -77,7 +93,7 @@ class Waiter {
   // Lets another rank run. False, and nothing done: each has a core, or other programs want this
   // one. It looks at how long that took; the bytes that the call moves are taken into account.
   bool yield(uint64_t call_bytes) const;
-  static void wake(uint32_t* word);
+  static void wake(uint32_t* word, int most = INT_MAX);
 
   // True where this process can fence for others, and others for it (membarrier).
   static bool can_fence_for_all();

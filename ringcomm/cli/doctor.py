@@ -85,6 +85,18 @@ def check_cores() -> Finding:
     return Finding("cores", OK, text)
 
 
+def check_threads() -> Finding:
+    """The threads of a process that is a rank alone on its cores."""
+    from ringcomm import _native
+    from ringcomm.comm.host.threads import COUNTS_TORCHS_THREADS
+
+    text = f"large calls use {_native.threads()} of this process, divided by the ranks on its cores"
+    if not COUNTS_TORCHS_THREADS:
+        remedy = "torch.set_num_threads has no effect on them: set RINGCOMM_THREADS"
+        return Finding("threads", NOTE, f"{text}; torch does not say how many it uses", remedy)
+    return Finding("threads", OK, text)
+
+
 def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
     """``meminfo`` is the text of /proc/meminfo, ``limit_bytes`` what the control group allows."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
@@ -326,6 +338,7 @@ def examine() -> Iterable[Finding]:
     native = check_native()
     yield native
     yield check_cores()
+    yield check_threads()
     yield check_memory(Path("/proc/meminfo").read_text(), memory_limit_bytes())
     if Path("/dev/shm").exists():
         yield check_shm("/dev/shm")

@@ -242,7 +242,8 @@ class HeapHandle:
 
     ``host``, ``boot`` and ``pid_namespace`` say which ranks may be able to map each other, unless
     ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and
-    stands in the region, which only this user's processes read.
+    stands in the region, which only this user's processes read. ``cpus``, ``cores``,
+    ``torch_threads`` and ``threads`` (0: none is named) decide how many threads ranks use.
     """
 
     rank: int
@@ -259,6 +260,10 @@ class HeapHandle:
     region_bytes: int
     proof: int
     layout: str
+    cpus: str
+    cores: int
+    torch_threads: int
+    threads: int
 
     @property
     def machine(self) -> tuple[str, ...]:

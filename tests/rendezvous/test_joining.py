@@ -24,7 +24,7 @@ TIMEOUT_S = 20
 PREFIX = "ringcomm/world/attempt0/1"
 
 LAYOUT = (
-    "segment_bytes=262144, slots=4, records=256, sum_group_size=0, transport=auto, "
+    "segment_bytes=262144, slots=4, channels=1, records=256, sum_group_size=0, transport=auto, "
     "compression=none, rails=auto, kernels=native, objects=data, largest_object_bytes=4294967296"
 )
 
@@ -47,6 +47,10 @@ def _forged(core: _native.Comm | None, rank: int, world: int, **changes: Any) ->
         region_bytes=core.region_bytes if core else 1,
         proof=core.proof if core else 1,
         layout=LAYOUT,
+        cpus="1",
+        cores=1,
+        torch_threads=1,
+        threads=0,
     )
     return replace(handle, **changes)
 

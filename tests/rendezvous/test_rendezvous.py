@@ -31,7 +31,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.deadlines
 
 LAYOUT = (
-    "segment_bytes=262144, slots=4, records=256, sum_group_size=0, transport=auto, "
+    "segment_bytes=262144, slots=4, channels=1, records=256, sum_group_size=0, transport=auto, "
     "compression=none, rails=auto, kernels=native, objects=data, largest_object_bytes=4294967296"
 )
 
@@ -54,6 +54,10 @@ def _handle(**changes: Any) -> HeapHandle:
         region_bytes=1,
         proof=0,
         layout=LAYOUT,
+        cpus="1",
+        cores=1,
+        torch_threads=1,
+        threads=0,
     )
     return replace(handle, **changes)
 

@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
 _WHOLE_NUMBERS = (
     *("segment_bytes", "slots", "channels", "ll_bytes", "copy_engine_bytes", "multicast_bytes"),
-    *("records", "sum_group_size", "largest_object_bytes"),
+    *("records", "sum_group_size", "largest_object_bytes", "threads"),
 )
 
 
@@ -54,7 +54,7 @@ def milliseconds_of(timeout: timedelta | float) -> int:
 @dataclass(frozen=True)
 class CommOptions:
     """Tunables of a communicator; all its ranks must pass equal ones, except for
-    ``timeout`` and ``single_copy``.
+    ``timeout``, ``single_copy`` and ``threads``.
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
@@ -62,7 +62,13 @@ class CommOptions:
             power of two of at least 64, or 0 for the size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for as many as suit
-            the device and the ranks that share it.
+            the device and the ranks that share it. On the host: the most threads of a rank that
+            take part in a collective, up to 64, or 0 for the machine's cores divided by the ranks,
+            up to 8. Each has staging slots of its own.
+        threads: of a communicator on the host: the threads that large calls use, up to 64, or 0
+            for ``RINGCOMM_THREADS``, and without it for the number of torch's threads
+            (``torch.set_num_threads``), at most the cores of the rank divided by the ranks on
+            them. Results have the same bits with any number. Collectives use at most ``channels``.
         ll_bytes: of a communicator on a device: the largest message that may go by LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a
@@ -108,6 +114,7 @@ class CommOptions:
     segment_bytes: int = 0
     slots: int = 4
     channels: int = 0
+    threads: int = 0
     ll_bytes: int = 32 << 10
     copy_engine_bytes: int = 0
     multicast_bytes: int = 0
@@ -177,6 +184,10 @@ class CommOptions:
             )
         if self.channels < 0:
             raise ArgumentError(f"channels: expected 0 or more, got {self.channels}")
+        if not 0 <= self.threads <= _native.MOST_CHANNELS:
+            raise ArgumentError(
+                f"threads: expected 0 to {_native.MOST_CHANNELS}, got {self.threads}"
+            )
         if not 0 <= self.records <= _native.MAX_RECORDS:
             raise ArgumentError(f"records: expected 0 to {_native.MAX_RECORDS}, got {self.records}")
         if self.slots < 2 or self.slots & (self.slots - 1):

@@ -9,10 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+import torch
 from torch.distributed import Store
 
 from ringcomm import _native
 from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.host.threads import (
+    channels_of_region,
+    named_threads,
+    own_cores,
+    own_cpus,
+    share_threads,
+)
 from ringcomm.comm.recorder.reader import program_line
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
@@ -272,6 +280,7 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
             if len(heaps) == len(handles):
                 in_order = tuple(heaps[rank] for rank in range(len(handles)))
                 _connect(core, handles, in_order, spec.operation)
+                _use_threads(core, handles, spec)
             everyone = rendezvous.confirm(handles, unreached)
             machines = [handle.machine for handle in handles]
             layout = divide(spec.rank, machines, everyone, spec.operation)
@@ -362,6 +371,7 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             heap,
             rank=membership.rank,
             world=world_size,
+            channels=channels_of_region(options, world_size),
             segment_bytes=options.segment_bytes,
             slots=options.slots,
             timeout_ms=round(options.timeout_s * 1000),
@@ -392,7 +402,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         region_bytes=core.region_bytes,
         proof=core.proof,
         layout=(
-            f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
+            f"segment_bytes={core.segment_bytes}, slots={core.slots}, channels={core.channels}, "
             f"records={membership.options.records}, "
             f"sum_group_size={membership.options.sum_group_size}, "
             f"transport={membership.options.transport_name}, "
@@ -401,6 +411,10 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
             f"objects={membership.options.objects}, "
             f"largest_object_bytes={membership.options.largest_object_bytes}"
         ),
+        cpus=own_cpus(),
+        cores=own_cores(),
+        torch_threads=torch.get_num_threads(),
+        threads=named_threads(membership.options),
     )
 
 
@@ -417,6 +431,14 @@ def _connect(
     except ValueError as error:
         raise RendezvousError(f"{operation}: {error}. {_STRANGERS}") from error
     core.publish_members(members_of(handles))
+
+
+def _use_threads(core: _native.Comm, handles: list[HeapHandle], spec: RendezvousSpec) -> None:
+    threads = share_threads(handles, spec.rank, core.channels)
+    try:
+        core.use_threads(threads.most, threads.is_exact, threads.channels)
+    except RuntimeError as error:
+        raise RendezvousError(f"{spec.operation}: {error}") from error
 
 
 def _activate(core: _native.Comm, operation: str) -> None:

@@ -57,6 +57,10 @@ def handle(core: _native.Comm) -> dict[str, Any]:
         "region_bytes": core.region_bytes,
         "proof": core.proof,
         "layout": f"segment_bytes={core.segment_bytes}, slots={core.slots}",
+        "cpus": "3",
+        "cores": 2,
+        "torch_threads": 2,
+        "threads": 0,
     }
 
 

@@ -1,0 +1,243 @@
+#include "kernels/host/worker_pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "kernels/host/waiter.h"
+
+namespace ringcomm::host {
+namespace {
+
+// ---- how many -----------------------------------------------------------------------------------
+
+std::atomic<int (*)()> torchs_threads = nullptr;
+
+struct Shares {
+  std::mutex mutex;
+  std::multiset<int> exact, capped;  // of those that exist
+  int most = 1;                      // where none does
+  bool is_exact = false;
+  std::multiset<int>& of(bool is_exact_share) { return is_exact_share ? exact : capped; }
+};
+Shares& shares() {
+  static Shares& all = *new Shares;  // outlives every thread
+  return all;
+}
+
+int threads_of(int most, bool is_exact) {
+  if (is_exact || most <= 1) return most;
+  int (*const ask)() = torchs_threads.load();
+  return std::clamp(ask == nullptr ? 1 : ask(), 1, most);
+}
+
+// ---- who ----------------------------------------------------------------------------------------
+
+// Sequentially consistent: a task takes microseconds, and none of these is on a short path.
+using Word = std::atomic<uint32_t>;
+static_assert(sizeof(Word) == sizeof(uint32_t) && Word::is_always_lock_free);
+uint32_t* futex_of(Word& word) { return reinterpret_cast<uint32_t*>(&word); }
+
+// Spins and then sleeps until the word has left `seen`, or for Waiter::kSleepNs.
+void await_change(Word& word, uint32_t seen, Word& sleepers) {
+  if (spin_on(futex_of(word), seen)) return;
+  // Sequentially consistent: either the sleeper sees the word's change, or who changes it the
+  // sleeper, as in NOTE [signals].
+  sleepers.fetch_add(1);
+  if (word.load() == seen) {
+    const SleepOn on{futex_of(word), seen};
+    sleep_on_any(&on, 1, Waiter::kSleepNs);
+  }
+  sleepers.fetch_sub(1);
+}
+
+// A call whose tasks are under way.
+struct Job {
+  const Tasks& tasks;
+  int wanted;  // workers that may still come; under the pool's mutex
+  bool in_background;
+  alignas(64) std::atomic<int> next = 0;
+  alignas(64) Word workers = 0;  // at work
+
+  void run() {
+    for (int i; (i = next.fetch_add(1)) < tasks.count;) tasks.run(tasks.of, i);
+  }
+};
+
+class Pool {
+ public:
+  static Pool& of_process();
+
+  void start(int workers);
+  void run(Job& job);
+
+ private:
+  void work();
+  Job* take();
+  void post(Job& job);
+  void await(Job& job);
+
+  std::mutex mutex_;
+  std::vector<Job*> jobs_;  // of which tasks may be left
+  int workers_ = 0;
+  alignas(64) Word posted_ = 0;  // moves with each job
+  Word sleepers_ = 0;            // workers that sleep on it
+};
+
+// A forked child has none of the threads, and begins anew. The parent's pool is left as it was.
+std::atomic<Pool*> pool_of_process = nullptr;
+
+Pool& Pool::of_process() {
+  static const bool begun = [] {
+    pool_of_process.store(new Pool);
+    pthread_atfork(nullptr, nullptr, [] { pool_of_process.store(new Pool); });
+    return true;
+  }();
+  static_cast<void>(begun);
+  return *pool_of_process.load();
+}
+
+void Pool::start(int workers) {
+  const std::lock_guard lock(mutex_);
+  if (workers_ >= workers) return;
+  // Signals are for threads that run Python.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::string failure;
+  try {
+    for (; workers_ < workers; ++workers_) std::thread([this] { work(); }).detach();
+  } catch (const std::system_error& e) {
+    failure = e.what();
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!failure.empty())
+    throw std::runtime_error(
+        "cannot start worker thread " + std::to_string(workers_ + 1) + " of " +
+        std::to_string(workers) + ": " + failure +
+        ". The limits are RLIMIT_NPROC (ulimit -u), pids.max of the control group, and address "
+        "space (ulimit -v); CommOptions(threads=1) or RINGCOMM_THREADS=1 needs no worker");
+}
+
+Job* Pool::take() {
+  const std::lock_guard lock(mutex_);
+  for (Job* job : jobs_) {
+    if (job->wanted == 0 || job->next.load() >= job->tasks.count) continue;
+    --job->wanted;
+    job->workers.fetch_add(1);
+    return job;
+  }
+  return nullptr;
+}
+
+void Pool::work() {
+  for (;;) {
+    const uint32_t seen = posted_.load();
+    Job* const job = take();
+    if (job == nullptr) {
+      await_change(posted_, seen, sleepers_);
+      continue;
+    }
+    const WaitsInBackground waits(job->in_background);
+    job->run();
+    // Pairs with the acquire in await(), after which the job is gone: the wake-up may find nobody.
+    uint32_t* const word = futex_of(job->workers);
+    job->workers.fetch_sub(1);
+    Waiter::wake(word);
+  }
+}
+
+void Pool::post(Job& job) {
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back(&job);
+  }
+  posted_.fetch_add(1);
+  if (sleepers_.load() != 0) Waiter::wake(futex_of(posted_), job.wanted);
+}
+
+// Returns once no worker looks at the job.
+void Pool::await(Job& job) {
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+  }
+  Word sleepers = 0;
+  // Pairs with the release in work().
+  for (uint32_t left; (left = job.workers.load()) != 0;) {
+    await_change(job.workers, left, sleepers);
+    if (job.tasks.waiting != nullptr) job.tasks.waiting(job.tasks.of);
+  }
+}
+
+void Pool::run(Job& job) {
+  post(job);
+  job.run();
+  await(job);
+}
+
+}  // namespace
+
+ThreadShare::ThreadShare(int most, bool is_exact) : most_(most), is_exact_(is_exact) {
+  const std::lock_guard lock(shares().mutex);
+  shares().of(is_exact_).insert(most_);
+}
+
+ThreadShare::~ThreadShare() {
+  const std::lock_guard lock(shares().mutex);
+  std::multiset<int>& all = shares().of(is_exact_);
+  all.erase(all.find(most_));
+}
+
+int ThreadShare::threads() const { return threads_of(most_, is_exact_); }
+
+int threads_without_communicator() {
+  int most;
+  bool is_exact;
+  {
+    const std::lock_guard lock(shares().mutex);
+    is_exact = !shares().exact.empty();
+    const std::multiset<int>& all = shares().of(is_exact);
+    most = all.empty() ? shares().most : *all.begin();
+    if (all.empty()) is_exact = shares().is_exact;
+  }
+  return threads_of(most, is_exact);
+}
+
+void limit_threads_without_communicator(int most, bool is_exact) {
+  const std::lock_guard lock(shares().mutex);
+  shares().most = most;
+  shares().is_exact = is_exact;
+}
+
+void ask_torch_for_threads(int (*threads)()) { torchs_threads.store(threads); }
+
+int threads_for(uint64_t bytes, int threads) {
+  return int(std::clamp<uint64_t>(bytes / kBytesPerThread, 1, uint64_t(std::max(threads, 1))));
+}
+
+void start_workers(int threads) {
+  if (threads > 1) Pool::of_process().start(threads - 1);
+}
+
+void run_tasks(const Tasks& tasks, int threads) {
+  const int workers = std::min(threads, tasks.count) - 1;
+  if (workers <= 0) {
+    for (int i = 0; i < tasks.count; ++i) tasks.run(tasks.of, i);
+    return;
+  }
+  Pool& pool = Pool::of_process();
+  pool.start(workers);
+  Job job{tasks, workers, waits_in_background()};
+  pool.run(job);
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,122 @@
+"""How many threads the calls of a rank use on the host; see NOTE [Threads of a rank] natively."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.host.options import CommOptions
+from ringcomm.errors import ArgumentError
+from ringcomm.process import available_cores
+
+THREADS_VARIABLE = "RINGCOMM_THREADS"
+
+# Channels of a collective, where the user names none. Each has its own staging slots.
+_MOST_CHANNELS = 8
+
+
+class _Facts(Protocol):
+    """A rank's facts that decide about threads; :class:`HeapHandle` has them."""
+
+    @property
+    def cpus(self) -> str: ...
+
+    @property
+    def cores(self) -> int: ...
+
+    @property
+    def torch_threads(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The threads of a rank.
+
+    Attributes:
+        most: the largest number that a call uses.
+        is_exact: True if that is what the user named, whatever torch uses.
+        channels: the parts that the largest collectives are cut into, equal on all ranks.
+    """
+
+    most: int
+    is_exact: bool
+    channels: int
+
+
+def named_threads(options: CommOptions) -> int:
+    """Returns the threads that the user has named, or 0.
+
+    Raises:
+        ArgumentError: ``RINGCOMM_THREADS`` is not a positive number.
+    """
+    if options.threads:
+        return options.threads
+    text = os.environ.get(THREADS_VARIABLE, "").strip()
+    if not text:
+        return 0
+    if not text.isdecimal() or not 0 < int(text[:6]) <= _native.MOST_CHANNELS:
+        raise ArgumentError(
+            f"{THREADS_VARIABLE}: expected 1 to {_native.MOST_CHANNELS} threads, got {text[:80]!r}"
+        )
+    return int(text)
+
+
+def channels_of_region(options: CommOptions, world_size: int) -> int:
+    """Returns the channels that a region has room for, from what all ranks of a node know."""
+    if options.channels:
+        return options.channels
+    return max(1, min((os.cpu_count() or 1) // world_size, _MOST_CHANNELS))
+
+
+def own_cpus() -> str:
+    """Returns this process's affinity mask, in hexadecimal digits."""
+    return f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}"
+
+
+def own_cores() -> int:
+    """Returns the cores that this process may use at once."""
+    return available_cores()
+
+
+def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
+    """Divides the cores of a node among its ranks; all ranks do it from the same facts.
+
+    Args:
+        facts: of the node's ranks.
+        rank: this one.
+        channels: those that the region has room for.
+    """
+
+    def most_of(each: _Facts) -> int:
+        # Ranks that are bound to different cores share none.
+        sharing = sum(other.cpus == each.cpus for other in facts)
+        return each.threads or max(1, each.cores // sharing)
+
+    used = [each.threads or min(most_of(each), each.torch_threads) for each in facts]
+    own = facts[rank]
+    return Threads(most_of(own), own.threads > 0, max(1, min(channels, max(used))))
+
+
+def _torch_counts_threads() -> int:
+    """Returns the address of at::get_num_threads in the torch that is loaded, or 0."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(library))["_ZN2at15get_num_threadsEv"]
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+COUNTS_TORCHS_THREADS = bool(_torch_counts_threads())
+_native.ask_torch_for_threads(_torch_counts_threads())
+_native.limit_threads(own_cores(), False)
