@@ -1,8 +1,6 @@
 #include "kernels/host/scratch.h"
 
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <utility>
 
 #include "kernels/host/crc32c.h"
+#include "kernels/host/signals_blocked.h"
 #include "ringcomm/core/atomics.h"
 
 namespace ringcomm::host {
@@ -24,24 +23,6 @@ constexpr int kMaxStalls = 8;
 bool overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
-
-// New threads take no signals, which are for threads that wait to be interrupted; but those that a
-// thread raises by itself.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, own);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 std::chrono::steady_clock::time_point deadline_in(ScratchPool::Limit limit) {
   const auto bounded = std::min(limit, kNoLimit);

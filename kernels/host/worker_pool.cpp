@@ -1,7 +1,6 @@
 #include "kernels/host/worker_pool.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <mutex>
@@ -12,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/host/signals_blocked.h"
 #include "kernels/host/waiter.h"
 
 namespace ringcomm::host {
@@ -108,17 +108,13 @@ Pool& Pool::of_process() {
 void Pool::start(int workers) {
   const std::lock_guard lock(mutex_);
   if (workers_ >= workers) return;
-  // Signals are for threads that run Python.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   std::string failure;
   try {
     for (; workers_ < workers; ++workers_) std::thread([this] { work(); }).detach();
   } catch (const std::system_error& e) {
     failure = e.what();
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (!failure.empty())
     throw std::runtime_error(
         "cannot start worker thread " + std::to_string(workers_ + 1) + " of " +
