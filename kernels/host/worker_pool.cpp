@@ -46,15 +46,18 @@ using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == sizeof(uint32_t) && Word::is_always_lock_free);
 uint32_t* futex_of(Word& word) { return reinterpret_cast<uint32_t*>(&word); }
 
-// Spins and then sleeps until the word has left `seen`, or for Waiter::kSleepNs.
-void await_change(Word& word, uint32_t seen, Word& sleepers) {
+// A worker sleeps until it is woken: no other ends a wait of its.
+constexpr uint64_t kForEverNs = uint64_t(1) << 62;
+
+// Spins and then sleeps until the word has left `seen`, or for so long.
+void await_change(Word& word, uint32_t seen, Word& sleepers, uint64_t limit_ns) {
   if (spin_on(futex_of(word), seen)) return;
   // Sequentially consistent: either the sleeper sees the word's change, or who changes it the
   // sleeper, as in NOTE [signals].
   sleepers.fetch_add(1);
   if (word.load() == seen) {
     const SleepOn on{futex_of(word), seen};
-    sleep_on_any(&on, 1, Waiter::kSleepNs);
+    sleep_on_any(&on, 1, limit_ns);
   }
   sleepers.fetch_sub(1);
 }
@@ -74,8 +77,6 @@ struct Job {
 
 class Pool {
  public:
-  static Pool& of_process();
-
   void start(int workers);
   void run(Job& job);
 
@@ -92,18 +93,17 @@ class Pool {
   Word sleepers_ = 0;            // workers that sleep on it
 };
 
-// A forked child has none of the threads, and begins anew. The parent's pool is left as it was.
-std::atomic<Pool*> pool_of_process = nullptr;
+// A forked child has none of the threads, and begins anew. The parent's pool is left as it was; the
+// shares are the child's, too, so no other thread may be changing them. All this begins as the
+// module is loaded: no thread can be half through it where another one forks.
+std::atomic<Pool*> pool_of_process = new Pool;
 
-Pool& Pool::of_process() {
-  static const bool begun = [] {
-    pool_of_process.store(new Pool);
-    pthread_atfork(nullptr, nullptr, [] { pool_of_process.store(new Pool); });
-    return true;
-  }();
-  static_cast<void>(begun);
-  return *pool_of_process.load();
-}
+[[maybe_unused]] const int forks_are_watched =
+    pthread_atfork([] { shares().mutex.lock(); }, [] { shares().mutex.unlock(); },
+                   [] {
+                     shares().mutex.unlock();
+                     pool_of_process.store(new Pool);
+                   });
 
 void Pool::start(int workers) {
   const std::lock_guard lock(mutex_);
@@ -139,7 +139,7 @@ void Pool::work() {
     const uint32_t seen = posted_.load();
     Job* const job = take();
     if (job == nullptr) {
-      await_change(posted_, seen, sleepers_);
+      await_change(posted_, seen, sleepers_, kForEverNs);
       continue;
     }
     const WaitsInBackground waits(job->in_background);
@@ -152,12 +152,13 @@ void Pool::work() {
 }
 
 void Pool::post(Job& job) {
+  const int wanted = job.wanted;  // before workers that do not sleep may count it down
   {
     const std::lock_guard lock(mutex_);
     jobs_.push_back(&job);
   }
   posted_.fetch_add(1);
-  if (sleepers_.load() != 0) Waiter::wake(futex_of(posted_), job.wanted);
+  if (sleepers_.load() != 0) Waiter::wake(futex_of(posted_), wanted);
 }
 
 // Returns once no worker looks at the job.
@@ -169,7 +170,7 @@ void Pool::await(Job& job) {
   Word sleepers = 0;
   // Pairs with the release in work().
   for (uint32_t left; (left = job.workers.load()) != 0;) {
-    await_change(job.workers, left, sleepers);
+    await_change(job.workers, left, sleepers, Waiter::kSleepNs);
     if (job.tasks.waiting != nullptr) job.tasks.waiting(job.tasks.of);
   }
 }
@@ -221,7 +222,7 @@ int threads_for(uint64_t bytes, int threads) {
 }
 
 void start_workers(int threads) {
-  if (threads > 1) Pool::of_process().start(threads - 1);
+  if (threads > 1) pool_of_process.load()->start(threads - 1);
 }
 
 void run_tasks(const Tasks& tasks, int threads) {
@@ -230,7 +231,7 @@ void run_tasks(const Tasks& tasks, int threads) {
     for (int i = 0; i < tasks.count; ++i) tasks.run(tasks.of, i);
     return;
   }
-  Pool& pool = Pool::of_process();
+  Pool& pool = *pool_of_process.load();
   pool.start(workers);
   Job job{tasks, workers, waits_in_background()};
   pool.run(job);
