@@ -35,6 +35,7 @@ SOURCES = [
     "recorder",
     "retired",
     "waiter",
+    "worker_pool",
 ]
 MORE = int(os.environ.get("RINGCOMM_FUZZ", "1"))
 CASES = 800 * MORE
