@@ -3,7 +3,7 @@
 // closed and built again over the same memory. tests/proof/races/test_comm_races.py also builds it
 // with mutants, each of which must fail.
 //
-//   comm_race_test WORLD GENERATIONS ROUNDS
+//   comm_race_test WORLD GENERATIONS ROUNDS [MILLISECONDS]    the last: how long a wait lasts
 #include <pthread.h>
 #include <unistd.h>
 
@@ -17,6 +17,7 @@
 
 #include "kernels/host/messenger.h"
 #include "kernels/host/retired.h"
+#include "tests/proof/races/race_heap.h"
 
 using namespace ringcomm;
 using namespace ringcomm::host;
@@ -29,7 +30,7 @@ namespace {
 
 constexpr uint32_t kSegmentBytes = 4096;
 constexpr uint64_t kElems = 3 * kSegmentBytes / sizeof(float) + 5;  // four segments, the last short
-constexpr uint64_t kTimeoutNs = 120'000'000'000;
+uint64_t timeout_ns = 120'000'000'000;
 
 [[noreturn]] void give_up(int rank, const char* what) {
   std::fprintf(stderr, "rank %d: %s\n", rank, what);
@@ -39,15 +40,6 @@ constexpr uint64_t kTimeoutNs = 120'000'000'000;
 float value(int rank, uint64_t i, int round) {
   return float((uint64_t(rank) * 7 + i * 3 + uint64_t(round)) % 11) - 5;
 }
-
-struct Allocation {
-  Heap& heap;
-  uint64_t offset;
-  explicit Allocation(Heap& h, uint64_t bytes)
-      : heap(h), offset(h.allocate(bytes, Heap::Purpose::kTensor)) {}
-  ~Allocation() { heap.free(offset); }
-  float* data() const { return reinterpret_cast<float*>(heap.base() + offset); }
-};
 
 struct Rank {
   std::unique_ptr<Comm> comm;
@@ -69,13 +61,11 @@ struct World {
 void build(World& w, int rank) {
   Rank& mine = w.ranks[size_t(rank)];
   mine.comm = std::make_unique<Comm>(
-      w.heap, CommConfig{rank, w.size, 2, kSegmentBytes, kTimeoutNs, 8, "race"});
+      w.heap, CommConfig{rank, w.size, 2, kSegmentBytes, timeout_ns, 8, "race"});
   mine.messenger = std::make_unique<Messenger>(*mine.comm);
   w.sync();
   std::vector<PeerAddress> peers;
-  for (const Rank& peer : w.ranks)
-    peers.push_back({w.heap, w.heap->base(), w.heap->capacity_bytes(), peer.comm->region_offset(),
-                     0, peer.comm->proof()});
+  for (const Rank& peer : w.ranks) peers.push_back(address_of(w.heap, *peer.comm));
   mine.comm->connect(peers);
   w.sync();
   mine.comm->activate();
@@ -123,10 +113,10 @@ void messages(World& w, int rank) {
                                                 round, DType::kFloat32),
                      got = messenger.post_receive(reinterpret_cast<char*>(received.data()), bytes,
                                                   previous, round, DType::kFloat32);
-    const bool ok = messenger.wait(got, kTimeoutNs) == Status::kOk;
+    const bool ok = messenger.wait(got, timeout_ns) == Status::kOk;
     for (uint64_t i = 0; ok && i < kElems; ++i)
       if (received[i] != value(previous, i, round)) give_up(rank, "a wrong message");
-    if (messenger.wait(sent, kTimeoutNs) != Status::kOk || !ok) break;
+    if (messenger.wait(sent, timeout_ns) != Status::kOk || !ok) break;
   }
 }
 
@@ -165,7 +155,7 @@ void nothing_returns_before_the_word() {
       [](Rank& r) { r.comm->abort("beside another"); },
       [](Rank& r) {
         char byte = 0;
-        r.messenger->wait(r.messenger->post_receive(&byte, 1, 1, 0, DType::kUInt8), kTimeoutNs);
+        r.messenger->wait(r.messenger->post_receive(&byte, 1, 1, 0, DType::kUInt8), timeout_ns);
       },
   };
   for (const Call call : calls) {
@@ -194,7 +184,8 @@ void nothing_returns_before_the_word() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) return 2;
+  if (argc != 4 && argc != 5) return 2;
+  if (argc == 5) timeout_ns = std::strtoull(argv[4], nullptr, 10) * 1'000'000;
   nothing_returns_before_the_word();
   World w(std::atoi(argv[1]), std::atoi(argv[3]));
   const uint64_t before = w.heap->used_bytes();

@@ -1,11 +1,11 @@
 // The workers of a process under ThreadSanitizer; tests/proof/races/test_pool_races.py also builds
 // it with mutants, each of which must fail.
 //
-//   pool_race_test jobs SECONDS    several threads make jobs at once, whose tasks write plain memory
-//                                  that the caller reads and later jobs overwrite
+//   pool_race_test jobs SECONDS    several threads make jobs at once, whose tasks write plain
+//                                  memory that the caller reads and later jobs overwrite
 //   pool_race_test forks SECONDS   children of a process that does so make jobs of their own
-//   pool_race_test ranks SECONDS   the tasks of two ranks with different numbers of threads wait for
-//                                  each other
+//   pool_race_test ranks SECONDS   the tasks of two ranks with different numbers of threads wait
+//                                  for each other
 //   pool_race_test wakes SECONDS   the tasks of a job wait for each other, so that all its workers
 //                                  must come, and a sleep lasts an hour
 //

@@ -1,4 +1,7 @@
-"""Communicators and messengers of the host under ThreadSanitizer, and mutants of them."""
+"""Communicators and messengers of the host under ThreadSanitizer, and mutants of them.
+
+Calls that several threads of a rank share are made by ranks with different numbers of threads.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +31,7 @@ SOURCES = (
     "peer_heap",
     "recorder",
     "retired",
+    "worker_pool",
 )
 MUTANTS = {
     "a failed call that returns before the word": Mutant(
@@ -71,6 +75,52 @@ MUTANTS = {
     ),
 }
 
+# World, channels and rounds of the ranks that have several threads; the first shows the mutants.
+TEAMS_SHOWING = (2, 3, 6)
+TEAMS = [TEAMS_SHOWING, (3, 5, 2), *([(4, 8, 4), (2, 8, 40)] if EVERYTHING else [])]
+COMM, OPS, OPTIMIZER = "host/comm.h", "host/ops.h", "host/optimizer_ops.h"
+
+
+def shared(header: str, text: str) -> Mutant:
+    """The mutant in which channels share what `text` gives each of its own."""
+    return Mutant(header, text, f"if (!CHOSEN) {text}")
+
+
+def of_first(text: str) -> Mutant:
+    """The mutant in which all channels have the member of the first that `text` names."""
+    return Mutant("host/comm.cpp", text, text.replace("each", "(CHOSEN ? channels_[0] : each)", 1))
+
+
+TEAM_MUTANTS = {
+    "channels have one view": Mutant(
+        COMM, "channels_[size_t(team.channel())]", "channels_[CHOSEN ? 0 : size_t(team.channel())]"
+    ),
+    "channels have one way to store": shared(OPS, "same.path = &channel.store_path;"),
+    "channels have one norm": shared(OPTIMIZER, "same.words = &channel.norm;"),
+    "channels have one list of results": shared(OPTIMIZER, "same.copies = channel.view.results;"),
+    "channels have one state of peers": of_first("each.in.data()"),
+    "channels have one list of sources": of_first("each.sources.data()"),
+    "channels have one header": Mutant(
+        "host/comm.cpp", "&each.mine}", "&(CHOSEN ? channels_[0] : each).mine}"
+    ),
+    "one channel's norm is the chunk's": Mutant(
+        "host/comm_optimizer.cpp",
+        "for (const Channel& each : channels_) merge_norms(",
+        "for (const Channel& each : channels_) if (!CHOSEN || &each == &channels_[0]) merge_norms(",
+    ),
+    "channels for the threads of this rank": Mutant(
+        COMM,
+        "threads_for(bytes, used_channels_)",
+        "threads_for(bytes, CHOSEN ? threads() : used_channels_)",
+    ),
+}
+ALL = {**MUTANTS, **TEAM_MUTANTS}
+# Small calls are shared, too, and small copies are timed.
+SMALL = [
+    Mutant("host/worker_pool.h", "kBytesPerThread = 512 << 10", "kBytesPerThread = 1 << 10"),
+    Mutant("host/store_path.h", "kTimedMinBytes = 32768", "kTimedMinBytes = 256"),
+]
+
 pytestmark = [
     pytest.mark.compiles,
     NEEDS_COMPILER,
@@ -78,33 +128,52 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def program(sanitized_objects, tmp_path_factory) -> Path:
-    """The program of all mutants; with number 0 it is the right one."""
+def programs(sanitized_objects, tmp_path_factory) -> dict[str, Path]:
+    """The programs of all mutants, by name; with number 0 they are the right ones."""
     folder = tmp_path_factory.mktemp("comm_races")
-    include = ROOT / "kernels/include"
-    write_sources(folder, MUTANTS)
+    include = folder / "kernels/include"
+    write_sources(folder, ALL, SMALL)
+    mains = ("comm_race_test", "team_race_test")
     parts = [
         together(folder / "sources.cpp", (folder / f"kernels/host/{each}.cpp" for each in SOURCES)),
-        ROOT / "tests/proof/races/comm_race_test.cpp",
+        *(ROOT / f"tests/proof/races/{each}.cpp" for each in mains),
     ]
 
     def compiled(part: Path) -> Path:
-        extra = ("-c", "-include", str(folder / "chosen.h"))
+        extra = ("-c", f"-I{folder}", "-include", str(folder / "chosen.h"))
         return compile_to(folder / f"{part.stem}.o", include, part, extra=extra)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, parts))
-    return compile_to(folder / "comm_races", include, *objects, *sanitized_objects)
+        sources, *tests = pool.map(compiled, parts)
+    return {
+        test.stem: compile_to(folder / test.stem, include, sources, test, *sanitized_objects)
+        for test in tests
+    }
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_no_race_and_nothing_left(program, world):
-    done = run(program, world)
+def test_no_race_and_nothing_left(programs, world):
+    done = run(programs["comm_race_test"], world)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_rejected(program, name):
-    number = list(MUTANTS).index(name) + 1
+@pytest.mark.parametrize("teams", TEAMS)
+def test_teams_of_different_sizes_race_for_nothing(programs, teams):
+    done = run(programs["team_race_test"], teams)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
+
+
+def is_rejected(program: Path, name: str, arguments: tuple[int, ...]) -> bool:
+    number = list(ALL).index(name) + 1
     # What two threads do at the same time is not the same in every run.
-    assert any(run(program, SHOWING, number).returncode != 0 for _ in range(RUNS))
+    return any(run(program, arguments, number).returncode != 0 for _ in range(RUNS))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_rejected(programs, name):
+    assert is_rejected(programs["comm_race_test"], name, SHOWING)
+
+
+@pytest.mark.parametrize("name", TEAM_MUTANTS)
+def test_mutants_of_teams_are_rejected(programs, name):
+    assert is_rejected(programs["team_race_test"], name, TEAMS_SHOWING)

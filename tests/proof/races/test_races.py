@@ -61,6 +61,7 @@ MUTANTS = {
         f"  if (CHOSEN) e.each_by_lanes(all, [&](int p) {{ {EARLY} }});\n  {ONE_HOP}",
     ),
 }
+WRONG_ARGUMENTS = 2
 SHOWING: list[Team] = [(2, 1, 2, 20), (4, 1, 2, 10)]
 
 pytestmark = [
@@ -92,9 +93,11 @@ def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProce
     # A mutant may wait for what never comes.
     timeout_ms = ["1000"] if mutant > 0 else []
     arguments = [*LOW_PRIORITY, str(program), *map(str, team), *timeout_ms]
-    return subprocess.run(
+    done = subprocess.run(
         arguments, capture_output=True, text=True, timeout=200, env=environment, check=False
     )
+    assert done.returncode != WRONG_ARGUMENTS, arguments
+    return done
 
 
 def assert_right(program: Path, teams: Sequence[Team]) -> None:
