@@ -11,6 +11,7 @@
 //
 // A wait that does not end is ended by SIGALRM.
 #include <sched.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -40,6 +41,14 @@ void nap(int look) { look < 100 ? sched_yield() : static_cast<int>(usleep(20)); 
 constexpr int kCallers = 3, kRounds = 150, kMostTasks = 13, kMostThreads = 9;
 std::atomic<int> tasks_of_workers = 0;
 
+// Signals are for threads that run Python, but for a worker's own mistakes.
+void check_signals() {
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+  if (!sigismember(&blocked, SIGINT)) give_up("a worker takes the process's signals");
+  if (sigismember(&blocked, SIGSEGV)) give_up("a worker does not take its own signals");
+}
+
 // A caller and what its jobs work on; plain memory.
 struct Caller {
   int number;
@@ -55,7 +64,8 @@ struct Caller {
     run_tasks(count, threads, [&](int i) {
       ++times[size_t(i)];
       for (int& cell : rows[size_t(i)]) cell = given * i;
-      if (std::this_thread::get_id() != caller) tasks_of_workers.fetch_add(1);
+      if (std::this_thread::get_id() != caller && tasks_of_workers.fetch_add(1) == 0)
+        check_signals();
       if (i % 3 == 0) sched_yield();
     });
     given = -1;

@@ -43,6 +43,8 @@ BEFORE_FORK = (
     "                   [] {\n                     shares().mutex.unlock();"
 )
 BEGIN_POST = "  // before workers that do not sleep may count it down\n"
+SIGNALS, BLOCK = "host/signals_blocked.h", "SIG_SETMASK, &all, &before_"
+OWN = "sigdelset(&all, own)"
 RELAXED = "CHOSEN ? std::memory_order_relaxed : std::memory_order_seq_cst"
 
 # By what the program is asked for.
@@ -70,6 +72,10 @@ MUTANTS = {
         "workers are counted while they come": Mutant(
             POOL, WAKES, WAKES.replace("wanted", "CHOSEN ? job.wanted : wanted")
         ),
+        "workers take the process's signals": Mutant(
+            SIGNALS, BLOCK, BLOCK.replace("&all", "CHOSEN ? nullptr : &all")
+        ),
+        "workers do not take their own signals": Mutant(SIGNALS, OWN, f"if (!CHOSEN) {OWN}"),
     },
     "forks": {
         "a child keeps its parent's pool": Mutant(POOL, ANEW, f"if (!CHOSEN) {ANEW}"),
