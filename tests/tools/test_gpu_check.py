@@ -325,7 +325,7 @@ TESTS = """
 import os, time
 import pytest
 
-@pytest.mark.parametrize("word", ["a b"])
+@pytest.mark.parametrize("word", ["a b", "test_that.py::test_this"])
 def test_right(word):
     pass
 
@@ -364,6 +364,7 @@ def test_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path, value, end
     )
     assert stages.outcomes_of(done.stdout) == {
         "test_it.py::test_right[a b]": "PASSED",
+        "test_it.py::test_right[test_that.py::test_this]": "PASSED",
         "test_it.py::test_wrong": "PASSED" if value == 1 else "FAILED",
         "test_it.py::test_skipped": "SKIPPED",
         "test_it.py::test_of_a_broken_end": "PASSED" if value == 1 else "ERROR",

@@ -87,7 +87,7 @@ def build(check: CheckRun, limit_s: float) -> Result:
 # pytest -v writes a line when a test begins, and its outcome when it has ended: a process that is
 # killed leaves what it did, and which test it was in.
 _OUTCOME = re.compile(
-    r"(?m)^(\S+\.py::[\w:]+(?:\[.*?\](?= |$))?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS))?"
+    r"(?m)^([^\s\[]+\.py::[\w:]+(?:\[.*?\](?= |$))?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS))?"
 )
 
 
