@@ -40,30 +40,33 @@ class Plan:
     """A collective that was checked and prepared once, to be made many times.
 
     Calling it makes the collective with the same tensors, whatever they hold by then. It counts in
-    the order of calls when it is called, not when it is made. The tensors live as long as the plan.
+    the order of calls when it is called, not when it is made. The tensors live as long as the plan;
+    if one has other memory, another shape or dtype by then, the call is checked anew.
 
     Args:
         engine: runs the call.
-        call: checked.
+        check: checks the tensors, and returns the call.
         again: makes it as it is; returns NOT_FAST if it did nothing.
         compiled: the same where the engine's kernels are Triton's; None: nothing does.
     """
 
-    __slots__ = ("_again", "_call", "_engine")
+    __slots__ = ("_again", "_check", "_engine", "_name")
 
     def __init__(
         self,
         engine: CallEngine,
-        call: Call,
+        check: Callable[[], Call],
         again: Callable[[], int],
         compiled: Callable[[], int] | None,
     ) -> None:
         self._engine = engine
-        self._call = call
+        self._check = check
+        call = check()
+        self._name = call.name
         self._again = compiled if engine.kernels else engine.planned(call) or again
 
     def __repr__(self) -> str:
-        return f"<ringcomm.Plan of {self._call.name}>"
+        return f"<ringcomm.Plan of {self._name}>"
 
     def __call__(self, async_op: bool = False) -> Work | None:
         """Makes the collective.
@@ -72,6 +75,8 @@ class Plan:
             async_op: return a Work at once instead of waiting.
 
         Raises:
+            ArgumentError: a tensor has changed, and does not fit the call any more; nothing was
+                sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         engine, again = self._engine, self._again
@@ -80,8 +85,8 @@ class Plan:
             if status == 0:
                 return None
             if status > 0:
-                raise engine.fault(self._call.name)
-        return engine.start_call(self._call, async_op)
+                raise engine.fault(self._name)
+        return engine.start_call(self._check(), async_op)
 
 
 def _compiled(engine: CallEngine, name: str, *arguments: object) -> Callable[[], int] | None:
@@ -165,10 +170,9 @@ class Collectives:
             ArgumentError: bad argument.
         """
         engine = self.engine
-        call = self._all_reduce_call(tensor, op, algorithm)
         return Plan(
             engine,
-            call,
+            lambda: self._all_reduce_call(tensor, op, algorithm),
             lambda: engine.fast.all_reduce_fast(tensor, op, algorithm),
             _compiled(engine, "all_reduce_fast", tensor, op, algorithm),
         )
@@ -324,10 +328,9 @@ class Collectives:
             ArgumentError: bad argument.
         """
         engine = self.engine
-        call = self._reduce_scatter_call(output, input, op, algorithm)
         return Plan(
             engine,
-            call,
+            lambda: self._reduce_scatter_call(output, input, op, algorithm),
             lambda: engine.fast.reduce_scatter_fast(output, input, op, algorithm),
             _compiled(engine, "reduce_scatter_fast", output, input, op, algorithm),
         )
@@ -506,10 +509,9 @@ class Collectives:
             ArgumentError: bad argument.
         """
         engine = self.engine
-        call = self._all_gather_call(output, input, algorithm)
         return Plan(
             engine,
-            call,
+            lambda: self._all_gather_call(output, input, algorithm),
             lambda: engine.fast.all_gather_fast(output, input, algorithm),
             _compiled(engine, "all_gather_fast", output, input, algorithm),
         )

@@ -262,6 +262,53 @@ def test_a_plan_of_a_tensor_that_has_changed_is_checked_again(
     assert tensor._version > version
 
 
+def dtype_changes(comm: Communicator) -> tuple[ringcomm.Plan, str]:
+    tensor = torch.ones(64)
+    plan = comm.plan_all_gather_into_tensor(torch.ones(64), tensor)
+    tensor.data = torch.ones(64, dtype=torch.int32)
+    return plan, r"all_gather_into_tensor on rank 0 of 1: output: expected the dtype of input"
+
+
+def size_changes(comm: Communicator) -> tuple[ringcomm.Plan, str]:
+    tensor = torch.ones(64)
+    plan = comm.plan_reduce_scatter_tensor(torch.ones(64), tensor)
+    tensor.resize_(128)
+    return plan, r"reduce_scatter_tensor on rank 0 of 1: input: expected 64 elements"
+
+
+def memory_is_freed(comm: Communicator) -> tuple[ringcomm.Plan, str]:
+    tensor = torch.ones(64)
+    plan = comm.plan_all_reduce(tensor)
+    tensor.untyped_storage().resize_(0)
+    return plan, r"all_reduce on rank 0 of 1: tensor: .* 256 bytes reach beyond its storage of 0"
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("change", [dtype_changes, size_changes, memory_is_freed])
+def test_a_plan_of_tensors_that_do_not_fit_any_more_is_refused(
+    comm: Communicator,
+    change: Callable[[Communicator], tuple[ringcomm.Plan, str]],
+    async_op: bool,
+) -> None:
+    """As by the call itself, before anything reads memory that is not there."""
+    with ringcomm.local_world(1) as (host,):
+        for each in (comm, host):
+            plan, text = change(each)
+            with pytest.raises((ringcomm.ArgumentError, ringcomm.UnsupportedError), match=text):
+                plan(async_op)
+
+
+def test_a_plan_takes_the_dtype_of_now(comm: Communicator) -> None:
+    """Not that of memory that a tensor had before."""
+    tensor = torch.ones(64)
+    plan = comm.plan_all_reduce(tensor)
+    tensor.data = torch.ones(64, dtype=torch.bfloat16)
+    plan()
+    rank = comm.engine.recording().rank(0)
+    assert rank is not None and rank.last is not None
+    assert rank.last.dtype == "bfloat16"
+
+
 def reduce(comm: Communicator, tensor: torch.Tensor) -> None:
     comm.reduce(tensor, 0)
 
