@@ -329,13 +329,13 @@ void bind_comm(nb::module_& m) {
        "threads of a rank that take part in a collective.")
       .def(
           "use_threads",
-          [](NativeComm& n, int most, bool is_exact, int channels) {
+          [](NativeComm& n, int most, bool is_exact, int channels, bool is_crowded) {
             if (most < 1 || channels < 1 || channels > n.comm.view().layout.channels)
               throw nb::value_error(
                   "most and channels must be 1 or more, channels at most its own");
-            n.comm.use_threads(most, is_exact, channels);
+            n.comm.use_threads(most, is_exact, channels, is_crowded);
           },
-          nb::arg("most"), nb::arg("is_exact"), nb::arg("channels"),
+          nb::arg("most"), nb::arg("is_exact"), nb::arg("channels"), nb::arg("is_crowded") = false,
           "Large calls use `channels`, on all ranks alike, and up to `most` threads.\n\n"
           "Fewer where torch's operators use fewer, unless `is_exact`. Raises RuntimeError, "
           "naming\n"
@@ -510,6 +510,15 @@ NB_MODULE(_native, m) {
       "The address of at::get_num_threads, which caps the threads of calls.");
   add_constant(m, "MOST_CHANNELS", kMostChannels,
                "The most channels, and threads, of a rank on the host.");
+  m.def(
+      "wake_workers",
+      [](bool always) {
+        bytes_to_wake_for = always ? 0 : kBytesToWakeFor;
+        crowds = always;
+      },
+      nb::arg("always"),
+      "A test knob: workers take part in all calls that are cut, however small and whatever else\n"
+      "the cores have to do.");
   m.def("limit_threads", &limit_threads_without_communicator, nb::arg("most"), nb::arg("is_exact"),
         "Threads of calls without a communicator while none exists; else its threads count.");
   m.def("threads", &threads_without_communicator,

@@ -153,10 +153,11 @@ void Comm::activate() {
   connected_ = true;
 }
 
-void Comm::use_threads(int most, bool is_exact, int channels) {
+void Comm::use_threads(int most, bool is_exact, int channels, bool is_crowded) {
   start_workers(std::min(most, channels));
   threads_.emplace(most, is_exact);
   used_channels_ = channels;
+  is_crowded_ = is_crowded;
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.

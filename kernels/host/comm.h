@@ -168,8 +168,9 @@ class Comm {
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
   // Before activate(). `channels`, equal on all ranks: those that large calls use, 1 to those that
-  // the region has. `most` and `is_exact` as of ThreadShare. Throws as start_workers().
-  void use_threads(int most, bool is_exact, int channels);
+  // the region has. `most` and `is_exact` as of ThreadShare; `is_crowded`: the ranks have more
+  // threads than cores. Throws as start_workers().
+  void use_threads(int most, bool is_exact, int channels, bool is_crowded);
   int threads() const { return threads_ ? threads_->threads() : 1; }
   int used_channels() const { return used_channels_; }
 
@@ -188,8 +189,8 @@ class Comm {
   Status run_on(int channels, bool cuts, CallId id, uint64_t bytes, double factor, const Ops& ops,
                 const Body& body);
   template <class Ops, class Body>
-  Status run_channels(int channels, bool cuts, const CallHeader& call, const Ops& ops,
-                      const Body& body);
+  Status run_channels(int channels, bool cuts, uint64_t bytes, const CallHeader& call,
+                      const Ops& ops, const Body& body);
   template <class Team, class Ops, class Body>
   Status run_channel(Team team, const CallHeader& call, Ops ops, const Body& body);
   // Fails the call where a signal handler raised while its workers were waited for.
@@ -223,6 +224,7 @@ class Comm {
   std::vector<uint64_t> held_;     // allocations in which peers of a failed call may still store
   std::optional<ThreadShare> threads_;
   int used_channels_ = 1;
+  bool is_crowded_ = false;
   Waiter waiter_;
   Recorder recorder_;
   uint64_t outside_call_ = 0;  // the number of record_begin()'s call
@@ -254,7 +256,7 @@ Status Comm::run_on(int channels, bool cuts, CallId id, uint64_t bytes, double f
   const CallHeader call{id, 0, 0, kNotInHeap, factor, kNotInHeap};
   recorder_.begin(Track::kCollectives, id, bytes, -1);
   const Status status = channels == 1 ? run_channel(SoloTeam{{&waiter_}}, call, ops, body)
-                                      : run_channels(channels, cuts, call, ops, body);
+                                      : run_channels(channels, cuts, bytes, call, ops, body);
   settle(status);
   recorder_.end(Track::kCollectives, id.sequence, status, awaited());
   return status;
@@ -275,8 +277,8 @@ Status Comm::run_channel(Team team, const CallHeader& call, Ops ops, const Body&
 
 // See NOTE [Threads of a rank].
 template <class Ops, class Body>
-Status Comm::run_channels(int channels, bool cuts, const CallHeader& call, const Ops& ops,
-                          const Body& body) {
+Status Comm::run_channels(int channels, bool cuts, uint64_t bytes, const CallHeader& call,
+                          const Ops& ops, const Body& body) {
   struct Call {
     Comm* comm;
     int channels;
@@ -295,7 +297,9 @@ Status Comm::run_channels(int channels, bool cuts, const CallHeader& call, const
   const auto waiting = [](const void* of) {
     static_cast<const Call*>(of)->comm->look_for_interrupt();
   };
-  run_tasks(Tasks{run, &all, channels, waiting}, threads());
+  // Between ranks bytes are copied and read, alone only copied.
+  const uint64_t moved = bytes * (view_.world > 1 ? 2 : 1);
+  run_tasks(Tasks{run, &all, channels, moved, is_crowded_, waiting}, threads());
   // A channel that fails aborts the others: what they say is not the reason.
   Status status = Status::kOk;
   for (const Status each : all.statuses)

@@ -23,11 +23,24 @@
 
 namespace ringcomm::host {
 
-// A rank's tasks are worth another thread from so many bytes per thread on. Zen 4, a virtual
-// machine of 2 cores: to wake a worker that sleeps takes the caller 8 us, and the worker begins
-// after 25 to 29 us, so two threads are ahead of one from 33 us on. In that time one thread takes
-// the norm of 850 KiB, adds up 1.2 MiB, moves 1.5 MiB in an update, or 400 KiB in an all-reduce.
+// Tasks are worth another thread from so many bytes per thread on while workers are awake, which
+// they are for 10 us after each call: two threads then share 50 us of work in 25.4.
 constexpr uint64_t kBytesPerThread = 512 << 10;
+
+// And so many in all are worth waking workers. On a virtual machine of 2 cores (Zen 4) the caller
+// needs 12 us to wake a worker that has slept for 0.5 ms, and 34 us after 5 ms; the worker begins
+// after 34 and 84 us. So two threads are ahead from some 50 and 120 us of work on. One thread takes
+// the norm of 3 MiB in 120 us, adds up 4 MiB, moves 5 MiB in an update, and 1 MiB in an all-reduce
+// of two ranks.
+constexpr uint64_t kBytesToWakeFor = 8 << 20;
+
+// Ranks that together have more threads than cores work alone on collectives: their peers work on
+// the same call on the same cores. With 2 ranks of 2 threads on 2 cores 4 MiB took 1.4 to 2.4 times
+// as long as with one thread each, and 64 MiB 1.0 to 1.2 times (Zen 4).
+
+// Test knobs, set before the first call.
+inline uint64_t bytes_to_wake_for = kBytesToWakeFor;
+inline bool crowds = false;  // workers take part all the same
 
 // How many threads a rank's calls use: `most`, or torch's number if that is less.
 class ThreadShare {
@@ -66,6 +79,8 @@ struct Tasks {
   void (*run)(const void* of, int task);
   const void* of;
   int count;
+  uint64_t bytes;   // that the loops of all tasks move, about
+  bool is_crowded;  // ranks have more threads than cores
   // Called by the caller, some 100 times a second while it waits for workers; or null.
   void (*waiting)(const void* of);
 };
@@ -75,10 +90,9 @@ void run_tasks(const Tasks& tasks, int threads);
 
 // task(i) for i < count, by up to `threads` threads.
 template <class Task>
-void run_tasks(int count, int threads, const Task& task) {
-  run_tasks(
-      {[](const void* of, int i) { (*static_cast<const Task*>(of))(i); }, &task, count, nullptr},
-      threads);
+void run_tasks(int count, uint64_t bytes, int threads, const Task& task) {
+  const auto run = [](const void* of, int i) { (*static_cast<const Task*>(of))(i); };
+  run_tasks(Tasks{run, &task, count, bytes, false, nullptr}, threads);
 }
 
 // run(begin, end) for parts of [0, elems) whose borders are multiples of `align`; bytes are those
@@ -94,7 +108,7 @@ void run_in_parts(uint64_t elems, uint64_t align, uint64_t bytes, int threads, c
   const uint64_t most = uint64_t(used) * kPartsPerThread;
   parts = parts < most ? parts : most;
   parts = parts < units ? parts : units;
-  run_tasks(int(parts), used, [&](int i) {
+  run_tasks(int(parts), bytes, used, [&](int i) {
     const uint64_t begin = units * uint64_t(i) / parts * align,
                    end = units * (uint64_t(i) + 1) / parts * align;
     run(begin, end < elems ? end : elems);

@@ -32,12 +32,21 @@ from tests.support.exact import same
 from tests.support.ranks import Ranks, run_ranks
 
 Tensor = torch.Tensor
+pytestmark = pytest.mark.usefixtures("workers")
 # (channels, threads). Several channels on one thread, and more threads than cores, are among them.
 TEAMS = ((2, 1), (2, 2), (3, 3), (5, 2), (5, 5), (8, 3), (8, 8))
 MOST = 8
 # From here on all eight channels have work; odd, so that the last one ends in an odd place.
 ELEMS = MOST * (128 << 10) + 1
 LONG_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[None]:
+    """Workers take part although the machine has fewer cores than the ranks have threads."""
+    _native.wake_workers(True)
+    yield
+    _native.wake_workers(False)
 
 
 def values(elems: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -189,7 +198,7 @@ def local_calls() -> list[Tensor]:
     return [*results, total, *rows()]
 
 
-def rows(count: int = 1031, elems: int = 1027, k: int = 2) -> list[Tensor]:
+def rows(count: int = 2063, elems: int = 1027, k: int = 2) -> list[Tensor]:
     """Copies, sums, products and quantized forms of rows that lie apart."""
     generator = torch.Generator().manual_seed(5)
     bases = [values(count * elems, 20 + i).view(count, elems) for i in range(2)]
@@ -266,26 +275,27 @@ SHARED = "ffff"
 @pytest.mark.parametrize(
     ("facts", "channels", "expected"),
     [
-        ([Facts(SHARED, 16, 16)] * 2, 8, (8, False, 8)),
-        ([Facts(SHARED, 16, 16)] * 4, 8, (4, False, 4)),
-        ([Facts(SHARED, 16, 3)] * 2, 8, (8, False, 3)),
-        ([Facts(SHARED, 2, 2)] * 3, 8, (1, False, 1)),
+        ([Facts(SHARED, 16, 16)] * 2, 8, (8, False, 8, False)),
+        ([Facts(SHARED, 16, 16)] * 4, 8, (4, False, 4, False)),
+        ([Facts(SHARED, 16, 3)] * 2, 8, (8, False, 3, False)),
+        ([Facts(SHARED, 2, 2)] * 3, 8, (1, False, 1, True)),
         # Bound to cores of their own, or to one socket of two.
-        ([Facts("f", 4, 4), Facts("f0", 4, 4)], 8, (4, False, 4)),
-        ([Facts("ff", 8, 8), Facts("ff", 8, 8), Facts("ff00", 8, 8)], 8, (4, False, 8)),
+        ([Facts("f", 4, 4), Facts("f0", 4, 4)], 8, (4, False, 4, False)),
+        ([Facts("ff", 8, 8), Facts("ff", 8, 8), Facts("ff00", 8, 8)], 8, (4, False, 8, False)),
         # A control group's limit is below the mask.
-        ([Facts(SHARED, 3, 16)] * 2, 8, (1, False, 1)),
+        ([Facts(SHARED, 3, 16)] * 2, 8, (1, False, 1, False)),
         # Named: beyond cores and torch's number, and unlike the peer's.
-        ([Facts(SHARED, 2, 1, 5), Facts(SHARED, 2, 1)], 8, (5, True, 5)),
-        ([Facts(SHARED, 2, 1), Facts(SHARED, 2, 1, 5)], 8, (1, False, 5)),
-        ([Facts(SHARED, 64, 64)], 4, (64, False, 4)),
+        ([Facts(SHARED, 2, 1, 5), Facts(SHARED, 2, 1)], 8, (5, True, 5, True)),
+        ([Facts(SHARED, 2, 1), Facts(SHARED, 2, 1, 5)], 8, (1, False, 5, True)),
+        ([Facts(SHARED, 64, 64)], 4, (64, False, 4, False)),
     ],
 )
 def test_ranks_share_the_cores(
-    facts: list[Facts], channels: int, expected: tuple[int, bool, int]
+    facts: list[Facts], channels: int, expected: tuple[int, bool, int, bool]
 ) -> None:
     shared = policy.share_threads(facts, 0, channels)
-    assert (shared.most, shared.is_exact, shared.channels) == expected
+    found = (shared.most, shared.is_exact, shared.channels, shared.is_crowded)
+    assert found == expected
 
 
 def test_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +313,7 @@ def test_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_threads(store: Any, rank: int, world: int) -> list[Tensor]:
+    _native.wake_workers(True)
     options = CommOptions(timeout=LONG_S, channels=5, threads=(1, 4, 3)[rank])
     with Communicator.from_store(store, rank, world, options=options) as comm:
         return collectives(comm)
@@ -349,6 +360,7 @@ def test_a_forked_child_has_workers_of_its_own() -> None:
 
 
 def killed_in_a_call(store: Any, rank: int, world: int) -> str:
+    _native.wake_workers(True)
     options = CommOptions(timeout=LONG_S, channels=4, threads=3)
     comm = Communicator.from_store(store, rank, world, options=options)
     x = torch.ones(ELEMS)
@@ -375,6 +387,7 @@ def test_a_rank_that_dies_while_its_team_works() -> None:
 
 
 def interrupted_call(store: Any, rank: int, world: int) -> str:
+    _native.wake_workers(True)
     options = CommOptions(timeout=LONG_S, channels=4, threads=3)
     comm = Communicator.from_store(store, rank, world, options=options)
     x = torch.ones(ELEMS)

@@ -436,7 +436,7 @@ def _connect(
 def _use_threads(core: _native.Comm, handles: list[HeapHandle], spec: RendezvousSpec) -> None:
     threads = share_threads(handles, spec.rank, core.channels)
     try:
-        core.use_threads(threads.most, threads.is_exact, threads.channels)
+        core.use_threads(threads.most, threads.is_exact, threads.channels, threads.is_crowded)
     except RuntimeError as error:
         raise RendezvousError(f"{spec.operation}: {error}") from error
 

@@ -46,11 +46,13 @@ class Threads:
         most: the largest number that a call uses.
         is_exact: True if that is what the user named, whatever torch uses.
         channels: the parts that the largest collectives are cut into, equal on all ranks.
+        is_crowded: True if the ranks on this one's cores have more threads than cores.
     """
 
     most: int
     is_exact: bool
     channels: int
+    is_crowded: bool
 
 
 def named_threads(options: CommOptions) -> int:
@@ -104,7 +106,10 @@ def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
 
     used = [each.threads or min(most_of(each), each.torch_threads) for each in facts]
     own = facts[rank]
-    return Threads(most_of(own), own.threads > 0, max(1, min(channels, max(used))))
+    beside = sum(most_of(each) for each in facts if each.cpus == own.cpus)
+    return Threads(
+        most_of(own), own.threads > 0, max(1, min(channels, max(used))), beside > own.cores
+    )
 
 
 def _torch_counts_threads() -> int:

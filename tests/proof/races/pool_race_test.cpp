@@ -61,7 +61,7 @@ struct Caller {
     for (std::vector<int>& row : rows) row.assign(64, -1);
     times.assign(kMostTasks, 0);
     const std::thread::id caller = std::this_thread::get_id();
-    run_tasks(count, threads, [&](int i) {
+    run_tasks(count, 0, threads, [&](int i) {
       ++times[size_t(i)];
       for (int& cell : rows[size_t(i)]) cell = given * i;
       if (std::this_thread::get_id() != caller && tasks_of_workers.fetch_add(1) == 0)
@@ -90,7 +90,7 @@ void jobs() {
   std::atomic<bool> over = false;
   std::atomic<int> begun = 0;
   std::thread holder([&] {
-    run_tasks(kMostThreads, kMostThreads, [&](int) {
+    run_tasks(kMostThreads, 0, kMostThreads, [&](int) {
       ++begun;
       for (int look = 0; !over; ++look) nap(look);
     });
@@ -109,7 +109,7 @@ void meet(int threads, int worker_naps_us = 0) {
   std::atomic<int> begun = 0;
   std::vector<int> plain(size_t(threads), 0);
   const std::thread::id caller = std::this_thread::get_id();
-  run_tasks(threads, threads, [&](int i) {
+  run_tasks(threads, 0, threads, [&](int i) {
     ++begun;
     for (int look = 0; begun < threads; ++look) nap(look);
     if (worker_naps_us > 0 && std::this_thread::get_id() != caller) usleep(worker_naps_us);
@@ -138,7 +138,7 @@ struct Meeting {
 
 void make_rank(std::vector<Meeting>& meetings, int rank, int threads) {
   for (Meeting& m : meetings)
-    run_tasks(kRankTasks, threads, [&](int i) {
+    run_tasks(kRankTasks, 0, threads, [&](int i) {
       m.data[rank][i] = i + 1;
       m.came[rank][i].store(true, std::memory_order_release);
       for (int look = 0; !m.came[1 - rank][i].load(std::memory_order_acquire); ++look) nap(look);
@@ -195,6 +195,7 @@ void forks(unsigned limit_s) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  bytes_to_wake_for = 0;
   if (argc != 3) return 2;
   const auto limit_s = unsigned(std::atoi(argv[2]));
   alarm(limit_s);

@@ -156,7 +156,7 @@ void run_rank(Teams& teams, int rank) {
   CommConfig config{rank, teams.world, 2, kSegmentBytes, teams.timeout_ns, 8, "team"};
   config.channels = teams.channels;
   comm = std::make_unique<Comm>(teams.heap, config);
-  comm->use_threads(kThreads[rank], true, teams.channels);
+  comm->use_threads(kThreads[rank], true, teams.channels, false);
   teams.sync();
   std::vector<PeerAddress> peers;
   for (const auto& each : teams.comms) peers.push_back(address_of(teams.heap, *each));
@@ -177,6 +177,7 @@ void run_rank(Teams& teams, int rank) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  bytes_to_wake_for = 0;
   if (argc != 4 && argc != 5) return 2;
   Teams teams(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]));
   if (argc == 5) teams.timeout_ns = std::strtoull(argv[4], nullptr, 10) * 1'000'000;
