@@ -21,7 +21,7 @@ from ringcomm.optim import (
     Muon,
     Sharded,
 )
-from ringcomm.zero.stages import graphed_step
+from ringcomm.zero.stages import graphed_step, reduce, unshard
 from ringcomm.zero.stages.sharding import is_sharded
 from tests.support.covering import covering
 from tests.support.device_worlds import on_host
@@ -131,6 +131,20 @@ def test_graphed_steps_have_the_bits_of_eager_ones(two_devices, stage, rule, pre
         bucket_elems=512, algorithm="one_shot", overlap=True, precision=PRECISIONS[precision]
     )
     build = partial(Training, base=base, stage=stage, make=RULES[rule], options=options)
+    with two_devices.new_world(2, on=(0, 1), options=OPTIONS) as world:
+        assert two_devices.run(world, both, two_devices, build) == [True, True]
+
+
+@pytest.mark.parametrize(("stage", "several"), [(2, True), (3, True), (3, False)])
+def test_large_buckets_and_units_are_captured_on_streams_of_their_own(
+    two_devices, monkeypatch, stage, several
+):
+    """As those of real models, which are above ``SMALL_BYTES``."""
+    for module in (reduce, unshard):
+        monkeypatch.setattr(module, "SMALL_BYTES", 0)
+    if not several:
+        monkeypatch.setattr(unshard, "AHEAD_BYTES", 0)
+    build = partial(Training, base=new_model("mlp"), stage=stage)
     with two_devices.new_world(2, on=(0, 1), options=OPTIONS) as world:
         assert two_devices.run(world, both, two_devices, build) == [True, True]
 

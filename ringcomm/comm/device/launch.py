@@ -304,15 +304,32 @@ class LaunchedWork(DeviceWork):
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         # What most calls do is one native call.
-        if timeout is None and not self._holds and self.calls.join(self._done):
-            return True
+        if timeout is None and not self._holds:
+            try:
+                if self.calls.join(self._done):
+                    return True
+            except RuntimeError as error:
+                raise self._not_joined(error) from error
         return super().wait(timeout)
 
     def _join(self) -> None:
-        if not self.calls.join(self._done):
+        try:
+            if self.calls.join(self._done):
+                return
             self._check()
             with self._runtime.on_device(self._device):
                 self.calls.join(self._done, checked=True)
+        except RingcommError:
+            raise
+        except RuntimeError as error:
+            raise self._not_joined(error) from error
+
+    def _not_joined(self, error: RuntimeError) -> RingcommError:
+        return RingcommError(
+            f"{self._name}: expected the current stream of device {self._device} to wait for the "
+            f"call, but the driver refused: {error}. Most such errors are those of an earlier "
+            "kernel of this process, and stay until it ends: find it with CUDA_LAUNCH_BLOCKING=1"
+        )
 
 
 class DeviceCallChecks(CallChecks):

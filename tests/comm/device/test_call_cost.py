@@ -464,6 +464,21 @@ def test_what_the_driver_refuses_is_worded(runtime: StubRuntime, comm: Communica
     runtime.driver.reset()
 
 
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_wait_that_the_driver_refuses_is_worded(
+    runtime: StubRuntime, comm: Communicator, timeout: float | None
+) -> None:
+    work = comm.all_reduce(torch.ones(64), async_op=True)
+    assert work is not None
+    runtime.driver.reset()
+    runtime.driver.refuse(719, times=2)
+    words = r"all_reduce: .* device 0 to wait .*refused by the test \(719\).*CUDA_LAUNCH_BLOCKING"
+    with pytest.raises(ringcomm.RingcommError, match=words):
+        work.wait(timeout)
+    runtime.driver.reset()
+    assert work.wait(timeout)
+
+
 def test_a_stream_that_captures_takes_the_checked_path(
     runtime: StubRuntime, comm: Communicator
 ) -> None:
