@@ -65,7 +65,7 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
     w.sequence = counts ? line->sequence : 0;
     w.ll_epoch = counts ? line->ll_epoch : 0;
     // See NOTE [One call at a time]. Under way beside the others: it costs no trip of its own.
-    w.running = counts ? exchange_relaxed_gpu(&line->running, 1) : 0;
+    w.running = counts ? exchange_relaxed_sys(&line->running, 1) : 0;
     // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
     w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
     w.host = t.host;

@@ -71,6 +71,7 @@ def test_the_headers_spell_the_orders_that_their_names_say():
         "fence_seq_cst_sys": "SEQ_CST",
         "fence_acq_rel_sys": "ACQ_REL",
         "exchange_acq_rel_sys": "ACQ_REL",
+        "exchange_relaxed_sys": "RELAXED",
     }
 
 

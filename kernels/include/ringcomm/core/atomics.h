@@ -54,10 +54,10 @@ __device__ __forceinline__ uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_
   return old;
 }
 
-// Of one device's own word, which orders nothing.
-__device__ __forceinline__ uint32_t exchange_relaxed_gpu(uint32_t* word, uint32_t value) {
+// Of a word of this device alone; orders nothing.
+__device__ __forceinline__ uint32_t exchange_relaxed_sys(uint32_t* word, uint32_t value) {
   uint32_t old;
-  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
+  asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(word), "r"(value)
                : "memory");
@@ -131,7 +131,7 @@ RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
   return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL);
 }
 
-RC_FN uint32_t exchange_relaxed_gpu(uint32_t* word, uint32_t value) {
+RC_FN uint32_t exchange_relaxed_sys(uint32_t* word, uint32_t value) {
   return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 }
 
