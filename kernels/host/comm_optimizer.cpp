@@ -53,7 +53,8 @@ void check_segments(const View& v, const GradCall& grads) {
 
 }  // namespace
 
-// What an update moves per element: FP32 gradient, and three numbers of state that it also stores.
+// The bytes that an update moves per element: it reads an FP32 gradient, and reads and stores three
+// numbers.
 constexpr uint64_t kUpdateBytes = 28;
 
 void prepare_adamw(const AdamWTable& table) {

@@ -8,7 +8,7 @@
 
 namespace ringcomm::host {
 
-// What belongs to one channel of a communicator, in one thread at a time.
+// The state of one channel of a communicator; one thread uses it at a time.
 struct Channel {
   View view;
   std::vector<PeerState> in;

@@ -1,21 +1,22 @@
-// The threads of a rank: how many work on a call, and who runs its tasks.
+// The threads of a rank: their number, and the pool of workers that runs the tasks of a call.
 //
 // NOTE [Threads of a rank]
 //
-// A call that is large enough is cut into tasks, whose borders depend on the call alone, never on
-// the number of threads; so neither do its bits. The calling thread and the workers of the process
-// take the tasks in ascending order, one after the other. The caller takes part, so a call ends
-// also where no worker comes, because others keep the cores busy.
+// A large call is cut into tasks. The borders depend on the call alone and not on the number of
+// threads, so neither do the bits of the result. The calling thread and the workers of the process
+// take the tasks in ascending order. The caller takes part, so a call also ends when no worker
+// comes because other programs keep the cores busy.
 //
-// The tasks of a collective are its channels, and a channel waits for the same channel of its
-// peers. Ascending order is why ranks with different numbers of threads cannot wait for each other
-// in a circle. Of the channels that are not finished on all ranks take the lowest: the threads that
-// could run it are busy with lower channels at most, and these are finished.
+// The tasks of a collective are its channels, and a channel waits for the same channel of the
+// peers. Ranks with different numbers of threads cannot wait for each other in a circle, because
+// tasks are taken in ascending order. Proof: take the lowest channel that is not finished on all
+// ranks. The threads that could run it are busy with lower channels at most, and those are
+// finished.
 //
-// The pool is ours and not torch's. A thread of torch's pool (GNU OpenMP) polls for some
-// milliseconds after each parallel region, and at its barriers, on cores that other ranks may want;
-// it cannot be told NOTE [Busy cores], a fork leaves it unusable in the child, and this module
-// would have to be built for one torch. The number of threads is torch's all the same.
+// The pool is not torch's. A thread of torch's pool (GNU OpenMP) polls for some milliseconds after
+// each parallel region, and at its barriers, on cores that other ranks may need (see NOTE [Busy
+// cores]). A fork leaves that pool unusable in the child, and this module would have to be built
+// for one version of torch. The number of threads is torch's.
 #pragma once
 
 #include <atomic>
@@ -23,24 +24,24 @@
 
 namespace ringcomm::host {
 
-// Tasks are worth another thread from so many bytes per thread on while workers are awake, which
-// they are for 10 us after each call: two threads then share 50 us of work in 25.4.
+// The bytes per thread from which another thread pays while workers are awake. They stay awake for
+// 10 us after a call, and two threads then share 50 us of work in 25.4 us (Zen 4, 2 cores).
 constexpr uint64_t kBytesPerThread = 512 << 10;
 
-// And so many in all are worth waking workers. On a virtual machine of 2 cores (Zen 4) the caller
-// needs 12 us to wake a worker that has slept for 0.5 ms, and 34 us after 5 ms; the worker begins
-// after 34 and 84 us. So two threads are ahead from some 50 and 120 us of work on. One thread takes
-// the norm of 3 MiB in 120 us, adds up 4 MiB, moves 5 MiB in an update, and 1 MiB in an all-reduce
-// of two ranks.
+// The bytes of a call from which it pays to wake workers. On a virtual machine of 2 cores (Zen 4)
+// the caller needs 12 us to wake a worker that has slept for 0.5 ms, and 34 us after 5 ms; the
+// worker begins after 34 and 84 us. Two threads are therefore ahead from 50 and 120 us of work on.
+// In 120 us one thread takes the norm of 3 MiB, adds up 4 MiB, moves 5 MiB in an update, and moves
+// 1 MiB in an all-reduce of two ranks.
 constexpr uint64_t kBytesToWakeFor = 8 << 20;
 
-// Ranks that together have more threads than cores work alone on collectives: their peers work on
-// the same call on the same cores. With 2 ranks of 2 threads on 2 cores 4 MiB took 1.4 to 2.4 times
-// as long as with one thread each, and 64 MiB 1.0 to 1.2 times (Zen 4).
+// Ranks that have more threads than cores run collectives on their calling threads alone: their
+// peers need the same cores for the same call. Two ranks of two threads on 2 cores took 1.4 to 2.4
+// times as long for 4 MiB as with one thread each, and 1.0 to 1.2 times for 64 MiB (Zen 4).
 
 // Test knobs, set before the first call.
 inline uint64_t bytes_to_wake_for = kBytesToWakeFor;
-inline bool crowds = false;  // workers take part all the same
+inline bool crowds = false;  // true: workers take part although ranks have more threads than cores
 
 // How many threads a rank's calls use: `most`, or torch's number if that is less.
 class ThreadShare {
@@ -67,7 +68,7 @@ void limit_threads_without_communicator(int most, bool is_exact);
 // Where torch says how many threads its own operators use (at::get_num_threads); null: 1.
 void ask_torch_for_threads(int (*threads)());
 
-// Threads for so many bytes, of those that there are.
+// The threads that a call of `bytes` uses, at most `threads`.
 int threads_for(uint64_t bytes, int threads);
 
 // Starts the workers that `threads` threads need beside a caller. Throws std::runtime_error, naming

@@ -262,7 +262,7 @@ def test_torch_is_asked_at_each_call(torch_threads: Callable[[int], None]) -> No
 
 
 class Facts:
-    """What one rank says of itself."""
+    """The facts of one rank."""
 
     def __init__(self, cpus: str, cores: int, torch_threads: int, threads: int = 0) -> None:
         self.cpus, self.cores = cpus, cores
