@@ -24,7 +24,7 @@ _PTX_BYTES = {"32": 4, "64": 8}
 _SCRATCH_POINTERS = 2
 # Above, a launch takes an attribute of its own (_launch in the same file).
 _MOST_SHARED_BYTES = 228 << 10
-# What makes a launch more than a grid of blocks, by its metadata's name: the value for nothing.
+# The metadata of a plain launch of a grid of blocks: each field with its value.
 _PLAIN = {
     "num_ctas": 1,
     "launch_cooperative_grid": False,

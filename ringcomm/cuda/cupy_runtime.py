@@ -34,7 +34,7 @@ DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _AFFINITY_OF_SM_COUNT = 0
-# Of CUdevResource, whose size and offsets are those of kernels/cuda/driver.cpp.
+# CUdevResource: its type, size and an offset, as in kernels/cuda/driver.cpp.
 _RESOURCE_OF_SM, _RESOURCE_BYTES, _RESOURCE_SM_COUNT = 1, 144, 96
 
 
@@ -49,7 +49,7 @@ class CudaDriver:
         self._library = library
         # A query costs a microsecond more through ctypes, and every asynchronous call makes some.
         self.has_passed = _native.Driver(library_name).has_passed
-        # Of the context under MPS, and of a green context (since CUDA 12.4).
+        # The limits of a context under MPS, and of a green context (since CUDA 12.4).
         library.cuCtxGetExecAffinity.argtypes = [POINTER(c_uint * 2), c_int]
         library.cuCtxGetCurrent.argtypes = [POINTER(c_void_p)]
         self._get_resource = getattr(library, "cuCtxGetDevResource", None)
@@ -92,7 +92,7 @@ class CudaDriver:
         return stream.value or 0
 
     def multiprocessors(self) -> list[int]:
-        """Returns to how many multiprocessors the current context is limited, as far as it is.
+        """Returns the numbers of multiprocessors to which the current context is limited.
 
         A share of MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) and a green context are such limits. A
         driver that knows no limits of a kind gives none.

@@ -13,8 +13,8 @@ from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR, SYSTEM_BYTES_PER_BLOCK = 228 << 10, 1 << 10
 THREADS_PER_MULTIPROCESSOR, BLOCKS_PER_MULTIPROCESSOR = 2048, 32
-# What a launch may carry on every architecture, and what one without lists carries
-# (kernels/cuda/args.h).
+# The parameter bytes of a launch with lists, the most on every architecture, and of a launch
+# without lists (kernels/cuda/args.h).
 MOST_LIST_BYTES, MOST_PARAMETER_BYTES = 4096, 640
 # Loads that must be under way in a loop before it waits for the first: what hides the latency.
 LOADS_IN_FLIGHT = 4

@@ -103,7 +103,7 @@ class PtxLauncher(StandIn):
         self._modules: dict[str, int] = {}
         self._lock = threading.Lock()
         self._threads: list[int] = []
-        # Of the kernel that this thread loads next: its types, and what runs it.
+        # The types and the function of the kernel that this thread loads next.
         self._loads = threading.local()
         self._functions: list[Any] = []
         #: The kernels that were launched without Triton, in this order.

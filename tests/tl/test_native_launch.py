@@ -81,7 +81,7 @@ POINTERS = (
 
 
 def key_of(plan: KernelPlan, ranks: list[RankPointers], timeout_ns: int) -> str:
-    """What Triton looks a kernel up by."""
+    """Returns the key under which Triton finds a compiled kernel."""
     *_, binder = plan.kernel.create_binder()
     _, specialization, _ = binder(
         *arguments_of(plan, ranks, timeout_ns), **plan.constants, G=GEOMETRY, **OPTIONS
@@ -90,7 +90,7 @@ def key_of(plan: KernelPlan, ranks: list[RankPointers], timeout_ns: int) -> str:
 
 
 def disagreements(kernel: _native.TritonKernel) -> int:
-    """Counts the calls of which Triton and ``kernel`` say different things."""
+    """Counts the calls that only one of Triton and ``kernel`` accepts."""
     mine = key_of(all_reduce_of(256), [RANK], TIMEOUT_NS)
     found = 0
     for size, timeout_ns, rank in itertools.product(SIZES, TIMEOUTS_NS, POINTERS):

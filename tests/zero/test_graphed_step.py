@@ -139,7 +139,7 @@ def test_graphed_steps_have_the_bits_of_eager_ones(two_devices, stage, rule, pre
 def test_large_buckets_and_units_are_captured_on_streams_of_their_own(
     two_devices, monkeypatch, stage, several
 ):
-    """As those of real models, which are above ``SMALL_BYTES``."""
+    """Units above ``SMALL_BYTES``, as real models have them."""
     for module in (reduce, unshard):
         monkeypatch.setattr(module, "SMALL_BYTES", 0)
     if not several:

@@ -33,7 +33,7 @@ BARS = {
     2: Cost(frames=600, ops=20, launches=28, events=30, syncs=0),
     3: Cost(frames=1200, ops=60, launches=30, events=0, syncs=0),
 }
-#: Of each launch.
+#: Parameter bytes of each launch.
 PARAMETER_BYTES = 640
 #: With reductions beside the caller's work, by stage. Each of 13 has two events, and each event is
 #: awaited once: two buffers take turns.

@@ -292,7 +292,7 @@ def test_events_for_each_bucket_are_seen(
     assert found > reductions + 4 * UNSHARDINGS
 
 
-# Blocks of 1.5 MiB, of which several are begun together.
+# Blocks of 1.5 MiB; several of them are unsharded together.
 LARGER = replace(MODEL, width=176)
 EVENTS = 60
 

@@ -303,7 +303,7 @@ class LaunchedWork(DeviceWork):
         return work
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        # What most calls do is one native call.
+        # Most waits are one native call.
         if timeout is None and not self._holds:
             try:
                 if self.calls.join(self._done):
@@ -509,7 +509,7 @@ class DeviceCallEngine(CallEngine):
         return self.started(call.name, call.outputs, done, [])
 
     def _take_side(self) -> Stream:
-        """Returns the side stream, which the native end knows from here on."""
+        """Returns the side stream, and tells the native end of it."""
         side = self.streams.side
         self.calls.set_side(side.handle)
         self._side_ref = (*self.device_ref, side)

@@ -90,7 +90,7 @@ class Plan:
 
 
 def _compiled(engine: CallEngine, name: str, *arguments: object) -> Callable[[], int] | None:
-    """Returns what makes a call of Triton's compiled kernels as it is; None: nothing does."""
+    """Returns a function that launches a compiled Triton kernel, or None without such kernels."""
     return None if engine.compiled is None else partial(getattr(engine.compiled, name), *arguments)
 
 

@@ -68,7 +68,8 @@ class CommOptions:
         threads: of a communicator on the host: the threads that large calls use, up to 64, or 0
             for ``RINGCOMM_THREADS``, and without it for the number of torch's threads
             (``torch.set_num_threads``), at most the cores of the rank divided by the ranks on
-            them. Results have the same bits with any number. Collectives use at most ``channels``.
+            them. Results have the same bits with any number. Collectives use at most ``channels``
+            threads, and one where the ranks have more threads than cores.
         ll_bytes: of a communicator on a device: the largest message that may go by LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a

@@ -17,14 +17,13 @@ from ringcomm.comm.host.options import CommOptions
 from ringcomm.comm.host.threads import (
     channels_of_region,
     named_threads,
-    own_cores,
     own_cpus,
     share_threads,
 )
 from ringcomm.comm.recorder.reader import program_line
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
-from ringcomm.process import Deadline
+from ringcomm.process import Deadline, available_cores
 from ringcomm.rendezvous.handles import (
     NODE_ID_VARIABLE,
     HeapHandle,
@@ -412,7 +411,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
             f"largest_object_bytes={membership.options.largest_object_bytes}"
         ),
         cpus=own_cpus(),
-        cores=own_cores(),
+        cores=available_cores(),
         torch_threads=torch.get_num_threads(),
         threads=named_threads(membership.options),
     )

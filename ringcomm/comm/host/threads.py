@@ -85,11 +85,6 @@ def own_cpus() -> str:
     return f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}"
 
 
-def own_cores() -> int:
-    """Returns the cores that this process may use at once."""
-    return available_cores()
-
-
 def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
     """Divides the cores of a node among its ranks; all ranks do it from the same facts.
 
@@ -122,6 +117,7 @@ def _torch_counts_threads() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-COUNTS_TORCHS_THREADS = bool(_torch_counts_threads())
-_native.ask_torch_for_threads(_torch_counts_threads())
-_native.limit_threads(own_cores(), False)
+_COUNTER_PTR = _torch_counts_threads()
+COUNTS_TORCHS_THREADS = _COUNTER_PTR != 0
+_native.ask_torch_for_threads(_COUNTER_PTR)
+_native.limit_threads(available_cores(), False)

@@ -29,7 +29,7 @@ struct Buffers {
 
 // One rank's stream: at most one kernel runs at a time.
 struct Queue {
-  ListParams params;  // of which kernels that take no lists see the beginning
+  ListParams params;  // kernels without lists read its beginning alone
   Case running;
   Buffers buffers;
   std::unique_ptr<host::LaneGroup> threads;  // all that take part in its kernels

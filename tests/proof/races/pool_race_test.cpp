@@ -86,7 +86,7 @@ void jobs() {
   std::vector<std::thread> callers;
   for (int c = 0; c < kCallers; ++c) callers.emplace_back([c] { Caller{c}.work(kRounds); });
   for (std::thread& caller : callers) caller.join();
-  // Where all workers are busy, a call ends all the same.
+  // A call ends although all workers are busy.
   std::atomic<bool> over = false;
   std::atomic<int> begun = 0;
   std::thread holder([&] {
@@ -104,7 +104,7 @@ void jobs() {
 
 // ---- jobs whose tasks wait ----------------------------------------------------------------------
 
-// Ends only once so many threads run tasks of it at the same time.
+// Ends once `threads` threads run tasks of it at the same time.
 void meet(int threads, int worker_naps_us = 0) {
   std::atomic<int> begun = 0;
   std::vector<int> plain(size_t(threads), 0);

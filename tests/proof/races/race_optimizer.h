@@ -54,7 +54,7 @@ struct Optimizer {
   }
 };
 
-// What a step leaves, done by one thread over the whole bucket. Integers: their sums are exact.
+// The reference: one thread takes the step over the whole bucket. Integers: their sums are exact.
 struct Reference {
   std::vector<float> params = std::vector<float>(kElems), grads = std::vector<float>(kElems);
   Optimizer o;

@@ -47,7 +47,7 @@ SIGNALS, BLOCK = "host/signals_blocked.h", "SIG_SETMASK, &all, &before_"
 OWN = "sigdelset(&all, own)"
 RELAXED = "CHOSEN ? std::memory_order_relaxed : std::memory_order_seq_cst"
 
-# By what the program is asked for.
+# The mutants of each part of the program.
 MUTANTS = {
     "jobs": {
         "the workers' end is seen without acquire": Mutant(
@@ -94,7 +94,7 @@ MUTANTS = {
         "nobody looks for sleepers": Mutant(
             POOL, LOOKS, LOOKS.replace("sleepers_", "!CHOSEN && sleepers_")
         ),
-        # The kernel looks at the word once more: a late count alone is no mistake.
+        # A late count alone is right, because the kernel looks at the word once more.
         "sleepers are counted after the last look": Mutant(
             POOL,
             COUNTS + LOOK + SLEEPS,
@@ -133,7 +133,7 @@ pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory) -> dict[str, Path]:
-    """The programs of all mutants, by what is asked of them; with number 0 they are right."""
+    """Builds the programs of each part; mutant number 0 is the right program."""
     folder = tmp_path_factory.mktemp("pool_races")
     skip_without_sanitizer(folder)
     write_sources(folder, ALL, [SLEEP])
@@ -174,7 +174,7 @@ def test_no_race_and_nobody_waits_in_vain(programs, what):
 @pytest.mark.parametrize("what", MUTANTS)
 def test_mutants_are_rejected(programs, what):
     def survives(name: str) -> bool:
-        # What two threads do at the same time is not the same in every run.
+        # Threads interleave differently in each run.
         return all(run(programs, what, name).returncode == 0 for _ in range(RUNS))
 
     with ThreadPoolExecutor(4) as pool:

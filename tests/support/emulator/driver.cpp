@@ -25,7 +25,7 @@ Stream* resolve(CUstream handle) {
   return stream->device == current_device ? stream : nullptr;
 }
 
-// What a launch passes in the form of `extra`: parameters behind each other, and their bytes.
+// The parameters that a launch passes as `extra`: one buffer, and its bytes.
 struct Packed {
   const void* params;
   size_t bytes;
@@ -47,7 +47,7 @@ Resources resources_of(const Device& device, const EmulatedKernel& kernel, int d
   return emulator::resources_of(device, Needs{kernel.registers, shared_bytes, kernel.threads});
 }
 
-// The parameters of a kernel as they lie in a structure: each at a multiple of its size.
+// Returns the parameters of a kernel laid out as a structure: each at a multiple of its size.
 std::vector<char> laid_out(const EmulatedKernel& kernel, void** parameters) {
   std::vector<char> bytes;
   for (size_t i = 0; i < kernel.parameter_bytes.size(); ++i) {

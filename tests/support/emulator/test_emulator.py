@@ -47,7 +47,7 @@ class Device:
     def launch_with(
         self, stream: int, name: str, given: bytes, params_bytes: int, blocks: int = 1
     ) -> int:
-        """The driver's answer to parameters of so many bytes, which begin as given."""
+        """Launches with ``params_bytes`` bytes, ``given`` first; returns the driver's answer."""
         params = ctypes.create_string_buffer(given, params_bytes)
         size = ctypes.c_size_t(params_bytes)
         packed = (ctypes.c_void_p * 5)(1, ctypes.addressof(params), 2, ctypes.addressof(size), 0)
