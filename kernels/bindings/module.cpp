@@ -519,7 +519,7 @@ NB_MODULE(_native, m) {
       nb::arg("always"),
       "A test knob: workers take part in all calls that are cut, however small and whatever else\n"
       "the cores have to do.");
-  m.def("limit_threads", &limit_threads_without_communicator, nb::arg("most"), nb::arg("is_exact"),
+  m.def("limit_threads", &limit_threads_without_communicator, nb::arg("most"),
         "Threads of calls without a communicator while none exists; else its threads count.");
   m.def("threads", &threads_without_communicator,
         "Threads that the next large call without a communicator uses.");

@@ -28,7 +28,6 @@ struct Shares {
   std::mutex mutex;
   std::multiset<int> exact, capped;  // of those that exist
   int most = 1;                      // where none does
-  bool is_exact = false;
   std::multiset<int>& of(bool is_exact_share) { return is_exact_share ? exact : capped; }
 };
 Shares& shares() {
@@ -236,15 +235,13 @@ int threads_without_communicator() {
     is_exact = !shares().exact.empty();
     const std::multiset<int>& all = shares().of(is_exact);
     most = all.empty() ? shares().most : *all.begin();
-    if (all.empty()) is_exact = shares().is_exact;
   }
   return threads_of(most, is_exact);
 }
 
-void limit_threads_without_communicator(int most, bool is_exact) {
+void limit_threads_without_communicator(int most) {
   const std::lock_guard lock(shares().mutex);
   shares().most = most;
-  shares().is_exact = is_exact;
 }
 
 void ask_torch_for_threads(int (*threads)()) { torchs_threads.store(threads); }

@@ -63,7 +63,7 @@ class ThreadShare {
 // The same of calls that have no communicator: the least of all exact shares that exist, or else of
 // all shares, or else `most`.
 int threads_without_communicator();
-void limit_threads_without_communicator(int most, bool is_exact);
+void limit_threads_without_communicator(int most);
 
 // Where torch says how many threads its own operators use (at::get_num_threads); null: 1.
 void ask_torch_for_threads(int (*threads)());

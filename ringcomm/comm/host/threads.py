@@ -120,4 +120,4 @@ def _torch_counts_threads() -> int:
 _COUNTER_PTR = _torch_counts_threads()
 COUNTS_TORCHS_THREADS = _COUNTER_PTR != 0
 _native.ask_torch_for_threads(_COUNTER_PTR)
-_native.limit_threads(available_cores(), False)
+_native.limit_threads(available_cores())
