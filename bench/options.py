@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringcomm import ArgumentError, CommOptions
 from ringcomm.cli.output import why_no_file
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -68,6 +69,16 @@ def count(text: str, least: int = 0) -> int:
 positive = partial(count, least=1)
 
 
+def thread_count(text: str) -> int:
+    """Refuses a number that no communicator takes, before ranks start."""
+    found = positive(text)
+    try:
+        CommOptions(threads=found)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return found
+
+
 def new_file(text: str) -> Path:
     """Refuses a file that could not be written, before the time of a measurement is spent."""
     why = why_no_file(text)
@@ -76,8 +87,15 @@ def new_file(text: str) -> Path:
     return Path(text)
 
 
+THREADS = option(
+    "--threads",
+    "of each rank, in every system that uses torch's or ringcomm's",
+    type=thread_count,
+    default=1,
+    metavar="T",
+)
 BUSY = option("--busy", "processes that keep a core busy meanwhile", type=count, default=0)
-PIN = option("--pin", "pin each rank, and its threads, to a core", action="store_true")
+PIN = option("--pin", "pin each rank to as many cores as it has threads", action="store_true")
 JSON = option("--json", "write rows and provenance as JSON", type=new_file, metavar="PATH")
 CSV = option("--csv", "write rows and provenance as CSV", type=new_file, metavar="PATH")
 

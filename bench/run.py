@@ -26,7 +26,18 @@ from . import cases
 from .board import Board
 from .devices import ONE_LAUNCH, ModeError
 from .launch import REST_S, LaunchError, RankInfo, Wanted, join, lead_session, run_ranks, started_by
-from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
+from .options import (
+    BUSY,
+    CSV,
+    JSON,
+    PIN,
+    THREADS,
+    Option,
+    build_parser,
+    ranks,
+    rounds,
+    without_files,
+)
 from .report import TIMES, Report, Row, RowTable, collect, write_csv, write_json
 from .timing import Call, Device, Entrant, Pace, Timing, measure, rows_of
 
@@ -69,7 +80,7 @@ class Bench:
     find_rank: Callable[[argparse.Namespace, Wanted], RankInfo | None] = usual_rank
 
     def build_parser(self) -> argparse.ArgumentParser:
-        of_ranks = [ranks(self.ranks), BUSY, PIN] if self.ranks else []
+        of_ranks = [ranks(self.ranks), THREADS, BUSY, PIN] if self.ranks else []
         of_rounds = [rounds(self.rounds)] if self.rounds else []
         options = (*self.options, *of_ranks, *of_rounds, JSON, CSV)
         return build_parser(" ".join(self.command([])), self.about, options)
@@ -208,18 +219,27 @@ class Run:
         return status
 
 
+def take_cores(options: argparse.Namespace, rank: int) -> None:
+    """Gives this process the cores and threads that a rank is asked to have."""
+    if options.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        first = rank * options.threads
+        own = {cores[(first + i) % len(cores)] for i in range(options.threads)}
+        os.sched_setaffinity(0, own)
+    if options.busy:
+        lead_session()
+    torch.set_num_threads(options.threads)
+    # For every communicator, those behind groups of torch.distributed included.
+    os.environ["RINGCOMM_THREADS"] = str(options.threads)
+
+
 def run_rank(
     bench: Bench, options: argparse.Namespace, info: RankInfo, words: Sequence[str]
 ) -> int:
     """Measures as this rank; returns the exit status."""
     run = Run(bench, options, info, words)
     if bench.ranks:
-        if options.pin:
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[info.rank % len(cores)]})
-        if options.busy:
-            lead_session()
-        torch.set_num_threads(1)
+        take_cores(options, info.rank)
     bench.measure(run)
     return run.finish()
 

@@ -139,8 +139,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error("the algorithms ll and copy_engine need --device cuda")
         if options.graph or options.mode != devices.AUTO:
             parser.error("--graph and --mode need --device cuda")
-    elif options.pin or options.busy:
-        parser.error(f"{'--pin' if options.pin else '--busy'} needs --device cpu")
+        return
+    of_hosts = {"--pin": options.pin, "--busy": options.busy, "--threads": options.threads > 1}
+    for name, is_given in of_hosts.items():
+        if is_given:
+            parser.error(f"{name} needs --device cpu")
 
 
 def find_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
