@@ -1,5 +1,6 @@
 // Heap, Allocation and PeerHeap of ringcomm._native.
 #include "kernels/bindings/module.h"
+#include "kernels/host/numa.h"
 
 namespace nb = nanobind;
 
@@ -35,20 +36,26 @@ void bind_heap(nb::module_& m) {
       "This process's symmetric heap: shared memory without a name, reclaimed by the kernel.\n\n"
       "`directory` \"\" takes anonymous memory (memfd); else an unnamed file in that tmpfs or\n"
       "hugetlbfs. Memory is committed as it is allocated, as far as the machine and the\n"
-      "`memory_groups` (folders of control groups) have it. Raises OSError (errno, text naming\n"
-      "need and free).")
+      "`memory_groups` (folders of control groups) have it. Pages come from the NUMA `nodes` "
+      "while\n"
+      "these have free ones, or without `nodes` from the node of the thread that touches them\n"
+      "first. Raises OSError (errno, text naming need and free).")
       .def(
           "__init__",
           [](Heap* self, uint64_t capacity_bytes, const std::string& directory,
-             std::vector<std::string> memory_groups) {
+             std::vector<std::string> memory_groups, std::vector<int> nodes) {
+            for (const int node : nodes)
+              if (node < 0) throw nb::value_error("the number of a node must be at least 0");
             try {
-              new (self) Heap(capacity_bytes, directory, std::move(memory_groups));
+              new (self)
+                  Heap(capacity_bytes, directory, std::move(memory_groups), std::move(nodes));
             } catch (const HeapError& e) {
               raise_os_error(e);
             }
           },
           nb::arg("capacity_bytes"), nb::arg("directory") = "",
-          nb::arg("memory_groups") = std::vector<std::string>())
+          nb::arg("memory_groups") = std::vector<std::string>(),
+          nb::arg("nodes") = std::vector<int>())
       .def(
           "allocate",
           [](const std::shared_ptr<Heap>& self, uint64_t size_bytes) {
@@ -72,7 +79,12 @@ void bind_heap(nb::module_& m) {
       .def_prop_ro("largest_free_bytes", &Heap::largest_free_bytes)
       .def_prop_ro("token", &Heap::token)
       .def_prop_ro("huge_bytes", &Heap::huge_bytes,
-                   "Bytes of the heap that huge pages back so far.");
+                   "Bytes of the heap that huge pages back so far.")
+      .def_prop_ro("nodes", &Heap::nodes, "The NUMA nodes that were asked for.")
+      .def_prop_ro("placement_error", &Heap::placement_error,
+                   "The errno with which the kernel refused them; 0: it did not.");
+  m.def("has_memory_policy", &has_memory_policy,
+        "True if somebody has given this thread a memory policy (numactl).");
   nb::class_<Allocation>(
       m, "Allocation", nb::type_slots(kAllocationSlots),
       "Memory of the heap, as a writable buffer. It returns to the heap with the last reference.")

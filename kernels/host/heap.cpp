@@ -12,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "kernels/host/numa.h"
 #include "ringcomm/core/atomics.h"
 
 namespace ringcomm::host {
@@ -192,9 +193,10 @@ void Allocator::free(uint64_t offset) {
 }
 
 Heap::Heap(uint64_t capacity_bytes, const std::string& directory,
-           std::vector<std::string> memory_groups)
+           std::vector<std::string> memory_groups, std::vector<int> nodes)
     : directory_(directory),
       memory_groups_(std::move(memory_groups)),
+      nodes_(std::move(nodes)),
       allocator_(round_up(std::max(capacity_bytes, kPage), kPage)) {
   const uint64_t bytes = round_up(std::max(capacity_bytes, kPage), kPage);
   const int fd = open_backing(directory);
@@ -207,6 +209,8 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory,
   // Files of a directory cannot be sealed.
   if (directory.empty()) fcntl(fd, F_ADD_SEALS, kSizeSeals | F_SEAL_SEAL);
   mapping_ = std::make_unique<Mapping>(fd, bytes);
+  // Before the first touch: a page stays where it is.
+  if (!nodes_.empty()) placement_error_ = prefer_nodes(base(), bytes, nodes_);
   huge_.resize(bytes / kHugePage);
   token_ = random_word();
   allocate(sizeof(HeapHeader), Purpose::kRegion);  // the first allocation, never freed: offset 0

@@ -85,9 +85,11 @@ class Heap {
  public:
   // directory "": anonymous memory (memfd). Else a tmpfs or hugetlbfs directory, in which the heap
   // is an unnamed file (O_TMPFILE). memory_groups: folders of the memory control groups that limit
-  // this process.
+  // this process. nodes: the NUMA nodes on which its memory shall lie; none: each page lies on the
+  // node of the thread that touches it first. A kernel that refuses leaves the latter, too, and
+  // placement_error() says why.
   Heap(uint64_t capacity_bytes, const std::string& directory,
-       std::vector<std::string> memory_groups = {});
+       std::vector<std::string> memory_groups = {}, std::vector<int> nodes = {});
 
   // Offset of an allocation of at least `bytes`; throws HeapError. Large tensors get huge pages.
   enum class Purpose { kTensor, kRegion };
@@ -110,6 +112,8 @@ class Heap {
   uint64_t used_bytes() const;
   uint64_t largest_free_bytes() const;
   uint64_t huge_bytes() const;  // backed by huge pages so far
+  const std::vector<int>& nodes() const { return nodes_; }
+  int placement_error() const { return placement_error_; }  // an errno; 0: none
   bool contains(const void* ptr, uint64_t bytes) const;
 
  private:
@@ -118,6 +122,8 @@ class Heap {
   void take_huge_pages(uint64_t begin, uint64_t end);
   std::string directory_;
   std::vector<std::string> memory_groups_;
+  std::vector<int> nodes_;
+  int placement_error_ = 0;
   std::unique_ptr<Mapping> mapping_;
   mutable std::mutex mutex_;
   Allocator allocator_;

@@ -23,6 +23,7 @@ from ringcomm.cuda.build import describe_source
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
 from ringcomm.launch import RankCommand, describe_exit, end_with, started
+from ringcomm.memory import numa
 from ringcomm.process import available_cores, memory_limit_bytes
 
 # What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
@@ -133,6 +134,56 @@ def check_heap(shmem_setting: str) -> Finding:
         return Finding("heap", OK, f"{text}, huge pages for large tensors")
     advice = f"large tensors are slower: shmem_enabled is {shmem_setting.strip() or 'missing'}"
     return Finding("heap", NOTE, f"{text}, 4 KiB pages only", advice)
+
+
+def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
+    """The NUMA nodes of the machine, and those whose CPUs this process may use."""
+    try:
+        machine = numa.read_machine(folder)
+    except (OSError, ValueError) as error:
+        advice = "the heap lies where it is first touched: bind ranks by numactl --membind"
+        return Finding("numa", NOTE, f"the nodes cannot be read: {error}", advice)
+    if len(machine.cpus) == 1:
+        return Finding("numa", OK, "1 node: all memory is equally near")
+    own = machine.nodes_of(os.sched_getaffinity(0))
+    farthest = max(max(row.values()) for row in machine.distances.values())
+    text = (
+        f"{len(machine.cpus)} nodes, distance up to {farthest} (10: the own node); this process "
+        f"may use CPUs of {_named_nodes(own)}"
+    )
+    if own != machine.with_cpus:
+        return Finding("numa", OK, text)
+    advice = (
+        "bind each rank to the CPUs of one node (mpirun --bind-to numa, srun --cpu-bind=ldoms, "
+        "numactl --cpunodebind): its heap then lies there, and its threads stay beside it"
+    )
+    return Finding("numa", NOTE, text, advice)
+
+
+def check_heap_nodes(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
+    """Tells to which nodes the heap is bound, or why to none, and where touched memory lies."""
+    from ringcomm.memory.host_heap import process_heap
+
+    heap = process_heap()
+    found = numa.bytes_by_node(heap.base_ptr)
+    lies = ", ".join(f"{size >> 10} KiB on node {node}" for node, size in sorted(found.items()))
+    touched = f"touched so far: {lies or 'unknown, as there is no /proc/self/numa_maps'}"
+    if not heap.nodes:
+        reason = numa.own_placement(folder).reason
+        return Finding("heap's nodes", OK, f"any, as {reason}; {touched}")
+    if heap.placement_error == 0:
+        return Finding("heap's nodes", OK, f"bound to {_named_nodes(heap.nodes)}; {touched}")
+    refusal = os.strerror(heap.placement_error)
+    advice = (
+        "each page lies on the node of the thread that touches it first, and a peer may be that: "
+        "allow mbind (Docker: --cap-add SYS_NICE), or bind ranks by numactl --membind"
+    )
+    text = f"any, as mbind to {_named_nodes(heap.nodes)} is refused: {refusal}; {touched}"
+    return Finding("heap's nodes", NOTE, text, advice)
+
+
+def _named_nodes(nodes: Sequence[int]) -> str:
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
 
 
 def _refusal(reader: str, *arguments: str) -> str:
@@ -340,13 +391,17 @@ def examine() -> Iterable[Finding]:
     yield check_cores()
     yield check_threads()
     yield check_memory(Path("/proc/meminfo").read_text(), memory_limit_bytes())
+    yield check_numa()
     if Path("/dev/shm").exists():
         yield check_shm("/dev/shm")
     yield check_descriptor_paths()
     yield check_single_copy()
     if native.verdict != FAIL:
         setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
-        yield check_heap(setting)
+        heap = check_heap(setting)
+        yield heap
+        if heap.verdict != FAIL:
+            yield check_heap_nodes()
         yield from check_devices()
 
 

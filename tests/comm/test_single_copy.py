@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
 import threading
 import time
 from pathlib import Path
@@ -24,46 +23,19 @@ from ringcomm import (
     UnsupportedError,
 )
 from tests.support.ranks import Ranks, run_ranks
+from tests.support.system_calls import LIBC, NUMBERS, forbid
 
 pytestmark = pytest.mark.deadlines
 
 # Bytes from which on a chunk is shared by single copy, and one of an all-reduce's results is.
 SHARED, REDUCED = 128 << 10, 8 << 20
 TIMEOUT_S = 20.0
-# process_vm_readv and memfd_secret, by machine.
-READ_CALL = {"x86_64": 310, "aarch64": 270}
-SECRET_CALL = 447
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-class _Filter(ctypes.Structure):
-    _fields_ = (
-        ("code", ctypes.c_ushort),
-        ("jump_true", ctypes.c_ubyte),
-        ("jump_false", ctypes.c_ubyte),
-        ("k", ctypes.c_uint32),
-    )
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Filter)))
+SECRET_CALL = 447  # memfd_secret
 
 
 def forbid_reading(pid: int, error: int = errno.EPERM) -> None:
-    """From here on the kernel refuses this process the memory of ``pid`` (seccomp(2))."""
-    load, equal, answer = 0x20, 0x15, 0x06  # BPF_LD | BPF_W | BPF_ABS and so on
-    steps = [
-        (load, 0, 0, 0),  # the number of the call
-        (equal, 0, 3, READ_CALL[platform.machine()]),
-        (load, 0, 0, 16),  # its first argument
-        (equal, 0, 1, pid),
-        (answer, 0, 0, 0x00050000 | error),  # SECCOMP_RET_ERRNO
-        (answer, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
-    ]
-    filters = (_Filter * len(steps))(*(_Filter(*step) for step in steps))
-    program = _Program(len(steps), filters)
-    assert LIBC.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    assert LIBC.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
+    """From here on the kernel refuses this process the memory of ``pid``."""
+    forbid("process_vm_readv", error, first_argument=pid)
 
 
 def _joined(store: Any, rank: int, world: int, single_copy: bool = True) -> Communicator:
@@ -135,9 +107,7 @@ def test_all_ranks_must_want_it():
     run_ranks(_one_does_not_want_it, 2)
 
 
-needs_filter = pytest.mark.skipif(
-    platform.machine() not in READ_CALL, reason="the number of the call is not known here"
-)
+needs_filter = pytest.mark.skipif(not NUMBERS, reason="the number of the call is not known here")
 
 
 def _refused_from_the_start(store, rank, world):

@@ -31,6 +31,7 @@ SOURCES = [
     "heap",
     "messenger",
     "messenger_wait",
+    "numa",
     "peer_heap",
     "recorder",
     "retired",
