@@ -154,7 +154,7 @@ wheels: $(VENV)/.wheels
 	$(BIN)/python -m tools.wheels $(OPTIONS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info ringcomm/_native.*.so ringcomm/_kernels
+	rm -rf $(VENV) build dist *.egg-info ringcomm/_native.*.so ringcomm/_backend.* ringcomm/_kernels
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ringcomm bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

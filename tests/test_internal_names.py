@@ -25,10 +25,11 @@ OWN = {*ABOVE, "bench"}
 # Every name of the core that they use and that is not public, by module. A new one needs a reason.
 INTERNAL_NAMES = {
     "": "_native",
+    "c10d.backend": "build describe find",
     "c10d.calls": "OP_TYPES PendingWork",
     "c10d.comm_argument": "CommArgument find_communicator",
     "c10d.communicators": "Communicators",
-    "c10d.process_group": "ProcessGroup",
+    "c10d.process_group": "behind",
     "comm.agreement": "all_or_none check_agreement first_other unequal",
     "comm.device.launch": "DeviceCallEngine",
     "comm.device.topology": (

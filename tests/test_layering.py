@@ -67,7 +67,8 @@ KERNEL_INCLUDES |= {
     "include": {"include", *TEMPLATES},
     "host": {"include", "host", *TEMPLATES},
     "cuda": {"include", "cuda", *TEMPLATES},
-    "bindings": {"include", "host", "cuda", "bindings", *TEMPLATES},
+    "c10d": {"c10d"},
+    "bindings": {"include", "host", "cuda", "bindings", "c10d", *TEMPLATES},
 }
 SOURCE_ENDINGS = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh", ".inc"}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from ringcomm.bench import collectives
-from ringcomm.cli import COMMANDS
+from ringcomm.cli import COMMANDS, module_of
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -79,7 +79,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     if COMMANDS[name].forwards:
         return collectives.BENCH.build_parser()
     parser = argparse.ArgumentParser(prog=f"ringcomm {name}", description=COMMANDS[name].summary)
-    importlib.import_module(f"ringcomm.cli.{name}").add_arguments(parser)
+    importlib.import_module(f"ringcomm.cli.{module_of(name)}").add_arguments(parser)
     return parser
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
+from ringcomm.c10d.process_group import behind
 from ringcomm.comm.agreement import first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import GroupMember, communicator_of, is_initialized
@@ -149,9 +149,10 @@ def _sizes(axes: dict[str, int], rank: int, world_size: int) -> dict[str, int]:
 
 def _nodes(group: dist.ProcessGroup) -> list[int]:
     """Returns the node of each rank; all are of one where the backend does not know."""
-    if not isinstance(group, RingcommGroup):
+    ours = behind(group)
+    if ours is None:
         return [0] * group.size()
-    comm = group.communicator
+    comm = ours.communicator
     return [comm.node_of(rank) for rank in range(comm.world_size)]
 
 
@@ -303,8 +304,9 @@ def _over(
     group: dist.ProcessGroup, operation: str, device: torch.device | str
 ) -> Communicator | None:
     """The group's communicator of a device; None for a group of this rank that has none."""
-    if isinstance(group, RingcommGroup):
-        return group.communicator_on(device)
+    ours = behind(group)
+    if ours is not None:
+        return ours.communicator_on(device)
     if group.size() == 1:
         return None
     index = find_device(device, operation)

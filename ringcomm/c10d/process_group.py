@@ -16,6 +16,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend as BackendOfTorch
 from torch.distributed import (
     BackendConfig,
     P2POp,
@@ -29,6 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import BarrierOptions, GroupName
 
 from ringcomm import cuda, memory
+from ringcomm.c10d.backend import BACKEND_VARIABLE, is_asked_for, load
 from ringcomm.c10d.calls import (
     BACKEND_NAME,
     OP_TYPES,
@@ -46,6 +48,7 @@ from ringcomm.c10d.calls import (
 from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.functions import find_behind_by
 from ringcomm.comm.host.arguments import (
     CallChecks,
     is_watched,
@@ -68,7 +71,7 @@ from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import FIRST_POLL_S, LAST_POLL_S, launch_attempt
 from ringcomm.rendezvous.same_node import Lookout
 
-__all__ = ["create_process_group"]
+__all__ = ["behind", "create_process_group"]
 
 
 # ---- The barriers of the process group: on the host, on devices, and one that says who is missing
@@ -380,8 +383,8 @@ class PeerToPeer(Calls):
 
 def create_process_group(
     group: Any, pg_options: Any, kind: type[Communicators] = Communicators
-) -> ProcessGroup:
-    """The process group of this rank; every member of the new group calls it.
+) -> Any:
+    """What makes the calls of this rank; every member of the new group calls it.
 
     Args:
         group: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout,
@@ -389,12 +392,23 @@ def create_process_group(
         pg_options: a ``ringcomm.CommOptions`` or None. Its timeout yields to the group's.
         kind: how the group finds its communicators.
 
+    Returns:
+        The process group, which torch takes for the whole group; or a backend of it, for the
+        devices that name ringcomm, where others name another backend.
+
     Raises:
         ArgumentError: ``pg_options`` is something else.
-        UnsupportedError: the group mixes ringcomm with another backend.
+        UnsupportedError: the group mixes ringcomm with another backend, and the C++ backend is
+            not built.
         RendezvousError: the members did not find each other within the timeout.
     """
-    _refuse_other_backends()
+    config, outer = _being_made(sys._getframe(1))
+    others = _other_backends(config)
+    native = _native_backend(config, others)
+    if native is not None and (made := _backend_behind(outer)) is not None:
+        return made  # for another device of the same group
+    if others and isinstance(pg_options, BackendOfTorch.Options):
+        pg_options = None  # of another backend: torch hands the same ones to each
     if pg_options is not None and not isinstance(pg_options, CommOptions):
         raise ArgumentError(
             f"init_process_group on rank {group.group_rank} of {group.group_size}: pg_options of "
@@ -412,49 +426,142 @@ def create_process_group(
     )
     admit_ringcomm_to_monitored_barrier()
     admit_ringcomm_to_batches()
-    return ProcessGroup(group.store, communicators)
+    made = ProcessGroup(group.store, communicators)
+    if native is None:
+        return made
+    made._set_group_name(group.group_id)
+    find_behind_by(_communicator_behind)
+    if outer is not None and outer.name() == _UNDEFINED:
+        # As torch means to do for a plugin, but does not recognise: it would warn in the end.
+        outer._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    return native(made, _Splits(native))
+
+
+# What torch calls the default backend of a group that has none.
+_UNDEFINED = "undefined"
+
+
+def _being_made(frame: FrameType | None) -> tuple[BackendConfig | None, Any]:
+    """Returns the backends that torch makes a group of, and the group.
+
+    torch takes a process group that a creator returns as the whole group, for all devices, and
+    drops the other backends without a word. The creator is not told of them, so this reads them
+    where torch keeps them: local variables of ``_new_process_group_helper``.
+    """
+    while frame is not None:
+        config = frame.f_locals.get("backend_config")
+        if isinstance(config, BackendConfig):
+            return config, frame.f_locals.get("pg")
+        frame = frame.f_back
+    return None, None
+
+
+def _other_backends(config: BackendConfig | None) -> dict[str, str]:
+    """Returns the backends that are not ringcomm, by type of device."""
+    if config is None:
+        return {}
+    return {
+        device: name
+        for device, name in config.get_device_backend_map().items()
+        if name != BACKEND_NAME
+    }
+
+
+def _native_backend(config: BackendConfig | None, others: dict[str, str]) -> Any:
+    """Returns the class of the C++ backend, if the group needs it or the user asks for it.
+
+    Raises:
+        UnsupportedError: it is not built.
+    """
+    if others:
+        return load(
+            f"init_process_group({config!r}): a group that {BACKEND_NAME} shares with another "
+            f"backend ({others})",
+            f'or write init_process_group("{BACKEND_NAME}"), which serves every device, and make a '
+            "second group for the other devices, as in "
+            f"new_group(backend={next(iter(others.values()))!r})",
+        )
+    if config is not None and is_asked_for():
+        return load(f"{BACKEND_VARIABLE}=native")
+    return None
+
+
+def _backend_behind(group: Any) -> Any:
+    """Returns the C++ backend of ringcomm that a group of torch has for some device; or None."""
+    if type(group) is not dist.ProcessGroup:
+        return None  # a class of Python serves all its devices itself
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if isinstance(getattr(backend, "group", None), ProcessGroup):
+            return backend
+    return None
+
+
+def behind(group: Any, device: torch.device | None = None) -> ProcessGroup | None:
+    """Returns the process group of ringcomm that makes the calls of a group of torch.
+
+    Args:
+        group: of any backends.
+        device: of the calls' tensors; None: of any kind.
+
+    Returns:
+        None where another backend makes them.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    backend = _backend_behind(group)
+    if backend is None or device is None:
+        return None if backend is None else cast(ProcessGroup, backend.group)
+    if all(each.type != device.type for each in group._device_types):
+        return None
+    serving = group._get_backend(device)
+    serving = getattr(serving, "wrapped_pg", serving)
+    return cast(ProcessGroup, backend.group) if serving is backend else None
 
 
 def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
     """Returns the default group's communicator, of which torch makes a group of these members.
 
-    None where the default group itself is made, or is of another backend.
+    None where the default group itself is made, or is of other backends.
     """
     world = dist.group.WORLD if members and dist.is_initialized() else None
-    return (world.communicator, members) if isinstance(world, ProcessGroup) else None
+    parent = behind(world)
+    return None if parent is None else (parent.communicator, members)
 
 
-def _refuse_other_backends() -> None:
-    """Raises when the group is also to have a backend that is not ringcomm.
+def _communicator_behind(group: Any) -> Communicator | None:
+    """Returns the host's communicator of a group, if ringcomm makes its calls."""
+    ours = behind(group)
+    return None if ours is None else ours.communicator
 
-    torch takes a process group that a creator returns as the whole group, for all devices, and
-    drops the other backends without a word. The creator is not told of them, so this reads them
-    where torch keeps them: the local ``backend_config`` of ``_new_process_group_helper``.
+
+class _Splits:
+    """Makes the C++ backends of some members of a group; only they call it.
+
+    Args:
+        native: the class of the backends.
     """
-    config = _backend_config(sys._getframe(1))
-    if config is None:
-        return
-    others = {
-        device: name
-        for device, name in config.get_device_backend_map().items()
-        if name != BACKEND_NAME
-    }
-    if others:
-        raise UnsupportedError(
-            f"init_process_group({config!r}): {BACKEND_NAME} cannot share a group with another "
-            f"backend ({others}), since a group of {BACKEND_NAME} serves every device by itself. "
-            f'Write init_process_group("{BACKEND_NAME}") and make a second group for the other '
-            f"devices, as in new_group(backend={next(iter(others.values()))!r})."
-        )
 
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._latest: tuple[Store, Any] | None = None
 
-def _backend_config(frame: FrameType | None) -> BackendConfig | None:
-    while frame is not None:
-        config = frame.f_locals.get("backend_config")
-        if isinstance(config, BackendConfig):
-            return config
-        frame = frame.f_back
-    return None
+    def __call__(
+        self, group: ProcessGroup, store: Store, ranks: list[int], timeout: timedelta
+    ) -> Any:
+        """Returns the backend of a new group.
+
+        Args:
+            group: of all ranks.
+            store: of the new group. torch splits once for each type of device, with one store.
+            ranks: of ``group``, by rank in the new one.
+            timeout: of the new group.
+        """
+        if self._latest is None or self._latest[0] is not store:
+            child = group.split_group(ranks, timeout)
+            self._latest = store, child and self._native(child, _Splits(self._native))
+        return self._latest[1]
 
 
 _of_torch = distributed_c10d.batch_isend_irecv
@@ -467,9 +574,10 @@ _NO_GRAPH = "messages and monitored barriers of ringcomm run between the graphs 
 def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     distributed_c10d._check_p2p_op_list(p2p_op_list)
     group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
-    if not isinstance(group, ProcessGroup) or group.is_on_host(tensor, "batch_isend_irecv"):
+    ours = behind(group, tensor.device)
+    if ours is None or ours.is_on_host(tensor, "batch_isend_irecv"):
         return _of_torch(p2p_op_list)
-    return [group.batch(p2p_op_list)]
+    return [ours.batch(p2p_op_list)]
 
 
 def admit_ringcomm_to_batches() -> None:
@@ -504,11 +612,11 @@ def admit_ringcomm_to_monitored_barrier() -> None:
         wait_all_ranks: bool = False,
     ) -> None:
 
-        chosen = dist.group.WORLD if group is None else group
-        if not isinstance(chosen, ProcessGroup):
+        ours = behind(dist.group.WORLD if group is None else group, _CPU)
+        if ours is None:
             original(group, timeout, wait_all_ranks)
             return
-        chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        ours.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     distributed_c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier

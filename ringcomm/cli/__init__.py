@@ -42,6 +42,9 @@ class Entry:
 
 COMMANDS = {
     "bench": Entry("time collectives against Gloo and MPI", forwards=True),
+    "build-backend": Entry(
+        "compile the C++ backend, by which a group has other backends beside it"
+    ),
     "convert": Entry("make a checkpoint of DeepSpeed or of torch one that zero.load() reads"),
     "demo": Entry(
         "check and time every collective, then train a small model on ringcomm and on Gloo"
@@ -127,9 +130,14 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
         else:
             subparser = subparsers.add_parser(name, help=entry.summary, description=entry.summary)
         if name == chosen:
-            module = cast(Subcommand, importlib.import_module(f"ringcomm.cli.{name}"))
+            module = cast(Subcommand, importlib.import_module(f"ringcomm.cli.{module_of(name)}"))
             module.add_arguments(subparser)
     return parser, module
+
+
+def module_of(command: str) -> str:
+    """Returns the name of a command's module, in this package."""
+    return command.replace("-", "_")
 
 
 def table_lines(

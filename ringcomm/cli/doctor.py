@@ -98,6 +98,14 @@ def check_threads() -> Finding:
     return Finding("threads", OK, text)
 
 
+def check_backend() -> Finding:
+    """The C++ backend of ``torch.distributed``, and what serves groups of ringcomm alone."""
+    from ringcomm.c10d.backend import describe
+
+    value, advice = describe()
+    return Finding("C++ backend", NOTE if advice else OK, value, advice)
+
+
 def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
     """``meminfo`` is the text of /proc/meminfo, ``limit_bytes`` what the control group allows."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
@@ -390,6 +398,7 @@ def examine() -> Iterable[Finding]:
     yield native
     yield check_cores()
     yield check_threads()
+    yield check_backend()
     yield check_memory(Path("/proc/meminfo").read_text(), memory_limit_bytes())
     yield check_numa()
     if Path("/dev/shm").exists():

@@ -90,9 +90,32 @@ def default_communicator(operation: str) -> Communicator:
 
 def _of_torchs_default() -> Communicator | None:
     """Returns the communicator of the default group of ``torch.distributed``, if it has one."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    behind = getattr(group, "communicator", None)
-    return behind if isinstance(behind, Communicator) else None
+    return communicator_behind(dist.group.WORLD) if dist.is_initialized() else None
+
+
+_finders: list[Callable[[ProcessGroup], Communicator | None]] = []
+
+
+def find_behind_by(finder: Callable[[ProcessGroup], Communicator | None]) -> None:
+    """Has a function look for the communicator of process groups of torch's own class.
+
+    The package that makes such groups over communicators knows where theirs are.
+    """
+    if finder not in _finders:
+        _finders.append(finder)
+
+
+def communicator_behind(group: Any) -> Communicator | None:
+    """Returns the host's communicator of a process group of torch, or None.
+
+    None: neither the group is of ringcomm nor one of its backends.
+    """
+    found = getattr(group, "communicator", None)
+    if isinstance(found, Communicator):
+        return found
+    if type(group) is not dist.ProcessGroup:
+        return None
+    return next((comm for find in _finders if (comm := find(group)) is not None), None)
 
 
 def _torchs_default_in_words() -> str:
@@ -124,9 +147,9 @@ def communicator_of(group: Any, operation: str) -> Communicator:
         )
     if callable(getattr(group, "get_group", None)):
         return communicator_of(group_of_mesh(group, operation), operation)
-    behind = getattr(group, "communicator", None)
-    if isinstance(behind, Communicator):
-        return behind
+    found = communicator_behind(group)
+    if found is not None:
+        return found
     raise ArgumentError(
         f"{operation}: expected a ringcomm.Communicator as the group, a process group of the "
         f'backend "ringcomm" or a DeviceMesh of one dimension, got {type(group).__name__}'

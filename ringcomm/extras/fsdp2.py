@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ringcomm import memory
 from ringcomm.c10d.calls import OP_TYPES, PendingWork
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
+from ringcomm.c10d.process_group import behind
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.engine import Work as StartedWork
 from ringcomm.comm.host.options import CommOptions
@@ -155,21 +155,21 @@ class _Connections:
         """Makes a group ready for tensors on ``device``; all its members call it."""
         if group.size() == 1:  # FSDP2 copies, and calls nothing
             return
-        if isinstance(group, RingcommGroup):
+        if ours := behind(group):
             if self._options is not None:
                 raise ArgumentError(
                     f"fsdp2.plug on rank {group.rank()} of {group.size()}: options: expected None "
                     'for a group of the backend "ringcomm", which has its communicator; pass them '
                     "to init_process_group(pg_options=...)"
                 )
-            group.communicator_on(device)
+            ours.communicator_on(device)
         else:
             self._of_foreign(group).of((torch.empty(0, device=device),), "fsdp2.plug")
 
     def of(self, group: ProcessGroup, tensor: Tensor, operation: str) -> Communicator:
         """The communicator of a group, for tensors where ``tensor`` is."""
-        if isinstance(group, RingcommGroup):
-            return group.communicator_on(tensor.device)
+        if ours := behind(group):
+            return ours.communicator_on(tensor.device)
         return self._of_foreign(group).of((tensor,), operation)
 
     def _of_foreign(self, group: ProcessGroup) -> Communicators:

@@ -24,6 +24,7 @@ from ringcomm.comm.agreement import first_other, gather_bytes, unequal
 from ringcomm.comm.communicator import Communicator, live_at
 from ringcomm.comm.functions import (
     Group,
+    communicator_behind,
     communicator_of,
     default_communicator,
     group_of_mesh,
@@ -472,8 +473,7 @@ def key_of_group(name: str) -> str:
 
 def communicator_named(name: str) -> Communicator | None:
     """The host's communicator of the process group of this name, if it is of the backend."""
-    behind = getattr(_resolve_process_group(GroupName(name)), "communicator", None)
-    return behind if isinstance(behind, Communicator) else None
+    return communicator_behind(_resolve_process_group(GroupName(name)))
 
 
 def groups_of_the_backend() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import ringcomm
 from ringcomm import ArgumentError, CheckpointError, zero
 from ringcomm.bench import collectives
-from ringcomm.cli import COMMANDS, demo, main
+from ringcomm.cli import COMMANDS, demo, main, module_of
 from ringcomm.cli.output import write_file
 from ringcomm.comm.recorder import reader
 from ringcomm.zero.checkpoint import Checkpoints
@@ -155,7 +155,7 @@ def test_every_argument_that_may_be_a_path_is_tried():
     found = set()
     for command in COMMANDS:
         parser = argparse.ArgumentParser(add_help=False)
-        importlib.import_module(f"ringcomm.cli.{command}").add_arguments(parser)
+        importlib.import_module(f"ringcomm.cli.{module_of(command)}").add_arguments(parser)
         for action in parser._actions:
             is_text = action.type in (None, str, Path) and action.nargs != 0
             if is_text and not action.choices:

@@ -161,9 +161,9 @@ def test_the_page_of_variables_has_all_that_are_read():
 
 def test_the_page_of_commands_has_all_their_options():
     page = site_pages.commands_help()
-    sections = re.split(r"^## ringcomm (\w+)$", page, flags=re.MULTILINE)
+    sections = re.split(r"^## ringcomm ([\w-]+)$", page, flags=re.MULTILINE)
     helps = dict(zip(sections[1::2], sections[2::2], strict=True))
-    assert len(helps) == 9 and set(helps) == set(COMMANDS)
+    assert len(helps) == 10 and set(helps) == set(COMMANDS)
     for name, shown in helps.items():
         for parser in site_pages._with_subcommands(site_pages.parser_of(name)):
             for action in parser._actions:

@@ -47,17 +47,20 @@ class Setting:
         backend: of ``init_process_group``.
         nodes: how many equal nodes the ranks say that they are on, in order; 1: they say nothing.
         options: the group's ``pg_options``.
+        way: what serves groups of ringcomm, "python" or "native".
     """
 
     backend: str
     nodes: int = 1
     options: CommOptions | None = None
+    way: str = "python"
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """The variables of a rank."""
-        if self.nodes == 1:
-            return {}
-        return {"RINGCOMM_NODE_ID": f"node{rank * self.nodes // world_size}"}
+        variables = {"RINGCOMM_BACKEND": self.way}
+        if self.nodes > 1:
+            variables["RINGCOMM_NODE_ID"] = f"node{rank * self.nodes // world_size}"
+        return variables
 
 
 def default_group() -> Any:
@@ -205,13 +208,13 @@ class RankPool:
         self._runs = 0
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, check: Check, backend: str = "ringcomm") -> None:
+    def run(self, check: Check, backend: str = "ringcomm", way: str = "python") -> None:
         """Runs ``check(rank, world_size)`` on all ranks, in a default group of ``backend``."""
-        self._run((Setting(backend),), check)
+        self._run((Setting(backend, way=way),), check)
 
-    def compare(self, check: Check) -> None:
+    def compare(self, check: Check, way: str = "python") -> None:
         """Runs ``check`` on ringcomm and on Gloo; its results must be equal to the bit."""
-        self._run((Setting("ringcomm"), Setting("gloo")), check)
+        self._run((Setting("ringcomm", way=way), Setting("gloo")), check)
 
     def compare_nodes(self, check: Check, sum_group_size: int = 2) -> None:
         """Runs ``check`` over two nodes and on one; the results must be equal to the bit.

@@ -1,0 +1,264 @@
+// The backend of torch.distributed in C++: torch's dispatcher calls it, and it calls the process
+// group in Python (ringcomm/c10d/process_group.py), which it owns.
+//
+// Everything that a call means stands in Python alone: checks, order, deadlines, errors and the
+// flight recorder. An exception of Python passes through torch's C++ as py::error_already_set, so
+// the caller gets the same object.
+//
+// It binds to one Python and one torch. `ringcomm build-backend` compiles it.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace ringcomm::torch_backend {
+namespace {
+
+using c10d::Work;
+using WorkPtr = c10::intrusive_ptr<Work>;
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
+using Milliseconds = std::chrono::milliseconds;
+
+// An object of Python, which any thread may drop.
+class Owned {
+ public:
+  explicit Owned(py::object object) : object_(std::move(object)) {}
+  ~Owned() {
+    // Whoever still holds one when the interpreter has ended leaves it to the end of the process.
+    if (!Py_IsInitialized()) {
+      static_cast<void>(object_.release());
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    object_ = py::object();
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+
+  const py::object& operator*() const { return object_; }
+
+ private:
+  py::object object_;
+};
+
+// The work that Python returned, with all its methods. torch's own holder of such a work knows
+// `wait` and `get_future` alone.
+class ForwardedWork : public Work {
+ public:
+  ForwardedWork(py::object work, c10d::OpType op)
+      : Work(-1, op), inner_(work.cast<WorkPtr>()), work_(std::move(work)) {}
+
+  bool wait(Milliseconds timeout) override { return inner_->wait(timeout); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
+  bool isCompleted() override { return ask<bool>("is_completed"); }
+  bool isSuccess() const override { return ask<bool>("is_success"); }
+  int sourceRank() const override { return ask<int>("source_rank"); }
+  Tensors result() override { return ask<Tensors>("result"); }
+  void synchronize() override {
+    const py::gil_scoped_acquire gil;
+    (*work_).attr("synchronize")();
+  }
+  std::exception_ptr exception() const override {
+    const py::gil_scoped_acquire gil;
+    const py::object error = (*work_).attr("exception")();
+    if (error.is_none()) return nullptr;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    return std::make_exception_ptr(py::error_already_set());
+  }
+
+ private:
+  template <class Answer>
+  Answer ask(const char* method) const {
+    const py::gil_scoped_acquire gil;
+    return (*work_).attr(method)().template cast<Answer>();
+  }
+
+  WorkPtr inner_;  // the same one, which virtual calls take to Python
+  Owned work_;
+};
+
+WorkPtr forwarded_work(py::object work) {
+  const auto op = c10d::OpType(work.attr("_get_op_type")().cast<int>());
+  return c10::make_intrusive<ForwardedWork>(std::move(work), op);
+}
+
+class Backend : public c10d::Backend {
+ public:
+  Backend(py::object group, py::object split)
+      : c10d::Backend(group.attr("rank")().cast<int>(), group.attr("size")().cast<int>()),
+        group_(std::move(group)),
+        split_(std::move(split)) {}
+
+  py::object group() const { return *group_; }
+  py::object communicator() const { return (*group_).attr("communicator"); }
+
+  const std::string getBackendName() const override { return "ringcomm"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    const py::gil_scoped_acquire gil;
+    const auto timeout = communicator().attr("timeout").cast<Milliseconds>();
+    return c10::make_intrusive<Options>("ringcomm", timeout);
+  }
+  bool supportsSplitting() const override { return true; }
+  void setTimeout(Milliseconds timeout) override { tell("set_timeout", timeout); }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return forwarded("allreduce", tensors, opts);
+  }
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return forwarded("allreduce", tensors, opts);
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override {
+    return forwarded("allreduce_coalesced", tensors, opts);
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    return forwarded("broadcast", tensors, opts);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    return forwarded("reduce", tensors, opts);
+  }
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override {
+    return forwarded("allgather", outputs, inputs, opts);
+  }
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override {
+    return forwarded("allgather_coalesced", outputs, inputs, opts);
+  }
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    return forwarded("gather", outputs, inputs, opts);
+  }
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& opts) override {
+    return forwarded("scatter", outputs, inputs, opts);
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& opts) override {
+    return forwarded("reduce_scatter", outputs, inputs, opts);
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    return forwarded("alltoall", outputs, inputs, opts);
+  }
+
+  // torch has renamed these methods, in the class that Python sees first: of the two names of each,
+  // its own headers say which one is virtual.
+  // clang-format off
+  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& opts) {
+    return all_gather_single(out, in, opts);
+  }
+  WorkPtr all_gather_single(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& opts) {
+    return forwarded("all_gather_single", out, in, opts);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                               const c10d::ReduceScatterOptions& opts) {
+    return reduce_scatter_single(out, in, opts);
+  }
+  WorkPtr reduce_scatter_single(at::Tensor& out, at::Tensor& in,
+                                const c10d::ReduceScatterOptions& opts) {
+    return forwarded("reduce_scatter_single", out, in, opts);
+  }
+  WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
+                        std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& opts) {
+    return all_to_all_single(out, in, out_splits, in_splits, opts);
+  }
+  WorkPtr all_to_all_single(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
+                            std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& opts) {
+    return forwarded("all_to_all_single", out, in, out_splits, in_splits, opts);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                          const c10d::AllgatherOptions& opts) {
+    return all_gather_single_coalesced(outs, ins, opts);
+  }
+  WorkPtr all_gather_single_coalesced(Tensors& outs, Tensors& ins,
+                                      const c10d::AllgatherOptions& opts) {
+    return forwarded("all_gather_single_coalesced", outs, ins, opts);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                          const c10d::ReduceScatterOptions& opts) {
+    return reduce_scatter_single_coalesced(outs, ins, opts);
+  }
+  WorkPtr reduce_scatter_single_coalesced(Tensors& outs, Tensors& ins,
+                                          const c10d::ReduceScatterOptions& opts) {
+    return forwarded("reduce_scatter_single_coalesced", outs, ins, opts);
+  }
+  // clang-format on
+
+  WorkPtr send(Tensors& tensors, int to, int tag) override {
+    return forwarded("send", tensors, to, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int from, int tag) override {
+    return forwarded("recv", tensors, from, tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return forwarded("recv_anysource", tensors, tag);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override { return forwarded("barrier", opts); }
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+    const bool has_timeout = opts.timeout != c10d::kUnsetTimeout;
+    tell("monitored_barrier", has_timeout ? std::optional(opts.timeout) : std::nullopt,
+         wait_all_ranks);
+  }
+
+  void startCoalescing() override { tell("_start_coalescing", std::nullopt); }
+  WorkPtr endCoalescing() override { return forwarded("_end_coalescing", std::nullopt); }
+  void waitForPendingWorks() override { tell("_wait_for_pending_works"); }
+  void setSequenceNumberForGroup() override { tell("_set_sequence_number_for_group"); }
+  uint64_t getSequenceNumberForGroup() override {
+    const py::gil_scoped_acquire gil;
+    return (*group_).attr("_get_sequence_number_for_group")().cast<uint64_t>();
+  }
+  void eagerConnectSingleDevice(at::Device device) override {
+    tell("eager_connect_single_device", device);
+  }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& opts) override {
+    const py::gil_scoped_acquire gil;
+    const auto timeout = opts ? opts->timeout : getBackendOptions()->timeout;
+    const py::object child = (*split_)(*group_, store, ranks, timeout);
+    if (child.is_none()) return nullptr;
+    return child.cast<c10::intrusive_ptr<c10d::Backend>>();
+  }
+
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long elems, at::TensorOptions options) override {
+    const py::gil_scoped_acquire gil;
+    const auto how = py::dict(py::arg("dtype") = options.dtype().toScalarType(),
+                              py::arg("device") = options.device());
+    return (*group_).attr("allocate_tensor")(elems, **how).cast<at::Tensor>();
+  }
+
+  void abort() override { tell("abort"); }
+  void shutdown() override { tell("shutdown"); }
+
+ private:
+  // These call a method of the process group. torch's dispatcher has told autograd of the call, and
+  // below it the process group does not do so again.
+  template <class... Args>
+  WorkPtr forwarded(const char* method, const Args&... args) const {
+    const at::AutoDispatchBelowAutograd below;
+    const py::gil_scoped_acquire gil;
+    return forwarded_work((*group_).attr(method)(args...));
+  }
+  template <class... Args>
+  void tell(const char* method, const Args&... args) const {
+    const py::gil_scoped_acquire gil;
+    (*group_).attr(method)(args...);
+  }
+
+  Owned group_, split_;
+};
+
+}  // namespace
+}  // namespace ringcomm::torch_backend
+
+PYBIND11_MODULE(_backend, m) {
+  using ringcomm::torch_backend::Backend;
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
+      .def(py::init<py::object, py::object>())
+      .def_property_readonly("group", &Backend::group)
+      .def_property_readonly("communicator", &Backend::communicator)
+      // What a split hands to its child: no options, so that the child takes the defaults.
+      .def_property_readonly("options", [](const Backend&) { return py::none(); });
+}

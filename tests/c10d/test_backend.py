@@ -1,0 +1,464 @@
+"""The C++ backend: groups that it shares with others, what torch sees of its calls, its build."""
+
+import datetime
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from contextlib import closing
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
+
+import ringcomm
+from ringcomm.c10d import backend
+from ringcomm.c10d.comm_argument import find_communicator
+from ringcomm.c10d.process_group import ProcessGroup, behind
+from ringcomm.cli import doctor
+from ringcomm.errors import (
+    AbortedError,
+    ArgumentError,
+    CollectiveTimeout,
+    ForkError,
+    MismatchError,
+    RingcommError,
+    UnsupportedError,
+)
+from tests.c10d import test_collectives, test_ddp, test_dispatch, test_groups
+from tests.support import ROOT
+from tests.support.compiler import COMPILER
+from tests.support.rank_pool import RankPool, default_group
+
+MIXED = "cpu:ringcomm,cuda:gloo"
+CPU = torch.device("cpu")
+SHORT = datetime.timedelta(seconds=0.3)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built() -> Path:
+    """The library, which the ranks find beside the package."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return backend.build()
+
+
+def our_group(group=None):
+    """The process group in Python behind one of torch."""
+    group = group or default_group()
+    assert type(group) is dist.ProcessGroup
+    found = behind(group)
+    assert isinstance(found, ProcessGroup)
+    return found
+
+
+# ---- groups ------------------------------------------------------------------------------------
+
+
+def shared_with_gloo(rank, world_size):
+    world = default_group()
+    assert dist.get_backend() == MIXED
+    ours, theirs = (world._get_backend(torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert ours.group is our_group() and ours.name() == "ringcomm" and theirs.name() == "gloo"
+    assert test_groups.total(None, rank) == sum(range(world_size))
+    dist.barrier()
+    dist.monitored_barrier()
+    objects = [None] * world_size
+    dist.all_gather_object(objects, rank)
+    assert objects == list(range(world_size))
+    pair = dist.new_group([1, 0])
+    assert test_groups.total(pair, rank) == 1 and our_group(pair).group_name == pair.group_name
+    other = dist.new_group(backend="gloo")
+    assert behind(other) is None and test_groups.total(other, rank) == 1
+    alone = dist.new_group(backend="ringcomm")
+    assert isinstance(alone, ProcessGroup) and test_groups.total(alone, rank) == 1
+
+
+def beside_gloo(rank, world_size):
+    """Gloo serves the CPU; ringcomm finds its own communicator for the CPU all the same."""
+    world = default_group()
+    assert test_groups.total(None, rank) == 1
+    assert behind(world, CPU) is None and behind(world, torch.device("cuda")) is behind(world)
+    assert behind(world, torch.device("meta")) is None
+    assert behind(world)._get_sequence_number_for_group() == 0
+    tensor = torch.ones(2)
+    ringcomm.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2]
+
+
+def found_by_ringcomm(rank, world_size):
+    """Whatever of ringcomm takes a group of torch takes one of a C++ backend."""
+    host = our_group().communicator
+    tensor = torch.ones(2)
+    ringcomm.all_reduce(tensor)
+    ringcomm.all_reduce(tensor, group=default_group())
+    mesh = init_device_mesh("cpu", (world_size,))
+    assert find_communicator(mesh, "test", CPU) is host
+    assert find_communicator(None, "test", CPU) is host
+    assert ringcomm.Mesh(dp=world_size).get_group().size() == world_size
+    summed = ringcomm.functional.all_reduce(tensor, group=default_group())
+    assert summed.tolist() == [world_size**3] * 2
+    module = torch.nn.Linear(4, 4)
+    ringcomm.zero.shard(module, stage=1, comm=mesh)
+    module(torch.ones(2, 4)).sum().backward()
+
+
+def splits(rank, world_size):
+    world = default_group()
+    half = world.split_group([rank], timeout=datetime.timedelta(seconds=7), group_name=f"r{rank}")
+    assert half.size() == 1 and half.group_name == f"r{rank}"
+    assert our_group(half).communicator.timeout == datetime.timedelta(seconds=7)
+    both = world.split_group([0, 1], group_name="both")
+    assert type(both) is dist.ProcessGroup
+    tensor = torch.tensor([rank + 1])
+    both.allreduce([tensor]).wait()
+    assert tensor.tolist() == [3]
+    both.shutdown()
+
+
+def one_for_both_devices(rank, world_size):
+    world = default_group()
+    assert world._get_backend(CPU) is world._get_backend(torch.device("cuda"))
+    both = world.split_group([0, 1], group_name="both")
+    assert our_group(both) is both._get_backend(torch.device("cuda")).group
+    assert test_groups.total(None, rank) == 1
+
+
+def ends(rank, world_size):
+    groups = [default_group(), dist.new_group()]
+    communicators = [our_group(group).communicator for group in groups]
+    dist.destroy_process_group(groups[1])
+    with pytest.raises(AbortedError, match="closed"):
+        groups[1].allreduce([torch.ones(1)])
+    assert test_groups.total(None, rank) == 1
+    groups[0].shutdown()
+    assert all(each.aborted for each in communicators)
+
+
+@pytest.mark.parametrize("check", [shared_with_gloo, found_by_ringcomm, ends])
+def test_a_mixed_group(two_ranks, check):
+    two_ranks.run(check, MIXED)
+
+
+def test_a_mixed_group_with_gloo_for_the_cpu(two_ranks):
+    two_ranks.run(beside_gloo, "cpu:gloo,cuda:ringcomm")
+
+
+@pytest.mark.parametrize("check", [splits, one_for_both_devices])
+def test_native(two_ranks, check):
+    two_ranks.run(check, way="native")
+
+
+# ---- the calls of the Python class, made through the dispatcher ----------------------------------
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_collectives.all_reduce,
+        test_collectives.rooted,
+        test_collectives.gathers_and_scatters,
+        test_collectives.exchanges,
+        test_collectives.asynchronous,
+        test_collectives.messages,
+        test_collectives.objects,
+        test_collectives.sparse,
+        test_groups.subgroups,
+    ],
+)
+def test_against_gloo(four_ranks, check):
+    four_ranks.compare(check, way="native")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_collectives.coalesced,
+        test_collectives.lists_of_uneven_tensors,
+        test_collectives.layouts,
+        test_collectives.movement_of_8_bit_floats,
+        test_collectives.ops_that_gloo_lacks,
+        test_collectives.timeouts,
+        test_collectives.versions,
+        test_dispatch.op_types,
+        test_dispatch.same_without_modes,
+    ],
+)
+def test_as_the_python_class(two_ranks, check):
+    two_ranks.run(check, way="native")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_groups.aborted,
+        test_groups.failures_reach_futures,
+        test_groups.monitored_barriers,
+        test_groups.one_rank_misses_a_monitored_barrier,
+    ],
+)
+def test_groups_as_the_python_class(four_ranks, check):
+    four_ranks.run(check, way="native")
+
+
+def test_a_rank_dies_in_the_backward_pass():
+    with closing(RankPool(2)) as pool, pytest.raises(AssertionError) as raised:
+        pool.run(test_ddp.a_rank_dies, way="native")
+    assert str(raised.value) == "rank 1: the process died"
+
+
+# ---- what torch sees -----------------------------------------------------------------------------
+
+
+def step(x):
+    y = x * 2
+    dist.all_reduce(y)
+    gathered = y.new_zeros(2 * len(y))
+    dist.all_gather_into_tensor(gathered, y)
+    return gathered
+
+
+def traced(rank, world_size):
+    """Fake tensors, graphs, the profiler and CommDebugMode have what they have of Gloo."""
+    results: list[object] = []
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+        results.append(step(fake).shape)
+    graph = make_fx(step)(torch.ones(2))
+    results.append([str(node.target) for node in graph.graph.nodes])
+    with CommDebugMode() as counts:
+        step(torch.ones(2))
+    results.append(counts.get_total_counts())
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step(torch.ones(2))
+    names = {event.name for event in profiled.events() or ()}
+    results.append(sorted(name for name in names if name.startswith("c10d::")))
+    return results
+
+
+def coalesced_warns(rank, world_size):
+    def call(y):
+        dist.all_reduce_coalesced([y])
+        return [y]
+
+    return test_dispatch._warned(call)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "check", [test_dispatch.under_modes, test_dispatch.backward_warns, traced, coalesced_warns]
+)
+def test_torch_sees_it_as_gloo(two_ranks, check):
+    two_ranks.compare(check, way="native")
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def errors(rank, world_size):
+    """Their types and words are those of Python, from a call and from its work."""
+    with pytest.raises(ArgumentError, match=r"all_gather_into_tensor on rank \d of 2: "):
+        dist.all_gather_into_tensor(torch.empty(3), torch.ones(2))
+    group = dist.new_group(timeout=SHORT)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        with pytest.raises(CollectiveTimeout, match="all_reduce on rank 0 of 2") as raised:
+            work.wait()
+        assert work.is_completed() and not work.is_success()
+        assert (
+            "work = dist.all_reduce" in Path(__file__).read_text().splitlines()[_line(raised) - 1]
+        )
+        with pytest.raises(RingcommError, match="unusable"):
+            dist.all_reduce(torch.ones(4), group=group)
+    dist.barrier()
+    mismatched = dist.new_group()
+    with pytest.raises(MismatchError, match=re.escape(os.path.basename(__file__))):
+        dist.all_reduce(torch.ones(2 + rank), group=mismatched)
+
+
+def _line(raised) -> int:
+    found = re.search(rf"{re.escape(os.path.basename(__file__))}:(\d+)", str(raised.value))
+    assert found, raised.value
+    return int(found[1])
+
+
+def recorded(rank, world_size):
+    dist.all_reduce(torch.ones(2))
+    dist.barrier()
+    mine = our_group().communicator.recording().rank(rank)
+    assert mine is not None
+    found = [(each.collective, each.site.partition(":")[0]) for each in mine.collectives[-2:]]
+    assert found == [("all_reduce", __file__), ("barrier", __file__)]
+
+
+def counted(rank, world_size):
+    served = default_group()._get_backend(CPU)
+    served._set_sequence_number_for_group()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    dist.barrier(async_op=True).wait()
+    opts = dist.distributed_c10d.AllreduceOptions()
+    opts.timeout = datetime.timedelta(seconds=50)
+    default_group().allreduce([torch.ones(1)], opts).wait()
+    assert served._get_sequence_number_for_group() == 5
+
+
+def forked(rank, world_size):
+    dist.all_reduce(torch.ones(1))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+            answer = "no error"
+        except BaseException as error:
+            answer = type(error).__name__
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100).decode() == ForkError.__name__
+    dist.all_reduce(torch.ones(1))
+
+
+def interrupted(rank, world_size):
+    """Ctrl-C ends a call that waits."""
+    group = dist.new_group()
+    if rank == 0:
+        with mock.patch.object(signal, "default_int_handler"):
+            signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.ones(4), group=group)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("check", [errors, recorded, counted, forked, interrupted])
+def test_on_the_native_way(two_ranks, check):
+    two_ranks.run(check, way="native")
+
+
+# ---- the build -----------------------------------------------------------------------------------
+
+
+def not_built(rank, world_size):
+    with (
+        mock.patch("ringcomm.c10d.backend.find", return_value=None),
+        pytest.raises(UnsupportedError, match=r"RINGCOMM_BACKEND=native needs .* build-backend"),
+    ):
+        dist.new_group(backend="ringcomm")
+
+
+def test_a_missing_library_is_no_silent_fallback(two_ranks):
+    two_ranks.run(not_built, way="native")
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("RINGCOMM_BACKEND", "cpp")
+    with pytest.raises(ArgumentError, match="RINGCOMM_BACKEND: expected native or python"):
+        backend.is_asked_for()
+
+
+def test_the_doctor_says_which_is_used(built, monkeypatch):
+    monkeypatch.delenv("RINGCOMM_BACKEND", raising=False)
+    assert doctor.check_backend() == doctor.Finding(
+        "C++ backend", doctor.OK, f"{built}, for groups that ringcomm shares with another backend"
+    )
+    monkeypatch.setenv("RINGCOMM_BACKEND", "native")
+    assert doctor.check_backend().value == f"{built}, for all groups"
+    monkeypatch.setattr(backend, "find", lambda: None)
+    assert doctor.check_backend().advice == "RINGCOMM_BACKEND=native asks for it: run that"
+    monkeypatch.setenv("RINGCOMM_BACKEND", "cpp")
+    assert "expected native or python" in doctor.check_backend().advice
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """A package of its own, with the sources of this one."""
+    sources = tmp_path / "src"
+    for name in backend._SOURCES:
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_bytes((ROOT / name).read_bytes())
+    package = tmp_path / "package"
+    package.mkdir()
+    monkeypatch.setattr(backend, "source_root", lambda: sources)
+    monkeypatch.setattr(backend, "_package", lambda: package)
+    monkeypatch.setenv("RINGCOMM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_stale_library_is_not_loaded(built, copy, monkeypatch):
+    """Of other sources, another torch or another Python."""
+    (copy / "package" / built.name).write_bytes(built.read_bytes())
+    assert backend.find() is not None
+    source = copy / "src" / backend._SOURCES[0]
+    text = source.read_text()
+    source.write_text(text + "\n")
+    assert backend.find() is None
+    source.write_text(text)
+    assert backend.find() is not None
+    monkeypatch.setattr(torch.version, "git_version", "another")
+    assert backend.find() is None
+    with pytest.raises(UnsupportedError, match="run `ringcomm build-backend`"):
+        backend.load("this")
+
+
+def test_a_library_in_a_cache_that_others_may_write_is_not_loaded(built, copy):
+    cache = copy / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / built.name).write_bytes(built.read_bytes())
+    assert backend.find() == cache / built.name
+    cache.chmod(0o777)
+    assert backend.find() is None
+
+
+def test_a_damaged_library_is_worded(built, copy):
+    (copy / "package" / built.name).write_bytes(b"no library")
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded: .*--force"):
+        backend.load("this")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        ("false", "does not compile with false"),
+        ("/no/such/compiler", "/no/such/compiler does not run"),
+        (None, "expected a C\\+\\+20 compiler, found none"),
+    ],
+)
+def test_a_build_that_fails_says_why(copy, monkeypatch, compiler, words):
+    if compiler is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(UnsupportedError, match=words):
+        backend.build()
+    assert not list((copy / "package").glob("*.so*"))
+
+
+def test_missing_headers_are_named(copy, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(copy))
+    with pytest.raises(UnsupportedError, match=r"expected Python\.h in .*python3-dev"):
+        backend.build()
+
+
+def test_the_command(built):
+    done = subprocess.run(
+        [sys.executable, "-m", "ringcomm", "build-backend"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and str(built) in done.stdout
+    assert "already built for torch" in done.stdout
+    environment = {**os.environ, "CXX": "false"}
+    command = [sys.executable, "-m", "ringcomm", "build-backend", "--force"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "does not compile with false" in done.stderr
