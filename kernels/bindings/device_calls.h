@@ -237,7 +237,7 @@ int DeviceCalls::make(Prepare prepare_call) {
 }
 
 template <class Prepare>
-std::shared_ptr<DeviceEvent> DeviceCalls::start(nb::object tensors, Prepare prepare_call) {
+std::shared_ptr<DeviceEvent> DeviceCalls::start(nanobind::object tensors, Prepare prepare_call) {
   if (shared_ || behind_ == nullptr || !is_usable()) return nullptr;
   void* const stream = current_stream();
   take_turn();

@@ -533,6 +533,7 @@ NB_MODULE(_native, m) {
   bind_comm(m);
   bind_device(m);
   bind_rows(m);
+  bind_checksums(m);
   bind_scratch(m);
   bind_quantization(m);
   bind_triton(m);

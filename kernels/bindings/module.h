@@ -79,6 +79,7 @@ void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
+void bind_checksums(nanobind::module_& m);
 void bind_scratch(nanobind::module_& m);
 void bind_triton(nanobind::module_& m);
 void bind_quantization(nanobind::module_& m);

@@ -12,7 +12,6 @@
 
 #include "kernels/bindings/gil.h"
 #include "kernels/bindings/module.h"
-#include "kernels/host/crc32c.h"
 
 namespace nb = nanobind;
 
@@ -49,7 +48,7 @@ bool interrupted_on_main_thread() {
   return syscall(SYS_gettid) == getpid() && Waiter::interrupt_hook() != 0;
 }
 
-const char* name_of(ScratchEnd end) {
+const char* name_of_end(ScratchEnd end) {
   switch (end) {
     case ScratchEnd::kDone:
       return "done";
@@ -109,7 +108,7 @@ std::optional<Named<nb::any>> result_of(const NativeScratchRequest& r) {
   const ScratchResult result = r.scratch->pool->result(*r.request);
   if (result.end == ScratchEnd::kDone) return std::nullopt;
   nb::dict d;
-  d["end"] = name_of(result.end);
+  d["end"] = name_of_end(result.end);
   d["operation"] = result.is_write ? "write" : "read";
   d["errno"] = result.code;
   d["offset_bytes"] = result.offset;
@@ -143,30 +142,9 @@ uint64_t file_system_type(int fd) {
   return uint64_t(uint32_t(status.f_type));
 }
 
-void bind_sums(nb::module_& m) {
-  m.def(
-      "crc32c_ways",
-      [] {
-        std::vector<std::string> names;
-        for (const Crc32cWay* way = crc32c_ways(); way->name != nullptr; ++way)
-          names.push_back(way->name);
-        return names;
-      },
-      "The ways to make a CRC32C that run on this CPU, the one that is taken first.");
-  m.def(
-      "crc32c",
-      [](uintptr_t ptr, uint64_t bytes, const std::string& name) {
-        for (const Crc32cWay* way = crc32c_ways(); way->name != nullptr; ++way)
-          if (name == way->name) return way->sum(at(ptr), bytes);
-        throw nb::value_error("way: expected one of crc32c_ways()");
-      },
-      nb::arg("ptr"), nb::arg("size_bytes"), nb::arg("way"), "A test's view of the checksum.");
-}
-
 }  // namespace
 
 void bind_scratch(nb::module_& m) {
-  bind_sums(m);
   m.def("direct_alignment", &direct_alignment, nb::arg("fd"),
         "What direct I/O of this file goes by; 0: it has none; -1: the kernel does not say.");
   m.def("file_system_type", &file_system_type, nb::arg("fd"),

@@ -1,6 +1,7 @@
 // The offsets of fields in the C++ structures, for the Triton kernels (kernels/tl).
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/args.h"
+#include "kernels/host/describe.h"
 #include "ringcomm/optimizer/adamw.h"
 
 namespace nb = nanobind;

@@ -1,8 +1,8 @@
 #include "kernels/host/crc32c.h"
 
 #include <array>
-#include <cstring>
 
+#include "kernels/host/crc.h"
 #include "kernels/host/processor.h"
 
 #if defined(__aarch64__)
@@ -12,47 +12,10 @@
 namespace ringcomm::host {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
-constexpr int kTables = 8;
-using Tables = std::array<std::array<uint32_t, 256>, kTables>;
-
-// kByteTables[k][b]: what byte b does to the sum once k more bytes have followed it.
-constexpr Tables byte_tables() {
-  Tables t{};
-  for (uint32_t b = 0; b < 256; ++b) {
-    uint32_t crc = b;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? kPolynomial : 0);
-    t[0][b] = crc;
-  }
-  for (int k = 1; k < kTables; ++k)
-    for (uint32_t b = 0; b < 256; ++b) t[k][b] = (t[k - 1][b] >> 8) ^ t[0][t[k - 1][b] & 255];
-  return t;
-}
-constexpr Tables kByteTables = byte_tables();
-
-uint64_t word_at(const unsigned char* p) {
-  uint64_t word;
-  std::memcpy(&word, p, sizeof(word));
-  return word;
-}
-
-uint32_t with_byte(uint32_t crc, unsigned char byte) {
-  return (crc >> 8) ^ kByteTables[0][(crc ^ byte) & 255];
-}
-
-uint32_t with_word(uint32_t crc, uint64_t word) {
-  word ^= crc;
-  uint32_t sum = 0;
-  for (int k = 0; k < 8; ++k) sum ^= kByteTables[7 - k][(word >> (8 * k)) & 255];
-  return sum;
-}
+using Sum = Crc<0x82f63b78>;
 
 uint32_t by_tables(const void* data, uint64_t bytes) {
-  const auto* p = static_cast<const unsigned char*>(data);
-  uint32_t crc = ~uint32_t(0);
-  for (; bytes >= 8; p += 8, bytes -= 8) crc = with_word(crc, word_at(p));
-  for (; bytes > 0; ++p, --bytes) crc = with_byte(crc, *p);
-  return ~crc;
+  return ~Sum::with_bytes(~uint32_t(0), static_cast<const unsigned char*>(data), bytes);
 }
 
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -71,11 +34,8 @@ class StrandShift {
  public:
   explicit StrandShift(uint64_t strand_bytes) {
     std::array<uint32_t, 32> of_bit{};
-    for (int bit = 0; bit < 32; ++bit) {
-      uint32_t crc = uint32_t(1) << bit;
-      for (uint64_t i = 0; i < strand_bytes; ++i) crc = with_byte(crc, 0);
-      of_bit[bit] = crc;
-    }
+    const uint32_t power = Sum::power(8 * strand_bytes);
+    for (int bit = 0; bit < 32; ++bit) of_bit[bit] = Sum::product(power, uint32_t(1) << bit);
     for (int k = 0; k < 4; ++k)
       for (uint32_t b = 0; b < 256; ++b)
         for (int bit = 0; bit < 8; ++bit)
@@ -128,8 +88,7 @@ uint32_t by_instruction(const void* data, uint64_t bytes) {
   crc = by_strands<kLongStrandBytes>(crc, p, bytes);
   crc = by_strands<kShortStrandBytes>(crc, p, bytes);
   for (; bytes >= 8; p += 8, bytes -= 8) crc = instructed(crc, word_at(p));
-  for (; bytes > 0; ++p, --bytes) crc = with_byte(uint32_t(crc), *p);
-  return ~uint32_t(crc);
+  return ~Sum::with_bytes(uint32_t(crc), p, bytes);
 }
 
 bool has_instruction() {

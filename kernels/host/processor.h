@@ -13,6 +13,7 @@ namespace ringcomm {
 
 struct Processor {
   bool sse42 = false;
+  bool pclmul = false;
   bool avx2 = false;    // with FMA and BMI2
   bool avx512 = false;  // F, BW, CD, DQ and VL
 };
@@ -22,6 +23,7 @@ inline Processor find_processor() {
   unsigned a, b, c1, d, b7, c7;
   if (!__get_cpuid(1, &a, &b, &c1, &d)) return found;
   found.sse42 = c1 & bit_SSE4_2;
+  found.pclmul = c1 & bit_PCLMUL;
   if (!(c1 & bit_OSXSAVE) || !__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return found;
   unsigned saved, saved_high;  // the system's choice, which no function of C++ reads
   __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from ringcomm import _native
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from ringcomm.json_reader import decode, encode, exactly, shown, text_of
 
@@ -60,6 +61,8 @@ DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 MOST_DIMS = 64
 # Small enough that a slice is still in the cache when it is written after its checksum.
 SLICE_BYTES = 1 << 20
+# Of a file that is only summed: so many that the rank's threads take part (``worker_pool.h``).
+_SUMMED_BYTES = 8 << 20
 _HEADER_ALIGN = 8
 
 
@@ -154,7 +157,7 @@ def write_tensor_file(
             for values in entry.slices():
                 _check_dtype(path, entry, values)
                 view = bytes_of(values)
-                crc = zlib.crc32(view, crc)
+                crc = _native.crc32(values.data_ptr(), len(view), crc)
                 _write(out, view)
                 size_bytes += len(view)
             _check_size(path, entry, size_bytes - before)
@@ -182,10 +185,10 @@ def write_file(path: Path, content: bytes) -> None:
 def crc32_of(path: Path) -> str:
     """The checksum of a file's bytes."""
     crc = 0
-    buffer = memoryview(bytearray(SLICE_BYTES))
+    buffer = torch.empty(_SUMMED_BYTES, dtype=torch.uint8, device="cpu")
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
+        while count := file.readinto(bytes_of(buffer)):
+            crc = _native.crc32(buffer.data_ptr(), count, crc)
     return f"{crc:08x}"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
@@ -17,6 +15,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from ringcomm import _native
 from ringcomm.comm.agreement import all_or_none, first_other, unequal
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.engine import Work
@@ -705,9 +704,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def checksum(flat: Tensor) -> int:
     """Returns the CRC-32 of a contiguous tensor's memory."""
     here = flat.cpu()
-    # NumPy would keep the memory of the storage, which comes and goes.
-    memory = (ctypes.c_uint8 * here.nbytes).from_address(here.data_ptr())
-    return zlib.crc32(memory)
+    return _native.crc32(here.data_ptr(), here.nbytes)
 
 
 # ---- Buckets of which each rank keeps its chunk on a disk, and reads it when it is unsharded ----
