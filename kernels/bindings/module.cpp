@@ -463,6 +463,7 @@ void bind_comm(nb::module_& m) {
   bind_collectives<HostCalls>(c);
   bind_partials(m, c);
   bind_messages(m, c);
+  bind_graph_calls(m);
   bind_optimizer(m, c);
   bind_recorder(m, c);
 }

@@ -100,6 +100,7 @@ int recorded_in_turn(NativeComm& n, Call call) {
   });
 }
 
+void bind_graph_calls(nanobind::module_& m);
 void bind_optimizer(nanobind::module_& m, nanobind::class_<NativeComm>& c);
 void bind_recorder(nanobind::module_& m, nanobind::class_<NativeComm>& c);
 

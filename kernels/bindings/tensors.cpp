@@ -149,6 +149,12 @@ bool may_be_lazy(nb::handle tensor) {
   return is_true(t.is_neg, arguments, 1);
 }
 
+bool may_have_tangent() {
+  const Torch& t = torch();
+  // The interpreter has one object of each small integer.
+  return PyDict_GetItemWithError(t.forward_ad, t.current_level) != t.no_level;
+}
+
 // Backward, or a tangent of forward mode, may pass through the tensor. Without grad mode none
 // passes, but a graph may have saved a tensor that requires grad, such as a parameter, and finds
 // in its backward that the tensor was overwritten: the checked path advances the version.
@@ -157,9 +163,7 @@ bool may_have_gradient(nb::handle tensor) {
   PyObject* const type = reinterpret_cast<PyObject*>(t.tensor);
   const nb::object requires_grad = nb::steal(t.get(t.requires_grad, tensor.ptr(), type));
   PyErr_Clear();
-  if (requires_grad.ptr() != Py_False) return true;
-  // The interpreter has one object of each small integer.
-  return PyDict_GetItemWithError(t.forward_ad, t.current_level) != t.no_level;
+  return requires_grad.ptr() != Py_False || may_have_tangent();
 }
 
 // DLPack says 8 bits of the packed types, from int1 to uint7, too.
@@ -169,14 +173,8 @@ bool may_be_packed(nb::handle tensor, DType dtype) {
   return found != torch().int8 && found != torch().uint8;
 }
 
-}  // namespace
-
-uint64_t intercepting_keys() {
-  if (local_keys == nullptr && (local_keys = find_local_keys()) == nullptr) return 0;
-  return local_keys->included & ~local_keys->excluded & watched_keys;
-}
-
-bool read_memory(nb::handle tensor, TensorMemory* result, TensorPlace place) {
+// What read_memory() asks, but for gradients.
+bool read_dense(nb::handle tensor, TensorMemory* result, TensorShape* shape, TensorPlace place) {
   const Torch& t = torch();
   // A subclass may stand for data elsewhere.
   const PyTypeObject* const type = Py_TYPE(tensor.ptr());
@@ -199,10 +197,26 @@ bool read_memory(nb::handle tensor, TensorMemory* result, TensorPlace place) {
   const uintptr_t lowest = place.is_cpu() ? program_begin : uintptr_t(1) << 20;
   if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < lowest || !is_contiguous(found))
     return false;
-  if (may_be_packed(tensor, dtype) || may_be_lazy(tensor) || may_have_gradient(tensor))
-    return false;
+  if (may_be_packed(tensor, dtype) || may_be_lazy(tensor)) return false;
   *result = {ptr, elems, dtype};
+  *shape = {found.shape, found.ndim};
   return true;
+}
+
+}  // namespace
+
+uint64_t intercepting_keys() {
+  if (local_keys == nullptr && (local_keys = find_local_keys()) == nullptr) return 0;
+  return local_keys->included & ~local_keys->excluded & watched_keys;
+}
+
+bool read_memory(nb::handle tensor, TensorMemory* result, TensorPlace place) {
+  TensorShape unused;
+  return read_dense(tensor, result, &unused, place) && !may_have_gradient(tensor);
+}
+
+bool read_source(nb::handle tensor, TensorMemory* result, TensorShape* shape) {
+  return read_dense(tensor, result, shape, kCpu) && !may_have_tangent();
 }
 
 bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, int index) {

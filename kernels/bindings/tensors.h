@@ -22,6 +22,12 @@ struct TensorMemory {
   uint64_t bytes() const { return elems * uint64_t(size_of(dtype)); }
 };
 
+// A tensor's sizes, which its object keeps.
+struct TensorShape {
+  const int64_t* sizes;
+  int dims;
+};
+
 // Where a tensor lies, as DLPack says it.
 struct TensorPlace {
   int32_t kind, id;
@@ -35,6 +41,10 @@ constexpr TensorPlace kCpu{1, 0};
 // to know of a call: no gradient, and no key of the thread's own in torch's dispatcher (a mode, a
 // transform or a trace). Sets no Python error.
 bool read_memory(nanobind::handle tensor, TensorMemory* result, TensorPlace place = kCpu);
+
+// The same for a tensor of the CPU that a compiled graph only reads. It may require grad: another
+// graph has the gradients.
+bool read_source(nanobind::handle tensor, TensorMemory* result, TensorShape* shape);
 
 // The keys that the calling thread has in torch's dispatcher and that stand for a mode, a transform
 // or a trace; 0: none.

@@ -88,6 +88,15 @@ def default_communicator(operation: str) -> Communicator:
     return communicator
 
 
+def default_places() -> tuple[object, dict[str, Any]]:
+    """Returns where the native module finds the defaults of :func:`default_communicator`.
+
+    A thread's is the attribute ``communicator`` of the first, the process's is named ``_process``
+    in the second.
+    """
+    return _thread, globals()
+
+
 def _of_torchs_default() -> Communicator | None:
     """Returns the communicator of the default group of ``torch.distributed``, if it has one."""
     return communicator_behind(dist.group.WORLD) if dist.is_initialized() else None

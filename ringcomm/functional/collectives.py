@@ -44,6 +44,7 @@ from ringcomm.comm.host.arguments import (
     without_memory,
 )
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.functional.in_graph import name_in_graph, serve
 from ringcomm.integers import MOST
 
 Tensor = torch.Tensor
@@ -319,6 +320,7 @@ def keep_order() -> bool:
 
 
 def _in_order(operator: Any) -> Callable[..., Any]:
+    from torch._inductor.ir import FallbackKernel
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
@@ -328,6 +330,11 @@ def _in_order(operator: Any) -> Callable[..., Any]:
         graph = V.graph
         before = len(graph.operations)
         result = lower(*arguments)
+        # Code in C++ calls operators by their names.
+        native = None if graph.cpp_wrapper else name_in_graph(operator._schema.name)
+        for operation in graph.operations[before:]:
+            if native is not None and isinstance(operation, FallbackKernel):
+                operation.python_kernel_name = native
         previous = graph.effectful_ops.get(EffectType.ORDERED)
         if previous is not None:
             for operation in graph.operations[before:]:
@@ -794,6 +801,10 @@ for _name in OPERATORS:
     )
 
 
+serve(
+    cast(Any, _holders).data,
+    {name: getattr(torch.ops.ringcomm, name).default for name in OPERATORS},
+)
 _ops = torch.ops.ringcomm
 _NAME_AT = {id(getattr(ReduceOp, name)): name for name in OP_CODES if name != PREMUL_SUM}
 

@@ -1,0 +1,60 @@
+"""The native functions that inductor's code calls in place of the collectives' operators.
+
+See NOTE [Calls of a graph] in ``kernels/bindings/graph_calls.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.autograd.profiler as profiler
+from torch.distributed.distributed_c10d import _world
+
+from ringcomm import _native
+from ringcomm.comm.functions import default_places
+
+__all__ = ["name_in_graph", "serve"]
+
+# Where the code finds them: it imports torch, and the operators have loaded this package.
+_PLACE = "ringcomm_in_graph"
+_FUNCTIONS = {
+    "all_gather": _native.graph_all_gather,
+    "all_reduce": _native.graph_all_reduce,
+    "all_to_all": _native.graph_all_to_all,
+    "broadcast": _native.graph_broadcast,
+    "reduce": _native.graph_reduce,
+    "reduce_scatter": _native.graph_reduce_scatter,
+}
+# Makes a tensor of sizes, strides and a dtype, for inductor.
+_EMPTY = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+
+
+def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
+    """Has the native functions find communicators and operators; called once.
+
+    Args:
+        holders: weak references to the communicators, by their keys.
+        operators: of torch, by their names.
+    """
+    thread, process = default_places()
+    names = {
+        "holders": holders,
+        "thread": thread,
+        "process": process,
+        "world": _world,
+        "profiler": vars(profiler),
+        "empty": _EMPTY,
+    }
+    _native.serve_graphs(names, dict(operators))
+    setattr(torch.ops, _PLACE, SimpleNamespace(**_FUNCTIONS))
+
+
+def name_in_graph(operator: str) -> str | None:
+    """Returns what inductor's code calls in place of an operator; None: the operator itself."""
+    name = operator.removeprefix("ringcomm::")
+    if name not in _FUNCTIONS or _EMPTY is None:
+        return None
+    return f"torch.ops.{_PLACE}.{name}"
