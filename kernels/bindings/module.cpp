@@ -340,6 +340,11 @@ void bind_comm(nb::module_& m) {
           "Fewer where torch's operators use fewer, unless `is_exact`. Raises RuntimeError, "
           "naming\n"
           "the limits, when the system starts no more threads.")
+      .def(
+          "sum_in_levels", [](NativeComm& n) { n.comm.sum_in_levels(); },
+          "Large sums in groups are made in two levels, on all ranks alike, where it pays: the\n"
+          "groups lie on different NUMA nodes.")
+      .def_prop_ro("sums_in_levels", [](const NativeComm& n) { return n.comm.sums_in_levels(); })
       .def_prop_ro("channels", [](const NativeComm& n) { return n.comm.view().layout.channels; })
       .def_prop_ro(
           "threads", [](const NativeComm& n) { return n.comm.threads(); },
@@ -520,6 +525,9 @@ NB_MODULE(_native, m) {
       nb::arg("always"),
       "A test knob: workers take part in all calls that are cut, however small and whatever else\n"
       "the cores have to do.");
+  m.def(
+      "always_sum_in_levels", [](bool always) { always_in_levels = always; }, nb::arg("always"),
+      "A test knob: sums in groups are made in two levels, however small and on any machine.");
   m.def("limit_threads", &limit_threads_without_communicator, nb::arg("most"),
         "Threads of calls without a communicator while none exists; else its threads count.");
   m.def("threads", &threads_without_communicator,

@@ -223,10 +223,40 @@ Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* 
                   [&](auto& e) { return reduce_scatter_one_shot(e, in, out, root); });
 }
 
+// Whether two levels cost less, by the counts of two_levels.h. A byte of another node counts as
+// four of the own node: the link between nodes has about a quarter of the bandwidth of a node's
+// memory. A byte that is written counts as two, since its line is read before. Both are estimates.
+bool Comm::worth_levels(const Reduction& r, uint64_t bytes) const {
+  const int ranks = sum_group_size_;
+  if (ranks < 2 || view_.world % ranks != 0 || view_.world == ranks) return false;
+  if (r.algorithm == Algorithm::kRing) return false;
+  if (always_in_levels) return true;
+  if (!levels_ || bytes < kLevelsMinBytes) return false;
+  // In chunks: of one_shot and of two levels.
+  const int others = view_.world / ranks - 1, far = 4, written = 2;
+  const int width = size_of(accumulator_of(r.dtype)) / size_of(r.dtype);
+  const int one_shot = ranks + far * others * ranks;
+  const int levels = view_.world + (far + written) * width * others;
+  return levels < one_shot;
+}
+
+Status Comm::run_levels(CallId id, const Reduction& r, const Chunks& in, char* out, bool gathers) {
+  GroupedSum groups;
+  const HostOps ops = reduction_ops(r, r.dtype, id.match_bytes, &groups);
+  return run_with(id, id.match_bytes, r.factor, LevelOps{ops}, [&](auto& e) {
+    if (!gathers) return reduce_scatter_two_levels(e, in, out, groups.ranks);
+    const Chunks results{out, in.total_bytes, in.chunk_bytes, nullptr};
+    const Span mine = results.get(view_.rank);
+    RC_RETURN_IF_FAILED(reduce_scatter_two_levels(e, in, mine.ptr, groups.ranks));
+    return share_one_shot(e, mine, results, -1);
+  });
+}
+
 Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {
   const uint64_t bytes = elems * size_of(r.dtype);
   const CallId id{0, bytes, Collective::kAllReduce, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks = even_chunks(in, bytes, balanced_chunk_bytes(bytes, view_.world));
+  if (worth_levels(r, bytes)) return run_levels(id, r, chunks, out, true);
   return run_reduction(id, r, bytes, [&](auto& e) {
     if (r.algorithm == Algorithm::kRing) return all_reduce_ring(e, chunks, out);
     e.cut.segment_bytes = std::min<uint64_t>(kAllReducePieceBytes, layout_.segment_bytes);
@@ -248,8 +278,9 @@ Status Comm::reduce(const char* in, char* out, uint64_t elems, const Reduction& 
 Status Comm::reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r) {
   const uint64_t chunk = out_elems * size_of(r.dtype), total = chunk * view_.world;
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
+  const Chunks chunks = even_chunks(in, total, chunk);
+  if (worth_levels(r, total)) return run_levels(id, r, chunks, out, false);
   return run_reduction(id, r, total, [&](auto& e) {
-    const Chunks chunks = even_chunks(in, total, chunk);
     return r.algorithm == Algorithm::kRing ? reduce_scatter_ring(e, chunks, out)
                                            : reduce_scatter_one_shot(e, chunks, out);
   });
@@ -259,6 +290,7 @@ Status Comm::reduce_scatter_list(const std::vector<Span>& in, char* out, const R
   const uint64_t total = sum_bytes(in);
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks{nullptr, 0, 0, in.data()};
+  if (worth_levels(r, total)) return run_levels(id, r, chunks, out, false);
   return run_reduction(id, r, total,
                        [&](auto& e) { return reduce_scatter_one_shot(e, chunks, out); });
 }

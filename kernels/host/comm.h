@@ -17,6 +17,7 @@
 #include "kernels/host/worker_pool.h"
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/collectives/exchange.h"
+#include "ringcomm/collectives/two_levels.h"
 
 namespace ringcomm::host {
 
@@ -84,6 +85,12 @@ struct NormCall {
 // caches. Half of the 32 MiB of L3 that two Zen 4 ranks share: a choice, not swept. 32 MiB of FP32
 // sums take 3.7 ms past the caches and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
+
+// Reductions of at least this much may be made in two levels. A choice: no machine of several nodes
+// was at hand.
+constexpr uint64_t kLevelsMinBytes = 8 << 20;
+// A test knob: sums in groups are made in two levels however small, and on any machine.
+inline bool always_in_levels = false;
 
 // The fault of this communicator, of the rank where it began, and the reason that it gave.
 struct FaultReport {
@@ -171,6 +178,9 @@ class Comm {
   // the region has. `most` and `is_exact` as of ThreadShare; `is_crowded`: the ranks have more
   // threads than cores. Throws as start_workers().
   void use_threads(int most, bool is_exact, int channels, bool is_crowded);
+  // Before activate(), on all ranks or none: the groups of sums lie on different NUMA nodes.
+  void sum_in_levels() { levels_ = true; }
+  bool sums_in_levels() const { return levels_; }
   int threads() const { return threads_ ? threads_->threads() : 1; }
   int used_channels() const { return used_channels_; }
 
@@ -179,6 +189,9 @@ class Comm {
   Status run(CallId id, uint64_t total_bytes, Body body);  // of a call that only moves data
   template <class Body>
   Status run_reduction(CallId id, const Reduction& r, uint64_t total_bytes, Body body);
+  // A reduce-scatter, or with `gathers` an all-reduce, in two levels; see worth_levels().
+  Status run_levels(CallId id, const Reduction& r, const Chunks& in, char* out, bool gathers);
+  bool worth_levels(const Reduction& r, uint64_t bytes) const;
   Status run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root);
   template <class Ops, class Body>
   Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
@@ -232,6 +245,7 @@ class Comm {
   std::mutex mutex_;
   bool single_copy_, connected_ = false;
   int sum_group_size_;
+  bool levels_ = false;
 };
 
 // Every rank finds the same number of channels: all know the bytes, and none its peers' threads.

@@ -101,4 +101,35 @@ struct PartialOps : HostOps {
   }
 };
 
+// A sum in groups whose partial sums travel between ranks (two_levels.h).
+struct LevelOps : HostOps {
+  LevelOps on(Channel& channel) const { return {HostOps::on(channel)}; }
+
+  uint64_t partial_widths() const { return groups->acc_bytes / groups->source_bytes; }
+
+  template <class Team>
+  void reduce_group(Team& team, char* partial, const ReduceSources& from, uint64_t bytes) const {
+    const Extent e = extent_of(bytes, team.lane(), team.num_lanes());
+    run(groups->of_group, partial + e.begin_bytes * partial_widths(), from, e, false, 0);
+  }
+
+  template <class Team>
+  void reduce_groups(Team& team, char* dst, const ReduceSources& from, uint64_t bytes,
+                     int finish_world) const {
+    const Extent e = extent_of(bytes, team.lane(), team.num_lanes());
+    const uint64_t begin = e.begin_bytes / groups->acc_bytes * groups->result_bytes;
+    run(groups->of_last, dst + begin, from, e, streaming, finish_world);
+  }
+
+ private:
+  static void run(ReduceFn fn, char* dst, const ReduceSources& from, const Extent& e,
+                  bool past_caches, int finish_world) {
+    if (e.end_bytes == e.begin_bytes) return;
+    std::vector<const void*> sources(from.ptrs, from.ptrs + from.count);
+    for (const void*& each : sources) each = static_cast<const char*>(each) + e.begin_bytes;
+    fn(ReduceJob{dst, nullptr, past_caches, false, sources.data(), from.factors, from.count,
+                 finish_world, e.end_bytes - e.begin_bytes});
+  }
+};
+
 }  // namespace ringcomm::host

@@ -144,15 +144,28 @@ def check_heap(shmem_setting: str) -> Finding:
     return Finding("heap", NOTE, f"{text}, 4 KiB pages only", advice)
 
 
-def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
-    """The NUMA nodes of the machine, and those whose CPUs this process may use."""
+def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Iterator[Finding]:
+    """The NUMA nodes of the machine, those whose CPUs this process may use, and sums over them."""
     try:
         machine = numa.read_machine(folder)
     except (OSError, ValueError) as error:
         advice = "the heap lies where it is first touched: bind ranks by numactl --membind"
-        return Finding("numa", NOTE, f"the nodes cannot be read: {error}", advice)
+        yield Finding("numa", NOTE, f"the nodes cannot be read: {error}", advice)
+        return
     if len(machine.cpus) == 1:
-        return Finding("numa", OK, "1 node: all memory is equally near")
+        yield Finding("numa", OK, "1 node: all memory is equally near")
+        return
+    yield _check_nodes(machine)
+    if len(machine.with_cpus) > 1:
+        advice = (
+            "CommOptions(sum_group_size=L), L the ranks of each node, has large sums made in two "
+            "levels where ranks are numbered node by node and that reads less from other nodes; it "
+            "changes the order of additions"
+        )
+        yield Finding("sums over nodes", NOTE, "in one level and in rank order, by default", advice)
+
+
+def _check_nodes(machine: numa.Machine) -> Finding:
     own = machine.nodes_of(os.sched_getaffinity(0))
     farthest = max(max(row.values()) for row in machine.distances.values())
     text = (
@@ -400,7 +413,7 @@ def examine() -> Iterable[Finding]:
     yield check_threads()
     yield check_backend()
     yield check_memory(Path("/proc/meminfo").read_text(), memory_limit_bytes())
-    yield check_numa()
+    yield from check_numa()
     if Path("/dev/shm").exists():
         yield check_shm("/dev/shm")
     yield check_descriptor_paths()

@@ -244,6 +244,7 @@ class HeapHandle:
     ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and
     stands in the region, which only this user's processes read. ``cpus``, ``cores``,
     ``torch_threads`` and ``threads`` (0: none is named) decide how many threads ranks use.
+    ``numa_nodes`` are those that the heap is bound to, and decide about sums in two levels.
     """
 
     rank: int
@@ -264,6 +265,7 @@ class HeapHandle:
     cores: int
     torch_threads: int
     threads: int
+    numa_nodes: str
 
     @property
     def machine(self) -> tuple[str, ...]:

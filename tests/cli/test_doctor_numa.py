@@ -30,13 +30,15 @@ def hold(monkeypatch, nodes, error=0, touched=None):
 
 def test_one_node(tmp_path):
     (tmp_path / "online").write_text("0\n")
-    finding = check_numa(tmp_path)
+    (finding,) = check_numa(tmp_path)
     assert (finding.verdict, finding.value) == (OK, "1 node: all memory is equally near")
 
 
 def test_a_process_of_one_node(two_sockets, monkeypatch):
     run_on(monkeypatch, {5})
-    finding = check_numa(two_sockets)
+    finding, sums = check_numa(two_sockets)
+    assert sums.verdict == NOTE
+    assert "CommOptions(sum_group_size=L)" in sums.advice
     assert (finding.verdict, finding.value) == (
         OK,
         "2 nodes, distance up to 21 (10: the own node); this process may use CPUs of node 1",
@@ -45,7 +47,7 @@ def test_a_process_of_one_node(two_sockets, monkeypatch):
 
 def test_a_process_of_all_nodes_is_told_to_bind_ranks(two_sockets, monkeypatch):
     run_on(monkeypatch, {0, 5})
-    finding = check_numa(two_sockets)
+    finding, _ = check_numa(two_sockets)
     assert finding.verdict == NOTE
     assert finding.value.endswith("this process may use CPUs of nodes 0, 1")
     assert "numactl --cpunodebind" in finding.advice
@@ -53,7 +55,7 @@ def test_a_process_of_all_nodes_is_told_to_bind_ranks(two_sockets, monkeypatch):
 
 def test_nodes_that_cannot_be_read(two_sockets):
     (two_sockets / "node1" / "cpulist").write_text("many")
-    finding = check_numa(two_sockets)
+    (finding,) = check_numa(two_sockets)
     assert finding.verdict == NOTE
     assert "node1/cpulist: expected a list such as 0-3,8, got 'many'" in finding.value
 

@@ -51,6 +51,7 @@ def _forged(core: _native.Comm | None, rank: int, world: int, **changes: Any) ->
         cores=1,
         torch_threads=1,
         threads=0,
+        numa_nodes="",
     )
     return replace(handle, **changes)
 

@@ -58,6 +58,7 @@ def _handle(**changes: Any) -> HeapHandle:
         cores=1,
         torch_threads=1,
         threads=0,
+        numa_nodes="",
     )
     return replace(handle, **changes)
 

@@ -103,8 +103,9 @@ class CommOptions:
         sum_group_size: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
             groups of L consecutive ranks, the last one perhaps smaller, and then the groups'
             results in order, all in the accumulator's type and with one rounding at the end: the
-            bits of nodes of L ranks. It excludes ``algorithm="ring"`` for reductions, and
-            ``kernels="triton"``.
+            bits of nodes of L ranks. Groups whose heaps are bound to different NUMA nodes make
+            large sums in two levels where that pays, with the same bits. It excludes
+            ``algorithm="ring"`` for reductions, and ``kernels="triton"``.
         objects: "data", or "pickle" to let the object collectives send anything. Unpickling runs
             code that the sender chose, so "pickle" is for ranks that trust each other.
         largest_object_bytes: the largest object that the object collectives send, or accept from

@@ -280,6 +280,10 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
                 in_order = tuple(heaps[rank] for rank in range(len(handles)))
                 _connect(core, handles, in_order, spec.operation)
                 _use_threads(core, handles, spec)
+                if are_apart(
+                    [handle.numa_nodes for handle in handles], membership.options.sum_group_size
+                ):
+                    core.sum_in_levels()
             everyone = rendezvous.confirm(handles, unreached)
             machines = [handle.machine for handle in handles]
             layout = divide(spec.rank, machines, everyone, spec.operation)
@@ -414,6 +418,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         cores=available_cores(),
         torch_threads=torch.get_num_threads(),
         threads=named_threads(membership.options),
+        numa_nodes=",".join(map(str, heap.nodes)),
     )
 
 
@@ -438,6 +443,27 @@ def _use_threads(core: _native.Comm, handles: list[HeapHandle], spec: Rendezvous
         core.use_threads(threads.most, threads.is_exact, threads.channels, threads.is_crowded)
     except RuntimeError as error:
         raise RendezvousError(f"{spec.operation}: {error}") from error
+
+
+def are_apart(numa_nodes: Sequence[str], group_size: int) -> bool:
+    """Tells whether groups of consecutive ranks lie on different NUMA nodes.
+
+    Args:
+        numa_nodes: by rank, the nodes that its heap is bound to; "" if it is bound to none.
+        group_size: the ranks of a group; 0: there are no groups.
+    """
+    if group_size < 2 or len(numa_nodes) % group_size:
+        return False
+    groups = [
+        set(numa_nodes[first : first + group_size])
+        for first in range(0, len(numa_nodes), group_size)
+    ]
+    # One place each, which no other group has.
+    return (
+        len(groups) > 1
+        and all(len(group) == 1 and group != {""} for group in groups)
+        and len(set.union(*groups)) == len(groups)
+    )
 
 
 def _activate(core: _native.Comm, operation: str) -> None:

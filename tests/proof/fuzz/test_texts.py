@@ -61,6 +61,7 @@ def handle(core: _native.Comm) -> dict[str, Any]:
         "cores": 2,
         "torch_threads": 2,
         "threads": 0,
+        "numa_nodes": "",
     }
 
 

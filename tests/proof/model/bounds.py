@@ -23,6 +23,7 @@ RIGHT: dict[str, Model] = {
     ),
     "ring, three ranks": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=3"),
     "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=1 FAULTS=2"),
+    "two levels": model("two_levels.pml", 4, "START=2 SEGMENTS=2 CALLS=1"),
     "ll": model("ll.pml", 2, "START=0 CALLS=18 FAULTS=1"),
     "sleep": model("sleep.pml", 2, "START=2 ITEMS=5"),
     "sleep, fences for all": model("sleep.pml", 2, "START=2 ITEMS=5 FENCES_FOR_ALL"),
@@ -62,6 +63,9 @@ LARGE: dict[str, Model] = {
     ),
     "ring, four ranks, three calls": model("ring.pml", 4, "START=2 SEGMENTS=3 CALLS=3"),
     "ring, four ranks, faults": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2 FAULTS=1"),
+    "two levels, three pieces": model("two_levels.pml", 4, "START=2 SEGMENTS=3 CALLS=1", epochs=8),
+    "two levels, two calls": model("two_levels.pml", 4, "START=2 SEGMENTS=1 CALLS=2"),
+    "two levels, faults": model("two_levels.pml", 4, "START=2 SEGMENTS=1 CALLS=1 FAULTS=1"),
     "ll, three ranks, eight calls": model("ll.pml", 3, "START=0 CALLS=8"),
     "ll, three ranks, faults": model("ll.pml", 3, "START=0 CALLS=9 FAULTS=1"),
     "ll, four ranks": model("ll.pml", 4, "START=0 CALLS=3"),
@@ -78,6 +82,7 @@ ONE_HOP = model("one_shot.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=80", epochs
 SHARED = model("one_shot.pml", 3, "START=6 SEGMENTS=3 CALLS=1 KINDS=2", epochs=8)
 RING = model("ring.pml", 3, "START=6 SEGMENTS=2 CALLS=2", epochs=8)
 RING_FAULTY = model("ring.pml", 3, "START=2 SEGMENTS=1 CALLS=1 FAULTS=1")
+LEVELS = model("two_levels.pml", 4, "START=6 SEGMENTS=3 CALLS=1", epochs=8)
 LL = model("ll.pml", 2, "START=0 CALLS=10")
 LL_FAULTY = model("ll.pml", 2, "START=0 CALLS=2 FAULTS=1")
 SLEEP = model("sleep.pml", 2, "START=2 ITEMS=3")
@@ -129,6 +134,11 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (RING, "MUTANT_WRONG_EPOCH", "assertion"),
     (RING, "MUTANT_SLOT_REUSED_EARLY", "assertion"),
     (RING, "MUTANT_SLOT_AWAITED_LONGER", "deadlock"),
+    (LEVELS, "MUTANT_READY_NOT_AWAITED", "assertion"),
+    (LEVELS, "MUTANT_SLOT_REUSED_EARLY", "assertion"),
+    (LEVELS, "MUTANT_RELEASED_BEFORE_REDUCED", "assertion"),
+    (LEVELS, "MUTANT_PARTIAL_SUMS_LEFT_LONGER", "deadlock"),
+    (LEVELS, "LOOKAHEAD=2", "deadlock"),
     (LL, "MUTANT_ONE_SET", "deadlock"),
     (LL, "MUTANT_FLAG_ZERO_USED", "assertion"),
     (LL, "MUTANT_OWN_SET_CLEARED", "deadlock"),

@@ -32,7 +32,7 @@ struct Buffers {
   std::vector<float> in, all_reduced, scattered, gathered, ring_reduced, ring_scattered,
       ring_gathered;
   std::vector<float> small, broadcast, exchanged, reduced, collected, dealt;
-  std::vector<float> heap_reduced, from_lent;
+  std::vector<float> heap_reduced, from_lent, level_scattered;
   float* heap_in;  // zero copy, reduced in place
 };
 

@@ -5,10 +5,13 @@
 //   race_test WORLD CHANNELS LANES ROUNDS
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/collectives/exchange.h"
+#include "ringcomm/collectives/two_levels.h"
 #include "tests/proof/races/race_buffers.h"
 #include "tests/proof/races/race_lent.h"
 
 namespace {
+
+constexpr int kLevelRanks = 2;  // of a group that is summed first
 
 // The two barriers around a round are the users': they fill and read the buffers between.
 void fill(BufferWorld& w, int rank, int round) {
@@ -17,13 +20,15 @@ void fill(BufferWorld& w, int rank, int round) {
   for (auto* v : {&b.in, &b.all_reduced, &b.gathered, &b.ring_reduced, &b.ring_gathered,
                   &b.exchanged, &b.reduced, &b.collected, &b.heap_reduced})
     v->assign(elems, 99);
-  for (auto* v : {&b.scattered, &b.ring_scattered, &b.broadcast, &b.dealt})
+  for (auto* v : {&b.scattered, &b.ring_scattered, &b.level_scattered, &b.broadcast, &b.dealt})
     v->assign(kChunkElems, 99);
   b.small.resize(kSmallElems);
   for (uint64_t i = 0; i < elems; ++i) b.in[i] = b.heap_in[i] = value(rank, i, round);
   for (uint64_t i = 0; i < kSmallElems; ++i) b.small[i] = value(rank, i, round);
   for (uint64_t i = 0; i < kChunkElems; ++i) b.broadcast[i] = value(rank, i, round);
 }
+
+bool in_levels(const BufferWorld& w) { return w.world >= 4 && w.world % kLevelRanks == 0; }
 
 bool check(BufferWorld& w, int rank, int round) {
   const Buffers& b = w.buffers[size_t(rank)];
@@ -43,6 +48,7 @@ bool check(BufferWorld& w, int rank, int round) {
     const float sum = sum_at(w.world, uint64_t(rank) * kChunkElems + i, round);
     ok &=
         b.scattered[i] == sum && b.ring_scattered[i] == sum && b.broadcast[i] == value(0, i, round);
+    ok &= !in_levels(w) || b.level_scattered[i] == sum;
     ok &= b.dealt[i] == value(0, uint64_t(rank) * kChunkElems + i, round);
   }
   for (uint64_t i = 0; i < kSmallElems; ++i) ok &= b.small[i] == sum_at(w.world, i, round);
@@ -133,6 +139,17 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   if (w.channels == 1) {
     RC_RETURN_IF_FAILED(lend_in_reductions(w, e, start, round));
     RC_RETURN_IF_FAILED(lend_in_moves(w, e, start, round));
+  }
+  if (in_levels(w)) {
+    const ReduceFn sum = ops.reduce_fn;
+    const GroupedSum groups{kLevelRanks,   sum,           sum,          sum,
+                            sizeof(float), sizeof(float), sizeof(float)};
+    LevelOps level_ops{ops};
+    level_ops.groups = &groups;
+    Endpoint<ThreadTeam, LevelOps> levels{team, v, level_ops};
+    start(Collective::kReduceScatter);
+    RC_RETURN_IF_FAILED(
+        reduce_scatter_two_levels(levels, in, bytes_of(b.level_scattered), kLevelRanks));
   }
   start(Collective::kBarrier);
   const Chunks nothing{nullptr, 0, 0, nullptr};

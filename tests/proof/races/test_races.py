@@ -11,13 +11,16 @@ import pytest
 from tests.proof.races.mutants import (
     EVERYWHERE,
     GATHER,
+    LEVELS,
     SCATTER,
     SIGNAL,
+    SYNC,
     VARIABLE,
     Mutant,
     Team,
     of_this_run,
     survivors,
+    without,
     write_sources,
 )
 from tests.support import ROOT
@@ -59,6 +62,15 @@ MUTANTS = {
         "include/ringcomm/collectives/all_reduce.h",
         f"  {ONE_HOP}",
         f"  if (CHOSEN) e.each_by_lanes(all, [&](int p) {{ {EARLY} }});\n  {ONE_HOP}",
+    ),
+    "partial sums of a piece in the place of the next": Mutant(
+        LEVELS, "e.rank(), j + 1);", "e.rank(), CHOSEN ? 1 : j + 1);"
+    ),
+    "partial sums acknowledged before they are added": without(
+        LEVELS, SYNC, f"{SYNC}\n  e.each_by_lanes({{1, e.world()}}, [&](int p) {{\n    if (sends"
+    ),
+    "partial sums added before all are found": without(
+        LEVELS, SYNC, f"{SYNC}\n  e.ops.reduce_groups("
     ),
 }
 WRONG_ARGUMENTS = 2
