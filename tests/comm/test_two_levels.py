@@ -159,7 +159,7 @@ def test_only_partial_sums_leave_a_group(in_levels, threads):
 
 def test_when_two_levels_pay():
     """In groups that lie apart. FP32 sums of 16-bit floats are too wide for groups of three."""
-    few, many = (4 << 20) // 6 * 6, (8 << 20) // 6 * 6 + 6
+    few, many = (8 << 20) // 12 * 12, (16 << 20) // 12 * 12 + 12
 
     def uses_levels(comm, dtype, size_bytes, **how):
         tensor = torch.ones(size_bytes // dtype.itemsize, dtype=dtype)
