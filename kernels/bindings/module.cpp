@@ -3,9 +3,8 @@
 #include <nanobind/stl/variant.h>
 
 #include "kernels/bindings/collectives.h"
+#include "kernels/bindings/fast_calls.h"
 #include "kernels/bindings/gil.h"
-#include "kernels/bindings/native_comm.h"
-#include "kernels/bindings/tensors.h"
 #include "kernels/host/describe.h"
 
 namespace nb = nanobind;
@@ -24,7 +23,9 @@ struct NativeRequest {
 
 int interrupted() {
   const WithGil gil;
-  return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+  const bool raised = PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+  if (raised) signal_raised() = true;
+  return raised;
 }
 
 Reduction reduction(int dtype, int op, double factor, int algorithm) {
@@ -62,48 +63,30 @@ nb::dict algorithms_by_name(Collective collective) {
   return codes;
 }
 
-// False for what Python words an error of.
-bool sums_by(const Comm& comm, int algorithm) {
-  return comm.sum_group_size() == 0 || algorithm != int(Algorithm::kRing);
-}
-
 // The calls that most programs make, on tensors: see kNotFast.
+const auto in_turn = [](NativeComm& n, auto call) { return recorded_in_turn(n, call); };
+
 int all_reduce_fast(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
   TensorMemory t;
   const int code = op_code(op), named = algorithm_code(algorithm, Collective::kAllReduce);
-  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_memory(tensor, &t) ||
-      kernels().reduce[int(t.dtype)][code] == nullptr)
-    return kNotFast;
-  const Reduction how = reduction(int(t.dtype), code, 1.0, named);
-  return recorded_in_turn(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
+  if (code < 0 || named < 0 || !read_memory(tensor, &t)) return kNotFast;
+  return all_reduce_memory(n, t, code, named, in_turn);
 }
 
 int reduce_scatter_fast(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
                         nb::handle algorithm) {
   TensorMemory out, in;
   const int code = op_code(op), named = algorithm_code(algorithm, Collective::kReduceScatter);
-  const View& v = n.comm.view();
-  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_memory(output, &out) ||
-      !read_memory(input, &in) || out.dtype != in.dtype ||
-      in.elems != out.elems * uint64_t(v.world) ||
-      kernels().reduce[int(out.dtype)][code] == nullptr || !is_chunk_or_apart(in, out, v.rank))
+  if (code < 0 || named < 0 || !read_memory(output, &out) || !read_memory(input, &in))
     return kNotFast;
-  const Reduction how = reduction(int(out.dtype), code, 1.0, named);
-  return recorded_in_turn(n,
-                          [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
+  return reduce_scatter_memory(n, out, in, code, named, in_turn);
 }
 
 int all_gather_fast(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
   TensorMemory out, in;
   const int named = algorithm_code(algorithm, Collective::kAllGather);
-  const View& v = n.comm.view();
-  if (named < 0 || !read_memory(output, &out) || !read_memory(input, &in) ||
-      out.dtype != in.dtype || out.elems != in.elems * uint64_t(v.world) ||
-      !is_chunk_or_apart(out, in, v.rank))
-    return kNotFast;
-  return recorded_in_turn(n, [&] {
-    return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen(Algorithm(named)));
-  });
+  if (named < 0 || !read_memory(output, &out) || !read_memory(input, &in)) return kNotFast;
+  return all_gather_memory(n, out, in, named, in_turn);
 }
 
 int broadcast_fast(NativeComm& n, nb::handle tensor, nb::handle source) {
@@ -135,7 +118,10 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
             return turn.take_within(timeout);
           },
           nb::arg("timeout"))
-      .def("release", &CallLock::unlock);
+      .def("release", &CallLock::unlock)
+      .def("set_queued", &CallLock::set_queued, nb::arg("calls"),
+           "Says how many calls are queued; a caller without Python makes none meanwhile.")
+      .def("shut", &CallLock::shut, "From here on callers without Python make no call.");
   c.def_prop_ro(
       "turn", [](const NativeComm& n) { return n.turn; },
       "Fast calls take it themselves, all others are made by who holds it.");
@@ -464,6 +450,7 @@ void bind_comm(nb::module_& m) {
       .def("close", &NativeComm::close, nb::call_guard<WithoutGil>());
   bind_tensors(m);
   bind_fast(c);
+  bind_direct_calls(c);
   bind_turn(m, c);
   bind_collectives<HostCalls>(c);
   bind_partials(m, c);

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <mutex>
 
@@ -14,10 +15,20 @@
 
 namespace ringcomm::host {
 
+// True on a thread whose signal handler has raised since the thread last set it to false. Only with
+// Python's lock can a thread ask Python whether an exception is set.
+bool& signal_raised();
+
 // Held by whoever runs a call of a communicator: a lock as Python's, which a fast call takes
 // without Python. To wait for it has no deadline of its own: the call that holds it has one.
+//
+// It also says to callers without Python's lock whether they may run a call at all: none is queued,
+// and the communicator is as good as new.
 class CallLock {
  public:
+  bool is_open() const { return queued_.load() == 0 && is_usable_.load(); }
+  void set_queued(int64_t calls) { queued_.store(calls); }
+  void shut() { is_usable_.store(false); }
   bool try_take() { return mutex_.try_lock(); }
   // False: a signal handler raised, and its exception is set. The GIL is not held.
   bool take() {
@@ -37,6 +48,8 @@ class CallLock {
  private:
   static constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
   std::timed_mutex mutex_;
+  std::atomic<int64_t> queued_{0};
+  std::atomic<bool> is_usable_{true};
 };
 
 // A communicator with its messenger, closed in the right order. In a forked child both are the
@@ -100,6 +113,7 @@ int recorded_in_turn(NativeComm& n, Call call) {
   });
 }
 
+void bind_direct_calls(nanobind::class_<NativeComm>& c);
 void bind_graph_calls(nanobind::module_& m);
 void bind_optimizer(nanobind::module_& m, nanobind::class_<NativeComm>& c);
 void bind_recorder(nanobind::module_& m, nanobind::class_<NativeComm>& c);

@@ -5,11 +5,21 @@
 // flight recorder. An exception of Python passes through torch's C++ as py::error_already_set, so
 // the caller gets the same object.
 //
+// NOTE [Direct calls]
+// The common call is synchronous, without a timeout of its own, has plain tensors of the CPU, and
+// nothing is queued before it. It goes to ringcomm's native module without Python's lock, by C
+// functions (direct_calls.h). They refuse what is not of this kind, and Python makes that call.
+//
 // It binds to one Python and one torch. `ringcomm build-backend` compiles it.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <atomic>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include "kernels/c10d/direct_calls.h"
 
 namespace ringcomm::torch_backend {
 namespace {
@@ -83,14 +93,146 @@ WorkPtr forwarded_work(py::object work) {
   return c10::make_intrusive<ForwardedWork>(std::move(work), op);
 }
 
+// The work of a direct call: it is done.
+class DoneWork : public Work {
+ public:
+  DoneWork(Tensors tensors, c10d::OpType op) : Work(-1, op), tensors_(std::move(tensors)) {}
+
+  bool wait(Milliseconds) override { return true; }
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  std::exception_ptr exception() const override { return nullptr; }
+  void synchronize() override {}
+  Tensors result() override { return tensors_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future->markCompleted(c10::IValue(tensors_));
+    return future;
+  }
+
+ private:
+  Tensors tensors_;
+};
+
+// The native module's calls on tensors. See NOTE [Direct calls].
+class Direct {
+ public:
+  // `capsule` has the functions, or is None: no call is direct. `dtypes` has the native module's
+  // code by torch's dtype, `ops` by ReduceOp::RedOpType, and `fault(name)` makes the error of a
+  // call that has failed.
+  Direct(py::object capsule, const py::dict& dtypes, const std::vector<int>& ops, py::object fault)
+      : plain_keys_(at::empty({1}, at::kCPU).key_set().raw_repr()),
+        ops_(ops),
+        capsule_(std::move(capsule)),
+        fault_(std::move(fault)) {
+    dtypes_.fill(-1);
+    for (const auto& [dtype, code] : dtypes)
+      dtypes_.at(size_t(dtype.cast<at::ScalarType>())) = code.cast<int>();
+    if ((*capsule_).is_none()) return;
+    calls_ =
+        static_cast<const DirectCalls*>(PyCapsule_GetPointer((*capsule_).ptr(), kDirectCallsName));
+    if (calls_ == nullptr) throw py::error_already_set();
+    if (calls_->version != kDirectCallsVersion || calls_->size_bytes != sizeof(DirectCalls))
+      throw std::runtime_error(
+          "the C++ backend of ringcomm was built for another version of ringcomm._native: build "
+          "both anew");
+  }
+
+  // Each returns false if it did nothing.
+  bool all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
+    return calls_ != nullptr && is_plain(tensor) && has(op) &&
+           made(calls_->all_reduce(calls_->comm, tensor.data_ptr(), elems(tensor), code(tensor),
+                                   ops_[op]),
+                "all_reduce", &tensor);
+  }
+  bool reduce_scatter(const at::Tensor& out, const at::Tensor& in, c10d::ReduceOp::RedOpType op) {
+    return calls_ != nullptr && is_plain(out) && is_plain(in) && code(out) == code(in) && has(op) &&
+           made(calls_->reduce_scatter(calls_->comm, in.data_ptr(), elems(in), out.data_ptr(),
+                                       elems(out), code(out), ops_[op]),
+                "reduce_scatter_tensor", &out);
+  }
+  bool all_gather(const at::Tensor& out, const at::Tensor& in) {
+    return calls_ != nullptr && is_plain(out) && is_plain(in) && code(out) == code(in) &&
+           made(calls_->all_gather(calls_->comm, in.data_ptr(), elems(in), out.data_ptr(),
+                                   elems(out), code(out)),
+                "all_gather_into_tensor", &out);
+  }
+  bool broadcast(const at::Tensor& tensor, int64_t root, bool is_root) {
+    return calls_ != nullptr && is_plain(tensor) &&
+           made(calls_->broadcast(calls_->comm, tensor.data_ptr(), elems(tensor), code(tensor),
+                                  root),
+                "broadcast", is_root ? nullptr : &tensor);
+  }
+  bool barrier() {
+    return calls_ != nullptr && made(calls_->barrier(calls_->comm), "barrier", nullptr);
+  }
+
+  // How many calls were made since the last restart.
+  uint64_t count() const { return count_.load(); }
+  void restart() { count_.store(0); }
+
+ private:
+  static uint64_t elems(const at::Tensor& tensor) { return uint64_t(tensor.numel()); }
+  int code(const at::Tensor& tensor) const { return dtypes_[size_t(tensor.scalar_type())]; }
+  bool has(c10d::ReduceOp::RedOpType op) const { return size_t(op) < ops_.size(); }
+
+  // True of a tensor whose memory can be used as it is. A backward, a subclass or a pending
+  // negation needs Python's part, as does memory that was freed.
+  bool is_plain(const at::Tensor& tensor) const {
+    if ((tensor.key_set().raw_repr() & ~plain_keys_) != 0 || code(tensor) < 0 ||
+        tensor.requires_grad() || !tensor.is_contiguous() || tensor.numel() == 0 ||
+        tensor.is_inference())
+      return false;
+    const size_t end = size_t(tensor.storage_offset() + tensor.numel()) * tensor.element_size();
+    return tensor.storage().nbytes() >= end;
+  }
+
+  // Whether a call was made. After a fault raises Python's error.
+  bool made(int status, const char* name, const at::Tensor* written) {
+    if (status == kNotDirect) return false;
+    if (status != 0) {
+      const py::gil_scoped_acquire gil;
+      if (!PyErr_Occurred()) {
+        const py::object error = (*fault_)(name);
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+      }
+      throw py::error_already_set();
+    }
+    if (written != nullptr) written->unsafeGetTensorImpl()->bump_version();
+    ++count_;
+    return true;
+  }
+
+  const uint64_t plain_keys_;
+  std::array<int, size_t(at::ScalarType::NumOptions)> dtypes_;
+  const std::vector<int> ops_;
+  const DirectCalls* calls_ = nullptr;
+  std::atomic<uint64_t> count_{0};
+  Owned capsule_, fault_;
+};
+
+// True of options with which torch.distributed makes a synchronous call.
+template <class Options>
+bool is_plain(const Options& opts) {
+  return !opts.asyncOp && opts.timeout == c10d::kUnsetTimeout;
+}
+
+WorkPtr done(Tensors tensors, c10d::OpType op) {
+  return c10::make_intrusive<DoneWork>(std::move(tensors), op);
+}
+
 class Backend : public c10d::Backend {
  public:
-  Backend(py::object group, py::object split)
+  // `direct` are the arguments of Direct.
+  Backend(py::object group, py::object split, const py::tuple& direct)
       : c10d::Backend(group.attr("rank")().cast<int>(), group.attr("size")().cast<int>()),
         group_(std::move(group)),
-        split_(std::move(split)) {}
+        split_(std::move(split)),
+        direct_(direct[0], direct[1], direct[2].cast<std::vector<int>>(), direct[3]) {}
 
   py::object group() const { return *group_; }
+  uint64_t direct_count() const { return direct_.count(); }
   py::object communicator() const { return (*group_).attr("communicator"); }
 
   const std::string getBackendName() const override { return "ringcomm"; }
@@ -103,6 +245,8 @@ class Backend : public c10d::Backend {
   void setTimeout(Milliseconds timeout) override { tell("set_timeout", timeout); }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    if (is_plain(opts) && tensors.size() == 1 && direct_.all_reduce(tensors[0], opts.reduceOp))
+      return done(tensors, c10d::OpType::ALLREDUCE);
     return forwarded("allreduce", tensors, opts);
   }
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -113,6 +257,9 @@ class Backend : public c10d::Backend {
     return forwarded("allreduce_coalesced", tensors, opts);
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    if (is_plain(opts) && tensors.size() == 1 &&
+        direct_.broadcast(tensors[0], opts.rootRank, opts.rootRank == getRank()))
+      return done(tensors, c10d::OpType::BROADCAST);
     return forwarded("broadcast", tensors, opts);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
@@ -148,6 +295,8 @@ class Backend : public c10d::Backend {
     return all_gather_single(out, in, opts);
   }
   WorkPtr all_gather_single(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& opts) {
+    if (is_plain(opts) && direct_.all_gather(out, in))
+      return done({out}, c10d::OpType::_ALLGATHER_BASE);
     return forwarded("all_gather_single", out, in, opts);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
@@ -156,6 +305,8 @@ class Backend : public c10d::Backend {
   }
   WorkPtr reduce_scatter_single(at::Tensor& out, at::Tensor& in,
                                 const c10d::ReduceScatterOptions& opts) {
+    if (is_plain(opts) && direct_.reduce_scatter(out, in, opts.reduceOp))
+      return done({out}, c10d::OpType::_REDUCE_SCATTER_BASE);
     return forwarded("reduce_scatter_single", out, in, opts);
   }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
@@ -193,7 +344,12 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
     return forwarded("recv_anysource", tensors, tag);
   }
-  WorkPtr barrier(const c10d::BarrierOptions& opts) override { return forwarded("barrier", opts); }
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+    const bool on_host = opts.device ? opts.device->is_cpu() : !is_bound_.load();
+    if (is_plain(opts) && on_host && opts.device_ids.empty() && direct_.barrier())
+      return done({}, c10d::OpType::BARRIER);
+    return forwarded("barrier", opts);
+  }
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
     const bool has_timeout = opts.timeout != c10d::kUnsetTimeout;
     tell("monitored_barrier", has_timeout ? std::optional(opts.timeout) : std::nullopt,
@@ -203,12 +359,17 @@ class Backend : public c10d::Backend {
   void startCoalescing() override { tell("_start_coalescing", std::nullopt); }
   WorkPtr endCoalescing() override { return forwarded("_end_coalescing", std::nullopt); }
   void waitForPendingWorks() override { tell("_wait_for_pending_works"); }
-  void setSequenceNumberForGroup() override { tell("_set_sequence_number_for_group"); }
+  void setSequenceNumberForGroup() override {
+    direct_.restart();
+    tell("_set_sequence_number_for_group");
+  }
   uint64_t getSequenceNumberForGroup() override {
     const py::gil_scoped_acquire gil;
-    return (*group_).attr("_get_sequence_number_for_group")().cast<uint64_t>();
+    const auto forwarded = (*group_).attr("_get_sequence_number_for_group")().cast<uint64_t>();
+    return direct_.count() + forwarded;
   }
   void eagerConnectSingleDevice(at::Device device) override {
+    is_bound_ = is_bound_ || !device.is_cpu();
     tell("eager_connect_single_device", device);
   }
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -248,6 +409,8 @@ class Backend : public c10d::Backend {
   }
 
   Owned group_, split_;
+  Direct direct_;
+  std::atomic<bool> is_bound_{false};  // a barrier is then one on the device
 };
 
 }  // namespace
@@ -256,9 +419,10 @@ class Backend : public c10d::Backend {
 PYBIND11_MODULE(_backend, m) {
   using ringcomm::torch_backend::Backend;
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
-      .def(py::init<py::object, py::object>())
+      .def(py::init<py::object, py::object, py::tuple>())
       .def_property_readonly("group", &Backend::group)
       .def_property_readonly("communicator", &Backend::communicator)
+      .def_property_readonly("direct_count", &Backend::direct_count)
       // What a split hands to its child: no options, so that the child takes the defaults.
       .def_property_readonly("options", [](const Backend&) { return py::none(); });
 }

@@ -34,7 +34,7 @@ BACKEND_VARIABLE = "RINGCOMM_BACKEND"
 
 _MODULE = "_backend"  # PyInit_ of the library
 _SOURCE = "kernels/c10d/backend.cpp"
-_SOURCES = (_SOURCE,)
+_SOURCES = (_SOURCE, "kernels/c10d/direct_calls.h")
 _OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 _LOG_LINES = 30

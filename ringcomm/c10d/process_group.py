@@ -50,6 +50,8 @@ from ringcomm.c10d.communicators import Communicators
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import find_behind_by
 from ringcomm.comm.host.arguments import (
+    DTYPE_CODES,
+    OP_CODES,
     CallChecks,
     is_watched,
     only_inlined_methods,
@@ -434,7 +436,7 @@ def create_process_group(
     if outer is not None and outer.name() == _UNDEFINED:
         # As torch means to do for a plugin, but does not recognise: it would warn in the end.
         outer._set_default_backend(ProcessGroup.BackendType.CUSTOM)
-    return native(made, _Splits(native))
+    return native(made, _Splits(native), _direct_calls(communicators.host))
 
 
 # What torch calls the default backend of a group that has none.
@@ -560,8 +562,27 @@ class _Splits:
         """
         if self._latest is None or self._latest[0] is not store:
             child = group.split_group(ranks, timeout)
-            self._latest = store, child and self._native(child, _Splits(self._native))
+            self._latest = store, child and self._made(child)
         return self._latest[1]
+
+    def _made(self, child: ProcessGroup) -> Any:
+        return self._native(child, _Splits(self._native), _direct_calls(child.communicator))
+
+
+# Names of the native module's ops, in the order of ReduceOp::RedOpType.
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def _direct_calls(host: Communicator) -> tuple[Any, ...]:
+    """Returns how the C++ backend makes calls without Python: see NOTE [Direct calls].
+
+    The C functions, or None where the core has none, codes of types and ops, and what makes an
+    error.
+    """
+    engine = host.engine
+    functions = None if engine.kernels else getattr(engine.fast, "direct_calls", None)
+    codes = {dtype: code for dtype, code in DTYPE_CODES.items() if not dtype.is_complex}
+    return functions, codes, [OP_CODES[name] for name in _OPS], engine.fault
 
 
 _of_torch = distributed_c10d.batch_isend_irecv

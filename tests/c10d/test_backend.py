@@ -1,5 +1,6 @@
 """The C++ backend: groups that it shares with others, what torch sees of its calls, its build."""
 
+import ctypes
 import datetime
 import os
 import re
@@ -8,7 +9,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -344,6 +347,173 @@ def interrupted(rank, world_size):
 
 @pytest.mark.parametrize("check", [errors, recorded, counted, forked, interrupted])
 def test_on_the_native_way(two_ranks, check):
+    two_ranks.run(check, way="native")
+
+
+# ---- calls without Python: NOTE [Direct calls] in kernels/c10d/backend.cpp -----------------------
+
+
+def direct_calls(call) -> int:
+    """How many calls the backend makes without Python in ``call``."""
+    served = default_group()._get_backend(CPU)
+    before = served.direct_count
+    call()
+    return served.direct_count - before
+
+
+def common_calls_are_direct(rank, world_size):
+    x, wide, shard = torch.full((4,), rank + 1.0), torch.zeros(8), torch.zeros(2)
+    versions = [each._version for each in (x, wide, shard)]
+    assert direct_calls(lambda: dist.all_reduce(x)) == 1 and x.tolist() == [3] * 4
+    assert direct_calls(lambda: dist.all_reduce(x, dist.ReduceOp.MAX)) == 1
+    assert direct_calls(lambda: dist.all_gather_into_tensor(wide, x)) == 1
+    assert wide.tolist() == [3] * 8
+    assert direct_calls(lambda: dist.reduce_scatter_tensor(shard, x)) == 1
+    assert shard.tolist() == [6] * 2
+    assert direct_calls(lambda: dist.broadcast(x, 1)) == 1
+    assert direct_calls(dist.barrier) == 1
+    advanced = [
+        each._version - before for each, before in zip((x, wide, shard), versions, strict=True)
+    ]
+    assert advanced == [3 if rank == 0 else 2, 1, 1]  # a broadcast leaves its root's tensor alone
+    work = default_group().allreduce([x], _options())
+    assert work.is_completed() and work.is_success() and work.wait()
+    assert work.get_future().wait()[0] is x or torch.equal(work.get_future().wait()[0], x)
+
+
+def _options(**fields):
+    opts = dist.distributed_c10d.AllreduceOptions()
+    opts.asyncOp = False
+    for name, value in fields.items():
+        setattr(opts, name, value)
+    return opts
+
+
+def refused(error, call):
+    def made():
+        with pytest.raises(error):
+            call()
+
+    return made
+
+
+def other_calls_are_pythons(rank, world_size):
+    """What Python has to see, it does, and what it refuses is refused with its words."""
+    group = default_group()
+
+    def not_direct(call):
+        assert direct_calls(call) == 0
+
+    x = torch.ones(4)
+    not_direct(lambda: dist.all_reduce(x, async_op=True).wait())
+    not_direct(lambda: group.allreduce([x], _options(timeout=datetime.timedelta(seconds=50))))
+    not_direct(lambda: dist.all_reduce(torch.ones(4, 4)[:, 1]))
+    not_direct(lambda: group.allreduce([torch.ones(4, dtype=torch.complex64)], _options()))
+    not_direct(lambda: dist.all_reduce(torch.eye(2).to_sparse()))
+    not_direct(lambda: dist.all_reduce(torch.zeros(0)))
+    not_direct(lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)))
+    not_direct(lambda: dist.barrier(device_ids=None, async_op=True).wait())
+    parameter = torch.nn.Parameter(torch.ones(4))
+    with torch.no_grad():
+        not_direct(lambda: dist.all_reduce(parameter))
+    with torch.inference_mode():
+        inferred = torch.ones(4)
+    not_direct(lambda: dist.all_reduce(inferred))
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    not_direct(refused(RingcommError, lambda: dist.all_reduce(freed)))
+    laid_over = torch.ones(4)
+    gather = partial(dist.all_gather_into_tensor, laid_over, laid_over[1:3])
+    not_direct(refused(ArgumentError, gather))
+    dist.barrier()
+
+
+def in_order_after_queued_calls(rank, world_size):
+    """A synchronous call behind one that is queued waits for it; the next one is direct again."""
+    group, served = default_group(), default_group()._get_backend(CPU)
+    engine = our_group().communicator.engine
+    x, order = torch.ones(4), []
+    gate = threading.Event()
+
+    def first():
+        gate.wait()
+        our_group().communicator.all_reduce(x)
+        order.append("queued")
+        return []
+
+    work = engine.submit(first, "first")
+    before = served.direct_count
+
+    def behind_it():
+        dist.all_reduce(x)
+        order.append("behind")
+
+    caller = threading.Thread(target=behind_it)
+    caller.start()
+    gate.set()
+    caller.join()
+    work.wait()
+    assert order == ["queued", "behind"] and served.direct_count == before
+    group.allreduce([x], _options())
+    assert served.direct_count == before + 1
+
+
+def closed_and_aborted(rank, world_size):
+    """A call that waits hears of an abort, and none is made on memory that was freed."""
+    group = dist.new_group()
+    if rank == 0:
+        timer = threading.Timer(0.2, group.abort)
+        timer.start()
+        with pytest.raises(AbortedError, match="all_reduce on rank 0 of 2"):
+            dist.all_reduce(torch.ones(4), group=group)
+        timer.join()
+        with pytest.raises(AbortedError, match="unusable"):
+            dist.all_reduce(torch.ones(4), group=group)
+    other = dist.new_group()
+    dist.all_reduce(torch.ones(4), group=other)
+    our_group(other).communicator.close()
+    with pytest.raises(AbortedError, match="closed"):
+        dist.all_reduce(torch.ones(4), group=other)
+
+
+def triton_is_asked(rank, world_size):
+    """A group whose options ask for other kernels has them."""
+    options = ringcomm.CommOptions(kernels="triton")
+    group = dist.new_group(pg_options=options)
+    x = torch.ones(4)
+    with mock.patch.object(our_group(group), "allreduce") as asked, pytest.raises(RuntimeError):
+        dist.all_reduce(x, group=group)
+    assert asked.called
+
+
+def other_version(rank, world_size):
+    """A library of another version of the native module is refused."""
+    words = (ctypes.c_uint64 * 8)(99, 64)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = (
+        ctypes.py_object,
+        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )
+    capsule = make(words, b"ringcomm.DirectCalls", None)
+    native = type(default_group()._get_backend(CPU))
+    with pytest.raises(RuntimeError, match="another version of ringcomm"):
+        native(our_group(), None, (capsule, {}, [], None))
+    with pytest.raises(ValueError, match="incorrect name"):
+        native(our_group(), None, (make(words, b"other", None), {}, [], None))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        common_calls_are_direct,
+        other_calls_are_pythons,
+        in_order_after_queued_calls,
+        closed_and_aborted,
+        triton_is_asked,
+        other_version,
+    ],
+)
+def test_direct_calls(two_ranks, check):
     two_ranks.run(check, way="native")
 
 

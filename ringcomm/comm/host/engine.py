@@ -234,7 +234,10 @@ class CallQueue:
         pending: calls queued or running on the worker thread.
     """
 
-    __slots__ = ("_guard", "_in_call", "_items", "_name", "_stopped", "_thread", "pending", "turn")
+    __slots__ = (
+        *("_guard", "_in_call", "_is_native", "_items", "_name", "_stopped", "_thread"),
+        *("pending", "turn"),
+    )
 
     def __init__(self, name: str, turn: _native.CallLock | threading.Lock | None = None) -> None:
         self._name = name
@@ -244,6 +247,7 @@ class CallQueue:
         self._stopped = False
         self._in_call = False
         self.turn: Any = threading.Lock() if turn is None else turn
+        self._is_native = isinstance(turn, _native.CallLock)
         self.pending = 0
 
     def submit(self, run: Callable[[], Outputs], work: Work) -> Work:
@@ -267,8 +271,19 @@ class CallQueue:
     def _put(self, run: Callable[[], Outputs], work: Work) -> None:
         if self._thread is None:
             self._begin()
-        self.pending += 1
+        self._count(1)
         self._items.put((run, work))
+
+    def _count(self, calls: int) -> None:
+        """Adds to the calls that are queued; with the guard."""
+        self.pending += calls
+        if self._is_native:
+            self.turn.set_queued(self.pending)
+
+    def shut(self) -> None:
+        """Has callers without Python make no call from here on; see ``DirectCalls``."""
+        if self._is_native:
+            self.turn.shut()
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -315,7 +330,7 @@ class CallQueue:
             ended = _outcome(run)
             self._in_call = False
         with self._guard:
-            self.pending -= 1
+            self._count(-1)
         work.finish(*ended)
 
     def run_now(self, run: Callable[[], Outputs], work: Work) -> None:
@@ -892,6 +907,7 @@ class CallEngine(ABC):
         with self._guard:
             if self.refuse is None:
                 self.refuse = make_error
+                self.queue.shut()
                 self.core = self.fast = cast(Any, Unusable(make_error))
                 self.starts = self.compiled = None
 
@@ -986,6 +1002,7 @@ class CallEngine(ABC):
         communicator.
         """
         parents, self.closed = (self.owner, self.queue), True
+        self.queue.shut()
         self._guard = threading.Lock()
         self.queue = CallQueue(self.membership.name)
         self.refuse = self._fork_error

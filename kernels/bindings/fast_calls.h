@@ -1,0 +1,52 @@
+// The calls that most programs make, on memory that was read already: see kNotFast. They are made
+// with Python's lock (module.cpp) and without it (direct_calls.cpp).
+//
+// `run(comm, call)` makes a call in the communicator's turn.
+#pragma once
+
+#include "kernels/bindings/native_comm.h"
+#include "kernels/bindings/tensors.h"
+
+namespace ringcomm::host {
+
+// False for what Python words an error of.
+inline bool sums_by(const Comm& comm, int algorithm) {
+  return comm.sum_group_size() == 0 || algorithm != int(Algorithm::kRing);
+}
+
+inline Reduction reduction_of(DType dtype, int op, int algorithm) {
+  return {dtype, RedOp(op), 1.0, chosen(Algorithm(algorithm))};
+}
+
+template <class Run>
+int all_reduce_memory(NativeComm& n, const TensorMemory& t, int op, int algorithm, Run run) {
+  if (!sums_by(n.comm, algorithm) || kernels().reduce[int(t.dtype)][op] == nullptr) return kNotFast;
+  const Reduction how = reduction_of(t.dtype, op, algorithm);
+  return run(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
+}
+
+template <class Run>
+int reduce_scatter_memory(NativeComm& n, const TensorMemory& out, const TensorMemory& in, int op,
+                          int algorithm, Run run) {
+  const View& v = n.comm.view();
+  if (!sums_by(n.comm, algorithm) || out.dtype != in.dtype ||
+      in.elems != out.elems * uint64_t(v.world) ||
+      kernels().reduce[int(out.dtype)][op] == nullptr || !is_chunk_or_apart(in, out, v.rank))
+    return kNotFast;
+  const Reduction how = reduction_of(out.dtype, op, algorithm);
+  return run(n, [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
+}
+
+template <class Run>
+int all_gather_memory(NativeComm& n, const TensorMemory& out, const TensorMemory& in, int algorithm,
+                      Run run) {
+  const View& v = n.comm.view();
+  if (out.dtype != in.dtype || out.elems != in.elems * uint64_t(v.world) ||
+      !is_chunk_or_apart(out, in, v.rank))
+    return kNotFast;
+  return run(n, [&] {
+    return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen(Algorithm(algorithm)));
+  });
+}
+
+}  // namespace ringcomm::host
