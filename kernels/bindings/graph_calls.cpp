@@ -3,15 +3,15 @@
 //
 // NOTE [Calls of a graph]
 // inductor's code calls these functions in place of torch's operators of the same names, with the
-// same arguments (ringcomm/functional/in_graph.py). What a function does not take goes to the
-// operator: another op than those without a factor, a tensor that is not read as it is, a
-// communicator that is not the host's on one node or has calls queued, an unknown key. The operator
-// words the errors.
+// same arguments (ringcomm/functional/in_graph.py), and so do eager calls without a gradient. What
+// a function does not take goes to the operator: another op than those without a factor, a tensor
+// that is not read as it is, a communicator that is not the host's on one node or has calls queued,
+// an unknown key. The operator words the errors.
 //
 // They are functions of Python's and no kernels of torch's stable ABI (torch/csrc/stable). A kernel
-// of that ABI cannot hand an exception of Python's to its caller: aoti_torch_call_dispatcher()
-// turns it into a code, and what such a kernel throws becomes a RuntimeError. A call through
-// torch's dispatcher also costs more than a small collective.
+// of that ABI could not leave a call to the operator: aoti_torch_call_dispatcher() returns a code
+// in place of an exception, whose type is lost. Torch's dispatcher also takes longer than a small
+// collective.
 #include <cstring>
 #include <initializer_list>
 #include <utility>

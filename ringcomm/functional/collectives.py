@@ -44,7 +44,7 @@ from ringcomm.comm.host.arguments import (
     without_memory,
 )
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
-from ringcomm.functional.in_graph import name_in_graph, serve
+from ringcomm.functional.in_graph import FUNCTIONS, name_in_graph, serve
 from ringcomm.integers import MOST
 
 Tensor = torch.Tensor
@@ -826,7 +826,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("all_gather", tensor, group)
-    return cast(Tensor, _ops.all_gather(tensor, key, world_size))
+    return cast(Tensor, _callee("all_gather", tensor)(tensor, key, world_size))
 
 
 def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
@@ -850,7 +850,7 @@ def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor
     """
     name, factor = _name_and_factor(op, "reduce_scatter", group)
     key, world_size = enter("reduce_scatter", tensor, group, name)
-    return cast(Tensor, _ops.reduce_scatter(tensor, name, factor, key, world_size))
+    return cast(Tensor, _callee("reduce_scatter", tensor)(tensor, name, factor, key, world_size))
 
 
 def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
@@ -874,7 +874,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
     """
     name, factor = _name_and_factor(op, "all_reduce", group)
     key, world_size = enter("all_reduce", tensor, group, name)
-    return cast(Tensor, _ops.all_reduce(tensor, name, factor, key, world_size))
+    return cast(Tensor, _callee("all_reduce", tensor)(tensor, name, factor, key, world_size))
 
 
 def all_to_all(
@@ -908,7 +908,9 @@ def all_to_all(
         checks = CallChecks(named("all_to_all"), communicator.rank, communicator.world_size)
         output_splits = checks.splits("output_splits", output_splits)
         input_splits = checks.splits("input_splits", input_splits)
-    return cast(Tensor, _ops.all_to_all(tensor, output_splits, input_splits, key, world_size))
+    return cast(
+        Tensor, _callee("all_to_all", tensor)(tensor, output_splits, input_splits, key, world_size)
+    )
 
 
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
@@ -933,7 +935,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     if not torch.compiler.is_compiling() and (type(src) is not int or not 0 <= src <= MOST):
         communicator = communicator_of(group, named("broadcast"))
         src = communicator.ranks[root_of(communicator, named("broadcast"), "src", src, None)]
-    return cast(Tensor, _ops.broadcast(tensor, src, key, world_size))
+    return cast(Tensor, _callee("broadcast", tensor)(tensor, src, key, world_size))
 
 
 def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[str, int]:
@@ -965,6 +967,17 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
     if not torch.compiler.is_compiling() and get_debug_level() == DebugLevel.DETAIL:
         _check_agreement(operation, differentiable, has_tangent(tensor), group)
     return key, world_size
+
+
+def _callee(name: str, tensor: Tensor) -> Callable[..., Any]:
+    """Returns the operator, or what makes its call if nothing of torch has to see it; traceable."""
+    seen = (
+        torch.compiler.is_compiling()
+        or (tensor.requires_grad and torch.is_grad_enabled())
+        or torch._C._len_torch_function_stack()
+    )
+    operator: Callable[..., Any] = getattr(_ops, name)
+    return operator if seen else FUNCTIONS[name]
 
 
 def _name_and_factor(op: Any, function: str, group: Group) -> tuple[str, float]:

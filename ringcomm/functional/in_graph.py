@@ -5,7 +5,7 @@ See NOTE [Calls of a graph] in ``kernels/bindings/graph_calls.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch.distributed.distributed_c10d import _world
 from ringcomm import _native
 from ringcomm.comm.functions import default_places
 
-__all__ = ["name_in_graph", "serve"]
+__all__ = ["FUNCTIONS", "name_in_graph", "serve"]
 
 # Where the code finds them: it imports torch, and the operators have loaded this package.
 _PLACE = "ringcomm_in_graph"
-_FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_gather": _native.graph_all_gather,
     "all_reduce": _native.graph_all_reduce,
     "all_to_all": _native.graph_all_to_all,
@@ -49,12 +49,12 @@ def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
         "empty": _EMPTY,
     }
     _native.serve_graphs(names, dict(operators))
-    setattr(torch.ops, _PLACE, SimpleNamespace(**_FUNCTIONS))
+    setattr(torch.ops, _PLACE, SimpleNamespace(**FUNCTIONS))
 
 
 def name_in_graph(operator: str) -> str | None:
     """Returns what inductor's code calls in place of an operator; None: the operator itself."""
     name = operator.removeprefix("ringcomm::")
-    if name not in _FUNCTIONS or _EMPTY is None:
+    if name not in FUNCTIONS or _EMPTY is None:
         return None
     return f"torch.ops.{_PLACE}.{name}"
