@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import CommOptions, Communicator, MismatchError, RingcommError, _native
+from ringcomm import (
+    CommOptions,
+    Communicator,
+    MismatchError,
+    PeerLost,
+    RingcommError,
+    _native,
+)
 from ringcomm.comm.host.rendezvous import are_apart
 from ringcomm.memory.host_heap import process_heap
 from tests.comm.test_sum_groups import FLOATS, OPS, in_groups, inputs, operator
@@ -18,7 +26,7 @@ from tests.memory.test_numa import ELSEWHERE, join_on, own_cpus
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
 from tests.support.memories import put, room
 from tests.support.numa_machine import write_machine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Ranks, run_ranks
 
 GROUPS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
 
@@ -246,3 +254,30 @@ def test_a_rank_that_stays_away_is_named(in_levels):
     with ringcomm.local_world(4, options=CommOptions(timeout=1, sum_group_size=2)) as world:
         said = world.run(body)
     assert all("rank 3" in text for text in said[:3])
+
+
+def _loses_rank_2(store, rank, world, eighth):
+    _native.always_sum_in_levels(True)
+    options = CommOptions(timeout=60, segment_bytes=4096, sum_group_size=2)
+    with Communicator.from_store(store, rank, world, options=options) as comm:
+        _native.arm_fault("none")  # only counts
+        comm.all_reduce(torch.ones(12_000))
+        steps = sum(_native.fault_passages().values())
+        if rank == 2:
+            _native.arm_fault("kill", passage=1 + steps * eighth // 8)
+        with pytest.raises(RingcommError) as told:
+            comm.all_reduce(torch.ones(12_000))
+            comm.barrier()
+        return type(told.value), str(told.value)
+
+
+@pytest.mark.parametrize("eighth", [0, 3, 6])
+def test_a_rank_that_dies_in_a_call_is_named_by_all_others(eighth):
+    """Rank 1 exchanges nothing with it: it hears of the loss from others."""
+    with Ranks(_loses_rank_2, 4, eighth) as ranks:
+        outcomes = ranks.wait(60.0)
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    for rank in (0, 1, 3):
+        kind, text = outcomes[rank].value
+        assert issubclass(kind, PeerLost), text
+        assert "rank 2" in text
