@@ -616,6 +616,35 @@ def test_a_build_that_fails_says_why(copy, monkeypatch, compiler, words):
     assert not list((copy / "package").glob("*.so*"))
 
 
+def test_it_goes_into_the_cache_where_the_package_is_not_writable(copy, monkeypatch):
+    def compile(compiler, headers, target):
+        target.touch()
+
+    monkeypatch.setenv("CXX", "c++")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(backend, "_compile", compile)
+    built = backend.build()
+    assert built.parent == copy / "cache" and backend.find() == built
+    built.unlink()
+    built.parent.chmod(0o777)
+    with pytest.raises(UnsupportedError, match=r"not writable and .* others may write to it"):
+        backend.build()
+
+
+def test_a_build_removes_those_of_earlier_sources(copy, monkeypatch):
+    package = copy / "package"
+    name = backend._file_name()
+    stem = name.rpartition(".")[0].rpartition(".")[0]
+    others = [package / f"{stem}.0123.so", package / "_backend.torch1.0.cpython-311.0123.so"]
+    for each in others:
+        each.touch()
+    monkeypatch.setenv("CXX", str(copy / "compiler"))
+    (copy / "compiler").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; touch "$2"\n')
+    (copy / "compiler").chmod(0o755)
+    assert backend.build() == package / name
+    assert sorted(package.glob("*.so")) == sorted([package / name, others[1]])
+
+
 def test_missing_headers_are_named(copy, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(copy))
     with pytest.raises(UnsupportedError, match=r"expected Python\.h in .*python3-dev"):

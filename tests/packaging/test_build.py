@@ -218,6 +218,9 @@ def test_the_build_cannot_reach_torch(workshop):
 LIMITED_API = {
     "PyBuffer_FillInfo",
     "PyBytes_AsString",
+    "PyCapsule_GetContext",
+    "PyCapsule_New",
+    "PyCapsule_SetContext",
     "PyDict_GetItemWithError",
     "PyErr_CheckSignals",
     "PyErr_Clear",
