@@ -52,6 +52,7 @@ INTERNAL_NAMES = {
     "cuda.units": "UNITS",
     "errors": "printable where",
     "functional.collectives": "Derivatives enter find no_forward_mode register",
+    "functional.in_graph": "describe",
     "integers": "integer",
     "json_reader": "DAMAGE exactly in_words number_below read_bounded read_json read_object shown",
     "launch": (

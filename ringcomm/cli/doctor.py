@@ -106,6 +106,14 @@ def check_backend() -> Finding:
     return Finding("C++ backend", NOTE if advice else OK, value, advice)
 
 
+def check_graphs() -> Finding:
+    """What makes the collectives of ``ringcomm.functional`` in compiled graphs."""
+    from ringcomm.functional.in_graph import describe
+
+    value, advice = describe()
+    return Finding("compiled graphs", NOTE if advice else OK, value, advice)
+
+
 def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
     """``meminfo`` is the text of /proc/meminfo, ``limit_bytes`` what the control group allows."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
@@ -412,6 +420,7 @@ def examine() -> Iterable[Finding]:
     yield check_cores()
     yield check_threads()
     yield check_backend()
+    yield check_graphs()
     yield check_memory(Path("/proc/meminfo").read_text(), memory_limit_bytes())
     yield from check_numa()
     if Path("/dev/shm").exists():

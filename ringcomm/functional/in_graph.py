@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _world
 from ringcomm import _native
 from ringcomm.comm.functions import default_places
 
-__all__ = ["FUNCTIONS", "name_in_graph", "serve"]
+__all__ = ["FUNCTIONS", "describe", "name_in_graph", "serve"]
 
 # Where the code finds them: it imports torch, and the operators have loaded this package.
 _PLACE = "ringcomm_in_graph"
@@ -58,3 +58,16 @@ def name_in_graph(operator: str) -> str | None:
     if name not in FUNCTIONS or _EMPTY is None:
         return None
     return f"torch.ops.{_PLACE}.{name}"
+
+
+def describe() -> tuple[str, str]:
+    """Returns what makes the collectives of graphs, and what to do about it; "": nothing."""
+    lacks = ""
+    if _EMPTY is None:
+        lacks = "has no empty_strided_cpu for inductor"
+    elif not _native.takes_fast_path(torch.ones(1)):
+        lacks = "does not let its tensors be read natively"
+    if not lacks:
+        return "inductor's code calls the native module", ""
+    advice = "calls take tens of microseconds more; docs/versions.md lists the versions of torch"
+    return f"torch's operators in Python, since torch {torch.__version__} {lacks}", advice

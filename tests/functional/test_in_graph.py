@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
-from ringcomm import AbortedError, Communicator, MismatchError, RingcommError
+from ringcomm import AbortedError, Communicator, MismatchError, RingcommError, _native
 from ringcomm import functional as F
+from ringcomm.cli import doctor
 from ringcomm.errors import ForkError
 from ringcomm.functional import collectives, in_graph
 from ringcomm.functional.collectives import DEFAULT, OPERATORS, key_of
@@ -360,6 +361,22 @@ def forks(store: Any, rank: int, world_size: int) -> None:
 
 def test_a_forked_child_is_told():
     run_ranks(forks, 1)
+
+
+# ---- what the doctor says -----------------------------------------------------------------------
+
+
+def test_the_doctor_says_what_makes_the_calls(monkeypatch):
+    assert doctor.check_graphs() == doctor.Finding(
+        "compiled graphs", doctor.OK, "inductor's code calls the native module"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "takes_fast_path", lambda tensor: False)
+        assert "does not let its tensors be read" in doctor.check_graphs().value
+    monkeypatch.setattr(in_graph, "_EMPTY", None)
+    found = doctor.check_graphs()
+    assert found.verdict == doctor.NOTE and "has no empty_strided_cpu" in found.value
+    assert in_graph.name_in_graph("all_reduce") is None
 
 
 # ---- in graphs ----------------------------------------------------------------------------------
