@@ -101,7 +101,7 @@ class Messenger {
   void fail_all(Status status);
   bool idle_peer(int peer) const;
   void kick();
-  void sleep(uint64_t timeout_ns);
+  void sleep(uint64_t timeout_ns, const uint32_t* peer_core);
   std::pair<Status, int> reason_to_end(const Request& request, uint64_t waited_ns) const;
   void look_at_clock(std::unique_lock<std::mutex>& lock, const RequestPtr& request,
                      uint64_t started_ns);

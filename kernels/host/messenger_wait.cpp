@@ -47,8 +47,9 @@ bool Messenger::idle_peer(int peer) const {
   return q.sends.empty() && q.unacknowledged.empty();
 }
 
-// Sleeps until a peer publishes or acknowledges. The lock is held; it is released while asleep.
-void Messenger::sleep(uint64_t timeout_ns) {
+// Sleeps until a peer publishes or acknowledges, apart from the peer that is waited for, if it is
+// one (`peer_core`). The lock is held; it is released while asleep.
+void Messenger::sleep(uint64_t timeout_ns, const uint32_t* peer_core) {
   const View& v = comm_.view();
   std::vector<SleepOn> words;
   std::vector<uint32_t*> flags;
@@ -66,6 +67,7 @@ void Messenger::sleep(uint64_t timeout_ns) {
   for (uint32_t* flag : flags) store_relaxed_sys(flag, 1);
   comm_.waiter().fence_as_sleeper();  // raise the flags, then look again: see NOTE [signals]
   if (!progress()) {
+    const SleepsApart apart = comm_.waiter().sleep_apart(peer_core);
     mutex_.unlock();
     sleep_on_any(words.data(), int(words.size()), timeout_ns);
     mutex_.lock();
@@ -135,7 +137,9 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
                       uint64_t give_up_ns, bool in_background) {
   note_look();
   driving_ = true;
-  const bool core_shared = r->peer >= 0 && HostTeam::shares_core(comm_.view(), r->peer);
+  const bool is_known = r->peer >= 0;
+  const uint32_t* const peer_core = is_known ? &comm_.view().control(r->peer)->core : nullptr;
+  const bool core_shared = is_known && HostTeam::shares_core(comm_.view(), r->peer);
   const uint64_t poll_ns = in_background || core_shared ? 0 : kPollNs;
   uint64_t idle_since_ns = Waiter::now_ns();
   int yields = 0;
@@ -151,7 +155,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
                        (yields++ < kYields && comm_.waiter().yield(r->bytes));
     lock.lock();
     if (awake) continue;
-    sleep(std::min(Waiter::kSleepNs, give_up_ns));
+    sleep(std::min(Waiter::kSleepNs, give_up_ns), peer_core);
     // Not the driver while a signal handler may run: it may wait for a message itself.
     note_look();
     driving_ = false;

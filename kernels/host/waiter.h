@@ -3,6 +3,8 @@
 // pressed Ctrl-C.
 #pragma once
 
+#include <sched.h>
+
 #include <climits>
 #include <cstdint>
 #include <vector>
@@ -35,6 +37,21 @@ class WaitsInBackground {
   bool before_;
 };
 bool waits_in_background();
+
+// Keeps the calling thread off a core, from the constructor to the destructor, as far as it may run
+// on others. See NOTE [Sleep apart].
+class SleepsApart {
+ public:
+  // `core`: as ControlPage.core has it, 0: none.
+  explicit SleepsApart(uint32_t core);
+  ~SleepsApart();
+  SleepsApart(const SleepsApart&) = delete;
+  SleepsApart& operator=(const SleepsApart&) = delete;
+
+ private:
+  bool apart_ = false;
+  cpu_set_t before_, meanwhile_;
+};
 
 // Polls the word for as long as a waiter on a core of its own spins; true once it has left `seen`.
 bool spin_on(const uint32_t* word, uint32_t seen);
@@ -90,6 +107,9 @@ class Waiter {
   std::vector<Process> forget_all();
 
   bool pause(const Pause& pause) const;
+  // For a thread that is about to sleep until a peer wakes it; `peer_core`: of the peer's control
+  // page, or null. Does nothing where ranks outnumber cores.
+  SleepsApart sleep_apart(const uint32_t* peer_core) const;
   // Lets another rank run. False, and nothing done: each has a core, or other programs want this
   // one. It looks at how long that took; the bytes that the call moves are taken into account.
   bool yield(uint64_t call_bytes) const;

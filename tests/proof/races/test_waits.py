@@ -45,8 +45,32 @@ ASLEEP = {
         WAITER, "futex(word, FUTEX_WAKE,", "if (!CHOSEN) futex(word, FUTEX_WAKE,"
     ),
 }
+BESIDE = {
+    "the core is not left out": Mutant(
+        WAITER, "CPU_CLR(core - 1,", "if (!CHOSEN) CPU_CLR(core - 1,"
+    ),
+    "nothing is given back": Mutant(WAITER, "if (apart_ &&", "if (!CHOSEN && apart_ &&"),
+    "others are overruled": Mutant(
+        WAITER, "CPU_EQUAL(&now, &meanwhile_)", "(CHOSEN || CPU_EQUAL(&now, &meanwhile_))"
+    ),
+    "a thread of all cores is fixed to those of the moment": Mutant(
+        WAITER, "known.follows_cpuset ? all", "!CHOSEN && known.follows_cpuset ? all"
+    ),
+    "a thread of some cores gets all": Mutant(
+        WAITER, "CPU_EQUAL(&widest, &cores)", "(CHOSEN || CPU_EQUAL(&widest, &cores))"
+    ),
+    "waits do not sleep apart": Mutant(
+        WAITER,
+        "= sleep_apart(pause.peer_core)",
+        "= sleep_apart(CHOSEN ? nullptr : pause.peer_core)",
+    ),
+    "crowded ranks sleep apart": Mutant(
+        WAITER, "crowded = policy_.yields != 0", "crowded = !CHOSEN && policy_.yields != 0"
+    ),
+}
 MUTANTS = {
     **ASLEEP,
+    **BESIDE,
     "a spinner keeps the core from its peer": Mutant(
         WAITER, "pause.core_shared ? 0 :", "!CHOSEN && pause.core_shared ? 0 :"
     ),
@@ -124,3 +148,23 @@ def test_a_suspension_does_not_count(program):
     assert numbers(program, "suspend", "the suspension counts") == [50]  # the look that follows it
     done = run(program, "suspend", "no look is noted")
     assert done.stdout + done.stderr != "103\n"
+
+
+APART = [
+    # The cores asleep, after, and asked for last; the calls that set them.
+    "fb ff ffffffff 3",
+    "fb ff ffffffff 2",
+    "b f f 4",
+    "f f 0 0",
+    "4 4 0 0",
+    "ff ff 0 0",
+    "b 30 b 1",
+    "3",
+    "0",
+]
+
+
+def test_a_sleeper_leaves_out_the_core_of_its_peer(program):
+    assert run(program, "apart").stdout.splitlines() == APART
+    for mutant in BESIDE:
+        assert run(program, "apart", mutant).stdout.splitlines() != APART, mutant

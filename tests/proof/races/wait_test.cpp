@@ -9,10 +9,13 @@
 //   wait_test suspend SECONDS  a rank waits in vain by a clock that goes on 10 ms at each look, and
 //                              once an hour, as of a machine that was suspended: prints after how
 //                              many looks it gives up
+//   wait_test apart SECONDS    sleeps with an affinity that an emulated kernel keeps: prints the
+//                              cores of each case, asleep and after
 //
 // NOTE [Busy cores] in waiter.cpp says why a waiter on a core that others want sleeps.
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,6 +24,47 @@
 
 #include "ringcomm/protocol/signal.h"
 #include "tests/proof/races/race_world.h"
+
+namespace {
+
+// The affinity of the calling thread, where `emulated`, as masks of eight cores.
+struct Kernel {
+  bool emulated = false;
+  unsigned cpuset = 0xff, cores = 0xff, asked = 0;
+  int calls = 0;
+} kernel;
+
+unsigned bits_of(const cpu_set_t& set) {
+  unsigned bits = 0;
+  for (unsigned core = 0; core < 32; ++core) bits |= unsigned(CPU_ISSET(core, &set) != 0) << core;
+  return bits;
+}
+
+cpu_set_t set_of(unsigned bits) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (unsigned core = 0; core < 8; ++core)
+    if ((bits >> core & 1) != 0) CPU_SET(core, &set);
+  return set;
+}
+
+}  // namespace
+
+// In place of the C library's.
+extern "C" int sched_setaffinity(pid_t pid, size_t bytes, const cpu_set_t* set) noexcept {
+  if (!kernel.emulated) return int(syscall(SYS_sched_setaffinity, pid, bytes, set));
+  kernel.asked = bits_of(*set);
+  ++kernel.calls;
+  if ((kernel.asked & kernel.cpuset) == 0) return -1;
+  kernel.cores = kernel.asked & kernel.cpuset;
+  return 0;
+}
+
+extern "C" int sched_getaffinity(pid_t pid, size_t bytes, cpu_set_t* set) noexcept {
+  if (!kernel.emulated) return syscall(SYS_sched_getaffinity, pid, bytes, set) < 0 ? -1 : 0;
+  *set = set_of(kernel.cores);
+  return 0;
+}
 
 namespace {
 
@@ -159,6 +203,38 @@ void suspend() {
   std::printf("%d\n", looks);
 }
 
+// Prints the cores asleep and after, and what was asked for last (of all cores: 32 of them).
+void sleep_apart(unsigned cpuset, unsigned cores, uint32_t core, unsigned set_meanwhile = 0) {
+  kernel = {true, cpuset, cores, 0, 0};
+  unsigned asleep;
+  {
+    const SleepsApart apart(core);
+    asleep = kernel.cores;
+    if (set_meanwhile != 0) kernel.cores = set_meanwhile;
+  }
+  std::printf("%x %x %x %d\n", asleep, kernel.cores, kernel.asked, kernel.calls);
+}
+
+void pause_apart(const Waiter& waiter, uint32_t core) {
+  kernel = {true, 0xff, 0xff, 0, 0};
+  uint32_t word = 0, sleeping = 0;
+  waiter.pause({&word, 0, &sleeping, 1, false, &core});
+  std::printf("%d\n", kernel.calls);
+}
+
+void apart() {
+  sleep_apart(0xff, 0xff, 1 + 2);
+  sleep_apart(0xff, 0xff, 1 + 2);        // now the thread is known to have all cores
+  sleep_apart(0xff, 0x0f, 1 + 2);        // it has some of them
+  sleep_apart(0xff, 0x0f, 1 + 4);        // the core is none of them
+  sleep_apart(0xff, 0x04, 1 + 2);        // it is the only one
+  sleep_apart(0xff, 0xff, 0);            // the core is not known
+  sleep_apart(0xff, 0x0f, 1 + 2, 0x30);  // somebody moves the thread meanwhile
+  Waiter::kSleepNs = 1'000'000;
+  pause_apart(Waiter{PausePolicy{0, 0}}, 1 + 2);
+  pause_apart(Waiter{PausePolicy{0, 1}}, 1 + 2);  // ranks outnumber cores
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -171,6 +247,8 @@ int main(int argc, char** argv) {
     answer();
   else if (what == "yield")
     yield();
+  else if (what == "apart")
+    apart();
   else
     suspend();
   return 0;

@@ -69,6 +69,7 @@ struct Pause {
   uint32_t* sleeping;
   uint32_t polls;
   bool core_shared = false;
+  const uint32_t* peer_core = nullptr;  // ControlPage.core of the awaited rank; null: not known
   uint64_t call_bytes = 0;
 };
 

@@ -222,6 +222,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
   Pause pause{word, 0, sleep_flag_at(v, team.channel(), site), 0};
   if constexpr (Team::kSleeps) {
     pause.core_shared = team.shares_core(v, site.peer);
+    pause.peer_core = &v.control(site.peer)->core;
     pause.call_bytes = v.mine->id.match_bytes;
   }
   uint64_t started = 0, now = 0, looked = 0;
