@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "kernels/bindings/gil.h"
+#include "kernels/bindings/torch_options.h"
 #include "kernels/host/kernel_table.h"
 
 namespace nb = nanobind;
@@ -437,33 +438,36 @@ void bind_together(nb::module_& m) {
                   "/) -> int"));
 }
 
+struct DeviceFast {
+  using Calls = DeviceCalls;
+  static int all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op,
+                        nb::handle algorithm) {
+    return host::all_reduce(calls, tensor, op, algorithm, kNotFast, made_by(calls));
+  }
+  static int reduce_scatter(DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle op,
+                            nb::handle algorithm) {
+    return host::reduce_scatter(calls, output, input, op, algorithm, kNotFast, made_by(calls));
+  }
+  static int all_gather(DeviceCalls& calls, nb::handle output, nb::handle input,
+                        nb::handle algorithm) {
+    return host::all_gather(calls, output, input, algorithm, kNotFast, made_by(calls));
+  }
+};
+
 void bind_made(nb::class_<DeviceCalls>& c) {
   const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
-  c.def(
-       "all_reduce_fast",
-       [](DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm) {
-         return all_reduce(calls, tensor, op, algorithm, kNotFast, made_by(calls));
-       },
-       nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
-               "/) -> int"),
-       any(), any(), any(), "As `Comm.all_reduce_fast`; 0 once the call is on the current stream.")
-      .def(
-          "reduce_scatter_fast",
-          [](DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle op,
-             nb::handle algorithm) {
-            return reduce_scatter(calls, output, input, op, algorithm, kNotFast, made_by(calls));
-          },
-          nb::sig("def reduce_scatter_fast(self, output: object, input: object, op: object, "
-                  "algorithm: object, /) -> int"),
-          any(), any(), any(), any())
-      .def(
-          "all_gather_fast",
-          [](DeviceCalls& calls, nb::handle output, nb::handle input, nb::handle algorithm) {
-            return all_gather(calls, output, input, algorithm, kNotFast, made_by(calls));
-          },
-          nb::sig("def all_gather_fast(self, output: object, input: object, "
-                  "algorithm: object, /) -> int"),
-          any(), any(), any())
+  c.def("all_reduce_fast", &DeviceFast::all_reduce,
+        nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
+                "/) -> int"),
+        any(), any(), any(), "As `Comm.all_reduce_fast`; 0 once the call is on the current stream.")
+      .def("reduce_scatter_fast", &DeviceFast::reduce_scatter,
+           nb::sig("def reduce_scatter_fast(self, output: object, input: object, op: object, "
+                   "algorithm: object, /) -> int"),
+           any(), any(), any(), any())
+      .def("all_gather_fast", &DeviceFast::all_gather,
+           nb::sig("def all_gather_fast(self, output: object, input: object, "
+                   "algorithm: object, /) -> int"),
+           any(), any(), any())
       .def(
           "broadcast_fast",
           [](DeviceCalls& calls, nb::handle tensor, nb::handle source) {
@@ -815,6 +819,7 @@ nb::class_<DeviceCalls> bind_device_calls(nb::module_& m) {
       "`place`: kind and number of the device as DLPack has them. `is_mine`: tells of a tensor\n"
       "whether it lies on the device, where the place does not.");
   bind_made(c);
+  bind_for_torch<DeviceFast>(c);
   bind_started(c);
   bind_order(c);
   bind_together(m);

@@ -5,6 +5,7 @@
 #include "kernels/bindings/collectives.h"
 #include "kernels/bindings/fast_calls.h"
 #include "kernels/bindings/gil.h"
+#include "kernels/bindings/torch_options.h"
 #include "kernels/host/describe.h"
 
 namespace nb = nanobind;
@@ -126,6 +127,13 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
       "turn", [](const NativeComm& n) { return n.turn; },
       "Fast calls take it themselves, all others are made by who holds it.");
 }
+
+struct HostFast {
+  using Calls = NativeComm;
+  static constexpr auto all_reduce = all_reduce_fast;
+  static constexpr auto reduce_scatter = reduce_scatter_fast;
+  static constexpr auto all_gather = all_gather_fast;
+};
 
 void bind_fast(nb::class_<NativeComm>& c) {
   const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
@@ -449,8 +457,10 @@ void bind_comm(nb::module_& m) {
           "A number that changes when a peer publishes something to this rank, or acknowledges.")
       .def("close", &NativeComm::close, nb::call_guard<WithoutGil>());
   bind_tensors(m);
+  bind_torch_options(m);
   bind_fast(c);
   bind_direct_calls(c);
+  bind_for_torch<HostFast>(c);
   bind_turn(m, c);
   bind_collectives<HostCalls>(c);
   bind_partials(m, c);

@@ -66,7 +66,7 @@ const uintptr_t program_begin = getauxval(AT_PHDR);
 struct Torch {
   decltype(Exchange::tensor_from_py_object) read = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr, *op = nullptr;
-  PyObject *is_neg = nullptr, *forward_ad = nullptr;
+  PyObject *is_neg = nullptr, *forward_ad = nullptr, *increment_version = nullptr;
   PyObject* requires_grad = nullptr;  // the property, whose getter is called
   descrgetfunc get = nullptr;
   // Where a tensor's object has its implementation, and that its keys; 0: not known.
@@ -226,6 +226,16 @@ bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, in
          at == begin + index * intptr_t(tensor.bytes());
 }
 
+void advance_version(nb::handle tensor) {
+  PyObject* const tensors = PyTuple_Pack(1, tensor.ptr());
+  if (tensors == nullptr) throw nb::python_error();
+  PyObject* const arguments[] = {tensors};
+  PyObject* const result = PyObject_Vectorcall(torch().increment_version, arguments, 1, nullptr);
+  Py_DECREF(tensors);
+  if (result == nullptr) throw nb::python_error();
+  Py_DECREF(result);
+}
+
 int op_code(nb::handle op) {
   const Torch& t = torch();
   for (const Op& each : t.ops)
@@ -237,6 +247,12 @@ int op_code(nb::handle op) {
   for (const Op& each : t.ops)
     if (each.kind == kind) return each.code;
   return -1;
+}
+
+nb::handle op_of_kind(Py_hash_t kind) {
+  for (const Op& each : torch().ops)
+    if (each.kind == kind) return each.object;
+  return {};
 }
 
 int algorithm_code(nb::handle name, Collective collective) {
@@ -285,6 +301,7 @@ void bind_tensors(nb::module_& m) {
         t.op = reinterpret_cast<PyTypeObject*>(kept("ReduceOp"));
         t.is_neg = kept("is_neg");
         t.forward_ad = kept("forward_ad");
+        t.increment_version = kept("increment_version");
         t.requires_grad = kept("requires_grad");
         t.get = reinterpret_cast<descrgetfunc>(
             PyType_GetSlot(Py_TYPE(t.requires_grad), Py_tp_descr_get));
@@ -299,8 +316,9 @@ void bind_tensors(nb::module_& m) {
               "ops: Sequence[tuple[object, int]], /) -> bool"),
       "Has tensors read through DLPack's C exchange interface.\n\n"
       "`names` has torch's `Tensor` and `Parameter`, of exactly which classes tensors are read,\n"
-      "its methods `is_neg` and `is_grad_enabled`, their property `requires_grad`, its dtypes\n"
-      "`int8` and `uint8`, the names of its module `forward_ad`, and `ReduceOp`, the class of\n"
+      "their method `is_neg` and property `requires_grad`, its dtypes `int8` and `uint8`, the "
+      "names\n"
+      "of its module `forward_ad`, its function `increment_version`, and `ReduceOp`, the class of\n"
       "whatever has the hash of one of `ops` and means the same. `ops` are the constants that\n"
       "stand for the codes of `OPS`. False: the interface is one that cannot read, and no tensor\n"
       "takes the fast path.");

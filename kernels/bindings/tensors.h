@@ -53,8 +53,13 @@ uint64_t intercepting_keys();
 // True of a tensor that is chunk `index` of `whole`, or lies apart from it.
 bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, int index);
 
+// Tells autograd that a tensor has changed, as torch's own functions do. Throws what torch raises.
+void advance_version(nanobind::handle tensor);
+
 // The code of one of torch's ReduceOp constants; negative: none.
 int op_code(nanobind::handle op);
+// The constant whose hash is `kind`, which is the code that torch has for it; null: none.
+nanobind::handle op_of_kind(Py_hash_t kind);
 
 // The code of an algorithm that every core has (auto, one-shot or ring), by its name in a
 // collective; negative: none of these.

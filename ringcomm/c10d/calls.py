@@ -32,7 +32,7 @@ from ringcomm.comm.host.arguments import (
     only_inlined_methods,
     without_memory,
 )
-from ringcomm.comm.host.engine import Unusable
+from ringcomm.comm.host.engine import CallEngine, Unusable
 from ringcomm.comm.host.engine import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer
@@ -52,7 +52,6 @@ __all__ = [
     "dispatch",
     "in_memory",
     "in_memory_all",
-    "is_fast_call",
     "op_of",
     "options",
     "seen_by_modes",
@@ -575,18 +574,12 @@ def op_of(opts: Any) -> Any:
     return _OPS.get(hash(op), op)
 
 
-def is_fast_call(opts: Any, kind: type[Any]) -> bool:
-    """True if a call is synchronous, with only the options that torch.distributed passes."""
-    if type(opts) is not kind or opts.asyncOp:
-        return False
-    unset: bool = opts.timeout == UNSET_TIMEOUT
-    return unset
-
-
 class Calls:
     """Mixin of the process group: what all its collectives share."""
 
     _communicators: Communicators
+    # The engine of the host's communicator.
+    _host: CallEngine
     # Communicators.of, found once: each call asks it where its tensors are.
     _of: Callable[[Sequence[Tensor], str], Communicator]
     _sequence: int
@@ -641,10 +634,15 @@ class Calls:
         # A mode that keeps the operator to itself has made the call, or wants none.
         return completed([], OP_TYPES[name]) if work is None else work
 
-    def _done(self, tensors: list[Tensor], op_type: int) -> Work:
-        """The work of a collective that was made at once."""
+    def _made(self, status: int, engine: CallEngine, name: str, tensors: list[Tensor]) -> Work:
+        """Returns the work of a collective that a native call has made; raises its fault."""
+        if status > 0:
+            raise engine.fault(name)
         self._sequence += 1
-        return completed(tensors, op_type)
+        work = CompletedWork()
+        work._tensors = tensors
+        work._op_type = OP_TYPES[name]
+        return work
 
     def _submit(
         self,

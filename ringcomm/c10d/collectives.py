@@ -21,11 +21,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ringcomm.c10d.calls import (
-    OP_TYPES,
     Calls,
     in_memory,
     in_memory_all,
-    is_fast_call,
     op_of,
     options,
     single,
@@ -122,10 +120,12 @@ def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> li
 # otherwise it runs in order on the communicator's worker thread. Calls on a device return when they
 # are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
 
-
-_ALL_REDUCE = OP_TYPES["all_reduce"]
-_ALL_GATHER = OP_TYPES["all_gather_into_tensor"]
-_REDUCE_SCATTER = OP_TYPES["reduce_scatter_tensor"]
+# NOTE [Plain calls]
+# ``torch.distributed`` mostly asks for a synchronous call of one CPU tensor with the group's own
+# timeout. Python functions and torch's properties would take longer than such a call of 4 KiB
+# itself. So the native module reads the options and the tensors and makes the call. For any other
+# call it does nothing and answers NOT_FAST. The methods then read their arguments, find the
+# communicator, and offer the call to a device in the same way.
 
 
 class GroupCollectives(Calls):
@@ -136,17 +136,23 @@ class GroupCollectives(Calls):
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
-        if (
-            is_fast_call(opts, AllreduceOptions)
-            and len(tensors) == 1
-            and self._of(tensors, "allreduce").try_all_reduce(tensors[0], opts.reduceOp)
-        ):
-            return self._done(tensors, _ALL_REDUCE)
+        # See NOTE [Plain calls]
+        engine = self._host
+        if not (engine.queue.pending or engine.kernels):
+            status = engine.fast.all_reduce_for_torch(tensors, opts)
+            if status >= 0:
+                return self._made(status, engine, "all_reduce", tensors)
         if not isinstance(opts, AllreduceOptions):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = single(tensors, "allreduce")
         outputs = [tensor]
         communicator = self._of(outputs, "allreduce")
+        if communicator.launches:
+            engine = communicator.engine
+            if not (engine.queue.pending or engine.kernels):
+                status = engine.fast.all_reduce_for_torch(outputs, opts)
+                if status >= 0:
+                    return self._made(status, engine, "all_reduce", outputs)
         if tensor.is_sparse:
             host = self._communicators.host
             return self._submit(
@@ -208,15 +214,23 @@ class GroupCollectives(Calls):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        if is_fast_call(opts, AllgatherOptions):
-            communicator = self._of((output, input), "all_gather_single")
-            if communicator.try_all_gather(output, input):
-                return self._done([output], _ALL_GATHER)
+        # See NOTE [Plain calls]
+        engine = self._host
+        if not (engine.queue.pending or engine.kernels):
+            status = engine.fast.all_gather_for_torch(output, input, opts)
+            if status >= 0:
+                return self._made(status, engine, "all_gather_into_tensor", [output])
         if not isinstance(opts, AllgatherOptions):
             opts = options(AllgatherOptions, opts, timeout)
         gathered = in_memory(output, "all_gather_single")
         given = in_memory(input, "all_gather_single")
         communicator = self._of((gathered, given), "all_gather_single")
+        if communicator.launches:
+            engine = communicator.engine
+            if not (engine.queue.pending or engine.kernels):
+                status = engine.fast.all_gather_for_torch(gathered, given, opts)
+                if status >= 0:
+                    return self._made(status, engine, "all_gather_into_tensor", [gathered])
         return self._run(
             opts,
             communicator,
@@ -297,15 +311,23 @@ class GroupCollectives(Calls):
         *,
         op: Any = None,
     ) -> Work:
-        if is_fast_call(opts, ReduceScatterOptions):
-            communicator = self._of((output, input), "reduce_scatter_single")
-            if communicator.try_reduce_scatter(output, input, opts.reduceOp):
-                return self._done([output], _REDUCE_SCATTER)
+        # See NOTE [Plain calls]
+        engine = self._host
+        if not (engine.queue.pending or engine.kernels):
+            status = engine.fast.reduce_scatter_for_torch(output, input, opts)
+            if status >= 0:
+                return self._made(status, engine, "reduce_scatter_tensor", [output])
         if not isinstance(opts, ReduceScatterOptions):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         shard = in_memory(output, "reduce_scatter_single")
         given = in_memory(input, "reduce_scatter_single")
         communicator = self._of((shard, given), "reduce_scatter_single")
+        if communicator.launches:
+            engine = communicator.engine
+            if not (engine.queue.pending or engine.kernels):
+                status = engine.fast.reduce_scatter_for_torch(shard, given, opts)
+                if status >= 0:
+                    return self._made(status, engine, "reduce_scatter_tensor", [shard])
         return self._run(
             opts,
             communicator,

@@ -47,6 +47,7 @@ from ringcomm.c10d.calls import (
 )
 from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
+from ringcomm.c10d.plain_options import read_from_memory
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import find_behind_by
 from ringcomm.comm.host.arguments import (
@@ -671,8 +672,10 @@ class ProcessGroup(  # type: ignore[misc]
         host = communicators.host
         # The constructor with a store makes a group that cannot be subclassed in Python.
         super().__init__(host.rank, host.world_size)  # type: ignore[call-arg]
+        read_from_memory()
         self._store = store
         self._communicators = communicators
+        self._host = host.engine
         self._of = communicators.of
         self._rank: int = host.rank
         self._size: int = host.world_size

@@ -66,7 +66,6 @@ def _resolved(name):
 # Methods of a communicator that the package itself calls: see NOTE [Internal API].
 INTERNAL = {
     *("all_gather_lists_coalesced", "group_at", "launches", "on_host", "topology_choice"),
-    *("try_all_gather", "try_all_reduce", "try_reduce_scatter"),
 }
 
 

@@ -557,6 +557,7 @@ if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
             "is_neg": torch.Tensor.is_neg,
             "requires_grad": torch._C.TensorBase.requires_grad,
             "forward_ad": vars(forward_ad),
+            "increment_version": torch._C._increment_version,
             "int8": torch.int8,
             "uint8": torch.uint8,
         },

@@ -21,7 +21,7 @@ from ringcomm.comm.host.triton import TRITON
 # before it. The native module reads the tensors of such a call itself and makes it. For any other
 # call it does nothing and answers NOT_FAST (``try_*``: False). Such a call takes the path with all
 # checks, which words the errors. Calling a method costs a tenth of a small collective, so the
-# collectives repeat these lines. The ``try_*`` methods are for ``torch.distributed``.
+# collectives repeat these lines. ``torch.distributed`` has calls of its own, ``*_for_torch``.
 #
 # An asynchronous call starts by a method of the same kind where the core launches it
 # (``CallEngine.starts``).
@@ -177,18 +177,6 @@ class Collectives:
             _compiled(engine, "all_reduce_fast", tensor, op, algorithm),
         )
 
-    def try_all_reduce(self, tensor: Tensor, op: Any) -> bool:
-        """Makes an :meth:`all_reduce` by the fast path; False if it did nothing."""
-        engine = self.engine
-        if engine.queue.pending or engine.kernels:
-            return False
-        status = engine.fast.all_reduce_fast(tensor, op, "auto")
-        if status > 0:
-            raise engine.fault("all_reduce")
-        if status == 0:
-            _increment_version((tensor,))
-        return status == 0
-
     def _all_reduce_call(
         self,
         tensor: Tensor,
@@ -334,18 +322,6 @@ class Collectives:
             lambda: engine.fast.reduce_scatter_fast(output, input, op, algorithm),
             _compiled(engine, "reduce_scatter_fast", output, input, op, algorithm),
         )
-
-    def try_reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> bool:
-        """Makes :meth:`reduce_scatter_tensor` by the fast path; False: it did nothing."""
-        engine = self.engine
-        if engine.queue.pending or engine.kernels:
-            return False
-        status = engine.fast.reduce_scatter_fast(output, input, op, "auto")
-        if status > 0:
-            raise engine.fault("reduce_scatter_tensor")
-        if status == 0:
-            _increment_version((output,))
-        return status == 0
 
     def _reduce_scatter_call(
         self,
@@ -515,18 +491,6 @@ class Collectives:
             lambda: engine.fast.all_gather_fast(output, input, algorithm),
             _compiled(engine, "all_gather_fast", output, input, algorithm),
         )
-
-    def try_all_gather(self, output: Tensor, input: Tensor) -> bool:
-        """Makes :meth:`all_gather_into_tensor` by the fast path; False: it did nothing."""
-        engine = self.engine
-        if engine.queue.pending or engine.kernels:
-            return False
-        status = engine.fast.all_gather_fast(output, input, "auto")
-        if status > 0:
-            raise engine.fault("all_gather_into_tensor")
-        if status == 0:
-            _increment_version((output,))
-        return status == 0
 
     def _all_gather_call(
         self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None

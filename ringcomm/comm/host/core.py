@@ -123,6 +123,14 @@ class FastCalls(FastCollectives, Protocol):
 
     def barrier_fast(self) -> int: ...
 
+    def all_reduce_for_torch(self, tensors: object, options: object, /) -> int: ...
+
+    def reduce_scatter_for_torch(
+        self, output: object, input: object, options: object, /
+    ) -> int: ...
+
+    def all_gather_for_torch(self, output: object, input: object, options: object, /) -> int: ...
+
 
 class StartCollectives(Protocol):
     """The same for asynchronous calls: an event at the end of the call, or None: nothing was done.
@@ -164,6 +172,7 @@ class NoFastCalls:
         return not_fast
 
     reduce_scatter_fast = all_gather_fast = broadcast_fast = barrier_fast = all_reduce_fast
+    all_reduce_for_torch = reduce_scatter_for_torch = all_gather_for_torch = all_reduce_fast
 
 
 class CoreOwner(Protocol):

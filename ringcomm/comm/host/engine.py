@@ -512,8 +512,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 # * ``steps``: optim and zero.
 # * ``on_host``: zero.
 # * ``node_layout``: extras.
-# * ``messages``, ``group_at``, ``try_all_reduce``, ``try_all_gather``, ``try_reduce_scatter`` and
-#   ``all_gather_lists_coalesced``: c10d.
+# * ``messages``, ``group_at`` and ``all_gather_lists_coalesced``: c10d.
 # * ``topology_choice``: the tests of devices.
 #
 # tests/packaging/test_site.py compares the list with the class, and tests/test_layering.py forbids

@@ -1,0 +1,89 @@
+"""Finds where torch keeps the fields of its options objects, so that native code reads them.
+
+The native calls ``*_for_torch`` read the options of a call from memory. An offset is used only if
+it alone agrees with what torch says of all probes. For a class of which an offset is not found,
+every call takes the path that asks torch for each field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
+
+from ringcomm import _native
+
+__all__ = ["read_from_memory"]
+
+_WORD_BYTES = 8
+# The values, as torch/csrc/distributed/c10d/Types.hpp has them up to the last field that is read.
+_VALUE_BYTES: dict[Any, int] = {
+    AllgatherOptions: 16,
+    AllreduceOptions: 48,
+    ReduceScatterOptions: 48,
+}
+_PROBED_OPS = (ReduceOp.MAX, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.BXOR)
+# Neither the flags nor the timeouts change in step with the ops or with each other.
+_PROBED_FLAGS = (True, False, False, True, True)
+_PROBED_MS = (0x1234567, 7, 0x7654321, 0x20301, 86_400_000)
+
+
+def _probes(kind: Any) -> Iterable[Any]:
+    for op, flag, milliseconds in zip(_PROBED_OPS, _PROBED_FLAGS, _PROBED_MS, strict=True):
+        options = kind()
+        options.asyncOp = flag
+        options.timeout = timedelta(milliseconds=milliseconds)
+        if hasattr(options, "reduceOp"):
+            options.reduceOp = op
+        yield options
+
+
+def _value_of(options: Any) -> int:
+    """Returns the address of the value, which a pybind11 object points to behind its header."""
+    return ctypes.c_uint64.from_address(id(options) + object.__basicsize__).value
+
+
+def _only(offsets: set[int]) -> int | None:
+    return offsets.pop() if len(offsets) == 1 else None
+
+
+def _find(kind: Any, size: int) -> tuple[int, int, int] | None:
+    """Returns the offsets of the timeout, ``asyncOp`` and the op (-1: none); None: not found."""
+    timeouts, flags, ops = set(range(0, size, _WORD_BYTES)), set(range(size)), set(range(size))
+    for options, milliseconds in zip(_probes(kind), _PROBED_MS, strict=True):
+        value = (ctypes.c_uint8 * size).from_address(_value_of(options))
+        word = milliseconds.to_bytes(_WORD_BYTES, "little")
+        timeouts = {at for at in timeouts if bytes(value[at : at + _WORD_BYTES]) == word}
+        flags = {at for at in flags if value[at] == int(options.asyncOp)}
+        if hasattr(options, "reduceOp"):
+            ops = {at for at in ops if value[at] == hash(options.reduceOp)}
+    timeout, flag = _only(timeouts), _only(flags)
+    op = _only(ops) if hasattr(kind(), "reduceOp") else -1
+    return None if timeout is None or flag is None or op is None else (timeout, flag, op)
+
+
+def _is_read(kind: Any, size: int) -> bool:
+    is_bound = type(kind).__name__ == "pybind11_type"
+    if not is_bound or kind.__basicsize__ < object.__basicsize__ + _WORD_BYTES:
+        return False
+    found = _find(kind, size)
+    if found is None:
+        return False
+    unset_ms = kind().timeout // timedelta(milliseconds=1)
+    _native.read_options_at(kind, object.__basicsize__, *found, unset_ms)
+    return True
+
+
+@cache
+def read_from_memory() -> frozenset[Any]:
+    """Has native calls read options from memory; returns the classes whose objects they read."""
+    return frozenset(kind for kind, size in _VALUE_BYTES.items() if _is_read(kind, size))
