@@ -28,7 +28,8 @@ struct BlockTeam {
 
   __device__ __forceinline__ Status share(Status status) const {
     if (__syncthreads_or(int(status)) == 0) return Status::kOk;
-    if (status != Status::kOk) w->failure = int(status);
+    // Atomic, as several lanes may fail: all get the greatest status.
+    if (status != Status::kOk) atomicMax(&w->failure, int(status));
     __syncthreads();
     return Status(w->failure);
   }

@@ -13,7 +13,7 @@ struct Workspace {
   Chunks in, out;
   HostPage* host;
   Portion portion;  // of this block's channel
-  int failure;      // 0 until a lane fails, then for good
+  int failure;      // the greatest status of the lanes so far
   int ring_position;
   // As they were when the call began.
   uint64_t sequence;

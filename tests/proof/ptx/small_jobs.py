@@ -29,6 +29,7 @@ from ringcomm import (
     AbortedError,
     CollectiveTimeout,
     Communicator,
+    PeerLost,
     RingcommError,
     _native,
     cuda,
@@ -81,6 +82,10 @@ SLIPS = {
         r"\1\2",
     ),
     "too few lanes at a shuffle": (r"(\bshfl\.sync\.bfly\.b32\s.*, )[^,]+;", r"\1 65535;"),
+    "lanes that store a status plainly": (
+        r"\batom\.shared\.max\.s32\s+%r\d+, (\[%r\d+\], %r\d+;)",
+        r"st.shared.u32 \1",
+    ),
     "another lane of a shuffle": (
         r"(\bshfl\.sync\.bfly\.b32\s+[^,]+, [^,]+, )[^,]+(,.*;)",
         r"\1 3\2",
@@ -345,10 +350,30 @@ def _come_around(comm: Communicator) -> None:
         _all_reduce(comm, turn, "ll", FEW_ELEMS, "plain")
 
 
-def _absent(comm: Communicator) -> None:
-    """The last rank makes no call: the others' kernels give up, and say so."""
-    if comm.rank == comm.world_size - 1:
-        return
+_has_given_up = threading.Semaphore(0)  # of each rank that missed others
+
+
+def _absent(stays: bool) -> Callable[[Communicator], None]:
+    """The last rank makes no call: the others' kernels give up, and say so.
+
+    If it does not stay until then, it is lost at once, before any deadline, and several lanes of a
+    block fail together.
+    """
+
+    def job(comm: Communicator) -> None:
+        if comm.rank < comm.world_size - 1:
+            try:
+                _miss_last(comm)
+            finally:
+                _has_given_up.release()
+        elif stays:
+            assert _has_given_up.acquire(timeout=TIMEOUT_S)
+            assert _has_given_up.acquire(timeout=TIMEOUT_S)
+
+    return job
+
+
+def _miss_last(comm: Communicator) -> None:
     core = cast(DeviceCallEngine, comm.engine).device_core
     region_ptr, page_ptr = core._allocation.ptr, core._page.host_ptr
     seen: dict[str, Any] = {}
@@ -374,7 +399,7 @@ def _absent(comm: Communicator) -> None:
         try:
             comm.engine.submit(call, "absent", timeout=0.3)
             comm.engine.finish_host_side()
-        except (CollectiveTimeout, AbortedError) as error:
+        except (CollectiveTimeout, AbortedError, PeerLost) as error:
             assert f"rank {comm.world_size - 1}" in str(error), error
         else:
             raise AssertionError("a rank that makes no call was not missed")
@@ -446,7 +471,8 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
     "shared again": _shared_again,
     "norm alone": _norm_alone,
     "ll comes around": _come_around,
-    "absent": _absent,
+    "absent": _absent(stays=True),
+    "lost": _absent(stays=False),
     "one-shot step": _steps("one_shot", False),
     "ring step": _steps("ring", False),
     "one-shot norm": _steps("one_shot", True),

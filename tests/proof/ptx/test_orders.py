@@ -51,6 +51,7 @@ SLIPS_SEEN_BY = {
     "a vector a word too far": "one hop",
     "lanes that count a warp too few": "one_shot",
     "another lane of a shuffle": "norm alone",
+    "lanes that store a status plainly": "lost",
 }
 if EVERYTHING:
     SLIPS_SEEN_BY |= {
@@ -151,7 +152,7 @@ def sample(pool: ThreadPoolExecutor) -> dict[str, Future[Outcome]]:
     known = accesses()
     mutants = {name: pool.submit(do, job, known.get(name, {})) for name, job in SAMPLE.items()}
     slips = {slip: pool.submit(do, job, {}, slip) for slip, job in SLIPS_SEEN_BY.items()}
-    return mutants | slips
+    return mutants | slips | {"nothing": pool.submit(do, "lost", {})}
 
 
 @pytest.mark.skipif(EVERYTHING, reason="all of them are below")
@@ -159,6 +160,11 @@ def sample(pool: ThreadPoolExecutor) -> dict[str, Future[Outcome]]:
 def test_what_orders_memory_is_missed(sample: dict[str, Future[Outcome]], name: str) -> None:
     assert name in accesses(), f"the kernels have no {name}"
     assert sample[name].result().failed is not None, f"{name}, in the job {SAMPLE[name]!r}"
+
+
+@pytest.mark.skipif(EVERYTHING, reason="_jobs_by_mutant looks at all jobs")
+def test_lanes_that_fail_together_do_not_race(sample: dict[str, Future[Outcome]]) -> None:
+    assert sample["nothing"].result().failed is None
 
 
 @pytest.mark.parametrize("slip", SLIPS_SEEN_BY)
