@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as BackendOfTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -38,7 +39,7 @@ from ringcomm.errors import (
     RingcommError,
     UnsupportedError,
 )
-from tests.c10d import test_collectives, test_ddp, test_dispatch, test_groups
+from tests.c10d import test_collectives, test_ddp, test_dispatch, test_fsdp, test_groups
 from tests.support import ROOT
 from tests.support.compiler import COMPILER
 from tests.support.rank_pool import RankPool, default_group
@@ -137,6 +138,39 @@ def one_for_both_devices(rank, world_size):
     assert test_groups.total(None, rank) == 1
 
 
+def options(rank, world_size):
+    """torch hands the same options to each backend of a group."""
+    theirs = BackendOfTorch.Options("gloo", SHORT)
+    group = dist.new_group(backend=MIXED, pg_options=theirs)
+    assert test_groups.total(group, rank) == 1
+    ours = dist.new_group(backend=MIXED, pg_options=ringcomm.CommOptions(slots=8))
+    assert our_group(ours).communicator.options.slots == 8
+    group._get_backend(CPU).set_timeout(datetime.timedelta(seconds=7))
+    assert our_group(group).communicator.timeout == datetime.timedelta(seconds=7)
+
+
+def wrapped_by_torch(rank, world_size):
+    """Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a backend of its own before each."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(backend=MIXED)
+        assert test_groups.total(group, rank) == 1
+        assert behind(group, CPU) is our_group(group)
+        assert find_communicator(group, "test", CPU) is our_group(group).communicator
+        assert ringcomm.functional.all_reduce(torch.ones(1), group=group).tolist() == [2]
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def heap_memory(rank, world_size):
+    served = default_group()._get_backend(CPU)
+    assert served.supports_tensor_alloc(CPU)
+    before = ringcomm.heap_stats()["used_bytes"]
+    tensor = served.allocate_tensor(1 << 16, dtype=torch.float32, device=CPU)
+    assert tensor.shape == (1 << 16,) and ringcomm.heap_stats()["used_bytes"] > before
+    dist.all_reduce(tensor)
+
+
 def ends(rank, world_size):
     groups = [default_group(), dist.new_group()]
     communicators = [our_group(group).communicator for group in groups]
@@ -148,7 +182,10 @@ def ends(rank, world_size):
     assert all(each.aborted for each in communicators)
 
 
-@pytest.mark.parametrize("check", [shared_with_gloo, found_by_ringcomm, ends])
+@pytest.mark.parametrize(
+    "check",
+    [shared_with_gloo, found_by_ringcomm, options, wrapped_by_torch, heap_memory, ends],
+)
 def test_a_mixed_group(two_ranks, check):
     two_ranks.run(check, MIXED)
 
@@ -212,6 +249,11 @@ def test_as_the_python_class(two_ranks, check):
 )
 def test_groups_as_the_python_class(four_ranks, check):
     four_ranks.run(check, way="native")
+
+
+@pytest.mark.parametrize("check", [test_ddp.buckets, test_fsdp.one_axis, test_fsdp.mixed_precision])
+def test_training_as_on_gloo(two_ranks, check):
+    two_ranks.compare(check, way="native")
 
 
 def test_a_rank_dies_in_the_backward_pass():
