@@ -81,7 +81,7 @@ void bind_torch_options(nb::module_& m) {
         if (!is_plain(options, &op)) return nb::bool_(false);
         return op.is_valid() ? nb::borrow(op) : nb::object(nb::bool_(true));
       },
-      nb::sig("def plain_op(options: object, /) -> object"), nb::arg().none(),
+      nb::sig("def plain_op(options: object, /) -> typing.Any"), nb::arg().none(),
       "Returns the op of options for a synchronous call without a timeout of its own.\n\n"
       "True for options that have no op; False where Python has to read the options.");
 }

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.core import NoFastCalls
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.rendezvous.same_node import Lookout
 
@@ -50,6 +51,10 @@ class NotedCommunicator:
         self.aborted = False
         self.group_at: Callable[..., Any] | None = None
         self.engine = self.messages = self
+        # As of an engine without fast calls: each call of the group is one of a method.
+        self.queue = SimpleNamespace(pending=0)
+        self.fast = NoFastCalls()
+        self.kernels = None
         self.membership = SimpleNamespace(name=self.name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
