@@ -220,7 +220,7 @@ class Run:
 
 
 def take_cores(options: argparse.Namespace, rank: int) -> None:
-    """Gives this process the cores and threads that a rank is asked to have."""
+    """Applies ``--pin`` and ``--threads`` to this process."""
     if options.pin:
         cores = sorted(os.sched_getaffinity(0))
         first = rank * options.threads

@@ -10,7 +10,7 @@ namespace {
 
 static_assert(kNotDirect == kNotFast);
 
-// What a capsule owns.
+// The object that a capsule owns.
 struct Exported {
   std::shared_ptr<NativeComm> comm;
   DirectCalls calls;
@@ -29,7 +29,7 @@ const auto run = [](NativeComm& n, auto call) {
   // Closed, or left to the parent of a fork, while this thread waited.
   if (!n.turn->is_open()) return kNotFast;
   const Status status = call();
-  // A signal handler may raise although the call then succeeded: its exception counts all the same.
+  // A signal handler may raise although the call then succeeds. Its exception is reported.
   return int(signal_raised() ? Status::kInterrupted : status);
 };
 
@@ -79,7 +79,7 @@ void bind_direct_calls(nb::class_<NativeComm>& c) {
       "direct_calls",
       [](const std::shared_ptr<NativeComm>& n) {
         auto* exported = new Exported{n, calls_of(n.get())};
-        // The struct comes first to whoever reads the capsule; the owner goes with it.
+        // The capsule's pointer is the struct; its context owns the struct.
         PyObject* capsule =
             PyCapsule_New(&exported->calls, kDirectCallsName, [](PyObject* dropped) {
               delete static_cast<Exported*>(PyCapsule_GetContext(dropped));

@@ -52,7 +52,7 @@ Served& served() {
 // Makes the name once, and keeps it.
 PyObject* kept_name(const char* text) { return PyUnicode_InternFromString(text); }
 
-// Empty where there is no such attribute. Sets no error.
+// Returns the attribute, or an empty object if there is none. Sets no error.
 nb::object read_attribute(nb::handle object, PyObject* name) {
   nb::object found = nb::steal(PyObject_GetAttr(object.ptr(), name));
   if (!found) PyErr_Clear();
@@ -74,7 +74,7 @@ nb::object default_communicator() {
   return is_none(found) ? nb::object() : read_attribute(found, communicator);
 }
 
-// The communicator that a key stands for; empty: none is known here.
+// Returns the communicator of a key, or an empty object if this process knows none.
 nb::object communicator_of(nb::handle key) {
   if (!PyUnicode_CheckExact(key.ptr())) return {};
   if (PyUnicode_GetLength(key.ptr()) == 0) return default_communicator();
@@ -82,7 +82,7 @@ nb::object communicator_of(nb::handle key) {
   return reference == nullptr ? nb::object() : nb::steal(PyObject_CallNoArgs(reference));
 }
 
-// Whose call a graph makes. The objects live as long as the call.
+// The communicator of a graph's call. The objects live as long as the call.
 class Member {
  public:
   // False: it makes no calls of this kind, or not now. No error is set.

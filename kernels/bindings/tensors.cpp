@@ -173,7 +173,7 @@ bool may_be_packed(nb::handle tensor, DType dtype) {
   return found != torch().int8 && found != torch().uint8;
 }
 
-// What read_memory() asks, but for gradients.
+// As read_memory(), without its check for gradients.
 bool read_dense(nb::handle tensor, TensorMemory* result, TensorShape* shape, TensorPlace place) {
   const Torch& t = torch();
   // A subclass may stand for data elsewhere.

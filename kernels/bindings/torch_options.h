@@ -1,16 +1,17 @@
-// The calls as torch.distributed asks for them: tensors in a list, everything else in an options
-// object (AllreduceOptions and the like).
+// Collectives with the arguments of torch.distributed: tensors in a list, and an options object
+// such as AllreduceOptions.
 //
-// Reading an option in Python takes 0.15 us, and the op 0.7, since torch makes a new object of it:
-// together as long as a small collective. These calls read the options where they lie in memory.
+// In Python, reading an option takes 0.15 us, and reading the op takes 0.7 us, because torch makes
+// a new object of it. Together they take as long as a small collective. These calls read the
+// options from memory.
 #pragma once
 
 #include "kernels/bindings/tensors.h"
 
 namespace ringcomm::host {
 
-// True of options that ask for a synchronous call with the group's own timeout. `op` is set to the
-// constant of torch for their op; it stays null for options that have none, such as those of an
+// Returns true for options of a synchronous call with the group's own timeout. Sets `op` to torch's
+// constant for their op, and leaves it null for options without an op, such as those of an
 // all-gather. False: Python reads the options.
 bool is_plain(nanobind::handle options, nanobind::handle* op);
 

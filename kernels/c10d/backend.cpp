@@ -1,5 +1,5 @@
-// The backend of torch.distributed in C++: torch's dispatcher calls it, and it calls the process
-// group in Python (ringcomm/c10d/process_group.py), which it owns.
+// The backend of torch.distributed in C++. torch's dispatcher calls the backend, and the backend
+// calls the process group in Python that it owns (ringcomm/c10d/process_group.py).
 //
 // Everything that a call means stands in Python alone: checks, order, deadlines, errors and the
 // flight recorder. An exception of Python passes through torch's C++ as py::error_already_set, so
@@ -423,6 +423,6 @@ PYBIND11_MODULE(_backend, m) {
       .def_property_readonly("group", &Backend::group)
       .def_property_readonly("communicator", &Backend::communicator)
       .def_property_readonly("direct_count", &Backend::direct_count)
-      // What a split hands to its child: no options, so that the child takes the defaults.
+      // Options that a split hands to its child: none, so that the child takes the defaults.
       .def_property_readonly("options", [](const Backend&) { return py::none(); });
 }

@@ -11,8 +11,8 @@ constexpr const char* kDirectCallsName = "ringcomm.DirectCalls";
 // A change of the struct or of what a function does changes it.
 constexpr uint64_t kDirectCallsVersion = 1;
 
-// What a function returns in place of a status, having communicated nothing: the caller takes
-// Python's way.
+// A function returns this in place of a status if it has communicated nothing. The caller then
+// makes the call in Python.
 constexpr int kNotDirect = -1;
 
 // Codes of types and ops are those of `ringcomm._native`. Memory is on the host and dense.

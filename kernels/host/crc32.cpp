@@ -35,8 +35,8 @@ uint32_t crc32_by_tables(uint32_t before, const void* data, uint64_t bytes) {
 // strands hide the time of the products: 14.4 GB/s on Zen 4, where zlib 1.2.13 sums 4.3.
 constexpr uint64_t kBlockBytes = 16, kStrands = 4;
 
-// The powers for both halves of a block that moves by `distance` bytes. The product of two
-// reflected numbers of 64 bits has 127 bits, the first of which is missing: hence the doubling.
+// Returns the powers for both halves of a block that moves by `distance` bytes. They are doubled
+// because the product of two reflected numbers of 64 bits has 127 bits and lacks the first one.
 __m128i powers(uint64_t distance) {
   const auto doubled = [](uint64_t n) { return (long long)(uint64_t(Crc32::power(n)) << 1); };
   return _mm_set_epi64x(doubled(8 * distance - 32), doubled(8 * distance + 32));
@@ -105,7 +105,7 @@ constexpr Crc32Way kCrc32ByTables = {"tables", crc32_by_tables}, kNoCrc32 = {nul
 constexpr Crc32Way kBothCrc32Ways[] = {kFastCrc32, kCrc32ByTables, kNoCrc32};
 constexpr Crc32Way kSlowCrc32Ways[] = {kCrc32ByTables, kNoCrc32};
 
-// What A's sum becomes when bytes follow whose power this is.
+// Returns the sum of A followed by B. `power` is that of B's length.
 uint32_t joined(uint32_t a, uint32_t power, uint32_t b) { return Crc32::product(power, a) ^ b; }
 
 }  // namespace

@@ -20,7 +20,7 @@ int prefer_nodes(void* begin, uint64_t bytes, const std::vector<int>& nodes) {
   std::vector<unsigned long> mask(most / kBits + 1);
   for (const int node : nodes) mask[size_t(node) / kBits] |= 1ul << (size_t(node) % kBits);
   const int mode = nodes.size() == 1 ? kPreferred : kPreferredMany;
-  // The kernel reads one bit less than it is told of.
+  // The kernel reads one bit less than the length says.
   if (syscall(SYS_mbind, begin, bytes, mode, mask.data(), mask.size() * kBits + 1, 0) == 0)
     return 0;
   return errno;

@@ -173,7 +173,7 @@ cpu_set_t all_cores() {
   return all;
 }
 
-// What the thread gets back: its affinity, or all cores if these are the same to it.
+// Returns the mask to restore: the thread's affinity, or all cores if that is the same to it.
 const cpu_set_t& restoring(const cpu_set_t& cores) {
   static const cpu_set_t all = all_cores();
   static thread_local Affinity known{};

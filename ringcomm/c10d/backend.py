@@ -1,4 +1,4 @@
-"""The C++ backend of ``torch.distributed``: how it is compiled, and where it is found.
+"""Compiles, finds and loads the C++ backend of ``torch.distributed``.
 
 A process group in Python serves a group of torch as a whole. A ``c10d::Backend`` serves some of its
 devices beside other backends, and only C++ can have a subclass of it. The backend binds to one
@@ -131,9 +131,9 @@ def load(what: str, instead: str = "or leave that variable unset") -> Any:
 
 
 def build(force: bool = False) -> Path:
-    """Compiles the backend, unless it is there already; the path of the library.
+    """Compiles the backend if it is not built yet, and returns the path of the library.
 
-    It goes into the package, or where that is not writable into the user's cache.
+    The library goes into the package, or into the user's cache if the package is not writable.
 
     Args:
         force: compiles in any case.

@@ -1,8 +1,8 @@
-"""Finds where torch keeps the fields of its options objects, so that native code reads them.
+"""Finds the fields of torch's options objects in memory, for native code to read.
 
 The native calls ``*_for_torch`` read the options of a call from memory. An offset is used only if
-it alone agrees with what torch says of all probes. For a class of which an offset is not found,
-every call takes the path that asks torch for each field.
+it alone agrees with torch for all probes. If an offset of a class is not found, its calls take the
+path that reads each field through torch.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ class PeerToPeer(Calls):
 def create_process_group(
     group: Any, pg_options: Any, kind: type[Communicators] = Communicators
 ) -> Any:
-    """What makes the calls of this rank; every member of the new group calls it.
+    """Returns the object that makes the calls of this rank; every member of the new group calls it.
 
     Args:
         group: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout,
@@ -396,8 +396,8 @@ def create_process_group(
         kind: how the group finds its communicators.
 
     Returns:
-        The process group, which torch takes for the whole group; or a backend of it, for the
-        devices that name ringcomm, where others name another backend.
+        A process group, which torch takes for the whole group. If other devices name another
+        backend: a backend for the devices that name ringcomm.
 
     Raises:
         ArgumentError: ``pg_options`` is something else.
@@ -440,7 +440,7 @@ def create_process_group(
     return native(made, _Splits(native), _direct_calls(communicators.host))
 
 
-# What torch calls the default backend of a group that has none.
+# Torch's name for the default backend of a group that has none.
 _UNDEFINED = "undefined"
 
 
@@ -524,7 +524,7 @@ def behind(group: Any, device: torch.device | None = None) -> ProcessGroup | Non
 
 
 def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
-    """Returns the default group's communicator, of which torch makes a group of these members.
+    """Returns the default group's communicator and the members of a group that torch makes of it.
 
     None where the default group itself is made, or is of other backends.
     """

@@ -107,7 +107,7 @@ def check_backend() -> Finding:
 
 
 def check_graphs() -> Finding:
-    """What makes the collectives of ``ringcomm.functional`` in compiled graphs."""
+    """Says how compiled graphs make the collectives of ``ringcomm.functional``."""
     from ringcomm.functional.in_graph import describe
 
     value, advice = describe()

@@ -53,7 +53,7 @@ def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
 
 
 def name_in_graph(operator: str) -> str | None:
-    """Returns what inductor's code calls in place of an operator; None: the operator itself."""
+    """Returns the name of the function that replaces an operator in inductor's code, or None."""
     name = operator.removeprefix("ringcomm::")
     if name not in FUNCTIONS or _EMPTY is None:
         return None
@@ -61,7 +61,7 @@ def name_in_graph(operator: str) -> str | None:
 
 
 def describe() -> tuple[str, str]:
-    """Returns what makes the collectives of graphs, and what to do about it; "": nothing."""
+    """Says how graphs make collectives, and gives advice; the advice may be empty."""
     lacks = ""
     if _EMPTY is None:
         lacks = "has no empty_strided_cpu for inductor"

@@ -89,7 +89,7 @@ def shared_with_gloo(rank, world_size):
 
 
 def beside_gloo(rank, world_size):
-    """Gloo serves the CPU; ringcomm finds its own communicator for the CPU all the same."""
+    """Gloo serves the CPU, but ringcomm still finds its own communicator for the CPU."""
     world = default_group()
     assert test_groups.total(None, rank) == 1
     assert behind(world, CPU) is None and behind(world, torch.device("cuda")) is behind(world)
@@ -440,7 +440,7 @@ def refused(error, call):
 
 
 def other_calls_are_pythons(rank, world_size):
-    """What Python has to see, it does, and what it refuses is refused with its words."""
+    """Calls that need Python reach it, and its refusals keep their words."""
     group = default_group()
 
     def not_direct(call):
@@ -609,7 +609,7 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_a_stale_library_is_not_loaded(built, copy, monkeypatch):
-    """Of other sources, another torch or another Python."""
+    """A library of other sources, another torch or another Python is stale."""
     (copy / "package" / built.name).write_bytes(built.read_bytes())
     assert backend.find() is not None
     source = copy / "src" / backend._SOURCES[0]

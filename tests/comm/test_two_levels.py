@@ -61,7 +61,7 @@ def check_bits(comm: Communicator, tensors: list[torch.Tensor], op: str, want, m
 
 
 def run_cases(world_size: int, options: CommOptions, sizes: dict[str, int]) -> None:
-    """Checks every operator and float; ``sizes`` are elements by the memory that they lie in."""
+    """Checks every operator and float type; ``sizes`` are numbers of elements by memory."""
     group = options.sum_group_size
     cases = []
     for dtype in FLOATS:
@@ -273,7 +273,7 @@ def _loses_rank_2(store, rank, world, eighth):
 
 @pytest.mark.parametrize("eighth", [0, 3, 6])
 def test_a_rank_that_dies_in_a_call_is_named_by_all_others(eighth):
-    """Rank 1 exchanges nothing with it: it hears of the loss from others."""
+    """Rank 1 exchanges nothing with rank 2, and learns of the loss from the others."""
     with Ranks(_loses_rank_2, 4, eighth) as ranks:
         outcomes = ranks.wait(60.0)
     assert outcomes[2].exitcode == -signal.SIGKILL

@@ -107,7 +107,7 @@ def by_inductor(rank: int, world_size: int) -> None:
 
     if rank:
         return
-    # What is recorded here are the operators' calls.
+    # This test records the calls of the operators.
     with mock.patch.object(collectives, "name_in_graph", return_value=None):
         assert differing([thrifty], "inductor") == set()
     operators = [getattr(torch.ops.ringcomm, name).default for name in OPERATORS]

@@ -1,4 +1,4 @@
-"""What inductor's code calls in place of operators: the same bits and errors, without Python."""
+"""The functions that replace operators in inductor's code: bits, errors, and no Python."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ EAGER: dict[str, Function] = {
 
 
 class _Seen(TorchFunctionMode):
-    """Keeps what torch functions are called."""
+    """Records the names of the torch functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def failure_of(function: Function, *arguments: Any) -> tuple[type, str]:
 @by_hosts_of_one_node
 @pytest.mark.parametrize("table", [native, _operators.__getitem__])
 def test_a_fault_has_the_operators_type_and_words(table):
-    """Of every rank: another size than the peer's, and a call after the fault."""
+    """Each rank passes another size than its peer, and then makes a call after the fault."""
 
     def body(comm: Communicator) -> None:
         operands = (T(4 + 2 * comm.rank), "SUM", 1.0, key_of(comm), 2)

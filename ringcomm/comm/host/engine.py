@@ -281,7 +281,7 @@ class CallQueue:
             self.turn.set_queued(self.pending)
 
     def shut(self) -> None:
-        """Has callers without Python make no call from here on; see ``DirectCalls``."""
+        """Refuses further calls of callers without Python; see ``DirectCalls``."""
         if self._is_native:
             self.turn.shut()
 

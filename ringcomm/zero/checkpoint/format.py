@@ -61,7 +61,8 @@ DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 MOST_DIMS = 64
 # Small enough that a slice is still in the cache when it is written after its checksum.
 SLICE_BYTES = 1 << 20
-# Of a file that is only summed: so many that the rank's threads take part (``worker_pool.h``).
+# The slices of a file that is summed but not written. They are large enough for the rank's threads
+# to take part (``worker_pool.h``).
 _SUMMED_BYTES = 8 << 20
 _HEADER_ALIGN = 8
 

@@ -1,4 +1,4 @@
-// CRC-32 by several threads, against its definition; test_checksum_races.py also builds it with
+// CRC-32 by several threads, against its definition. test_checksum_races.py also builds it with
 // mutants, each of which must fail.
 #include <cstdint>
 #include <cstdio>

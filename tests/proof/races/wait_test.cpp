@@ -203,7 +203,8 @@ void suspend() {
   std::printf("%d\n", looks);
 }
 
-// Prints the cores asleep and after, and what was asked for last (of all cores: 32 of them).
+// Prints the cores during the sleep and after it, and the first 32 cores of the last mask that was
+// set.
 void sleep_apart(unsigned cpuset, unsigned cores, uint32_t core, unsigned set_meanwhile = 0) {
   kernel = {true, cpuset, cores, 0, 0};
   unsigned asleep;

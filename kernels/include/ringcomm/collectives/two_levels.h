@@ -143,7 +143,7 @@ RC_TEAM_FN Status reduce_groups(E& e, const Groups& g, const Chunks& in, char* o
 }
 
 // Each rank sends one step ahead of what it reduces, and reduces the partial sums of a piece one
-// piece later, so no rank waits for what another one does in a later step: there is no circle. A
+// piece later. So no rank waits for a later step of another rank, and there is no circle. A
 // link then holds two unread items at most, for which any number of slots suffices.
 // model: reduce_scatter_two_levels (tests/proof/model/two_levels.pml)
 template <class E>
