@@ -5,6 +5,7 @@ Everything else about the package stands in pyproject.toml.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -40,6 +41,17 @@ class CMakeBuild(build_ext):
         # The base class hides it during the build, which always goes to the staging folder.
         self.in_tree = bool(self.inplace)
         super().run()
+        if os.environ.get("RINGCOMM_BUILD_BACKEND", "0") != "0":
+            self.build_backend(ROOT if self.in_tree else Path(self.build_lib).resolve())
+
+    def build_backend(self, root: Path) -> None:
+        """Compiles the C++ backend of torch.distributed into the package below ``root``."""
+        if importlib.util.find_spec("torch") is None:
+            raise SystemExit(
+                "RINGCOMM_BUILD_BACKEND compiles against the torch of this environment, which has "
+                "none: install torch first, and pass --no-build-isolation to pip"
+            )
+        self.call([sys.executable, "-m", "ringcomm", "build-backend"], root)
 
     def build_extension(self, ext: Extension) -> None:
         # The prefix is the staging folder that holds ringcomm/: a wheel is made of it, and for an
@@ -72,10 +84,10 @@ class CMakeBuild(build_ext):
         shutil.rmtree(kernels_prefix / "ringcomm" / "_kernels", ignore_errors=True)
         self.call([*install, "kernels", "--prefix", str(kernels_prefix)])
 
-    def call(self, command: list[str]) -> None:
+    def call(self, command: list[str], folder: Path = ROOT) -> None:
         # Below make, Ninja takes make's word for job slots that pip did not pass on, and complains.
         environment = {name: word for name, word in os.environ.items() if name != "MAKEFLAGS"}
-        subprocess.run(command, check=True, env=environment)
+        subprocess.run(command, check=True, env=environment, cwd=folder)
 
 
 setup(

@@ -212,7 +212,7 @@ KNOWN = frozenset(
     for name in (
         # For users.
         *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "NODE_ID", "MASTER_PORT", "THREADS"),
-        *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND"),
+        *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND", "BUILD_BACKEND"),
         # From the commands to the processes that they start.
         *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
         # For the tests.

@@ -14,10 +14,10 @@
 #include "kernels/host/optimizer_ops.h"
 #include "kernels/host/recorder.h"
 #include "kernels/host/team.h"
+#include "kernels/host/two_levels.h"
 #include "kernels/host/worker_pool.h"
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/collectives/exchange.h"
-#include "ringcomm/collectives/two_levels.h"
 
 namespace ringcomm::host {
 

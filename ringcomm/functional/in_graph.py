@@ -65,7 +65,7 @@ def describe() -> tuple[str, str]:
     lacks = ""
     if _EMPTY is None:
         lacks = "has no empty_strided_cpu for inductor"
-    elif not _native.takes_fast_path(torch.ones(1)):
+    elif not _native.takes_fast_path(torch.ones(1, device="cpu")):
         lacks = "does not let its tensors be read natively"
     if not lacks:
         return "inductor's code calls the native module", ""

@@ -19,10 +19,9 @@ NO_RANKS = ("curves", "device_calls", "device_steps", "disk")
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    cores = os.sched_getaffinity(0)
     monkeypatch.setenv("RINGCOMM_THREADS", "7")  # from outside it must not count
     yield
-    torch.set_num_threads(before)
     os.sched_setaffinity(0, cores)
 
 

@@ -76,6 +76,16 @@ else
 fi
 """
 
+# In place of a compiler of the C++ backend, which takes 20 s (tests/c10d/test_backend.py runs it).
+COMPILER_OF_BACKEND = """#!/bin/sh
+case "$*" in
+  *kernels/c10d/backend.cpp*)
+    for word; do [ "$before" = -o ] && out=$word; before=$word; done
+    echo compiled > "$out" ;;
+  *) exec {compiler} "$@" ;;
+esac
+"""
+
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
     """Standard output of a command that succeeds, run outside the source tree's reach."""
@@ -204,6 +214,19 @@ def test_the_editable_install_runs_from_the_tree(workshop, unpacked):
     assert Path(root) == unpacked
     assert {"kernels/cuda/kernels.cu", "ringcomm/core/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
+
+
+def test_a_build_beside_torch_can_make_the_cpp_backend(workshop, unpacked):
+    compiler = workshop.folder / "c++ of the backend"
+    compiler.write_text(COMPILER_OF_BACKEND.format(compiler=workshop.compiler))
+    compiler.chmod(0o755)
+    asked = {"RINGCOMM_BUILD_BACKEND": "1", "CXX": str(compiler)}
+    arguments = "-DRINGCOMM_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="
+    build = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+    run(*build, cwd=unpacked, CMAKE_ARGS=arguments, **asked)
+    (made,) = (unpacked / "ringcomm").glob("_backend.torch*.so")
+    assert made.read_text() == "compiled\n"
+    made.unlink()
 
 
 def test_the_build_cannot_reach_torch(workshop):

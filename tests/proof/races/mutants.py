@@ -36,7 +36,7 @@ SCATTER, GATHER = (
     "include/ringcomm/collectives/reduce_scatter.h",
     "include/ringcomm/collectives/all_gather.h",
 )
-LEVELS = "include/ringcomm/collectives/two_levels.h"
+LEVELS = "host/two_levels.h"
 SYNC = "e.team.sync();"
 LOAD, STORE = "__atomic_load_n(word, __ATOMIC_", "__atomic_store_n(word, value, __ATOMIC_"
 

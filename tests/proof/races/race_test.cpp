@@ -3,9 +3,9 @@
 // also builds it with mutated headers, each of which must fail.
 //
 //   race_test WORLD CHANNELS LANES ROUNDS
+#include "kernels/host/two_levels.h"
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/collectives/exchange.h"
-#include "ringcomm/collectives/two_levels.h"
 #include "tests/proof/races/race_buffers.h"
 #include "tests/proof/races/race_lent.h"
 

@@ -92,7 +92,7 @@ def program(sanitized_objects, tmp_path_factory) -> Path:
         folder / "kernels/include",
         ROOT / "tests/proof/races/race_test.cpp",
         *sanitized_objects,
-        extra=("-include", str(folder / "chosen.h")),
+        extra=(f"-I{folder}", "-include", str(folder / "chosen.h")),
     )
 
 
