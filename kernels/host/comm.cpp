@@ -227,8 +227,8 @@ Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* 
 // four of the own node, by an estimate: the link between nodes has about a quarter of the bandwidth
 // of a node's memory. A byte of a partial sum that is written counts as one. It counts for less
 // where slots stay in the caches: reduce-scatters of 64 MiB in FP32 and 32 MiB in bfloat16 by 4
-// ranks in groups of 2 took 0.95 to 1.15 and 1.25 to 1.5 times as long in two levels as in one, all
-// on one node (Zen 4, 2 cores), where these counts say 1.5 and 2.
+// ranks in groups of 2 took 0.8 to 1.15 and 1.2 to 1.5 times as long in two levels as in one, all
+// on one node (Zen 4, 2 busy cores, 3 rounds), where these counts say 1.5 and 2.
 bool Comm::worth_levels(const Reduction& r, uint64_t bytes) const {
   const int ranks = sum_group_size_;
   if (ranks < 2 || view_.world % ranks != 0 || view_.world == ranks) return false;
