@@ -82,18 +82,21 @@ def find() -> Path | None:
     return cached / name
 
 
-def describe() -> tuple[str, str]:
-    """Says where the library is and which groups use it, and what to do if that is not well."""
-    try:
-        is_native = is_asked_for()
-    except ArgumentError as error:
-        return "not known", str(error)
+def describe() -> str:
+    """Says where the library is, and which groups use it.
+
+    Raises:
+        ArgumentError: ``RINGCOMM_BACKEND`` has no valid value.
+        UnsupportedError: ``RINGCOMM_BACKEND`` asks for the library, which is not built.
+    """
+    is_native = is_asked_for()
     path = find()
+    if path is None and is_native:
+        load(f"{BACKEND_VARIABLE}=native")
     if path is None:
-        value = f"not built; a group that ringcomm shares with another backend needs `{COMMAND}`"
-        return value, f"{BACKEND_VARIABLE}=native asks for it: run that" if is_native else ""
+        return f"not built; a group that ringcomm shares with another backend needs `{COMMAND}`"
     users = "all groups" if is_native else "groups that ringcomm shares with another backend"
-    return f"{path}, for {users}", ""
+    return f"{path}, for {users}"
 
 
 @cache

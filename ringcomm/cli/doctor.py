@@ -89,8 +89,22 @@ def check_cores() -> Finding:
 def check_threads() -> Finding:
     """The threads of a process that is a rank alone on its cores."""
     from ringcomm import _native
-    from ringcomm.comm.host.threads import COUNTS_TORCHS_THREADS
+    from ringcomm.comm.host.options import CommOptions
+    from ringcomm.comm.host.threads import COUNTS_TORCHS_THREADS, THREADS_VARIABLE, named_threads
+    from ringcomm.errors import ArgumentError
 
+    try:
+        named = named_threads(CommOptions())
+    except ArgumentError as error:
+        return Finding("threads", FAIL, "no communicator can be made", str(error))
+    if named:
+        return Finding("threads", OK, f"large calls use {named}, by {THREADS_VARIABLE}")
+    if os.environ.get("OMP_NUM_THREADS") == "1" and available_cores() > 1:
+        advice = (
+            "torchrun sets it so for several ranks: set OMP_NUM_THREADS to the cores of a rank, or "
+            f"{THREADS_VARIABLE} for ringcomm alone"
+        )
+        return Finding("threads", NOTE, "large calls use 1, as OMP_NUM_THREADS=1 says", advice)
     text = f"large calls use {_native.threads()} of this process, divided by the ranks on its cores"
     if not COUNTS_TORCHS_THREADS:
         remedy = "torch.set_num_threads has no effect on them: set RINGCOMM_THREADS"
@@ -101,9 +115,12 @@ def check_threads() -> Finding:
 def check_backend() -> Finding:
     """The C++ backend of ``torch.distributed``, and what serves groups of ringcomm alone."""
     from ringcomm.c10d.backend import describe
+    from ringcomm.errors import RingcommError
 
-    value, advice = describe()
-    return Finding("C++ backend", NOTE if advice else OK, value, advice)
+    try:
+        return Finding("C++ backend", OK, describe())
+    except RingcommError as error:
+        return Finding("C++ backend", FAIL, "no group can be made", str(error))
 
 
 def check_graphs() -> Finding:

@@ -588,9 +588,14 @@ def test_the_doctor_says_which_is_used(built, monkeypatch):
     monkeypatch.setenv("RINGCOMM_BACKEND", "native")
     assert doctor.check_backend().value == f"{built}, for all groups"
     monkeypatch.setattr(backend, "find", lambda: None)
-    assert doctor.check_backend().advice == "RINGCOMM_BACKEND=native asks for it: run that"
+    found = doctor.check_backend()
+    assert found.verdict == doctor.FAIL and "run `ringcomm build-backend`" in found.advice
+    monkeypatch.setenv("RINGCOMM_BACKEND", "python")
+    found = doctor.check_backend()
+    assert found.verdict == doctor.OK and found.value.startswith("not built; ")
     monkeypatch.setenv("RINGCOMM_BACKEND", "cpp")
-    assert "expected native or python" in doctor.check_backend().advice
+    found = doctor.check_backend()
+    assert found.verdict == doctor.FAIL and "expected native or python" in found.advice
 
 
 @pytest.fixture

@@ -197,6 +197,8 @@ def aborted(rank, world_size):
         group.abort()
     with pytest.raises(RingcommError, match="abort"):
         dist.barrier(group)
+    with pytest.raises(RingcommError, match=f"^all_reduce on rank {rank} of {world_size}: "):
+        dist.all_reduce(torch.ones(4), group=group)
     assert total(None, rank) == sum(range(world_size))
 
 

@@ -24,6 +24,7 @@ from ringcomm import (
     RingcommError,
     _native,
 )
+from ringcomm.cli import doctor
 from ringcomm.comm.host import threads as policy
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.optim import AdamW, AdamWOptions
@@ -310,6 +311,25 @@ def test_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             Communicator.from_store(HashStore(), 0, 1, timeout=LONG_S)
     with pytest.raises(ArgumentError, match="threads"):
         CommOptions(threads=65)
+
+
+def test_channels_beyond_the_most_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="channels: expected 0 to 64 on the host, got 65"):
+        Communicator.from_store(HashStore(), 0, 1, options=CommOptions(channels=65))
+
+
+def test_the_doctor_says_what_sets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(policy.THREADS_VARIABLE, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(doctor, "available_cores", lambda: 4)
+    assert doctor.check_threads().verdict == doctor.OK
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun does
+    assert doctor.check_threads().verdict == doctor.NOTE
+    monkeypatch.setenv(policy.THREADS_VARIABLE, "3")
+    assert doctor.check_threads().value == "large calls use 3, by RINGCOMM_THREADS"
+    monkeypatch.setenv(policy.THREADS_VARIABLE, "0")
+    found = doctor.check_threads()
+    assert found.verdict == doctor.FAIL and "RINGCOMM_THREADS: expected 1 to 64" in found.advice
 
 
 def with_threads(store: Any, rank: int, world: int) -> list[Tensor]:

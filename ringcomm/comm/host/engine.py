@@ -447,7 +447,7 @@ class Unusable:
         raise self._make_error(name)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise self._make_error(name.removesuffix("_fast"))
+        raise self._make_error(name.removesuffix("_fast").removesuffix("_for_torch"))
 
 
 # Calls under way at exit get this long to end by themselves before their peers are told.

@@ -74,7 +74,15 @@ def named_threads(options: CommOptions) -> int:
 
 
 def channels_of_region(options: CommOptions, world_size: int) -> int:
-    """Returns the channels that a region has room for, from what all ranks of a node know."""
+    """Returns the channels that a region has room for, from what all ranks of a node know.
+
+    Raises:
+        ArgumentError: the user has named more than a region can have.
+    """
+    if options.channels > _native.MOST_CHANNELS:
+        raise ArgumentError(
+            f"channels: expected 0 to {_native.MOST_CHANNELS} on the host, got {options.channels}"
+        )
     if options.channels:
         return options.channels
     return max(1, min((os.cpu_count() or 1) // world_size, _MOST_CHANNELS))
