@@ -61,7 +61,7 @@ INTERNAL_NAMES = {
     ),
     "memory": "normal_tensors",
     "memory.host_heap": "HEAP_DIR_VARIABLE process_heap",
-    "memory.numa": "Machine SYSTEM_FOLDER bytes_by_node own_placement read_machine",
+    "memory.numa": "NodeTopology SYSTEM_FOLDER bytes_by_node own_binding read_topology",
     "module_names": "find_modules matches named_modules some without_wrappers",
     "offload.scratch": "PAGE_BYTES rounded_up",
     "optim.clipping": "NormBound NormTerm agree_on_finite clip_joint_norm",

@@ -172,7 +172,7 @@ def check_heap(shmem_setting: str) -> Finding:
 def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Iterator[Finding]:
     """The NUMA nodes of the machine, those whose CPUs this process may use, and sums over them."""
     try:
-        machine = numa.read_machine(folder)
+        machine = numa.read_topology(folder)
     except (OSError, ValueError) as error:
         advice = "the heap lies where it is first touched: bind ranks by numactl --membind"
         yield Finding("numa", NOTE, f"the nodes cannot be read: {error}", advice)
@@ -190,7 +190,7 @@ def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Iterator[Finding]:
         yield Finding("sums over nodes", NOTE, "in one level and in rank order, by default", advice)
 
 
-def _check_nodes(machine: numa.Machine) -> Finding:
+def _check_nodes(machine: numa.NodeTopology) -> Finding:
     own = machine.nodes_of(os.sched_getaffinity(0))
     farthest = max(max(row.values()) for row in machine.distances.values())
     text = (
@@ -215,7 +215,7 @@ def check_heap_nodes(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
     lies = ", ".join(f"{size >> 10} KiB on node {node}" for node, size in sorted(found.items()))
     touched = f"touched so far: {lies or 'unknown, as there is no /proc/self/numa_maps'}"
     if not heap.nodes:
-        reason = numa.own_placement(folder).reason
+        reason = numa.own_binding(folder).reason
         return Finding("heap's nodes", OK, f"any, as {reason}; {touched}")
     if heap.placement_error == 0:
         return Finding("heap's nodes", OK, f"bound to {_named_nodes(heap.nodes)}; {touched}")

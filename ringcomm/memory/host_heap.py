@@ -13,7 +13,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, HeapError, RendezvousError, UnsupportedError
-from ringcomm.memory.numa import own_placement
+from ringcomm.memory.numa import own_binding
 from ringcomm.process import (
     control_groups,
     free_address_space_bytes,
@@ -205,7 +205,7 @@ def _make_heap(capacity_bytes: int) -> _native.Heap:
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
     groups = [str(folder) for folder in control_groups("memory")]
     try:
-        return _native.Heap(capacity_bytes, directory, groups, own_placement().nodes)
+        return _native.Heap(capacity_bytes, directory, groups, own_binding().nodes)
     except OSError as error:
         where = directory or "anonymous shared memory"
         raise HeapError(

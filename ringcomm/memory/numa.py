@@ -20,7 +20,7 @@ _MAPS = Path("/proc/self/numa_maps")
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeTopology:
     """The NUMA nodes of a machine that are online.
 
     Attributes:
@@ -47,7 +47,7 @@ class Machine:
         return min(self.with_memory, key=lambda each: (self.distances[node][each], each))
 
 
-def read_machine(folder: Path = SYSTEM_FOLDER) -> Machine:
+def read_topology(folder: Path = SYSTEM_FOLDER) -> NodeTopology:
     """Reads the nodes from the kernel's folder of them; of a machine with one node, one file.
 
     Raises:
@@ -57,7 +57,7 @@ def read_machine(folder: Path = SYSTEM_FOLDER) -> Machine:
     # A kernel without NUMA has no such folder.
     online = _numbers(folder / "online") if (folder / "online").exists() else frozenset({0})
     if len(online) == 1:
-        return Machine(dict.fromkeys(online, frozenset()), online, {})
+        return NodeTopology(dict.fromkeys(online, frozenset()), online, {})
     in_order = sorted(online)
     distances = {}
     for node in in_order:
@@ -70,7 +70,7 @@ def read_machine(folder: Path = SYSTEM_FOLDER) -> Machine:
     with_memory = _numbers(folder / "has_memory") & online
     if not with_memory:
         raise ValueError(f"{folder / 'has_memory'}: none of the nodes {in_order} has memory")
-    return Machine(
+    return NodeTopology(
         {node: _numbers(folder / f"node{node}" / "cpulist") for node in in_order},
         with_memory,
         distances,
@@ -96,7 +96,7 @@ def _numbers(path: Path) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeBinding:
     """The nodes on which this process's heap shall lie.
 
     Attributes:
@@ -108,26 +108,26 @@ class Placement:
     reason: str = ""
 
 
-def own_placement(folder: Path = SYSTEM_FOLDER) -> Placement:
+def own_binding(folder: Path = SYSTEM_FOLDER) -> NodeBinding:
     """Returns where the heap of this process shall lie, from its affinity mask as of now.
 
     A process whose CPUs lie on all nodes that have CPUs is bound to none: its threads run anywhere,
     and each touches what it works on. Neither is a process whose user has set a memory policy.
     """
     try:
-        machine = read_machine(folder)
+        machine = read_topology(folder)
     except (OSError, ValueError) as error:
-        return Placement((), f"the nodes cannot be read: {error}")
+        return NodeBinding((), f"the nodes cannot be read: {error}")
     if len(machine.cpus) == 1:
-        return Placement((), "the machine has one node")
+        return NodeBinding((), "the machine has one node")
     own = machine.nodes_of(os.sched_getaffinity(0))
     if not own:
-        return Placement((), "the process's CPUs are on no node that is online")
+        return NodeBinding((), "the process's CPUs are on no node that is online")
     if own == machine.with_cpus:
-        return Placement((), "the process may use the CPUs of all nodes")
+        return NodeBinding((), "the process may use the CPUs of all nodes")
     if _native.has_memory_policy():
-        return Placement((), "the process has a memory policy of its own (numactl)")
-    return Placement(tuple(sorted({machine.nearest_memory(node) for node in own})))
+        return NodeBinding((), "the process has a memory policy of its own (numactl)")
+    return NodeBinding(tuple(sorted({machine.nearest_memory(node) for node in own})))
 
 
 def bytes_by_node(ptr: int, maps: Path = _MAPS) -> dict[int, int]:

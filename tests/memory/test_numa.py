@@ -16,7 +16,7 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, Communicator, _native
 from ringcomm.memory import host_heap
-from ringcomm.memory.numa import Placement, bytes_by_node, own_placement, read_machine
+from ringcomm.memory.numa import NodeBinding, bytes_by_node, own_binding, read_topology
 from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 from tests.support.numa_machine import write_machine
@@ -41,7 +41,7 @@ def own_cpus() -> str:
 
 def test_a_machine_is_read(tmp_path):
     write_machine(tmp_path, {0: "0-3,16-19", 1: "4-7, 20".replace(" ", "")})
-    machine = read_machine(tmp_path)
+    machine = read_topology(tmp_path)
     assert machine.cpus == {0: {0, 1, 2, 3, 16, 17, 18, 19}, 1: {4, 5, 6, 7, 20}}
     assert machine.with_memory == {0, 1}
     assert machine.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
@@ -54,7 +54,7 @@ def test_holes_and_nodes_that_are_offline(tmp_path):
     write_machine(tmp_path, {0: "0-1", 2: "2-3", 3: "4-5"}, online="0,2-3")
     # The folder of a node may outlive it, without files.
     (tmp_path / "node1").mkdir()
-    machine = read_machine(tmp_path)
+    machine = read_topology(tmp_path)
     assert sorted(machine.cpus) == [0, 2, 3]
     assert machine.distances[2] == {0: 32, 2: 10, 3: 21}
     assert machine.nodes_of({2, 5}) == (2, 3)
@@ -63,17 +63,17 @@ def test_holes_and_nodes_that_are_offline(tmp_path):
 def test_nodes_without_memory_or_without_cpus(tmp_path):
     """Node 1 has no memory, node 3 no CPUs."""
     write_machine(tmp_path, {0: "0-1", 1: "2-3", 2: "4-5", 3: ""}, has_memory="0,2-3")
-    machine = read_machine(tmp_path)
+    machine = read_topology(tmp_path)
     assert machine.with_cpus == (0, 1, 2)
     assert [machine.nearest_memory(node) for node in range(4)] == [0, 0, 2, 3]
 
 
 def test_of_one_node_one_file_is_read(tmp_path):
     (tmp_path / "online").write_text("0\n")
-    assert len(read_machine(tmp_path).cpus) == 1
+    assert len(read_topology(tmp_path).cpus) == 1
     # A kernel without NUMA.
-    assert len(read_machine(tmp_path / "none").cpus) == 1
-    assert own_placement(tmp_path) == Placement((), "the machine has one node")
+    assert len(read_topology(tmp_path / "none").cpus) == 1
+    assert own_binding(tmp_path) == NodeBinding((), "the machine has one node")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_a_folder_of_another_form_is_no_placement_and_says_why(tmp_path, file, t
     path = write_machine(tmp_path, {0: "0-1", 1: "2-3"}) / file
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises((ValueError, OSError), match=said):
-        read_machine(tmp_path)
-    placement = own_placement(tmp_path)
+        read_topology(tmp_path)
+    placement = own_binding(tmp_path)
     assert placement.nodes == ()
     assert re.match("the nodes cannot be read: .*" + said, placement.reason)
 
@@ -111,7 +111,7 @@ def test_a_folder_of_another_form_is_no_placement_and_says_why(tmp_path, file, t
 def test_the_nodes_are_those_of_the_affinity(tmp_path, monkeypatch, affinity, nodes, reason):
     write_machine(tmp_path, {0: "0-1", 1: "2-3", 2: "4-5", 3: ""}, has_memory="0,2-3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: affinity)
-    assert own_placement(tmp_path) == Placement(nodes, reason)
+    assert own_binding(tmp_path) == NodeBinding(nodes, reason)
 
 
 def heap_line() -> str:
@@ -123,8 +123,8 @@ def heap_line() -> str:
 
 def join_on(store, rank, world, folder, options=None) -> Communicator:
     """Joins, with the heap where it shall lie on the machine that ``folder`` describes."""
-    placed = functools.partial(own_placement, Path(folder))
-    mock.patch.object(host_heap, "own_placement", placed).start()
+    placed = functools.partial(own_binding, Path(folder))
+    mock.patch.object(host_heap, "own_binding", placed).start()
     options = options or CommOptions(timeout=TIMEOUT_S)
     return Communicator.from_store(store, rank, world, options=options)
 
@@ -207,7 +207,7 @@ def _has_policy(store, rank, world, folder):
     assert LIBC.syscall(NUMBERS["set_mempolicy"], 3, ctypes.byref(mask), 64) == 0  # MPOL_INTERLEAVE
     assert _native.has_memory_policy()
     reason = "the process has a memory policy of its own (numactl)"
-    assert own_placement(Path(folder)) == Placement((), reason)
+    assert own_binding(Path(folder)) == NodeBinding((), reason)
 
 
 @needs_numa
