@@ -38,7 +38,7 @@ INTERNAL_NAMES = {
     "comm.functions": "Group communicator_of",
     "comm.host.arguments": "CallChecks DTYPE_CODES is_contiguous readable size_bytes",
     "comm.host.engine": "Call",
-    "comm.host.threads": "COUNTS_TORCHS_THREADS",
+    "comm.host.threads": "COUNTS_TORCHS_THREADS THREADS_VARIABLE named_threads",
     "comm.nodes.device_core": "preload",
     "comm.peer_memory": "heap_bases is_in_heap",
     "comm.recorder.reader": (
