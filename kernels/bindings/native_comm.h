@@ -48,6 +48,7 @@ class CallLock {
  private:
   static constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
   std::timed_mutex mutex_;
+  // Written with Python's lock (CallQueue in engine.py). Read in is_open(), by threads without it.
   std::atomic<int64_t> queued_{0};
   std::atomic<bool> is_usable_{true};
 };

@@ -1,5 +1,5 @@
-// The backend of torch.distributed in C++. torch's dispatcher calls the backend, and the backend
-// calls the process group in Python that it owns (ringcomm/c10d/process_group.py).
+// The C++ backend of torch.distributed. torch's dispatcher calls the backend. The backend owns a
+// process group in Python (ringcomm/c10d/process_group.py), and calls it.
 //
 // Everything that a call means stands in Python alone: checks, order, deadlines, errors and the
 // flight recorder. An exception of Python passes through torch's C++ as py::error_already_set, so

@@ -639,6 +639,7 @@ class Calls:
         if status > 0:
             raise engine.fault(name)
         self._sequence += 1
+        # As completed() does, without a further call in the path of small collectives.
         work = CompletedWork()
         work._tensors = tensors
         work._op_type = OP_TYPES[name]

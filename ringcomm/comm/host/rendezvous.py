@@ -446,7 +446,7 @@ def _use_threads(core: _native.Comm, handles: list[HeapHandle], spec: Rendezvous
 
 
 def are_apart(numa_nodes: Sequence[str], group_size: int) -> bool:
-    """Tells whether groups of consecutive ranks lie on different NUMA nodes.
+    """Returns whether groups of consecutive ranks lie on different NUMA nodes.
 
     Args:
         numa_nodes: by rank, the nodes that its heap is bound to; "" if it is bound to none.
