@@ -213,6 +213,7 @@ KNOWN = frozenset(
         # For users.
         *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "NODE_ID", "MASTER_PORT", "THREADS"),
         *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND", "BUILD_BACKEND"),
+        "KERNELS",
         # From the commands to the processes that they start.
         *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
         # For the tests.

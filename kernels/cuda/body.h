@@ -2,7 +2,7 @@
 // tests/support/emulator for host threads.
 #pragma once
 
-#include "kernels/cuda/ops.h"
+#include "kernels/cuda/loops.h"
 #include "kernels/cuda/workspace.h"
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/protocol/ll.h"

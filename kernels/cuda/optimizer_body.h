@@ -1,9 +1,8 @@
 // The bodies of the optimizer's kernels, for any Team; body.h has those of the collectives.
 #pragma once
 
-#include "kernels/cuda/adamw_lanes.h"
 #include "kernels/cuda/body.h"
-#include "kernels/cuda/norm_lanes.h"
+#include "kernels/cuda/loops.h"
 #include "ringcomm/optimizer/adamw_prepare.h"
 #include "ringcomm/optimizer/fused_steps.h"
 

@@ -9,7 +9,7 @@
 // is shorter, goes number by number, and so does everything where pointers are not aligned.
 #pragma once
 
-#include "kernels/cuda/ops.h"
+#include "kernels/cuda/loops.h"
 #include "ringcomm/core/quantization.h"
 
 RINGCOMM_NAMESPACE_BEGIN

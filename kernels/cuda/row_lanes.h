@@ -7,7 +7,7 @@
 // of a warp.
 #pragma once
 
-#include "kernels/cuda/ops.h"
+#include "kernels/cuda/loops.h"
 #include "kernels/cuda/workspace.h"
 
 RINGCOMM_NAMESPACE_BEGIN

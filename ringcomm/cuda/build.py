@@ -372,23 +372,25 @@ class KernelBuilder:
         compiler: makes the compiler; called only when it is needed, and raises UnsupportedError
             where there is none.
         cache: keeps what was compiled.
+        loops: the loops of all units; those that the build left have the batched ones.
     """
 
     root: Path
     prebuilt: Prebuilt | None
     compiler: Callable[[], Compiler]
     cache: KernelCache
+    loops: str = units.BATCHED
 
     def prebuilt_by(self, unit: str, capability: Capability) -> str | None:
         """See :func:`prebuilt_by`."""
-        source = units.read_source(self.root, units.unit(unit))
+        source = units.read_source(self.root, units.unit(unit, self.loops))
         if self.prebuilt is None or self.prebuilt.target(source, capability) is None:
             return None
         return self.prebuilt.compiler
 
     def load(self, unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
         """See :func:`load_unit`."""
-        source = units.read_source(self.root, units.unit(unit))
+        source = units.read_source(self.root, units.unit(unit, self.loops))
         if capability < source.unit.since:
             raise UnsupportedError(
                 f"CUDA kernels: expected a device of compute capability "
@@ -422,13 +424,15 @@ class KernelBuilder:
         targets: set[Target | None] = {None}
         stale = ""
         if self.prebuilt is not None:
-            known = units.UNITS.values()
+            known = [units.unit(name, self.loops) for name in units.UNITS]
             sources = [units.read_source(self.root, unit) for unit in known]
             targets = {self.prebuilt.target(source, capability) for source in sources}
             if None not in targets:
                 made = ", ".join(sorted(map(str, targets)))
                 return f"{made}, compiled with the package by {self.prebuilt.compiler}"
             stale = "; the package's binaries are for other GPUs or of other sources"
+        if self.loops != units.BATCHED:
+            stale = f"; {self.loops} loops ({units.LOOPS_VARIABLE}), of which there are no binaries"
         compiler = self.compiler()
         target = self._compiled_target(compiler, capability)
         reason = self.cache.why_unusable()
@@ -458,6 +462,7 @@ def _builder() -> KernelBuilder:
         Prebuilt.read(PREBUILT_FOLDER),
         _compiler,
         KernelCache(default_folder()),
+        units.chosen_loops(),
     )
 
 
@@ -477,7 +482,7 @@ def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes
         prebuilt: whether to take what a build left; else the unit is compiled.
 
     Raises:
-        ArgumentError: there is no such unit.
+        ArgumentError: there is no such unit, or ``RINGCOMM_KERNELS`` asks for no known loops.
         UnsupportedError: nothing compiled covers the device, and it cannot be compiled: no CuPy,
             no NVRTC, an architecture that NVRTC does not know, or an error of the compiler, of
             which the first lines are shown.
@@ -499,6 +504,7 @@ def describe_source(capability: Capability) -> str:
     """Says in words where :func:`load_unit` takes kernels from; compiles none.
 
     Raises:
+        ArgumentError: ``RINGCOMM_KERNELS`` asks for no known loops.
         UnsupportedError: as :func:`load_unit`.
     """
     return _builder().describe(capability)

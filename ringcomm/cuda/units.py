@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringcomm.errors import ArgumentError, UnsupportedError
@@ -27,6 +28,12 @@ INCLUDE_FOLDERS = ("", "kernels/include")
 OPTIONS = ("-std=c++20", "--fmad=false")
 # NVRTC up to CUDA 13.0 takes a generic lambda in a kernel for the host's, and refuses it.
 NVRTC_OPTIONS = (*OPTIONS, "-default-device")
+
+# Which loops a unit has: those of kernels/cuda/serial, or those beside that folder
+# (kernels/cuda/loops.h). Builds with nvcc make the second kind alone.
+LOOPS_VARIABLE = "RINGCOMM_KERNELS"
+BATCHED, SERIAL = "batched", "serial"
+_LOOP_MACROS: Mapping[str, tuple[str, ...]] = {BATCHED: (), SERIAL: ("RINGCOMM_SERIAL_LOOPS=1",)}
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARITHMETIC = ("sum", "product", "min", "max")
@@ -109,15 +116,30 @@ _ALL = (
 UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}
 
 
-def unit(name: str) -> KernelUnit:
-    """The unit of that name.
+def chosen_loops() -> str:
+    """Returns the loops that ``RINGCOMM_KERNELS`` asks for, or the batched ones.
+
+    Raises:
+        ArgumentError: there are no such loops; names those that there are.
+    """
+    chosen = os.environ.get(LOOPS_VARIABLE, "") or BATCHED
+    if chosen not in _LOOP_MACROS:
+        raise ArgumentError(
+            f"{LOOPS_VARIABLE}: expected {' or '.join(_LOOP_MACROS)}, got {chosen!r}. Unset it, or "
+            f"set it to {BATCHED} on all ranks"
+        )
+    return chosen
+
+
+def unit(name: str, loops: str = BATCHED) -> KernelUnit:
+    """The unit of that name, with ``loops`` as :func:`chosen_loops` returns them.
 
     Raises:
         ArgumentError: there is none; names those that there are.
     """
     if name not in UNITS:
         raise ArgumentError(f"CUDA kernels: expected a unit among {', '.join(UNITS)}, got {name!r}")
-    return UNITS[name]
+    return replace(UNITS[name], macros=UNITS[name].macros + _LOOP_MACROS[loops])
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,32 @@ def test_what_the_build_left_is_not_taken_where_it_will_not_do(tmp_path, tree, c
     assert b"// changed" in builder.load("move", HOPPER)
 
 
+def test_serial_loops_are_compiled_and_kept_apart(tmp_path, tree, compiler):
+    prebuilt = prebuilt_for(tree, tmp_path / "_kernels")
+    cache = KernelCache(tmp_path / "cache")
+    loaded = {}
+    for loops in (units.SERIAL, units.BATCHED):
+        builder = KernelBuilder(tree, prebuilt, lambda: compiler, cache, loops)
+        loaded[loops] = builder.load("move", HOPPER)
+        assert (builder.prebuilt_by("move", HOPPER) is None) == (loops == units.SERIAL)
+        assert ("RINGCOMM_KERNELS" in builder.describe(HOPPER)) == (loops == units.SERIAL)
+    assert loaded[units.BATCHED] == b"fatbin of move"
+    assert b"-DRINGCOMM_SERIAL_LOOPS=1" in loaded[units.SERIAL]
+    both = [KernelBuilder(tree, None, lambda: compiler, cache, each) for each in loaded]
+    assert len({builder.load("move", HOPPER) for builder in both}) == 2
+    assert len(compiler.compilations()) == 2
+
+
+def test_the_environment_chooses_the_loops(monkeypatch):
+    monkeypatch.setenv("RINGCOMM_KERNELS", "serial")
+    assert build._builder().loops == "serial"
+    monkeypatch.setenv("RINGCOMM_KERNELS", "fast")
+    with pytest.raises(ArgumentError, match="expected batched or serial, got 'fast'"):
+        build.load_unit("move", HOPPER)
+    with pytest.raises(ArgumentError, match="expected batched or serial, got 'fast'"):
+        build.describe_source(HOPPER)
+
+
 def test_a_build_without_nvcc_leaves_nothing(tmp_path):
     assert Prebuilt.read(tmp_path) is None
 

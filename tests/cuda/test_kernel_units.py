@@ -5,7 +5,7 @@ import pytest
 from ringcomm import _native
 from ringcomm.cuda import units
 from ringcomm.cuda.units import PREBUILT, UNITS, Target, best_target, compiler_target
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import ArgumentError, UnsupportedError
 from tests.support.fake_compiler import make_tree
 
 
@@ -102,6 +102,31 @@ def test_fingerprints_keep_apart_what_runs_together():
         return units.UnitSource(UNITS["move"], "text", headers).fingerprint()
 
     assert len({of(), of(a="bc"), of(ab="c"), of(a="b", c=""), of(a="b", d="")}) == 5
+
+
+def test_the_loops_are_batched_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("RINGCOMM_KERNELS", raising=False)
+    assert units.chosen_loops() == units.BATCHED
+    monkeypatch.setenv("RINGCOMM_KERNELS", "")
+    assert units.chosen_loops() == units.BATCHED
+    monkeypatch.setenv("RINGCOMM_KERNELS", "serial")
+    assert units.chosen_loops() == units.SERIAL
+
+
+def test_unknown_loops_are_refused(monkeypatch):
+    monkeypatch.setenv("RINGCOMM_KERNELS", "Serial")
+    with pytest.raises(
+        ArgumentError, match=r"RINGCOMM_KERNELS: expected batched or serial, got 'S"
+    ):
+        units.chosen_loops()
+
+
+def test_every_unit_has_serial_loops_of_its_own():
+    for name in UNITS:
+        batched, serial = units.unit(name), units.unit(name, units.SERIAL)
+        assert batched == UNITS[name]
+        assert serial.macros == (*batched.macros, "RINGCOMM_SERIAL_LOOPS=1")
+        assert serial.kernels == batched.kernels
 
 
 def test_sources_lie_in_the_tree():

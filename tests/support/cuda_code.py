@@ -276,7 +276,7 @@ def kernels_of(name: str) -> set[str]:
     return {kernel for kernel, its in of.items() if its == subunit}
 
 
-def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
+def unit_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, str], list[str]]:
     """Returns the text of a unit, its headers by name, and the options that make it that unit.
 
     Args:
@@ -284,24 +284,25 @@ def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
             ``adamw_float16/float32``, with one dtype of parameters alone, or of that the update
             without the collectives, ``adamw_float16/shard_float32``, or ``move/ll_move``, or
             ``quantize_int8/float32``, with one dtype of numbers alone.
+        loops: of :func:`ringcomm.cuda.units.chosen_loops`.
     """
     if "/shard_" in name:
-        text, headers, macros = unit_source(name.replace("/shard_", "/"))
+        text, headers, macros = unit_source(name.replace("/shard_", "/"), loops)
         return _STEP.sub("", text), headers, macros
     name, _, subunit = name.partition("/")
-    unit = units.UNITS[name]
+    unit = units.unit(name, loops)
     source = units.read_source(units.source_root(), unit)
     text = _SUBUNIT.sub(lambda line: line[0] if line[1] == subunit else "", source.text)
     macros = [f"-D{macro}" for macro in unit.macros]
     return text if subunit else source.text, dict(source.headers), macros
 
 
-def compile_unit(name: str, target: str) -> Binary:
+def compile_unit(name: str, target: str, loops: str = units.BATCHED) -> Binary:
     """Compiles one unit of the kernels, or a subunit, with NVRTC.
 
     Args:
-        name: as of :func:`unit_source`.
+        name, loops: as of :func:`unit_source`.
         target: ``sm_90a``, for example.
     """
-    text, headers, macros = unit_source(name)
+    text, headers, macros = unit_source(name, loops)
     return compile_text(text, target, headers, macros)

@@ -6,6 +6,7 @@ one: a quarter of an hour. ``make test`` takes a subset, since all units of a ki
 
 import ctypes
 import os
+import re
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -202,6 +203,29 @@ class TestUnits:
             # The norm is a reduce-scatter alone: it copies nothing.
             assert name.endswith("_norm") or checks.copy_loop(kernel) == []
             assert moves(name) or checks.reduce_loop(kernel) == []
+
+
+@needs_tools
+def test_serial_loops_are_those_of_their_folder():
+    for loops in (units.BATCHED, units.SERIAL):
+        text, headers, macros = cuda_code.unit_source("multicast_float16", loops)
+        binary = cuda_code.compile_text(text, MAIN_TARGET, headers, [*macros, "-lineinfo"])
+        files = set(re.findall(r"kernels/cuda/(?:serial/)?ops\.h", binary.ptx))
+        assert files == {f"kernels/cuda/{'serial/' if loops == units.SERIAL else ''}ops.h"}
+
+
+# What these make is what the batched loops made before there were two kinds.
+SERIAL_UNITS = ("reduce_bfloat16/sum", "adamw_bfloat16/shard_bfloat16", "rows")
+
+
+@needs_tools
+@pytest.mark.skipif(not EVERYTHING, reason="minutes: make cuda-compile")
+@pytest.mark.parametrize("unit", SERIAL_UNITS)
+def test_serial_loops_compile(unit):
+    binary = compile_unit(unit, MAIN_TARGET, units.SERIAL)
+    assert set(binary.kernels) == kernels_of(unit)
+    assert checks.local_memory(binary) == checks.launch_bounds(binary) == []
+    assert checks.memory_orders(binary) == []
 
 
 def test_every_header_is_compiled():

@@ -40,10 +40,11 @@ def from_environment() -> PtxKernels | None:
 def ptx_of(unit: str, target: str = TARGET) -> str:
     """Returns the PTX of a unit, or of a subunit: see ``cuda_code.unit_source``.
 
-    It says of each instruction which line of the source it comes from. It is kept under ``build/``
-    for whoever asks next, by a digest of all that it is made from.
+    Its loops are those that RINGCOMM_KERNELS asks for. It says of each instruction which line of
+    the source it comes from. It is kept under ``build/`` for whoever asks next, by a digest of all
+    that it is made from.
     """
-    source, headers, macros = unit_source(unit)
+    source, headers, macros = unit_source(unit, units.chosen_loops())
     options = [*units.NVRTC_OPTIONS, *macros, f"-arch={target}", "-lineinfo"]
     made_from = (source, sorted(headers.items()), options, _which_compiler())
     digest = hashlib.sha256(repr(made_from).encode())

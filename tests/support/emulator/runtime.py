@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from ringcomm.cuda import units
 from ringcomm.cuda.runtime import HOST_PLACE, DeviceIdentity, Stream
 from ringcomm.errors import UnsupportedError
 from tests import ptx_interpreter
@@ -330,6 +331,12 @@ class EmulatedRuntime(EmulatedMemory):
             raise UnsupportedError(
                 f"emulated driver: kernel {name} of unit {unit} has multimem instructions, which "
                 "only PTX kernels execute: EmulatedRuntime(ptx=PtxKernels())"
+            )
+        loops = units.chosen_loops()
+        if self.ptx is None and loops != units.BATCHED:
+            raise UnsupportedError(
+                f"emulated driver: the host's compiler made {units.BATCHED} loops alone, and "
+                f"{units.LOOPS_VARIABLE} asks for {loops}: EmulatedRuntime(ptx=PtxKernels())"
             )
         threads = self.threads
         if self.ptx is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ringcomm.errors import UnsupportedError
 from tests import ptx_interpreter
 from tests.support.emulator import DriverError, EmulatedRuntime
 from tests.support.emulator.in_stream_order import InStreamOrder
@@ -242,6 +243,12 @@ FAILING_KERNEL = """
   ret;
 }
 """
+
+
+def test_loops_that_were_not_built_are_refused(monkeypatch):
+    monkeypatch.setenv("RINGCOMM_KERNELS", "serial")
+    with pytest.raises(UnsupportedError, match="made batched loops alone, and RINGCOMM_KERNELS"):
+        EmulatedRuntime(ptx=None).find_kernel(0, "move", "rc_move")
 
 
 def test_an_error_is_reported_after_all_work_has_ended(device):
