@@ -109,7 +109,10 @@ PROOFS = (
     ),
     Proof(
         "machine code of CUDA",
-        ("tests/proof/compile/test_cuda_checks.py", "tests/proof/compile/test_cuda_compile.py"),
+        tuple(
+            f"tests/proof/compile/test_{name}.py"
+            for name in ("cuda_checks", "cuda_compile", "loop_measures")
+        ),
         _COMPILED_KERNELS,
     ),
     Proof(
