@@ -1,5 +1,6 @@
 // Allocator, Driver and DeviceComm of ringcomm._native: the host's half of the GPU backend.
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
 
 #include "kernels/bindings/collectives.h"
 #include "kernels/bindings/device_calls.h"
@@ -347,7 +348,7 @@ void bind_device(nb::module_& m) {
       nb::arg("driver"), nb::arg("rank_of"), nb::arg("staging"), nb::arg("extra"),
       nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"),
       "`rank_of`: rank, world. `staging`: channels, slots, segment_bytes. `extra`: ll_bytes,\n"
-      "copy_engine_bytes. `find_kernel(unit, name)` gives a loaded CUfunction.");
+      "copy_engine_bytes. `find_kernel(unit, name)` gives a loaded CUfunction and its threads.");
   bind_state(c);
   bind_calls(c);
   bind_device_recorder(m, c);

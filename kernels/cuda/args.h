@@ -12,8 +12,6 @@ namespace device {
 // Ranks of one process on one GPU share a launch, so that they are co-resident by construction.
 constexpr int kMaxRanksPerLaunch = 8;
 constexpr int kMaxWorld = 64;
-constexpr int kThreads =
-    256;  // per block: half of a multiprocessor's lanes leave each 255 registers
 
 // Host memory that the device can reach: how the two sides of one rank talk while kernels run.
 struct HostPage {

@@ -180,8 +180,10 @@ void DeviceComm::check_pieces(uint64_t chunk_bytes, unsigned channels) const {
 
 const Kernel& DeviceComm::kernel(const std::string& unit, const std::string& name) {
   Kernel& found = kernels_[unit + "/" + name];
-  if (found.function == nullptr)
-    found = {reinterpret_cast<void*>(find_(unit, name)), name.find("_list_") != std::string::npos};
+  if (found.function == nullptr) {
+    const auto [function, threads] = find_(unit, name);
+    found = {reinterpret_cast<void*>(function), threads, name.find("_list_") != std::string::npos};
+  }
   return found;
 }
 
@@ -320,7 +322,7 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
   if (first.triton != nullptr) return ranks[0]->launch_triton(stream);
   const auto launch_with = [&](const auto& params) {
     ranks[0]->driver_->launch(first.kernel.function, first.channels, unsigned(ranks.size()),
-                              kThreads, stream, &params, sizeof params);
+                              first.kernel.threads, stream, &params, sizeof params);
   };
   if (first.kernel.takes_lists) {
     ListParams params;

@@ -31,6 +31,7 @@ struct DeviceConfig {
 
 struct Kernel {
   void* function = nullptr;
+  unsigned threads = 0;      // of a block
   bool takes_lists = false;  // its parameters are ListParams, else LaunchParams
 };
 
@@ -70,8 +71,9 @@ const char* name_of_float(DType dtype);
 
 class DeviceComm {
  public:
-  // find: the CUfunction of a kernel, loaded for good.
-  using FindKernel = std::function<uint64_t(const std::string& unit, const std::string& name)>;
+  // find: the CUfunction of a kernel, loaded for good, and the threads of its blocks.
+  using FindKernel = std::function<std::pair<uint64_t, unsigned>(const std::string& unit,
+                                                                 const std::string& name)>;
 
   DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config, FindKernel find);
 

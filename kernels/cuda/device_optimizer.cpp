@@ -27,7 +27,8 @@ void DeviceComm::launch_alone(const Kernel& kernel, uint64_t elems, const CallAr
   }
   LaunchParams params{};
   params.calls[0] = args;
-  driver_->launch(kernel.function, unsigned(blocks), 1, kThreads, stream_, &params, sizeof params);
+  driver_->launch(kernel.function, unsigned(blocks), 1, kernel.threads, stream_, &params,
+                  sizeof params);
 }
 
 void DeviceComm::prepare_adamw(uint64_t table) {

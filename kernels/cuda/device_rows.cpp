@@ -32,7 +32,8 @@ void DeviceComm::launch_rows(const std::string& name, const RowsArgs& rows) {
   const uint64_t bytes = rows.count * rows.row_bytes;
   const uint64_t blocks =
       std::clamp<uint64_t>((bytes + kBytesPerBlock - 1) / kBytesPerBlock, 1, kMostBlocks);
-  driver_->launch(kernel("rows", name).function, unsigned(blocks), 1, kThreads, stream_, &params,
+  const Kernel& found = kernel("rows", name);
+  driver_->launch(found.function, unsigned(blocks), 1, found.threads, stream_, &params,
                   sizeof params);
 }
 

@@ -17,17 +17,20 @@ using ringcomm::device::Workspace;
 
 }  // namespace
 
-#define RC_KERNEL(name, ...) RC_KERNEL_OF(1, name, __VA_ARGS__)
-// At least `blocks` of them fit on a multiprocessor.
-#define RC_KERNEL_OF(blocks, name, ...) RC_KERNEL_WITH(LaunchParams, blocks, name, __VA_ARGS__)
+// 256 threads, which leave each thread 255 registers.
+#define RC_KERNEL(name, ...) RC_KERNEL_OF(256, 1, name, __VA_ARGS__)
+// A block has `threads` threads, as the host reads from the function (DeviceComm::kernel), and at
+// least `blocks` of them fit on a multiprocessor.
+#define RC_KERNEL_OF(threads, blocks, name, ...) \
+  RC_KERNEL_WITH(LaunchParams, threads, blocks, name, __VA_ARGS__)
 // It takes lists; so its name says, too (DeviceComm::kernel).
-#define RC_LIST_KERNEL(name, ...) RC_KERNEL_WITH(ListParams, 1, name, __VA_ARGS__)
-#define RC_KERNEL_WITH(params, blocks, name, ...)                                       \
-  extern "C" __global__ void __launch_bounds__(ringcomm::device::kThreads, blocks)      \
-      name(const __grid_constant__ ringcomm::device::params p) {                        \
-    __shared__ Workspace workspace;                                                     \
-    const int rank_in_launch = int(blockIdx.y);                                         \
-    ringcomm::device::__VA_ARGS__(BlockTeam{&workspace}, p, rank_in_launch, workspace); \
+#define RC_LIST_KERNEL(name, ...) RC_KERNEL_WITH(ListParams, 256, 1, name, __VA_ARGS__)
+#define RC_KERNEL_WITH(params, threads, blocks, name, ...)                                       \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
+      name(const __grid_constant__ ringcomm::device::params p) {                                 \
+    __shared__ Workspace workspace;                                                              \
+    const int rank_in_launch = int(blockIdx.y);                                                  \
+    ringcomm::device::__VA_ARGS__(BlockTeam<threads>{&workspace}, p, rank_in_launch, workspace); \
   }
 
 #if defined(RINGCOMM_UNIT_MOVE)
@@ -41,12 +44,12 @@ RC_KERNEL(rc_ll_move, ll_move_kernel)
 using Grads = RINGCOMM_UNIT_GRADS;
 
 RC_KERNEL(rc_adamw_prepare, prepare_kernel)
-RC_KERNEL_OF(2, rc_grad_norm, grad_norm_kernel<Grads>)
+RC_KERNEL_OF(256, 2, rc_grad_norm, grad_norm_kernel<Grads>)
 RC_KERNEL(rc_reduce_scatter_norm, reduce_scatter_norm_kernel<Grads>)
 
 // These wait for nobody, so more of them at a time hide more latency.
-#define RC_ADAMW_KERNELS(name, type)                                      \
-  RC_KERNEL_OF(2, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>) \
+#define RC_ADAMW_KERNELS(name, type)                                           \
+  RC_KERNEL_OF(256, 2, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>) \
   RC_KERNEL(rc_adamw_step_##name, adamw_step_kernel<Grads, type>)
 
 RC_ADAMW_KERNELS(float32, float)
@@ -65,9 +68,9 @@ RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 using Format = RINGCOMM_UNIT_QUANT_FORMAT;
 
 // These, too, wait for nobody.
-#define RC_QUANT_KERNELS(name, type)                                 \
-  RC_KERNEL_OF(4, rc_quantize_##name, quantize_kernel<Format, type>) \
-  RC_KERNEL_OF(4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Format, type>)
+#define RC_QUANT_KERNELS(name, type)                                      \
+  RC_KERNEL_OF(256, 4, rc_quantize_##name, quantize_kernel<Format, type>) \
+  RC_KERNEL_OF(256, 4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Format, type>)
 
 RC_QUANT_KERNELS(float32, float)
 RC_QUANT_KERNELS(bfloat16, ringcomm::BFloat16)
@@ -75,11 +78,11 @@ RC_QUANT_KERNELS(float16, ringcomm::Float16)
 
 #elif defined(RINGCOMM_UNIT_ROWS)
 
-RC_KERNEL_OF(2, rc_copy_rows, copy_rows_kernel)
+RC_KERNEL_OF(256, 2, rc_copy_rows, copy_rows_kernel)
 
-#define RC_ROW_KERNELS(name, type)                           \
-  RC_KERNEL_OF(2, rc_sum_rows_##name, sum_rows_kernel<type>) \
-  RC_KERNEL_OF(2, rc_scale_rows_##name, scale_rows_kernel<type>)
+#define RC_ROW_KERNELS(name, type)                                \
+  RC_KERNEL_OF(256, 2, rc_sum_rows_##name, sum_rows_kernel<type>) \
+  RC_KERNEL_OF(256, 2, rc_scale_rows_##name, scale_rows_kernel<type>)
 
 RC_ROW_KERNELS(float32, float)
 RC_ROW_KERNELS(bfloat16, ringcomm::BFloat16)

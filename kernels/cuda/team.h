@@ -11,6 +11,8 @@ namespace device {
 // A poll of a local word takes about 0.7 us, so the clock is looked at every 50 us or so.
 constexpr uint32_t kPollsPerLook = 64;
 
+// `threads`: of the block.
+template <int threads>
 struct BlockTeam {
   static constexpr bool kSleeps = false;
   static constexpr bool kReadsProcesses = false;
@@ -20,7 +22,7 @@ struct BlockTeam {
   Workspace* w;
 
   __device__ __forceinline__ int lane() const { return int(threadIdx.x); }
-  __device__ __forceinline__ int num_lanes() const { return kThreads; }
+  __device__ __forceinline__ int num_lanes() const { return threads; }
   __device__ __forceinline__ int channel() const { return int(blockIdx.x); }
   __device__ __forceinline__ int num_channels() const { return int(gridDim.x); }
   __device__ __forceinline__ const Portion& portion() const { return w->portion; }

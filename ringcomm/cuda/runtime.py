@@ -101,7 +101,7 @@ class Kernel(Protocol):
 
     @property
     def threads(self) -> int:
-        """The largest block that it can be launched with."""
+        """The threads of its blocks: as many as it was compiled for."""
         ...
 
     @property

@@ -257,9 +257,11 @@ def _calls_of(
     )
 
 
-def _find(device: int, unit: str, name: str) -> int:
+def _find(device: int, unit: str, name: str) -> tuple[int, int]:
+    """Returns the function of a kernel, and the threads of its blocks."""
     # The native object keeps this function, so a bound method would make a reference cycle.
-    return cuda.current().find_kernel(device, unit, name).handle
+    kernel = cuda.current().find_kernel(device, unit, name)
+    return kernel.handle, kernel.threads
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:

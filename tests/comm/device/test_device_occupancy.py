@@ -6,7 +6,6 @@ of a few launches, and the tightest cases run on emulated devices. Each check ha
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from ringcomm.cuda.units import UNITS
 from ringcomm.errors import AbortedError, CollectiveTimeout, UnsupportedError
 from tests.support.device_worlds import Devices
 from tests.support.emulator import EmulatedRuntime
-from tests.support.emulator.library import COMPILER, library
+from tests.support.emulator.library import COMPILER, figures_of, library
 from tests.support.stub_driver import driver
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
@@ -41,7 +40,7 @@ RANKS = range(1, 9)
 
 # The optimizer's that wait for nobody, and may run in waves.
 ALONE = ("rc_adamw_prepare", "rc_grad_norm", "rc_adamw_shard_")
-REGISTERS, SHARED_BYTES, SYSTEM_BYTES, THREADS = 65536, 228 << 10, 1 << 10, 256
+REGISTERS, SHARED_BYTES, SYSTEM_BYTES = 65536, 228 << 10, 1 << 10
 
 
 def waiting_kernels() -> Iterator[tuple[str, str, int]]:
@@ -56,11 +55,10 @@ def waiting_kernels() -> Iterator[tuple[str, str, int]]:
 def too_large(each: int) -> list[str]:
     """The kernels a block of which takes more than ``1 / each`` of a multiprocessor."""
     found = []
-    registers, shared_bytes = ctypes.c_int(), ctypes.c_int()
     for _, name, kernel in waiting_kernels():
-        library().emulated_figures(kernel, ctypes.byref(registers), ctypes.byref(shared_bytes))
-        rounded = -(-registers.value // 8) * 8 * THREADS
-        if max(rounded / REGISTERS, (shared_bytes.value + SYSTEM_BYTES) / SHARED_BYTES) * each > 1:
+        of = figures_of(kernel)
+        rounded = -(-of.registers // 8) * 8 * of.threads
+        if max(rounded / REGISTERS, (of.shared_bytes + SYSTEM_BYTES) / SHARED_BYTES) * each > 1:
             found.append(name)
     return found
 

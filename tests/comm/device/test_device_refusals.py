@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.comm.device.conftest import require
 from tests.proof.ptx.multicast_job import multicast_kernels
 from tests.support import nvrtc
 from tests.support.device_worlds import OPTIONS, Devices, with_options
-from tests.support.emulator.library import library
+from tests.support.emulator.library import figures_of, library
 
 MIB = 1 << 20
 
@@ -259,6 +260,32 @@ def test_multicast_on_the_host():
         pytest.raises(UnsupportedError, match="works on the host"),
     ):
         world[0].all_reduce(torch.zeros(4), algorithm="multicast")
+
+
+# ---- threads of a block --------------------------------------------------------------------------
+
+
+def test_a_kernel_is_launched_with_the_threads_that_it_was_compiled_for(emulated, monkeypatch):
+    """The host reads them from the function: the mutant is given one more than it bears."""
+    devices = emulated()
+    find, more = devices.runtime.find_kernel, 0
+    monkeypatch.setattr(
+        devices.runtime,
+        "find_kernel",
+        lambda *which: replace(
+            kernel := find(*which), threads=figures_of(kernel.handle).threads + more
+        ),
+    )
+
+    def barrier_of_one():
+        with ringcomm.local_world(1, device="cuda:0", options=OPTIONS) as (comm,):
+            comm.barrier()
+            devices.runtime.synchronize(0)
+
+    barrier_of_one()
+    more = 1
+    with pytest.raises(RingcommError, match=r"launching a collective.*invalid argument"):
+        barrier_of_one()
 
 
 # ---- kernels of two forms ------------------------------------------------------------------------

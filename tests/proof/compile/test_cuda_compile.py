@@ -4,7 +4,6 @@
 one: a quarter of an hour. ``make test`` takes a subset, since all units of a kind are one template.
 """
 
-import ctypes
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from tests.support import ROOT, cuda_code
 from tests.support import cuda_checks as checks
 from tests.support.cuda_code import Binary, compile_unit, kernels_of, output_of, tool
 from tests.support.emulator import EmulatedRuntime
-from tests.support.emulator.library import library
+from tests.support.emulator.library import figures_of, library
 
 pytestmark = pytest.mark.compiles
 
@@ -78,13 +77,6 @@ def compilations():
 @pytest.fixture(scope="module", params=MATRIX, ids=["-".join(each) for each in MATRIX])
 def binary(request, compilations):
     return compilations(*request.param)
-
-
-def figures_of(kernel: int) -> tuple[int, int]:
-    """Registers and shared memory of a kernel as the emulator has them."""
-    registers, shared_bytes = ctypes.c_int(), ctypes.c_int()
-    library().emulated_figures(kernel, ctypes.byref(registers), ctypes.byref(shared_bytes))
-    return registers.value, shared_bytes.value
 
 
 def moves(kernel: str) -> bool:
@@ -154,7 +146,9 @@ class TestUnits:
                 emulated = runtime.find_kernel(0, unit, name)
             except UnsupportedError:  # it has not all operations of all dtypes
                 continue
-            figures[name] = figures_of(emulated.handle)
+            registers, shared_bytes, threads = figures_of(emulated.handle)
+            figures[name] = registers, shared_bytes
+            assert threads == binary.thread_bounds[name], name
             real = checks.blocks_per_multiprocessor(binary, name)
             assert emulated.blocks_per_multiprocessor <= real, name
         assert checks.understated(binary, figures) == []

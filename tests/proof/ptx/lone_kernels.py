@@ -11,6 +11,7 @@ from tests import ptx_interpreter as ptx
 from tests.proof.ptx.small_jobs import subunit_of
 from tests.ptx_interpreter import PtxSchedule, RefusedError
 from tests.support.device_worlds import Devices
+from tests.support.emulator.library import figures_of
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 # Yields what such an end has made otherwise than the host.
@@ -30,8 +31,9 @@ def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
     """The native end of one rank, which has met nobody, with the PTX of its kernels."""
     runtime = devices.runtime
 
-    def find(unit: str, name: str) -> int:
-        return kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
+    def find(unit: str, name: str) -> tuple[int, int]:
+        kernel = kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
+        return kernel, figures_of(kernel).threads
 
     native = _native.DeviceComm(
         _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find

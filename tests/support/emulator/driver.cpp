@@ -112,6 +112,8 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
     return kInvalidValue;
   const int blocks = int(gridDimX * gridDimY);
   const auto* kernel = static_cast<const EmulatedKernel*>(f);
+  // So many threads a kernel was compiled for, at most.
+  if (kernel->run_with == nullptr && int(blockDimX) > kernel->threads) return kInvalidValue;
   Packed packed{};
   if (kernel->run_with != nullptr
           ? kernelParams == nullptr

@@ -17,7 +17,7 @@ struct EmulatedKernel {
       run;
   int registers = 0;
   int shared_bytes = 0;
-  int threads = ringcomm::device::kThreads;
+  int threads = 256;
   bool waits = true;  // for other ranks, so that its blocks must run at the same time
   size_t params_bytes = sizeof(ringcomm::device::LaunchParams);
   // Of a kernel with other parameters than a LaunchParams: their sizes, and what does the work. It

@@ -7,11 +7,13 @@
 namespace {
 
 // Registers per thread on sm_90a, by how a kernel's name begins: the most of those that
-// tests/proof/compile/test_cuda_compile.py compiles, where it is held against them.
+// tests/proof/compile/test_cuda_compile.py compiles, where it is held against them; and the threads
+// of a block.
 struct Family {
   std::string_view begin;
   int registers;
   bool waits = true;
+  int threads = 256;
 };
 constexpr std::array<Family, 17> kFamilies = {{
     {"rc_move", 184},
@@ -69,6 +71,7 @@ KernelMap all_kernels() {
     kernel.registers = family.registers;
     kernel.shared_bytes = int(sizeof(ringcomm::device::Workspace));  // the real ones' only variable
     kernel.waits = family.waits;
+    kernel.threads = family.threads;
   }
   return kernels;
 }
@@ -87,7 +90,9 @@ extern "C" uint64_t emulated_params_bytes(const EmulatedKernel* kernel) {
   return kernel->params_bytes;
 }
 
-extern "C" void emulated_figures(const EmulatedKernel* kernel, int* registers, int* shared_bytes) {
+extern "C" void emulated_figures(const EmulatedKernel* kernel, int* registers, int* shared_bytes,
+                                 int* threads) {
   *registers = kernel->registers;
   *shared_bytes = kernel->shared_bytes;
+  *threads = kernel->threads;
 }

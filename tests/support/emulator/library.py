@@ -13,6 +13,7 @@ from ctypes import (
     c_void_p,
 )
 from functools import cache
+from typing import NamedTuple
 
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import emulated_driver
@@ -35,7 +36,7 @@ _PROTOTYPES = {
     "emulated_ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_void_p, POINTER(PtxSchedule)]),
     "emulated_kernel_of": (c_void_p, [POINTER(c_int), c_int, LAUNCHED]),
     "emulated_barriers_met": (c_uint64, []),
-    "emulated_figures": (None, [c_void_p, POINTER(c_int), POINTER(c_int)]),
+    "emulated_figures": (None, [c_void_p, *[POINTER(c_int)] * 3]),
     "emu_params_bytes": (c_uint64, []),
     "emulated_params_bytes": (c_uint64, [c_void_p]),
     "emu_device_make": (c_void_p, [c_int, c_int, c_int]),
@@ -94,3 +95,18 @@ def check(code: int) -> None:
         text = c_char_p()
         library().cuGetErrorString(code, ctypes.byref(text))
         raise DriverError(code, (text.value or b"?").decode())
+
+
+class Figures(NamedTuple):
+    """What the emulator takes a kernel to need."""
+
+    registers: int  # of a thread
+    shared_bytes: int  # of a block
+    threads: int  # of a block
+
+
+def figures_of(kernel: int) -> Figures:
+    """Returns the figures of a kernel, by its handle."""
+    found = [c_int() for _ in Figures._fields]
+    library().emulated_figures(kernel, *map(ctypes.byref, found))
+    return Figures(*(each.value for each in found))

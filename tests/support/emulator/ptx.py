@@ -22,8 +22,6 @@ from tests.support import ROOT, nvrtc
 from tests.support.cuda_code import unit_source
 from tests.support.emulator.library import library
 
-# Of a block of the CUDA kernels (kernels/cuda/args.h).
-THREADS = 256
 TARGET = "compute_90a"
 
 

@@ -29,10 +29,11 @@ from tests.support.emulator.library import (
     HOST_FUNCTION,
     DriverError,
     check,
+    figures_of,
     library,
 )
 from tests.support.emulator.memory import EmulatedMemory
-from tests.support.emulator.ptx import THREADS, PtxKernels, from_environment
+from tests.support.emulator.ptx import PtxKernels, from_environment
 
 _FUNCTIONS: list[object] = []
 # The priority of the stream of small copies, which CudaRuntime gives no other stream.
@@ -68,7 +69,7 @@ class EmulatedRuntime(EmulatedMemory):
         blocks_per_multiprocessor: how many of any kernel run at once on each; None: as many as the
             registers, shared memory and threads of the real kernel allow.
         hardware_queues: that the streams of a device share, as CUDA_DEVICE_MAX_CONNECTIONS says.
-        threads: the largest block that kernels report.
+        threads: of a block of the kernels that the host's compiler made, as they report it.
         block_slots: how many blocks a device runs at once, whatever its kernels report; None: as
             many as they do.
         assume_device: the device of tensors that lie in no device's memory; None: the host.
@@ -341,6 +342,6 @@ class EmulatedRuntime(EmulatedMemory):
         threads = self.threads
         if self.ptx is not None:
             handle = self.ptx.kernel(unit, name, handle)
-            threads = THREADS
+            threads = figures_of(handle).threads
         blocks_each = library().emu_device_blocks_each(self._native[device], handle)
         return EmulatedFunction(handle, threads, blocks_each)
