@@ -1,1 +1,5 @@
-"""The communicator of one node on the host: calls, their order, their faults and their end."""
+"""The communicator of one node on the host: its calls, their order, and the end of calls.
+
+Start with ``engine.py`` (the order of calls), then ``collectives.py``; ``core.py`` declares the
+interface between them and the native module.
+"""

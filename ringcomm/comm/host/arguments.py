@@ -1,4 +1,4 @@
-"""Checks of a call's arguments before any peer hears of it, and dtypes and reduction operators."""
+"""Checks of a call's arguments, made before anything is sent; dtypes and reduction operators."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-# ---- Admission to a call: what of torch has to see the call, and tensors that have no dense memory
+# ---- Admission to a call: parts of torch that would miss the call, tensors without dense memory --
 
 
 Tensor = torch.Tensor
@@ -62,15 +62,15 @@ Class = TypeVar("Class", bound="type[Any]")
 
 # NOTE [Keys of a thread]
 #
-# A call of ringcomm is not an operator of torch: it reads and writes memory, and torch's dispatcher
-# does not see it. A trace would therefore lose the call, a transform would miss its effect, and a
-# fake tensor has no memory. All of them work by keys that a thread adds to every dispatch. Each
-# call first tests one word for such keys. The native module reads this word where torch keeps it.
-# An operator that runs below a mode or a transform has none of the keys, so the operators of
+# ringcomm's calls are not operators of torch: they read and write memory, and torch's dispatcher
+# does not see them. So a trace would lose the call, a transform would miss its effect, and a fake
+# tensor has no memory. All of these work by keys that a thread adds to every dispatch. So each call
+# first tests one word for such keys; the native module reads the word where torch keeps it. An
+# operator that runs below a mode or a transform sees none of the keys, so the operators of
 # ringcomm.functional and of torch's functional collectives make their calls as usual.
 #
-# A mode that only watches, such as FlopCounterMode, does not change what a call does. Calls under
-# it are made with all checks.
+# A mode that only observes, such as FlopCounterMode, does not change the effect of a call. Calls
+# under it are made with all checks.
 
 _KEY = torch._C.DispatchKey
 
@@ -97,7 +97,7 @@ def _keys_of_torch() -> int:
 
 
 def _agrees_with_torch() -> bool:
-    """Tests the word that the native module reads against torch's own answer."""
+    """Compares the word that the native module reads with torch's own answer."""
     if not _native.watch_keys(_WATCHED):
         return False
     for key in (_KEY.Python, _KEY.FuncTorchDynamicLayerFrontMode, _KEY.Functionalize):
@@ -110,7 +110,7 @@ def _agrees_with_torch() -> bool:
     return True
 
 
-# False where torch keeps the word elsewhere: all calls then take the path with Python's checks.
+# False if torch keeps the word elsewhere: then all calls take the path with Python's checks.
 WATCHES_KEYS = _agrees_with_torch()
 intercepting_keys: Callable[[], int] = _native.intercepting_keys if WATCHES_KEYS else _keys_of_torch
 
@@ -120,11 +120,11 @@ def _words_at(address: int, count: int) -> list[int]:
 
 
 def _find_keys() -> None:
-    """Finds the offset of tensors' dispatch keys, and has the native module read them there.
+    """Finds the offset of tensors' dispatch keys, and makes the native module read them there.
 
     ``Tensor.is_neg()`` takes longer than the rest of the check and releases the interpreter's lock.
-    The offset is used only if it alone agrees with torch for tensors of different keys. Otherwise
-    the native module calls ``is_neg()``.
+    The offset is used only if no other offset agrees with torch for tensors of different keys.
+    Otherwise the native module calls ``is_neg()``.
     """
     ordinary = torch.ones(2, device="cpu")
     probes = [
@@ -145,7 +145,7 @@ def _find_keys() -> None:
     if len(impl_at) == len(keys_at) == 1:
         (impl,), (keys,) = impl_at, keys_at
         allowed = torch._C._dispatch_keys(ordinary)
-        for key in (_KEY.CUDA, _KEY.AutocastCUDA):  # what a tensor of a GPU has instead
+        for key in (_KEY.CUDA, _KEY.AutocastCUDA):  # the keys that a GPU tensor has instead
             allowed |= torch._C.DispatchKeySet(key)
         _native.read_keys_at(impl * _WORD_BYTES, keys * _WORD_BYTES, allowed.raw_repr())
 
@@ -193,7 +193,7 @@ def _interceptor(keys: int) -> str:
 
 
 def admit_keys(operation: object) -> None:
-    """Checks that nothing of torch has to see a call that it cannot see: NOTE [Keys of a thread].
+    """Raises if a part of torch that must see this call would miss it: NOTE [Keys of a thread].
 
     Args:
         operation: starts the error's message.
@@ -211,7 +211,7 @@ def admit_keys(operation: object) -> None:
 
 
 def is_watched() -> bool:
-    """True under a mode on torch's stack; see :func:`admit_keys` for those that are refused."""
+    """True under a mode on torch's stack; :func:`admit_keys` raises for some of the modes."""
     return bool(intercepting_keys() & _OF_MODES)
 
 
@@ -219,10 +219,10 @@ def is_watched() -> bool:
 
 
 def only_inlined(function: F) -> F:
-    """Has Dynamo trace a function inside a larger graph, and never as a frame of its own.
+    """Lets Dynamo trace a function as part of a larger graph, but not as a frame of its own.
 
-    After a graph break Dynamo would compile each function that is called as a frame of its own.
-    It skips this frame and all that it calls.
+    After a graph break Dynamo would compile each called function as a frame of its own. It skips
+    this function and all that the function calls.
     """
     eval_frame: Any = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -237,7 +237,7 @@ def outside_of_compile(reason: str) -> Callable[[F], F]:
     It does not import Dynamo, which would add 1.2 s (Zen 4) to the import of ringcomm.
 
     Args:
-        reason: Dynamo shows it where it breaks a graph, and in the error under fullgraph=True.
+        reason: shown by Dynamo where it breaks a graph, and in the error under fullgraph=True.
     """
 
     def mark(function: F) -> F:
@@ -267,15 +267,15 @@ def only_inlined_methods(cls: Class) -> Class:
 
 
 def is_below_autograd() -> bool:
-    """True in a kernel of an operator, whose gradient is the operator's matter."""
+    """True in a kernel of an operator: the operator provides its gradient."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality)
 
 
-# Torch's dispatcher gives these operators of c10d, which return their outputs, a backward that
-# warns. Other outputs stay without a gradient, so that a list of gathered tensors may be combined
-# with the rank's own one, which has a gradient.
+# torch's dispatcher gives these c10d operators, which return their outputs, a backward that warns.
+# Other outputs have no gradient, so that a program may combine a list of gathered tensors with the
+# rank's own tensor, which has a gradient.
 _GIVES_OUTPUTS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"})
-# A hook of a leaf lasts as long as the leaf.
+# A leaf keeps its hook as long as it lives, so each leaf is warned about once.
 _warned_leaves: Any = WeakIdKeyDictionary()
 
 
@@ -284,7 +284,7 @@ _base_of = attrgetter("_base")
 
 
 class _Unregistered(torch.autograd.Function):
-    """A call in the graph of autograd, whose backward warns and has no gradients."""
+    """A call in autograd's graph; its backward warns and returns no gradients."""
 
     @staticmethod
     def forward(ctx: Any, warn: Callable[..., None], count: int, *tensors: Tensor) -> Any:
@@ -300,12 +300,12 @@ class _Unregistered(torch.autograd.Function):
 
 
 def admit_gradients(operation: str, written: Sequence[Tensor], read: Sequence[Tensor] = ()) -> None:
-    """Has backward warn where it passes through tensors of a call, as torch's dispatcher does.
+    """Makes backward warn where it passes through tensors of a call, as torch's dispatcher does.
 
     Args:
         operation: the name of the communicator's method.
         written: the call's outputs.
-        read: its other inputs.
+        read: the call's inputs that are not outputs.
 
     Raises:
         UnsupportedError: a tensor has a tangent of forward-mode differentiation.
@@ -364,7 +364,7 @@ def _refuse_tangents(operation: str, tensors: Sequence[Tensor]) -> None:
 
 _TORCH_CLASSES = frozenset({Tensor, torch.nn.Parameter})
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-# Advice by class, for classes whose data are in other tensors.
+# Advice by class of tensor, for classes that keep their data in other tensors.
 _INSTEAD = {
     "AsyncCollectiveTensor": "its result, tensor.wait()",
     "DTensor": "its local tensor, tensor.to_local()",
@@ -384,10 +384,10 @@ _PACKED = frozenset(
 
 
 def without_memory(tensor: Tensor) -> str:
-    """Returns the kind of a tensor without dense memory, with advice; empty for other tensors.
+    """Describes a tensor without dense memory, with advice; returns "" for other tensors.
 
     Views with a pending negation or conjugation have memory, and calls copy them. Subclasses
-    without ``__torch_dispatch__`` have memory, too.
+    without ``__torch_dispatch__`` also have memory.
     """
     if _native.takes_fast_path(tensor):
         return ""
@@ -440,7 +440,7 @@ def _lost_memory(tensor: Tensor) -> str:
     )
 
 
-# The codes are those of the native module.
+# The native module defines the codes.
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
 }
@@ -465,14 +465,14 @@ class PremulSum:
 def premul_sum(factor: float | torch.Tensor) -> PremulSum:
     """Makes the op PREMUL_SUM, the sum of each rank's elements times its factor.
 
-    torch.distributed makes this op only through a private function. ringcomm accepts both wherever
-    it takes an op.
+    torch.distributed makes this op only through a private function. ringcomm accepts both
+    objects wherever it takes an op.
 
     Args:
         factor: a real number, or a tensor of one element; for integers a whole number.
 
     Raises:
-        ArgumentError: ``factor`` is neither.
+        ArgumentError: ``factor`` is neither of them.
     """
     return PremulSum(_factor_of(factor))
 
@@ -537,8 +537,8 @@ def _kind_and_factor(op: object) -> tuple[object, object]:
     # Checked first, because torch makes isinstance(kind, ReduceOp) true as well.
     if isinstance(op, ReduceOp.RedOpType):
         return op, None
-    # The pickle state is the only view of the factor (__reduce_ex__ aborts the process in torch
-    # 2.13: a pybind11 type without constructor).
+    # Only the pickle state shows the factor (in torch 2.13 __reduce_ex__ aborts the process: it is
+    # a pybind11 type without a constructor).
     state: tuple[object, object] = cast(Any, op).__getstate__()
     return state
 
@@ -564,10 +564,10 @@ if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
     )
 
-# By the names that options have for them; a call's own names are those of algorithms_of().
+# Keys are the names that options use; algorithms_of() returns the names for a call.
 DEVICE_ALGORITHMS = _native.ALGORITHMS
 ALGORITHMS = {name: DEVICE_ALGORITHMS[name] for name in ("auto", "one_shot", "ring")}
-# What an error says of a name that belongs to another operation.
+# Hints that errors add for an algorithm name that belongs to another operation.
 _SHOTS = {
     "one_shot": '; an all-reduce has two phases of one hop each, so it is "two_shot"',
     "two_shot": '; only all_reduce has two phases of one hop each, so it is "one_shot"',
@@ -586,27 +586,27 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy of it whose bytes are the elements in order."""
+    """Returns the tensor, or a contiguous copy whose bytes are its elements in order."""
     if is_contiguous(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or scratch memory of its shape that :func:`put_back` copies into it."""
+    """Returns the tensor, or scratch memory of its shape; :func:`put_back` copies that back."""
     if is_contiguous(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def put_back(tensor: Tensor, scratch: Tensor) -> None:
-    """Ends a write that went through :func:`writable` or :func:`readable`."""
+    """Copies ``scratch`` back if :func:`writable` or :func:`readable` did not return ``tensor``."""
     if scratch is not tensor:
         tensor.detach().copy_(scratch)
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True when the two tensors share bytes and neither goes through a copy."""
+    """True when the two tensors share bytes and a call would use both in place."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return False
     a_ptr, b_ptr = a.data_ptr(), b.data_ptr()
@@ -614,7 +614,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class CallChecks:
-    """The argument checks of one call, whose errors name the operation, the rank and the world."""
+    """Checks the arguments of one call; errors name the operation, the rank and the world."""
 
     __slots__ = ("op", "rank", "world_size")
     algorithms = frozenset(ALGORITHMS.values())
@@ -666,7 +666,7 @@ class CallChecks:
         return code
 
     def contiguous(self, name: str, tensor: Tensor) -> None:
-        """Checks the strides; a pending negation or conjugation is what :func:`readable` ends."""
+        """Checks the strides; :func:`readable` resolves a pending negation or conjugation."""
         if not tensor.is_contiguous():
             self.fail(
                 f"{name}: expected a contiguous tensor, got shape {tuple(tensor.shape)} with "
@@ -704,14 +704,14 @@ class CallChecks:
     def all_apart(
         self, name: str, written: list[Tensor], read_name: str = "", read: Sequence[Tensor] = ()
     ) -> None:
-        """Checks that no written tensor shares memory with another one, written or read."""
+        """Checks that no written tensor shares memory with another tensor, written or read."""
         spans = sorted(
             (tensor.data_ptr(), size_bytes(tensor), is_written, f"{of}[{index}]")
             for is_written, of, tensors in ((True, name, written), (False, read_name, read))
             for index, tensor in enumerate(tensors)
             if tensor.numel() and tensor.is_contiguous()
         )
-        # The furthest end so far, over written spans and over all spans.
+        # The furthest end so far, of written spans (True) and of all spans (False).
         ends = {True: (0, ""), False: (0, "")}
         for ptr, length, is_written, label in spans:
             end, earlier = ends[not is_written]

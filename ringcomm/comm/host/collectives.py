@@ -17,20 +17,20 @@ from ringcomm.comm.host.triton import TRITON
 
 # NOTE [Fast path]
 #
-# The common call has contiguous CPU tensors and an op without a factor, and nothing is queued
-# before it. The native module reads the tensors of such a call itself and makes it. For any other
-# call it does nothing and answers NOT_FAST (``try_*``: False). Such a call takes the path with all
-# checks, which words the errors. Calling a method costs a tenth of a small collective, so the
-# collectives repeat these lines. ``torch.distributed`` has calls of its own, ``*_for_torch``.
+# In the common call the tensors are contiguous on the CPU, the op has no factor, and the queue is
+# empty. The native module reads the tensors of such a call itself and makes it. For any other call
+# it does nothing and returns NOT_FAST (``try_*``: False). Then the call takes the path with all
+# checks, which also builds the errors. Calling a method costs a tenth of a small collective, so
+# each collective repeats these lines. ``torch.distributed`` has its own calls, ``*_for_torch``.
 #
-# An asynchronous call starts by a method of the same kind where the core launches it
+# An asynchronous call starts by a similar native method if the core launches it
 # (``CallEngine.starts``).
 #
-# Calls advance the autograd versions of their outputs, so that a graph which has saved one raises
-# in its backward. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here leave
-# it out on the fast path. Through ``torch.distributed`` it is 1 %. Tensors that require grad, such
-# as parameters, never take the fast path, not even under ``no_grad()``, so their versions always
-# advance.
+# Calls advance the autograd versions of their outputs, so that the backward of a graph which has
+# saved an output raises. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here
+# omit it on the fast path; calls through ``torch.distributed`` advance them, for 1 %. Tensors that
+# require grad, such as parameters, never take the fast path, not even under ``no_grad()``, so their
+# versions always advance.
 
 Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
@@ -39,15 +39,15 @@ _increment_version = torch._C._increment_version
 class Plan:
     """A collective that was checked and prepared once, to be made many times.
 
-    Calling it makes the collective with the same tensors, whatever they hold by then. It counts in
-    the order of calls when it is called, not when it is made. The tensors live as long as the plan;
-    if one has other memory, another shape or dtype by then, the call is checked anew.
+    Calling the plan makes the collective with the same tensors and their contents at that time. The
+    order of calls counts the call, not the making of the plan. The plan keeps the tensors alive; if
+    a tensor has other memory, another shape or dtype by then, the call is checked again.
 
     Args:
         engine: runs the call.
         check: checks the tensors, and returns the call.
-        again: makes it as it is; returns NOT_FAST if it did nothing.
-        compiled: the same where the engine's kernels are Triton's; None: nothing does.
+        again: makes the call without checks; returns NOT_FAST if it did nothing.
+        compiled: as ``again``, by compiled Triton kernels; None if the engine has none.
     """
 
     __slots__ = ("_again", "_check", "_engine", "_name")
@@ -75,8 +75,8 @@ class Plan:
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: a tensor has changed, and does not fit the call any more; nothing was
-                sent, and peers wait for this rank.
+                ArgumentError: a tensor has changed and no longer fits the call; nothing was sent,
+                    and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         engine, again = self._engine, self._again
@@ -95,7 +95,7 @@ def _compiled(engine: CallEngine, name: str, *arguments: object) -> Callable[[],
 
 
 class Collectives:
-    """The collectives of a communicator, with their argument checks and calls of the core.
+    """The collectives of a communicator: they check arguments and make calls of the core.
 
     Attributes:
         engine: runs the calls.
@@ -125,8 +125,8 @@ class Collectives:
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "two_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
-            compression: what travels between nodes, the same on all ranks; None for
-                ``CommOptions.compression``.
+                compression: the form of the data between nodes, the same on all ranks; None for
+                    ``CommOptions.compression``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -159,7 +159,7 @@ class Collectives:
         return self.engine.start_call(call, async_op)
 
     def plan_all_reduce(self, tensor: Tensor, op: Any = SUM, *, algorithm: str = "auto") -> Plan:
-        """Prepares an :meth:`all_reduce`, which calling the plan makes.
+        """Prepares an :meth:`all_reduce`; calling the plan makes it.
 
         Args:
             tensor: as :meth:`all_reduce` takes it.
@@ -211,7 +211,7 @@ class Collectives:
         *,
         compression: str | None = None,
     ) -> Work | None:
-        """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
+        """Combines ``tensor`` of all ranks into the ``tensor`` of rank ``dst``; others keep theirs.
 
         Args:
             tensor: as for :meth:`all_reduce`.
@@ -268,8 +268,8 @@ class Collectives:
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "one_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
-            compression: what travels between nodes, the same on all ranks; None for
-                ``CommOptions.compression``.
+                compression: the form of the data between nodes, the same on all ranks; None for
+                    ``CommOptions.compression``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -304,7 +304,7 @@ class Collectives:
     def plan_reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = SUM, *, algorithm: str = "auto"
     ) -> Plan:
-        """Prepares a :meth:`reduce_scatter_tensor`, which calling the plan makes.
+        """Prepares a :meth:`reduce_scatter_tensor`; calling the plan makes it.
 
         Args:
             output: as :meth:`reduce_scatter_tensor` takes it.
@@ -379,7 +379,7 @@ class Collectives:
         """Combines the lists of all ranks; rank r gets the reduced ``input_list[r]``.
 
         Args:
-            output: any shape, as many elements as ``input_list[rank]``; may be that very tensor.
+            output: any shape, as many elements as ``input_list[rank]``; may be the same tensor.
             input_list: world_size tensors of one dtype; counts may differ between entries, but
                 not between ranks.
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
@@ -474,7 +474,7 @@ class Collectives:
     def plan_all_gather_into_tensor(
         self, output: Tensor, input: Tensor, *, algorithm: str = "auto"
     ) -> Plan:
-        """Prepares an :meth:`all_gather_into_tensor`, which calling the plan makes.
+        """Prepares an :meth:`all_gather_into_tensor`; calling the plan makes it.
 
         Args:
             output: as :meth:`all_gather_into_tensor` takes it.
@@ -817,7 +817,7 @@ class Collectives:
     def _piece_bytes(
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
-        """Returns the sizes of the splits that dimension 0 is cut into."""
+        """Returns the sizes in bytes of the pieces into which dimension 0 is cut."""
         sizes = checks.splits(f"{name}_split_sizes", splits)
         rows = tensor.size(0) if tensor.dim() else 1
         world_size = self._world_size
@@ -843,7 +843,7 @@ class Collectives:
 
         Args:
             async_op: return a Work at once instead of waiting.
-            timeout: for this call alone; None keeps the communicator's.
+            timeout: for this call only; None: the communicator's timeout.
 
         Raises:
             RingcommError: a fault; see ``ringcomm.errors``.
@@ -870,7 +870,7 @@ class Collectives:
         return None
 
     # ---- several collectives of one kind as one call: one Work, and no other call in between -----
-    # All arguments are checked before the first of them moves anything.
+    # All arguments are checked before the first collective moves any data.
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False
@@ -915,7 +915,7 @@ class Collectives:
         """Calls :meth:`all_gather` for each input.
 
         Args:
-            output_lists: for each rank, the tensors that receive its ``inputs``.
+            output_lists: for each rank, the tensors that receive that rank's ``inputs``.
             inputs: any shapes and dtypes, in the same order on all ranks.
             async_op: return a Work at once instead of waiting.
 

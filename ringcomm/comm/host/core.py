@@ -1,10 +1,10 @@
-"""The interface of a communicator's core: the collectives on addresses, and what owns them.
+"""The interface of a communicator's core: its collectives on addresses, and its owner.
 
-A core makes the calls of one rank. ``_native.Comm`` is that of ranks on one node's host memory,
-``_native.DeviceComm`` that of ranks on devices, and :mod:`ringcomm.comm.nodes` has one over several
-nodes for each of the two; :class:`ringcomm.comm.host.triton.TritonEnd` makes some of the calls by
-Triton's kernels. Callers pass checked arguments: addresses and sizes of memory that stays alive,
-and the native module's dtype, op and algorithm codes.
+A core makes the calls of one rank. ``_native.Comm`` is the core of ranks that share a node's host
+memory, ``_native.DeviceComm`` the core of ranks on devices; :mod:`ringcomm.comm.nodes` has a core
+over several nodes for each of them; :class:`ringcomm.comm.host.triton.TritonEnd` makes some of the
+calls by Triton's kernels. Callers pass checked arguments: addresses and sizes of memory that stays
+alive, and the native module's dtype, op and algorithm codes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Core", "CoreOwner", "FastCalls", "NoFastCalls"]
 class Core(Protocol):
     """The collectives of one rank, on addresses.
 
-    Calls return 0, or another status once they have failed; the owner then has the fault.
+    Calls return 0, or a nonzero status when they have failed; the owner then has the fault.
     """
 
     def all_reduce(
@@ -102,7 +102,7 @@ class Core(Protocol):
 
 
 class FastCollectives(Protocol):
-    """The collectives that take tensors as they are; see NOTE [Fast path] in ``collectives.py``.
+    """Collectives that take unchecked tensors; see NOTE [Fast path] in ``collectives.py``.
 
     They return the status of a call of :class:`Core`, or ``NOT_FAST`` if they have done nothing.
     """
@@ -117,7 +117,7 @@ class FastCollectives(Protocol):
 
 
 class FastCalls(FastCollectives, Protocol):
-    """All calls of this kind."""
+    """All calls that take unchecked tensors, also the calls for ``torch.distributed``."""
 
     def broadcast_fast(self, tensor: object, source: object, /) -> int: ...
 
@@ -133,9 +133,9 @@ class FastCalls(FastCollectives, Protocol):
 
 
 class StartCollectives(Protocol):
-    """The same for asynchronous calls: an event at the end of the call, or None: nothing was done.
+    """Asynchronous collectives on unchecked tensors; None if they have done nothing.
 
-    The core keeps the tensors until the call is done.
+    They return an event at the end of the call. The core keeps the tensors until then.
     """
 
     def start_all_reduce(
@@ -152,7 +152,7 @@ class StartCollectives(Protocol):
 
 
 class StartCalls(StartCollectives, Protocol):
-    """All calls of this kind."""
+    """All asynchronous calls on unchecked tensors."""
 
     def start_broadcast(self, tensor: object, source: object, /) -> _native.DeviceEvent | None: ...
 
@@ -160,14 +160,14 @@ class StartCalls(StartCollectives, Protocol):
 
 
 class CompiledCalls(FastCollectives, StartCollectives, Protocol):
-    """The same by kernels that Triton has compiled; see NOTE [Launches of Triton's kernels]."""
+    """Fast calls by compiled Triton kernels; see NOTE [Launches of Triton's kernels]."""
 
 
 class NoFastCalls:
-    """The fast calls of a core that takes checked calls alone."""
+    """The fast calls of a core that accepts only checked calls: each returns ``NOT_FAST``."""
 
     def all_reduce_fast(self, *_: object) -> int:
-        """Does nothing, and says so."""
+        """Does nothing, and returns ``NOT_FAST``."""
         not_fast: int = _native.NOT_FAST
         return not_fast
 
@@ -176,10 +176,10 @@ class NoFastCalls:
 
 
 class CoreOwner(Protocol):
-    """The state behind a core: its timeout and its faults.
+    """The owner of a core's state: its timeout and its faults.
 
     Attributes:
-        timeout_ms: how long a call waits for peers; counts for calls that begin later.
+        timeout_ms: how long a call waits for peers; applies to calls that begin later.
     """
 
     timeout_ms: int
@@ -190,7 +190,7 @@ class CoreOwner(Protocol):
 
     @property
     def segment_bytes(self) -> int:
-        """The bytes of a segment, the most that a ring moves in one hop."""
+        """The bytes of a segment: the most that the ring algorithm moves in one hop."""
 
     @property
     def awaited(self) -> int:
@@ -208,10 +208,10 @@ class CoreOwner(Protocol):
         """Returns the code of the algorithm that a large call with this code runs."""
 
     def fault(self) -> dict[str, Any] | None:
-        """Returns the fault record, if possible that of the rank where the fault began."""
+        """Returns a fault record, if possible of the rank where the fault began."""
 
     def set_left(self, left: bool, /) -> None:
-        """Says whether this rank, a thread, makes no more calls."""
+        """Sets whether this rank, a thread, makes no more calls."""
 
     def abort(self, reason: str, /) -> None:
         """Ends the calls of this rank and its peers; any thread may call this."""

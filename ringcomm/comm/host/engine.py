@@ -61,7 +61,7 @@ Outputs = list[torch.Tensor]
 
 
 def wait_seconds(timeout: timedelta | float | None) -> float:
-    """Seconds to wait; -1 means no limit, as zero does for torch's Work."""
+    """Returns the seconds to wait; -1 means no limit. Zero means no limit, as in torch's Work."""
     if timeout is None:
         return -1.0
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -122,8 +122,8 @@ class Work:
             timeout: timedelta or seconds; None or zero waits as long as the call takes.
 
         Raises:
-            CollectiveTimeout: ``timeout`` passed first; the call goes on.
-            RingcommError: what the call raised.
+                CollectiveTimeout: ``timeout`` passed first; the call continues.
+                RingcommError: the error that the call raised.
         """
         try:
             if not self._finished:
@@ -163,7 +163,7 @@ class Work:
         return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Returns what the call raised, or None (also while it runs)."""
+        """Returns the exception that the call raised, or None (also while it runs)."""
         return self._error
 
     def get_future(self) -> torch.futures.Future[Outputs]:
@@ -191,11 +191,11 @@ class Work:
             return
         if not isinstance(error, Exception):
             error = RingcommError(f"{self._name}: {error!r}")
-        # torch annotates the exception with the type of the result.
+        # A cast, since torch annotates the exception with the type of the result.
         future.set_exception(cast(Any, error))
 
     def finish(self, outputs: Outputs, error: BaseException | None) -> None:
-        """Records the end of the call; called once, by whoever ran it."""
+        """Records the end of the call; the thread that ran the call calls it once."""
         with self._guard:
             self._outputs = outputs
             self._error = error
@@ -206,11 +206,9 @@ class Work:
             self._settle(future)
 
 
-# ---- The engine that runs calls on one core: their order, faults, abort, close, exit and fork ----
-
-# ---- The queue of calls that a worker thread runs in their order --------------------------------
+# ---- The queue of calls, which a worker thread runs in order -------------------------------------
 # A synchronous call runs on its caller's thread as long as nothing is queued. Asynchronous calls,
-# and whatever follows them, go through a first-in first-out queue to one worker thread.
+# and all calls after them, go through a first-in first-out queue to one worker thread.
 
 _Item = tuple[Callable[[], Outputs], Work]
 
@@ -226,12 +224,12 @@ class CallQueue:
     """The queue and its worker thread, which starts with the first asynchronous call.
 
     It refers to no communicator except through queued calls, so that an idle worker does not keep
-    a forgotten communicator alive.
+    an unreferenced communicator alive.
 
     Attributes:
-        turn: a lock, held by the thread that runs a call. The host's communicators bring their
-            own, which fast calls take without Python.
-        pending: calls queued or running on the worker thread.
+        turn: a lock, held by the thread that runs a call. Host communicators pass a native lock,
+            which fast calls take without Python.
+        pending: the number of calls queued or running on the worker thread.
     """
 
     __slots__ = (
@@ -251,7 +249,7 @@ class CallQueue:
         self.pending = 0
 
     def submit(self, run: Callable[[], Outputs], work: Work) -> Work:
-        """Queues ``run`` behind all earlier calls; ``work`` tells how it ended.
+        """Queues ``run`` behind all earlier calls; ``work`` gets its result or error.
 
         Raises:
             RingcommError: the worker thread cannot be started; nothing was queued.
@@ -275,20 +273,20 @@ class CallQueue:
         self._items.put((run, work))
 
     def _count(self, calls: int) -> None:
-        """Adds to the calls that are queued; with the guard."""
+        """Adds ``calls`` to the number of queued calls; the caller holds the guard."""
         self.pending += calls
         if self._is_native:
             self.turn.set_queued(self.pending)
 
     def shut(self) -> None:
-        """Refuses further calls of callers without Python; see ``DirectCalls``."""
+        """Refuses further calls that do not pass through Python; see ``DirectCalls``."""
         if self._is_native:
             self.turn.shut()
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        # Stopped until the thread runs: after Ctrl-C anywhere in here, the queue takes no calls
-        # and waits for no thread. A thread that started ends itself if _thread does not name it.
+        # Stopped until the thread runs: if Ctrl-C comes anywhere in here, the queue takes no calls
+        # and waits for no thread. A thread that did start ends itself if _thread is another object.
         self._stopped = True
         try:
             start_thread(
@@ -304,7 +302,7 @@ class CallQueue:
         self._stopped = False
 
     def on_worker_thread(self) -> bool:
-        """True on the worker thread: in a call that it runs, or in a callback after one."""
+        """True on the worker thread: in a call that it runs, or in a callback after a call."""
         return self._thread is not None and threading.get_ident() == self._thread.ident
 
     def inside_call(self) -> bool:
@@ -314,14 +312,14 @@ class CallQueue:
     def _loop(self) -> None:
         with self._guard:
             if self._thread is not threading.current_thread():
-                return  # Ctrl-C came before its starter knew that it runs
+                return  # Ctrl-C came before the starting thread had noted this thread
         _native.wait_in_background()
         while True:
             item = self._items.get()
             if item is None:
                 return
             self._run(*item)
-            # Blocking in get() must not keep the tensors of the last call alive.
+            # While get() blocks, ``item`` must not keep the tensors of the last call alive.
             del item
 
     def _run(self, run: Callable[[], Outputs], work: Work) -> None:
@@ -334,7 +332,7 @@ class CallQueue:
         work.finish(*ended)
 
     def run_now(self, run: Callable[[], Outputs], work: Work) -> None:
-        """Runs a call that was made on the worker thread, right there and ahead of the queue."""
+        """Runs a call that was made on the worker thread immediately, ahead of the queue."""
         if self._in_call:
             ended = _outcome(run)
         else:
@@ -343,7 +341,7 @@ class CallQueue:
         work.finish(*ended)
 
     def stop(self, timeout_s: float = -1.0) -> bool:
-        """Lets the worker end after the queued calls; False if it did not within ``timeout_s``.
+        """Ends the worker after the queued calls; False if that takes longer than ``timeout_s``.
 
         A negative timeout means no limit. On the worker thread itself this does not wait.
         """
@@ -359,26 +357,26 @@ class CallQueue:
 
 
 class RankContext:
-    """The surroundings of a rank that runs as a thread beside others; on the host there are none.
+    """The context in which a rank's thread works, if ranks are threads; on the host it is empty.
 
-    On a device they are the rank's own stream.
+    On a device it makes the rank's own stream current.
     """
 
     def taken(self) -> AbstractContextManager[None]:
-        """Entered by the rank's thread."""
+        """Returns the context manager that the rank's thread enters."""
         return nullcontext()
 
     def rejoin(self) -> None:
-        """Called by the thread that started the ranks, once all have ended."""
+        """Called by the thread that started the ranks, once all of them have ended."""
 
 
 class Call:
     """A checked call, ready to run.
 
     ``run`` takes the core and returns its status; ``outputs`` are the tensors that hold the result
-    afterwards, ``inputs`` the others. ``written`` are the outputs that change and whose versions
-    advance, all by default. This is no frozen dataclass, which takes three times as long to make:
-    every call makes one.
+    afterwards, ``inputs`` are the other tensors. ``written`` are the outputs whose contents and
+    versions change, by default all. Every call makes a Call, so it is not a frozen dataclass, which
+    takes three times as long to make.
     """
 
     __slots__ = ("inputs", "name", "outputs", "run", "written")
@@ -398,7 +396,7 @@ class Call:
         self.written = outputs if written is None else written
 
 
-# These are functions and not methods, so that the closures they return refer to no communicator. A
+# Functions and not methods, so that the returned closures refer to no communicator: a reference
 # cycle would keep its memory and descriptors until the garbage collector runs.
 def refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
     """Returns a function that makes the error of a call after the communicator's first fault."""
@@ -413,7 +411,7 @@ def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommErr
 
 
 def within(owner: CoreOwner, timeout_ms: int, fn: Callable[[], Outputs]) -> Outputs:
-    """Runs ``fn``, whose calls have another timeout than the communicator's."""
+    """Runs ``fn``, whose calls use ``timeout_ms`` instead of the communicator's timeout."""
     usual_ms = owner.timeout_ms
     owner.timeout_ms = timeout_ms
     try:
@@ -422,20 +420,20 @@ def within(owner: CoreOwner, timeout_ms: int, fn: Callable[[], Outputs]) -> Outp
         owner.timeout_ms = usual_ms
 
 
-# Maps the core of a communicator to the end whose kernels a call asks for.
+# Maps the core of a communicator to the object whose kernels a call selects.
 Use = Callable[[Core], Core | TritonEnd]
 
 
 def itself(core: Any) -> Any:
-    """Returns the core itself, as the kind of core that its communicator is known to have."""
+    """Returns ``core`` itself; assigned to typed names that cast to a communicator's core type."""
     return core
 
 
 class Unusable:
-    """A stand-in for the native communicator once that must not be called any more.
+    """A stand-in for the native communicator once the native one must not be called any more.
 
-    The fast path calls the native object without asking whether it is still usable. Replacing the
-    object makes that check free.
+    The fast path calls the native object without a check whether it is usable. Replacing the object
+    makes that check free.
     """
 
     _make_error: Callable[[str], RingcommError]
@@ -450,18 +448,18 @@ class Unusable:
         raise self._make_error(name.removesuffix("_fast").removesuffix("_for_torch"))
 
 
-# Calls under way at exit get this long to end by themselves before their peers are told.
+# Seconds for calls under way at exit to end by themselves, before they are aborted.
 EXIT_GRACE_S = 5.0
-# A call may wait so long for a peer that sends nothing when its communicator is closed.
+# Seconds that a call may wait for a peer that sends nothing, once its communicator is closed.
 IN_VAIN_S = 0.2
 DRAIN_LOOK_S = 0.05
 UNDER_WAY = "closed with a call under way"
-# Runs before multiprocessing joins its children, which may wait for this rank.
+# High enough to run before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
 
 AUTO = _native.ALGORITHMS["auto"]
 
-# All communicators of this process: closed at exit, and left alone in a forked child.
+# All communicators of this process: closed at exit, but not in a forked child.
 live: WeakSet[CallEngine] = WeakSet()
 _live_guard = threading.Lock()
 _inherited: list[Any] = []
@@ -469,19 +467,19 @@ _closes_at_exit_of = 0
 
 
 def add(engine: CallEngine) -> None:
-    """Notes a new communicator."""
+    """Adds a new communicator to ``live``."""
     global _closes_at_exit_of
     if _closes_at_exit_of != os.getpid():
         _closes_at_exit_of = os.getpid()
-        # multiprocessing's children skip atexit, and forget the finalizers of their parent. So
-        # each process registers one of its own.
+        # multiprocessing's children skip atexit and discard the finalizers of their parent, so
+        # each process registers its own.
         Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
     with _live_guard:
         live.add(engine)
 
 
 def engines_at(store: Store) -> list[CallEngine]:
-    """Returns the live communicators of this process that met at a store."""
+    """Returns the live communicators of this process that were built through a store."""
     with _live_guard:
         return [engine for engine in live if engine.membership.store is store]
 
@@ -505,8 +503,8 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 # NOTE [Internal API]
 #
-# Of a communicator, ringcomm's own packages use what docs/reference/communicators.md documents for
-# users, and these names besides:
+# ringcomm's own packages use the parts of a communicator that docs/reference/communicators.md
+# documents for users, and the following names:
 #
 # * ``engine`` and ``launches``: c10d, functional, tl, optim, zero and extras.
 # * ``steps``: optim and zero.
@@ -523,21 +521,21 @@ class CallEngine(ABC):
     """A core and the queue in front of it.
 
     Args:
-        owner: of the core.
+        owner: the owner of the core.
         core: makes the calls.
-        fast: makes those that need no checks.
+        fast: makes the calls that need no checks.
         membership: the ranks.
-        recorder: reads what the ranks have recorded.
+        recorder: reads the records of the ranks.
 
     Attributes:
         rank: this rank, 0 <= rank < world_size.
         world_size: the number of ranks.
-        queue: of calls that wait for their turn.
-        kernels: "triton" if calls that name no kernels use those; None for the native ones.
-        starts: starts asynchronous calls that need no checks; None: their Work begins in the queue.
-        compiled: makes and starts calls of Triton's compiled kernels that need no checks; or None.
-        closed: the memory is freed.
-        refuse: makes the error of each call from the first fault on; None before it.
+        queue: the calls that wait for their turn.
+        kernels: "triton" if calls that name no kernels use Triton's; None: they use native kernels.
+        starts: starts asynchronous calls that need no checks; None: they go through the queue.
+        compiled: makes and starts calls of compiled Triton kernels that need no checks; or None.
+        closed: True once the memory is freed.
+        refuse: returns the error of each call after the first fault; None before a fault.
     """
 
     def __init__(
@@ -575,7 +573,7 @@ class CallEngine(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device on which the tensors of calls lie."""
+        """The device that must hold the tensors of calls."""
         return torch.device("cpu")
 
     @property
@@ -585,7 +583,7 @@ class CallEngine(ABC):
 
     @property
     def launches(self) -> bool:
-        """True when calls are launched on a device, and not run by a thread of this process."""
+        """True if calls are launched on a device instead of run by a thread of this process."""
         return False
 
     @property
@@ -611,7 +609,7 @@ class CallEngine(ABC):
         return self._recorder.recording()
 
     def checks(self, op: str) -> CallChecks:
-        """Returns the argument checks of one call, which also word their errors.
+        """Returns the argument checks of one call; they also build its errors.
 
         Raises:
             UnsupportedError: see :func:`admit_keys`.
@@ -627,9 +625,9 @@ class CallEngine(ABC):
     def admit(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Checks a call against what of torch is active on this thread: see ``admit_keys``.
+        """Checks a call against the modes and transforms of torch on this thread: ``admit_keys``.
 
-        Every call passes here, on the thread that makes it, before it is queued.
+        Every call passes this check on the thread that makes it, before it is queued.
 
         Raises:
             UnsupportedError: see :func:`admit_keys` and :func:`admit_gradients`.
@@ -647,12 +645,12 @@ class CallEngine(ABC):
         dtype: torch.dtype,
         reduction: NativeOp | None = None,
     ) -> Use:
-        """Returns the function that maps the core to the end whose kernels a call asks for.
+        """Returns the function that maps the core to the object whose kernels a call selects.
 
         Raises:
             ArgumentError: there are no such kernels.
-            UnsupportedError: see :meth:`use_triton`; or the call would not sum in the groups of
-                ``CommOptions.sum_group_size``.
+                UnsupportedError: see :meth:`use_triton`; or the call does not sum in the groups of
+                    ``CommOptions.sum_group_size``.
         """
         kernels = kernels or self.kernels
         if kernels is not None and kernels != NATIVE:
@@ -669,7 +667,7 @@ class CallEngine(ABC):
         dtype: torch.dtype,
         reduction: NativeOp | None = None,
     ) -> Callable[[Core], TritonEnd]:
-        """Returns the function that maps the core to the end that runs Triton's kernels.
+        """Returns the function that maps the core to the object that runs Triton's kernels.
 
         Raises:
             UnsupportedError: see :func:`check_triton`; or the communicator sums in groups.
@@ -684,7 +682,7 @@ class CallEngine(ABC):
     def with_compression(
         self, checks: CallChecks, compression: str | None, run: Callable[[Core], int]
     ) -> Callable[[Core], int]:
-        """Returns a function that makes a call with compression; one node uses none.
+        """Returns a function that makes a call with compression; a single node ignores it.
 
         Raises:
             ArgumentError: there is no such compression.
@@ -694,7 +692,7 @@ class CallEngine(ABC):
         return run
 
     def check_sum_groups(self, operation: str, algorithm: str, kernels: str) -> None:
-        """Checks a call that reduces, if this communicator sums in groups of ranks.
+        """Checks a reduction, if this communicator sums in groups of ranks.
 
         Raises:
             UnsupportedError: the ring, or Triton's kernels, which sum in other orders.
@@ -713,10 +711,10 @@ class CallEngine(ABC):
         return core if isinstance(core, Unusable) else self._triton
 
     def kernel_target(self, operation: str) -> KernelTarget:
-        """Returns the target of this rank's own Triton kernels.
+        """Returns the target for Triton kernels that the user launches on this rank.
 
         Raises:
-            UnsupportedError: Triton kernels cannot run there, in this process.
+            UnsupportedError: Triton kernels cannot run on this communicator in this process.
         """
         head = where(operation, self.rank, self.world_size)
         if self.world_size > _native.MAX_DEVICE_WORLD:
@@ -728,7 +726,7 @@ class CallEngine(ABC):
 
     @property
     def segment_bytes(self) -> int:
-        """The bytes of a segment, the most that a ring moves in one hop."""
+        """The bytes of a segment: the most that the ring algorithm moves in one hop."""
         return self.owner.segment_bytes
 
     def chosen(self, algorithm: int) -> int:
@@ -736,14 +734,14 @@ class CallEngine(ABC):
         return self.owner.chosen(algorithm)
 
     def finish_host_side(self) -> None:
-        """Blocks until the host can read the results of earlier calls; here it always can."""
+        """Blocks until the host may read earlier results; on the host it always may."""
         return
 
     def raise_if_unusable(self, name: str) -> None:
         """Raises the error that made the communicator unusable, if there is one.
 
         Args:
-            name: of the operation that asks.
+            name: the name of the operation, for the error.
         """
         if self.refuse is not None:
             raise self.refuse(name)
@@ -751,10 +749,10 @@ class CallEngine(ABC):
             raise self.fault(name)
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
-        """Returns who of ``ranks``, of the outermost communicator, makes no call here any more.
+        """Returns those of ``ranks``, in the outermost communicator, that make no more calls here.
 
-        The values say why, as the end of a sentence. Ranks of other processes are known by
-        ``Membership.processes``, too.
+        The values are the reasons, as the ends of sentences. For ranks of other processes it also
+        looks at ``Membership.processes``.
         """
         found = {}
         for peer, rank in enumerate(self.membership.ranks):
@@ -788,21 +786,21 @@ class CallEngine(ABC):
         return None
 
     def is_capturing(self) -> bool:
-        """Tells whether the calls to come are captured into a graph."""
+        """True if the next calls are captured into a graph."""
         return False
 
     # ---- ranks as threads: see LocalWorld.run() -------------------------------------------------
 
     def is_busy(self) -> bool:
-        """Tells whether asynchronous calls or messages of this rank are under way."""
+        """True if asynchronous calls or messages of this rank are under way."""
         return self.queue.pending > 0 or self.owner.has_messages
 
     def set_left(self, left: bool) -> None:
-        """Says whether this rank, a thread, makes no more calls; peers then do not wait for it."""
+        """Sets whether this rank, a thread, makes no more calls; peers then do not wait for it."""
         self.owner.set_left(left)
 
     def set_peer_left(self, peer: int, left: bool) -> None:
-        """Notes the same for a peer whose own core this rank cannot reach."""
+        """Sets whether a peer makes no more calls, if this rank cannot reach the peer's core."""
         return
 
     # ---- implementation -------------------------------------------------------------------------
@@ -813,21 +811,21 @@ class CallEngine(ABC):
 
     @abstractmethod
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
-        """Makes the end that runs Triton's kernels; called once, when a call needs it."""
+        """Makes the object that runs Triton's kernels; called by the first call that uses it."""
 
     @abstractmethod
     def _kernel_target(self, head: str) -> KernelTarget:
-        """Returns the target of this rank's own Triton kernels; ``head`` begins errors."""
+        """Returns the target for the user's Triton kernels on this rank; ``head`` begins errors."""
 
     def rank_context(self) -> RankContext:
-        """Returns the surroundings of this rank as a thread beside others."""
+        """Returns the context in which this rank's thread works, if ranks are threads."""
         return RankContext()
 
     def planned(self, call: Call) -> Callable[[], int] | None:
-        """Returns the function that makes a checked call again, with its tensors as they are.
+        """Returns a function that makes a checked call again, with the same tensors.
 
-        It returns 0, or NOT_FAST: nothing was done, and :meth:`start_call` is to make the call.
-        None: there is nothing to prepare.
+        The function returns 0, or NOT_FAST if it did nothing and :meth:`start_call` must make the
+        call. Returns None if nothing can be prepared.
         """
         return None
 
@@ -837,10 +835,10 @@ class CallEngine(ABC):
         """Returns the Work of a call that ``starts`` has started.
 
         Args:
-            name: of the call.
-            outputs: as of :class:`Call`.
-            event: at its end.
-            written: as of :class:`Call`.
+            name: the name of the call.
+            outputs: as in :class:`Call`.
+            event: the event at the end of the call.
+            written: as in :class:`Call`.
         """
         raise NotImplementedError
 
@@ -869,10 +867,10 @@ class CallEngine(ABC):
         """Runs ``fn`` on the worker thread, in order with the collectives.
 
         Args:
-            fn: may call collectives of this communicator, which then run at once, on the
-                worker thread; returns the output tensors.
-            opname: named in errors.
-            timeout: for the calls that ``fn`` makes; None keeps the communicator's.
+                fn: may call collectives of this communicator, which then run immediately on the
+                    worker thread; returns the output tensors.
+                opname: the name of the operation, for errors.
+                timeout: for the calls that ``fn`` makes; None: the communicator's timeout.
 
         Raises:
             AbortedError: the communicator is unusable.
@@ -885,7 +883,7 @@ class CallEngine(ABC):
         return self._enqueue(lambda: within(self.owner, timeout_ms, fn), opname)
 
     def fault(self, name: str) -> RingcommError:
-        """Returns the error of a call that the native side gave up; disables the communicator."""
+        """Returns the error of a call that failed natively; disables the communicator."""
         head = where(name, self.rank, self.world_size)
         fault = self.owner.fault()
         if fault is None and self.refuse is not None:
@@ -896,7 +894,7 @@ class CallEngine(ABC):
                 error = from_fault(head, fault)
                 error = from_fault(head, self._recorder.explained(fault, partial(from_fault, head)))
                 error.repeats = fault["rank"] != self.rank
-        finally:  # a second Ctrl-C may come meanwhile
+        finally:  # because a second Ctrl-C may come in between
             self._disable(refusal(self.rank, self.world_size, error))
             self._abort_companion(str(error))
         return error
@@ -911,7 +909,7 @@ class CallEngine(ABC):
                 self.starts = self.compiled = None
 
     def set_companion(self, companion: CallEngine) -> None:
-        """Has the engine of the same ranks' communicator on the host end with this one."""
+        """Makes the host communicator of the same ranks end together with this communicator."""
         self._companion = companion
         if self.refuse is not None:
             companion.abort("the communicator on the device became unusable")
@@ -948,8 +946,8 @@ class CallEngine(ABC):
         """Closes the communicator.
 
         Args:
-            grace_s: how long calls under way may take before they are aborted.
-            in_vain_s: how long they may wait for peers from which nothing comes.
+            grace_s: seconds that calls under way may take before they are aborted.
+            in_vain_s: seconds that they may wait for peers that send nothing.
         """
         if self.closed:
             return
@@ -961,7 +959,7 @@ class CallEngine(ABC):
         else:
             idle = True
         self._disable(closed(self.rank, self.world_size, self.membership.name))
-        # A thread that does not leave even an aborted call still uses the native object.
+        # A thread that does not return even from an aborted call still uses the native object.
         if idle:
             with self._guard:
                 already, self.closed = self.closed, True
@@ -970,7 +968,7 @@ class CallEngine(ABC):
             self.queue.turn.release()
 
     def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
-        """Takes the turn when no call is under way; False when one took too long, as _close()."""
+        """Takes the turn when no call is under way; False if one exceeds the times of _close()."""
         grace, in_vain = Deadline(grace_s), Deadline(in_vain_s)
         came = self._progress()
         while True:
@@ -984,7 +982,7 @@ class CallEngine(ABC):
                 return False
 
     def _progress(self) -> Hashable:
-        """Returns a count that grows while peers do their part; None when no peer is awaited."""
+        """Returns a count that grows while peers do their part; None if no call waits."""
         owner = self.owner
         return None if owner.awaited < 0 else (owner.awaited, owner.arrivals)
 
@@ -995,10 +993,10 @@ class CallEngine(ABC):
             queue.stop(0.0)
 
     def _leave_to_parent(self) -> tuple[Any, ...]:
-        """Gives up the native object in a forked child, since it belongs to the parent.
+        """Drops the native object in a forked child, since it belongs to the parent.
 
-        Returns the objects that must never be destroyed here, as that would act on the parent's
-        communicator.
+        Returns the objects that must never be destroyed here: destroying them would act on the
+        parent's communicator.
         """
         parents, self.closed = (self.owner, self.queue), True
         self.queue.shut()
@@ -1023,7 +1021,7 @@ class HostEngine(CallEngine):
 
     Args:
         native: the connected core.
-        membership: the ranks, which have met.
+        membership: the ranks, after their rendezvous.
     """
 
     def __init__(self, native: _native.Comm, membership: Membership) -> None:

@@ -1,4 +1,4 @@
-"""Point-to-point calls, which are never ordered behind collectives, and those of the host."""
+"""Sends and receives between two ranks, which collectives never delay; their host version."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ringcomm.json_reader import shown
 Tensor = torch.Tensor
 ANY_SOURCE = -1
 LARGEST_TAG = 2**31 - 1
-# A sweep polls every message under way, so it runs only once this many more messages have gathered
-# than the last sweep left.
+# A sweep polls every message under way, so it runs only after this many new messages since the
+# last sweep.
 SWEEP_EVERY = 64
 
 
@@ -78,7 +78,7 @@ class Message(Work):
             super()._await(None)
 
     def _complete(self, status: int) -> None:
-        """Records the end of the message, in the thread that notices it first."""
+        """Records the end of the message, on the thread that notices it first."""
         with self._messages.guard:
             if self._claimed:
                 return
@@ -114,8 +114,8 @@ class Message(Work):
     def get_future(self) -> torch.futures.Future[Outputs]:
         future = super().get_future()
         if not self._finished:
-            # The native engine knows no Python, so a thread must notice the end. Each message has
-            # its own, since a shared one could wait for a message that ends only after a later one.
+            # The native engine cannot call Python, so a thread must notice the end. Each message
+            # has its own: a shared thread could wait for a message that ends after a later one.
             start_thread(
                 threading.Thread(target=self._watch, name="ringcomm-future", daemon=True),
                 f"get_future of {self._name}",
@@ -128,7 +128,7 @@ class Message(Work):
 
 
 class MessageCore(Protocol):
-    """The calls that post messages, of the native core or of the core over nodes."""
+    """The calls that post messages, on the native core or on the core over nodes."""
 
     def post_send(
         self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /
@@ -157,20 +157,20 @@ class Messages:
     """Point-to-point calls of a communicator.
 
     Attributes:
-        messages: makes them.
+        messages: makes the calls.
     """
 
     messages: MessageCalls
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Sends ``tensor`` to rank ``dst``; returns when it may be changed again.
+        """Sends ``tensor`` to rank ``dst``; returns when the caller may change the tensor again.
 
         On a device later work of the current stream may change it.
 
         Args:
-            tensor: any shape and dtype; the receiver's must have as many bytes.
-            dst: a rank of this communicator other than this one.
-            tag: 0 <= tag < 2**31; the receive must name the same.
+                tensor: any shape and dtype; the receiver's tensor must have as many bytes.
+                dst: a rank of this communicator other than this one.
+                tag: 0 <= tag < 2**31; the receive must name the same tag.
 
         Raises:
             ArgumentError: bad argument.
@@ -184,24 +184,24 @@ class Messages:
         Args:
             tensor: any shape and dtype, as many bytes as the message.
             src: a rank of this communicator other than this one; None takes any, on the host.
-            tag: 0 <= tag < 2**31; the send must name the same.
+            tag: 0 <= tag < 2**31; the send must name the same tag.
 
         Raises:
             ArgumentError: bad argument.
-            UnsupportedError: ``src`` is None on a device, whose kernel waits for one rank.
+            UnsupportedError: ``src`` is None on a device, where a kernel waits for one given rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         return self.messages.recv(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """Sends like :meth:`send`, without waiting; the Work tells when ``tensor`` may change.
+        """Sends like :meth:`send` without waiting; once the Work is done ``tensor`` may change.
 
-        On a device the current stream goes on until ``Work.wait()``.
+        On a device the current stream waits for the send only in ``Work.wait()``.
         """
         return self.messages.isend(tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """Receives like :meth:`recv`, without waiting; ``Work.source_rank()`` is the sender.
+        """Receives like :meth:`recv` without waiting; ``Work.source_rank()`` is the sender.
 
         On a device only streams that wait for the Work see the data.
         """
@@ -209,7 +209,7 @@ class Messages:
 
 
 def other_rank(checks: CallChecks, name: str, rank: Any, own: int) -> int:
-    """Returns the rank that the argument ``name`` means, which is not this rank, ``own``."""
+    """Checks the argument ``name`` and returns its rank, which must not be this rank, ``own``."""
     peer = checks.peer(name, rank)
     if peer == own:
         checks.fail(f"{name}: expected another rank than this one, got {rank}")
@@ -217,7 +217,7 @@ def other_rank(checks: CallChecks, name: str, rank: Any, own: int) -> int:
 
 
 def check_tag(checks: CallChecks, tag: Any, engine: CallEngine) -> int:
-    """Returns a message's tag, if its communicator can still be used."""
+    """Checks and returns a message's tag; raises if its communicator is unusable."""
     number = integer(tag, bools=True)
     if number is None or not 0 <= number <= LARGEST_TAG:
         checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {shown(tag)}")
@@ -230,14 +230,14 @@ class HostMessages:
     """The messages of a rank on the host.
 
     Args:
-        engine: of the communicator.
-        core: posts messages.
-        named: returns a rank in the words of errors.
+        engine: the engine of the communicator.
+        core: posts the messages.
+        named: returns a rank's name for errors.
 
     Attributes:
-        engine: as given.
+        engine: the engine.
         guard: held while the end of a message is recorded.
-        under_way: messages whose tensors are kept alive.
+        under_way: the unfinished messages, whose tensors are kept alive.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class HostMessages:
         if not status:
             return None
         if status == _native.MISMATCH and self.engine.owner.fault() is None:
-            # The message is lost, but the communicator can still be used.
+            # The message is lost, but the communicator is still usable.
             return MismatchError(
                 f"{where(op, *self.engine.rank_of)}: expected a message of "
                 f"{size_bytes(dense)} bytes of {str(dense.dtype).removeprefix('torch.')}, got "
@@ -320,7 +320,7 @@ class HostMessages:
         return self.engine.fault(op)
 
     def _track(self, message: Message) -> Message:
-        """Keeps a message's tensors alive until it is done, whatever becomes of its Work."""
+        """Keeps a message's tensors alive until it is done, even if its Work is dropped."""
         if message.poll():
             return message
         with self.guard:
@@ -329,8 +329,8 @@ class HostMessages:
         try:
             self._drive()
         except RuntimeError as error:
-            # Without that thread the message advances only while this rank waits for it, but a
-            # peer may need the message before that.
+            # Without that thread the message progresses only while this rank waits for it, but a
+            # peer may need the message earlier.
             text = "The message had begun, so the communicator is aborted: build another"
             failed = no_thread(message._name, error, text)
             self.engine.abort(str(failed))

@@ -12,7 +12,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.integers import integer, real
 from ringcomm.json_reader import shown
 
-# torch.distributed's own default, so that a program behaves alike on both.
+# The default of torch.distributed, so that a program behaves the same with both.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The native deadline is a signed 32-bit count of milliseconds.
 LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
@@ -26,7 +26,7 @@ COMPRESSIONS = ("none", "param", *_native.QUANT_FORMATS)
 
 
 def check_compression(compression: Any, operation: str = "") -> None:
-    """Raises ArgumentError if there is no such compression."""
+    """Raises ArgumentError if ``compression`` is not the name of a compression."""
     if compression not in COMPRESSIONS:
         head = f"{operation}: " if operation else ""
         raise ArgumentError(
@@ -59,57 +59,59 @@ class CommOptions:
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
         segment_bytes: the pipelined part of a chunk (on a device: of a channel's slice of it); a
-            power of two of at least 64, or 0 for the size that suits the world.
+            power of two of at least 64, or 0 for a size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
-        channels: of a communicator on a device: blocks per collective, or 0 for as many as suit
+        channels: of a communicator on a device: blocks per collective, or 0 for a number that suits
             the device and the ranks that share it. On the host: the most threads of a rank that
             take part in a collective, up to 64, or 0 for the machine's cores divided by the ranks,
-            up to 8. Each has staging slots of its own.
+            up to 8. Each channel has staging slots of its own.
         threads: of a communicator on the host: the threads that large calls use, up to 64, or 0
-            for ``RINGCOMM_THREADS``, and without it for the number of torch's threads
+            for ``RINGCOMM_THREADS``. If that is not set, it is the number of torch's threads
             (``torch.set_num_threads``), at most the cores of the rank divided by the ranks on
             them. Results have the same bits with any number. Collectives use at most ``channels``
-            threads, and one where the ranks have more threads than cores.
-        ll_bytes: of a communicator on a device: the largest message that may go by LL; a
+            threads, and one thread if the ranks have more threads than cores.
+        ll_bytes: of a communicator on a device: the largest message that may use LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a
             time; a multiple of 64, or 0 to do without ``algorithm="copy_engine"``.
         multicast_bytes: of a communicator on devices under one NVSwitch, each with one rank: the
             bytes of each rank's window for ``algorithm="multicast"``; a multiple of 64, or 0 to do
-            without. With it the communicator is not built where multicast is not supported.
-        records: how many collectives, and how many messages, the flight recorder keeps of each
-            rank; 0 for none.
+            without it. Otherwise building the communicator fails if multicast is not supported.
+        records: how many collectives, and how many messages, the flight recorder keeps per rank;
+            0 for none.
         single_copy: of a communicator of two ranks on the host: whether each rank copies chunks of
-            128 KiB and more of the other's plain tensors straight out of that process
-            (process_vm_readv). It applies if both ranks want it and the kernel lets both.
+            at least 128 KiB directly out of the other process's plain tensors
+            (process_vm_readv). It applies if both ranks set it and the kernel permits both.
             Otherwise data are staged in the heap, which is a second copy.
-        transport: what moves messages between nodes: "gloo" or "nccl", or a function that returns
+        transport: moves messages between nodes: "gloo" or "nccl", or a function that returns
             a process group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is
-            Gloo for tensors of the CPU, and NCCL for those of GPUs. It only moves data: it sends
-            and receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
-        compression: what travels between nodes in reductions of 16-bit types: "none", partial sums
-            as they are, so that a result is rounded once; or "param", partial sums rounded to the
-            type, which halves the bytes and rounds twice. "int8", "fp8" and "int4" quantize sums of
+            Gloo for CPU tensors and NCCL for GPU tensors. It only moves data: it sends and
+            receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
+        compression: the form of partial sums between nodes. "none": in the accumulator's type, so
+            that a result is rounded once. "param": 16-bit types rounded to the type, which halves
+            the bytes and rounds twice. "int8", "fp8" and "int4" quantize sums of
             float32, bfloat16 and float16 in quantization blocks of 128 with a scale, with a quarter
             and an eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and
             those of 8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
+            and an eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and
+            those of 8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
         rails: how ranks of equal local rank exchange between nodes, on the host: "one_shot", each
-            with each; "levels", in two rounds with fewer messages; "ring", each with the next;
-            "auto" is one-shot, and levels from 32 nodes on. Only one-shot has the sums of
-            ``sum_group_size``.
+            with all others; "levels", in two rounds with fewer messages; "ring", each with the
+            next node; "auto" is one-shot below 32 nodes, else levels. Only one-shot sums as
+            ``sum_group_size`` does.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.
         sum_group_size: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
-            groups of L consecutive ranks, the last one perhaps smaller, and then the groups'
+            groups of L consecutive ranks, the last one perhaps smaller, then the groups'
             results in order, all in the accumulator's type and with one rounding at the end: the
-            bits of nodes of L ranks. Groups whose heaps are bound to different NUMA nodes make
-            large sums in two levels where that pays, with the same bits. It excludes
+            same bits as on nodes of L ranks. If the groups' heaps are bound to different NUMA
+            nodes, large sums work in two levels where that pays, with the same bits. It excludes
             ``algorithm="ring"`` for reductions, and ``kernels="triton"``.
         objects: "data", or "pickle" to let the object collectives send anything. Unpickling runs
             code that the sender chose, so "pickle" is for ranks that trust each other.
-        largest_object_bytes: the largest object that the object collectives send, or accept from
-            a peer.
+        largest_object_bytes: the largest object that the object collectives send or accept from a
+            peer.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT

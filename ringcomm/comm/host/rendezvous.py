@@ -37,9 +37,9 @@ from ringcomm.rendezvous.same_node import Lookout, Parent
 
 # ---- The layout of ranks on nodes, and the rails between nodes ----------------------------------
 # A *node* is a set of ranks that can map each other's memory. A rank's *local rank* is its number
-# among the ranks of its node. *Rail* p joins one rank of each node: the one of local rank p, or, on
-# a node of fewer ranks, the one of local rank p modulo their number. So each rank is on a rail, and
-# where all nodes have equally many ranks it is on exactly one, with N - 1 peers.
+# among the ranks of its node. *Rail* p joins one rank of each node: the rank with local rank p, or,
+# on a node of n <= p ranks, the rank with local rank p modulo n. So each rank is on a rail, and if
+# all N nodes have equally many ranks it is on exactly one rail, with N - 1 peers.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NodeLayout:
     """The nodes of a communicator.
 
     Attributes:
-        nodes: the ranks of each node, ascending; the nodes are in the order of their first ranks.
+        nodes: the ranks of each node, ascending; the nodes are ordered by their first ranks.
         rank: this rank.
     """
 
@@ -82,12 +82,12 @@ class NodeLayout:
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, this one among them."""
+        """The ranks of this rank's node, including this rank."""
         return self.nodes[self.node]
 
     @cached_property
     def num_rails(self) -> int:
-        """The number of rails, which is that of the ranks of the largest node."""
+        """The number of rails: the number of ranks of the largest node."""
         return max(map(len, self.nodes))
 
     @property
@@ -110,10 +110,10 @@ class NodeLayout:
         return {rank: index for index, rank in enumerate(in_order)}
 
     def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns of state: by local rank, then by node.
+        """Returns the number of the chunk of state that a rank owns: by local rank, then by node.
 
-        Where nodes have equal sizes the chunks of one rail lie side by side, so that together they
-        are a chunk of a node's.
+        If nodes have equal sizes the chunks of one rail are adjacent, so that together they form
+        one of the chunks of a node.
         """
         return self._shard_indices[rank]
 
@@ -123,7 +123,7 @@ class NodeLayout:
             yield (self.node + distance) % len(self.nodes)
 
     def named(self, rank: int) -> str:
-        """Returns a rank in the words of messages."""
+        """Returns a rank's name for messages."""
         return f"rank {rank} (node {self.node_of(rank)})"
 
 
@@ -133,17 +133,17 @@ def divide(
     unreached: Sequence[Mapping[int, str]],
     operation: str,
 ) -> NodeLayout:
-    """Divides ranks into nodes; all ranks do it from the same facts.
+    """Divides ranks into nodes; all ranks derive the same result from the same facts.
 
     Args:
-        rank: this one.
-        machines: by rank, what only ranks that may map each other's memory have in common.
+        rank: this rank.
+        machines: by rank, a value that is equal for all ranks that may map each other's memory.
         unreached: by rank, the ranks of its machine whose memory it could not map, and why.
-        operation: named in errors.
+        operation: the name of the operation, for errors.
 
     Raises:
-        RendezvousError: of three ranks two can map the third one's memory, but not each other's, so
-            they are neither one node nor several.
+        RendezvousError: two ranks can map the memory of a third rank but not each other's memory,
+            so they are neither one node nor several.
     """
     nodes: list[list[int]] = []
     for each, machine in enumerate(machines):
@@ -179,9 +179,9 @@ class Membership:
     """The ranks of a communicator, its store and its options.
 
     ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
-    mapped here, held as long as the communicator lives. ``node_id`` is what this rank's node was
-    named, or "". ``processes`` are those of ranks of the outermost communicator that are known.
-    ``parent`` is what the members are a part of, until their rendezvous is over.
+    mapped in this process, held as long as the communicator lives. ``node_id`` is the name of this
+    rank's node, or "". ``processes`` are the known processes of ranks of the outermost
+    communicator. ``parent`` is the membership that contains these members, until their rendezvous.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Membership:
 
 
 def spec_of(membership: Membership) -> RendezvousSpec:
-    """Returns the rendezvous of the members, whose timeout begins now."""
+    """Returns the rendezvous of the members; its timeout begins now."""
     return RendezvousSpec(
         membership.store,
         membership.name,
@@ -215,7 +215,7 @@ def spec_of(membership: Membership) -> RendezvousSpec:
 
 @dataclass(frozen=True)
 class OneNode:
-    """A connected core, and the members' heaps as mapped here, and their processes."""
+    """A connected core, the members' heaps as mapped in this process, and their processes."""
 
     core: _native.Comm
     heaps: tuple[MappedHeap, ...]
@@ -224,7 +224,7 @@ class OneNode:
 
 @dataclass(frozen=True)
 class SeveralNodes:
-    """The nodes that the members are on, and the rendezvous at which they go on.
+    """The nodes of the members, and the rendezvous through which they continue.
 
     ``world_id`` identifies the members on all nodes.
     """
@@ -241,7 +241,7 @@ ENDED = "its process has ended"
 
 
 def why_lost(core: _native.Comm, peer: int) -> str:
-    """Returns why a peer makes no call on a core any more, as the end of a sentence; "": it may."""
+    """Returns why a peer makes no more calls on a core, as the end of a sentence, or ""."""
     if core.health(peer):
         return LEFT if core.is_thread(peer) else ENDED
     return CLOSED if core.has_closed(peer) else ""
@@ -249,22 +249,22 @@ def why_lost(core: _native.Comm, peer: int) -> str:
 
 # NOTE [Nodes are found]
 #
-# Ranks are of one node if they can map each other's memory, and that is tried: /proc/<pid>/fd/<fd>
-# is opened, and the token of the heap that was announced must stand there. What a rank says of its
-# machine only spares attempts that cannot succeed: another boot of a kernel and another PID
-# namespace mean another node. Host names say nothing. Where the kernel refuses, the ranks are on
-# different nodes; where something else than the announced heap is found, a handle is forged, or
-# machines are clones of each other, and that is an error. Each rank posts whom of its own machine
-# it could not map, and from that all ranks derive the same nodes. RINGCOMM_NODE_ID, where it is
-# set, takes the place of what a rank says of its machine: ranks of one id must be able to map each
-# other, and ranks of different ids are on different nodes.
+# Ranks belong to one node if they can map each other's memory; the rendezvous tries that. A rank
+# opens /proc/<pid>/fd/<fd>, where it must find the token of the heap that was announced. A rank's
+# description of its machine only saves attempts that cannot succeed: a different boot of the kernel
+# or a different PID namespace means a different node. Host names are ignored. If the kernel
+# refuses, the ranks are on different nodes; if the rank finds something other than the announced
+# heap, a handle is forged or machines are clones of each other, which is an error. Each rank posts
+# which ranks of its own machine it could not map; from that all ranks derive the same nodes.
+# RINGCOMM_NODE_ID, if set, replaces a rank's description of its machine: ranks of one id must be
+# able to map each other, and ranks of different ids are on different nodes.
 
 
 def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNodes:
     """Holds the rendezvous of the members; if they are on one node, builds a connected core.
 
     Raises:
-        RingcommError: as :meth:`Communicator.from_store`; waiting peers have been told.
+        RingcommError: as :meth:`Communicator.from_store`; waiting peers have been informed.
     """
     spec = spec_of(membership)
     with forming(spec.operation):
@@ -295,7 +295,7 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
             return SeveralNodes(members_of(handles), layout, spec, rendezvous)
     except BaseException as error:
         if core is not None:
-            # A peer may have seen all ranks ready, and must not wait for this one.
+            # A peer may have seen that all ranks are ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
             core.close()  # so that the store may have the descriptors
         rendezvous.fail(error)
@@ -305,10 +305,10 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
 def _map_heaps(
     handles: list[HeapHandle], own: _native.Heap, spec: RendezvousSpec
 ) -> tuple[dict[int, MappedHeap], dict[int, str]]:
-    """Maps the heaps of this rank's machine; returns them, and why others cannot be mapped.
+    """Maps the heaps of this rank's machine; returns them, and the reasons for all others.
 
     Raises:
-        PeerLost: the process of a rank has ended since it posted its handle; named.
+        PeerLost: the process of a rank has ended since it posted its handle; names the rank.
         RendezvousError: a heap cannot be mapped for another reason than the kernel's refusal.
     """
     heaps: dict[int, MappedHeap] = {}
@@ -318,7 +318,7 @@ def _map_heaps(
             continue
         try:
             heaps[rank] = map_heap(handle, own, spec.operation)
-        except UnsupportedError as error:  # the kernel refuses; any other error is one
+        except UnsupportedError as error:  # the kernel refuses; other exceptions propagate
             unreached[rank] = str(error).removeprefix(f"{spec.operation}: ")
         except RendezvousError:
             spec.lookout.raise_if_ended(rank, spec.operation)
@@ -335,7 +335,7 @@ def _check_ids(
     unreached: list[dict[int, str]],
     spec: RendezvousSpec,
 ) -> None:
-    """Refuses nodes that contradict RINGCOMM_NODE_ID, and warns of a machine that is several."""
+    """Raises for nodes that contradict RINGCOMM_NODE_ID; warns if a machine is several nodes."""
     for rank, reasons in enumerate(unreached):
         for peer, why in reasons.items():
             if handles[rank].node_id:
@@ -446,11 +446,11 @@ def _use_threads(core: _native.Comm, handles: list[HeapHandle], spec: Rendezvous
 
 
 def are_apart(numa_nodes: Sequence[str], group_size: int) -> bool:
-    """Returns whether groups of consecutive ranks lie on different NUMA nodes.
+    """True if groups of consecutive ranks have heaps on different NUMA nodes.
 
     Args:
-        numa_nodes: by rank, the nodes that its heap is bound to; "" if it is bound to none.
-        group_size: the ranks of a group; 0: there are no groups.
+        numa_nodes: by rank, the NUMA nodes to which its heap is bound; "" if it is not bound.
+        group_size: the ranks of a group; 0 if there are no groups.
     """
     if group_size < 2 or len(numa_nodes) % group_size:
         return False
@@ -458,7 +458,7 @@ def are_apart(numa_nodes: Sequence[str], group_size: int) -> bool:
         set(numa_nodes[first : first + group_size])
         for first in range(0, len(numa_nodes), group_size)
     ]
-    # One place each, which no other group has.
+    # Each group is on one set of NUMA nodes, and no other group is on that set.
     return (
         len(groups) > 1
         and all(len(group) == 1 and group != {""} for group in groups)

@@ -1,4 +1,4 @@
-"""How many threads the calls of a rank use on the host; see NOTE [Threads of a rank] natively."""
+"""How many threads a rank's calls use on the host: NOTE [Threads of a rank] in worker_pool.h."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ringcomm.process import available_cores
 
 THREADS_VARIABLE = "RINGCOMM_THREADS"
 
-# Channels of a collective, where the user names none. Each has its own staging slots.
+# The channels of a collective, unless the user names a number. Each has its own staging slots.
 _MOST_CHANNELS = 8
 
 
 class _Facts(Protocol):
-    """A rank's facts that decide about threads; :class:`HeapHandle` has them."""
+    """The facts of a rank that determine its threads; :class:`HeapHandle` has them."""
 
     @property
     def cpus(self) -> str: ...
@@ -44,9 +44,9 @@ class Threads:
 
     Attributes:
         most: the largest number that a call uses.
-        is_exact: True if that is what the user named, whatever torch uses.
-        channels: the parts that the largest collectives are cut into, equal on all ranks.
-        is_crowded: True if the ranks on this one's cores have more threads than cores.
+        is_exact: True if the user has named the number, so that torch's number does not matter.
+        channels: the parts into which the largest collectives are cut, equal on all ranks.
+        is_crowded: True if the ranks on this rank's cores have more threads than cores.
     """
 
     most: int
@@ -56,7 +56,7 @@ class Threads:
 
 
 def named_threads(options: CommOptions) -> int:
-    """Returns the threads that the user has named, or 0.
+    """Returns the number of threads that the user has named, or 0.
 
     Raises:
         ArgumentError: ``RINGCOMM_THREADS`` is not a positive number.
@@ -74,10 +74,10 @@ def named_threads(options: CommOptions) -> int:
 
 
 def channels_of_region(options: CommOptions, world_size: int) -> int:
-    """Returns the channels that a region has room for, from what all ranks of a node know.
+    """Returns the number of channels of a region, from facts that all ranks of a node know.
 
     Raises:
-        ArgumentError: the user has named more than a region can have.
+        ArgumentError: the user has named more channels than a region can have.
     """
     if options.channels > _native.MOST_CHANNELS:
         raise ArgumentError(
@@ -94,16 +94,16 @@ def own_cpus() -> str:
 
 
 def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
-    """Divides the cores of a node among its ranks; all ranks do it from the same facts.
+    """Divides the cores of a node among its ranks; all ranks derive the same from the same facts.
 
     Args:
-        facts: of the node's ranks.
-        rank: this one.
-        channels: those that the region has room for.
+        facts: the facts of the node's ranks.
+        rank: this rank.
+        channels: the channels of the region.
     """
 
     def most_of(each: _Facts) -> int:
-        # Ranks that are bound to different cores share none.
+        # Ranks with different affinity masks count as sharing no cores.
         sharing = sum(other.cpus == each.cpus for other in facts)
         return each.threads or max(1, each.cores // sharing)
 
@@ -116,7 +116,7 @@ def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
 
 
 def _torch_counts_threads() -> int:
-    """Returns the address of at::get_num_threads in the torch that is loaded, or 0."""
+    """Returns the address of at::get_num_threads in the loaded torch, or 0."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library))["_ZN2at15get_num_threadsEv"]

@@ -42,10 +42,10 @@ _OP_NAMES = {code: name for name, code in _native.OPS.items()}
 
 
 class _Failed(Exception):
-    """A call has failed, and the watch knows why."""
+    """Raised inside a call that has failed; :attr:`Watch.error` is the reason."""
 
 
-# The collectives of sharded training whose headers have a tag in place of a root.
+# The collectives of sharded training: the header field of the root holds their tag.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32s8sqiii"
 _COLLECTIVES = _native.RECORD_NAMES["collectives"]
@@ -59,7 +59,7 @@ _STATUSES = (
 
 
 class RailHeader(NamedTuple):
-    """The description of a rank's call for its rail peers, as the native header is in a node."""
+    """Describes a rank's call to its rail peers, as the native call header does within a node."""
 
     sequence: int
     name: str
@@ -81,15 +81,15 @@ class RailHeader(NamedTuple):
         return cls(sequence, name, size, dtype, op, root, compression)
 
     def words(self, optimizer: tuple[int, int] | None) -> tuple[int, int, int, int]:
-        """Returns the call as the flight recorder takes it.
+        """Returns the call as the words that the flight recorder stores.
 
         Args:
-            optimizer: of an optimizer's call the elements of the bucket and the results' dtype.
+            optimizer: (bucket elements, dtype of the results) of an optimizer's call, else None.
         """
         kind = _COLLECTIVES.index(_RECORDED_AS.get(self.name, self.name))
         size, root = self.match_bytes, -1 if self.name in _TAGGED else self.root
         if optimizer is not None:
-            # The results' dtype is in the low byte, and the tag above it: call.h, ResultsAndTag.
+            # The low byte is the results' dtype, the bits above are the tag: call.h, ResultsAndTag.
             size, root = optimizer[0], optimizer[1] | max(self.root, 0) << 8
         return _native.call_words(size, kind, self.dtype, self.op, ONE_SHOT, root)
 
@@ -110,41 +110,40 @@ HEADER_BYTES = struct.calcsize(_HEADER)
 
 
 class Scratch:
-    """Memory of this rank for partial sums and what arrives, kept for the next call."""
+    """Reusable memory of this rank for partial sums and arriving data."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, size_bytes: int) -> Tensor:
-        """Returns uint8 of at least ``size_bytes``."""
+        """Returns a uint8 tensor of at least ``size_bytes`` bytes."""
         size = 1 << max(size_bytes - 1, 4095).bit_length()
         free = self._free.get(size)
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Takes memory back that :meth:`take` gave."""
+        """Takes back tensors that :meth:`take` returned, for later calls."""
         for tensor in tensors:
             self._free.setdefault(tensor.numel(), []).append(tensor)
 
 
 class CallsOverNodes(NoFastCalls):
-    """The calls of one rank, without the collectives themselves; owns what they need.
+    """One rank's calls over nodes: order, headers and messages; subclasses add the collectives.
 
-    Methods return 0, or a nonzero status after which :attr:`Watch.error` says what happened. Calls
-    are made by whoever holds :attr:`turn`.
+    Methods return 0, or a nonzero status; :attr:`Watch.error` then says what happened. Only the
+    thread that holds :attr:`turn` makes calls.
 
     Args:
-        inner: the core of this rank's node, used by nothing else.
-        layout: of all ranks.
-        rails: this rank's.
-        watch: over all of them.
-        messages: this rank's; None: it makes none.
-        compression: as ``CommOptions.compression``, of calls for which :meth:`using_compression`
-            says nothing else.
-        schedule: of the exchanges on the rails, by name.
+        inner: the core of this rank's node; nothing else uses it.
+        layout: the nodes of all ranks.
+        rails: the rails of this rank.
+        watch: the watch over all ranks.
+        messages: the sends and receives of this rank; None if it makes none.
+        compression: as ``CommOptions.compression``; :meth:`using_compression` overrides it.
+        schedule: the name of the schedule by which the ranks of a rail exchange data.
 
     Attributes:
-        turn: as of the native core.
+        turn: the lock of calls, as in the native core.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class CallsOverNodes(NoFastCalls):
         self._arrived_on_rails = 0
         self.turn = threading.Lock()
 
-    # ---- what is asked of a core ----------------------------------------------------------------
+    # ---- the interface of a core ----------------------------------------------------------------
 
     @property
     def segment_bytes(self) -> int:
@@ -199,30 +198,30 @@ class CallsOverNodes(NoFastCalls):
 
     @property
     def awaited(self) -> int:
-        """As of the native core: the rank that a call waits for, for a while, or -1."""
+        """As in the native core: the rank that a call waits for, or -1."""
         local_rank = self._inner.awaited
         return self.layout.node_ranks[local_rank] if local_rank >= 0 else self._watch.awaited
 
     @property
     def arrivals(self) -> int:
-        """As of the native core: what changes when a peer does its part."""
+        """As in the native core: a count that grows while peers do their part of a call."""
         return self._inner.arrivals + self._arrived_on_rails
 
     @property
     def has_messages(self) -> bool:
-        """As of the native core; what other nodes await does not count."""
+        """As in the native core; messages to and from other nodes do not count."""
         return self._inner.has_messages
 
     def set_left(self, left: bool) -> None:
-        """As of the native core; other nodes are told by :meth:`Watch.set_left`."""
+        """As in the native core; :meth:`Watch.set_left` informs other nodes."""
         self._inner.set_left(left)
 
     def fault(self) -> None:
-        """Returns nothing: :attr:`Watch.error` has the words."""
+        """Returns None: :attr:`Watch.error` describes the fault."""
         return None
 
     def recorded(self, rank: int, most: int = 0) -> bytes:
-        """Returns the records of a rank of this node, which are those of calls within the node."""
+        """Returns the records of a rank of this node: its calls within the node."""
         if rank not in self.layout.node_ranks:
             return b""
         local_rank = self.layout.local_rank_of(rank)
@@ -242,11 +241,11 @@ class CallsOverNodes(NoFastCalls):
         self._inner.close()
 
     def forget(self) -> None:
-        """Closes the core of a communicator that nobody refers to any more."""
+        """Closes the core once its communicator has been garbage-collected."""
         self.close()
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
-        assert self._messages is not None  # a communicator without messages has refused before
+        assert self._messages is not None  # the communicator has checked that it has messages
         return self._messages.post_send(ptr, size_bytes, peer, tag, dtype)
 
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
@@ -258,11 +257,11 @@ class CallsOverNodes(NoFastCalls):
 
     @contextmanager
     def using_compression(self, compression: str | None) -> Iterator[None]:
-        """Has the calls made inside use a compression; None for that of the communicator."""
+        """Makes the calls inside use ``compression``; None: the communicator's compression."""
         before = self.compression, self._schedule
         if compression is not None:
             self.compression = compression
-            # Quantized sums are added where they end.
+            # Quantized sums are added only at their destination: only one-shot does that.
             self._schedule = "one_shot" if compression in _native.QUANT_FORMATS else self._schedule
         try:
             yield
@@ -284,12 +283,12 @@ class CallsOverNodes(NoFastCalls):
         """Makes a call.
 
         Args:
-            name: of the call.
-            head: bytes, dtype, op and root, which all ranks must have alike.
+            name: the name of the call.
+            head: bytes, dtype, op and root, which must be equal on all ranks.
             algorithm: "auto" or "one_shot".
-            body: what the call does.
+            body: does the work of the call.
             headers: whether headers are exchanged before the body.
-            optimizer: as of :meth:`RailHeader.words`.
+            optimizer: as in :meth:`RailHeader.words`.
         """
         if algorithm not in (AUTO, ONE_SHOT):
             who = self.layout.named(self.layout.rank)
@@ -328,18 +327,18 @@ class CallsOverNodes(NoFastCalls):
         return 0
 
     def _status(self) -> int:
-        """Returns the status of a call that failed, for its record."""
+        """Returns the status code that the flight recorder stores for a failed call."""
         error = self._watch.error
         return next((code for kind, code in _STATUSES if isinstance(error, kind)), _ABORTED)
 
     def _forget(self) -> int:
-        """Drops the messages of a call that failed, and with them their memory."""
+        """Drops the messages of a failed call and the memory that they use."""
         self._headers, self._sent = [], []
         self._scratch = Scratch()
         return 1
 
     def _inside(self, status: int) -> None:
-        """Ends the call if one within the node failed."""
+        """Ends the call if a call within the node returned a nonzero status."""
         if status:
             self._watch.in_node()
             raise _Failed
@@ -355,7 +354,7 @@ class CallsOverNodes(NoFastCalls):
                     self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
 
     def _check_headers(self) -> None:
-        """Waits for the rail peers to make this call, too."""
+        """Waits for the headers of the rail peers and compares them with this rank's call."""
         headers, self._headers = self._headers, []
         for message in headers:
             self._wait([message])
@@ -366,7 +365,7 @@ class CallsOverNodes(NoFastCalls):
             self._differs(message.rank, theirs)
 
     def _compare_tags(self) -> None:
-        """Compares tags within the node, whose own calls have sizes alone."""
+        """Compares tags within the node: the node's own calls compare only sizes."""
         mine = torch.tensor([self._called.root], dtype=torch.int64, device="cpu")
         tags = mine.new_empty(len(self.layout.node_ranks))
         byte = _native.DTYPES["uint8"]
@@ -376,7 +375,7 @@ class CallsOverNodes(NoFastCalls):
                 self._differs(rank, self._called._replace(root=tag))
 
     def _differs(self, peer: int, theirs: RailHeader) -> NoReturn:
-        """Ends the call, since another rank makes another one."""
+        """Ends the call because rank ``peer`` makes a different call."""
         me, other = (self.layout.named(rank) for rank in (self.layout.rank, peer))
         self._watch.fail(
             different_calls(
@@ -396,7 +395,7 @@ class CallsOverNodes(NoFastCalls):
 
     @contextmanager
     def _waiting_on_rail(self, peer: int) -> Iterator[None]:
-        """Ends the call if what is done inside, which needs a rank of another node, fails."""
+        """Ends the call if an operation inside fails; it needs rank ``peer`` of another node."""
         wait = RailWait(peer, Deadline(self.timeout_ms / 1000), self._called_at)
         self._watch.awaits(wait)
         try:
@@ -408,24 +407,24 @@ class CallsOverNodes(NoFastCalls):
             self._watch.awaits(None)
 
     def _called_at(self) -> str:
-        """Returns the call in words, with its call site."""
+        """Returns the call and its call site, for an error message."""
         return f"{self._called}{self._watch.site_of(self._record)}"
 
     def _arrived(self, message: RailMessage) -> None:
-        """Waits for data, and for the header before it."""
+        """Waits for data, and first for the header that the same rank sent before the data."""
         before = [header for header in self._headers if header.rank == message.rank]
         self._headers = [header for header in self._headers if header.rank != message.rank]
         self._check_headers()
         self._wait([*before, message])
 
     def _settle(self, sent: list[RailMessage]) -> None:
-        """Waits until messages have left, and their memory is this rank's again."""
+        """Waits until messages have been sent, so that this rank may reuse their memory."""
         for _, to_one_rank in groupby(sent, key=attrgetter("rank")):
             self._wait(list(to_one_rank))
         sent.clear()
 
-    # Messages of the same size from one rank arrive in the order in which they were sent, if they
-    # are of the same round.
+    # Messages of one round that have equal sizes and come from the same rank arrive in the order in
+    # which they were sent.
     def _send(
         self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
     ) -> RailMessage:
@@ -441,9 +440,9 @@ class CallsOverNodes(NoFastCalls):
             return self._rails.receive(rail, node, memory, tag)
 
     def _sizes_by_sender(self, ins_bytes: list[int]) -> list[list[int]]:
-        """Returns, by rank of the node, the bytes that it sends to each rank.
+        """Returns, for each rank of the node, the bytes that it sends to each rank of the world.
 
-        ``ins_bytes`` are this rank's.
+        ``ins_bytes`` are the bytes that this rank sends.
         """
         mine = torch.tensor(ins_bytes, dtype=torch.int64, device="cpu")
         everyone = mine.new_empty(len(self.layout.node_ranks), self._world)
@@ -456,11 +455,11 @@ class CallsOverNodes(NoFastCalls):
         return rows
 
     def _compare_sizes(self, sizes: list[list[int]], expected: list[int]) -> None:
-        """Has the hosts of each rail tell what is sent, and checks it against the outputs.
+        """Exchanges the sizes of an all_to_all on the rails, and checks them against the outputs.
 
         Args:
-            sizes: by rank of the node, the bytes that it sends to each rank.
-            expected: by rank, the bytes that this rank expects of it.
+            sizes: for each rank of the node, the bytes that it sends to each rank of the world.
+            expected: for each rank, the bytes that this rank expects from it.
         """
         layout, arriving = self.layout, []
         for node in layout.others():
@@ -502,42 +501,42 @@ ELEM_BYTES: dict[int, int] = {
     if hasattr(torch, name)
 }
 
-# A choice, by arithmetic: at 1 Gbit/s 8 KiB take 65 us, which is less than another hop on TCP.
+# Chosen by arithmetic: 8 KiB take 65 us at 1 Gbit/s, less than one more hop on TCP takes.
 ONE_HOP_BYTES = 8 << 10
 
 
 class Span(NamedTuple):
-    """Elements in this process's memory."""
+    """An address in this process's memory and a number of elements there."""
 
     ptr: int
     elems: int
 
     def slice(self, begin: int, end: int, elem_bytes: int) -> Span:
-        """Returns elements [begin, end) of it, as far as it has them."""
+        """Returns elements [begin, end) of the span, clipped to the span."""
         begin, end = min(begin, self.elems), min(end, self.elems)
         return Span(self.ptr + begin * elem_bytes, end - begin)
 
 
 def spans_of(ptrs: Sequence[int], elems: Sequence[int]) -> list[Span]:
-    """Returns the memory at addresses of so many elements each."""
+    """Returns the spans at ``ptrs`` with ``elems`` elements each."""
     return [Span(*span) for span in zip(ptrs, elems, strict=True)]
 
 
 class CollectivesOverNodes(CallsOverNodes, ABC):
     """The collectives of :class:`Core`, as calls over nodes.
 
-    A subclass has their bodies, which do the work within the node and between nodes. Ranks compare
-    the headers of a call before or while its body runs.
+    A subclass implements their bodies, which do the work within the node and between nodes. Ranks
+    compare the headers of a call before its body runs or while it runs.
     """
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
-        """Returns a reduction; ``name`` is the call's, for an error."""
+        """Returns the arguments of a reduction; errors name the call ``name``."""
         return Reducing(dtype, op, factor)
 
     def _call(
         self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
-        """Makes a call, as :meth:`_run` does."""
+        """Makes a call by :meth:`_run`; a subclass may do more before."""
         return self._run(name, head, algorithm, body)
 
     def all_reduce(
@@ -647,38 +646,38 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
 
     @abstractmethod
     def _reduce_in_one_hop(self, ins: Span, out: Span, r: Reducing) -> None:
-        """Reduces the whole in each node, and exchanges that between nodes."""
+        """Reduces the whole buffer in each node, then exchanges the results between nodes."""
 
     @abstractmethod
     def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
-        """Reduces pieces of which each rank owns some, and gathers the sums."""
+        """Reduces pieces, of which each rank owns some, and gathers the sums."""
 
     @abstractmethod
     def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
-        """Reduces spans, one for each rank; this rank's sum goes to ``out``."""
+        """Reduces spans, one for each rank; writes this rank's sum to ``out``."""
 
     @abstractmethod
     def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
-        """Reduces to ``out`` of the rank ``root``."""
+        """Reduces to ``out`` on the rank ``root``."""
 
     @abstractmethod
     def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
-        """Gathers spans of bytes, one of each rank, of which this rank's is at ``in_ptr``."""
+        """Gathers spans of bytes, one from each rank; this rank's data are at ``in_ptr``."""
 
     @abstractmethod
     def _broadcast(self, whole: Span, root: int) -> None:
-        """Brings bytes of the rank ``root`` to all ranks."""
+        """Copies the bytes ``whole`` of the rank ``root`` to all ranks."""
 
     @abstractmethod
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
-        """Brings equally many bytes of each rank to the rank ``root``."""
+        """Copies ``size_bytes`` bytes from each rank to the rank ``root``."""
 
     @abstractmethod
     def _scatter_from(
         self, root: int, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int
     ) -> None:
-        """Brings equally many bytes of the rank ``root`` to each rank."""
+        """Copies ``size_bytes`` bytes from the rank ``root`` to each rank."""
 
     @abstractmethod
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
-        """Brings bytes of each rank to each rank."""
+        """Copies a span from each rank to each rank."""

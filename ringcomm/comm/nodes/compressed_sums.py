@@ -1,22 +1,22 @@
-"""The forms in which partial sums travel between nodes: as they are, rounded, or quantized.
+"""The forms in which partial sums travel between nodes: unchanged, rounded, or quantized.
 
-Quantized numbers are in quantization blocks of 128 with a scale each;
-``kernels/include/ringcomm/core/quantization.h`` defines the formats, and bounds the error. What a
-node sends is quantized once, from its partial sum, and so is what it adds itself: the result does
-not depend on who adds. Numbers are dequantized and added in FP32, in the order of the nodes, and
-rounded once. In an all-reduce the sums are quantized once more, since they travel once more.
+Quantization works on blocks of 128 numbers with one scale each;
+``kernels/include/ringcomm/core/quantization.h`` defines the formats and bounds the error. A node
+quantizes each partial sum once, also a partial sum that it adds itself: so the result does not
+depend on which rank adds. Numbers are dequantized and added in FP32, in the order of the nodes, and
+rounded once. An all-reduce quantizes the sums once more, since they travel once more.
 
-Only sums of numbers are quantized, of float32, bfloat16 and float16. Other types and operators,
-which have no use for a number that is nearly right, travel as they are; so do small buffers.
+Only sums of float32, bfloat16 and float16 are quantized. Other types and operators need exact
+numbers, so they travel unchanged; small buffers do as well.
 
 NOTE [Error feedback]
-A rank that quantizes a node's partial sums of a bucket can keep what that loses, and add it to the
-next ones: x + e is sent as its quantized values c, and e becomes x + e - c. So what was sent so far
-and e are always what was to be sent, and the error of a mean over steps falls with their number,
-where that of quantization alone stays. A block with infinities or NaNs leaves nothing. Seide et
-al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback
-Fixes SignSGD" (ICML 2019); for quantization between nodes Xie et al., "LoCo" (2024), who keep e in
-8 bits.
+A rank that quantizes a node's partial sums of a bucket can keep the quantization error e and add it
+to the next partial sums x: it sends c, the quantized x + e, and e becomes x + e - c. So the sum of
+all values sent, plus e, equals the sum of all values to be sent, and the error of a mean over steps
+shrinks with the number of steps; without error feedback it would not. A block with infinities or
+NaNs leaves no error. Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014);
+Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019); for quantization between nodes Xie
+et al., "LoCo" (2024), who keep e in 8 bits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ringcomm import _native
 
 Tensor = torch.Tensor
 
-# Calls of larger buffers are quantized. A choice: of smaller ones latency is most of the time, and
-# they are what is exchanged to decide: losses, norms and flags.
+# Calls of larger buffers are quantized. A choice: the time of smaller calls is mostly latency, and
+# they carry values on which programs decide: losses, norms and flags.
 QUANTIZED_ABOVE_BYTES = 8 << 10
 
 SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
@@ -40,7 +40,7 @@ BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "flo
 
 
 class Reducing(NamedTuple):
-    """The arguments of a reduction beside its buffers; codes of the native module."""
+    """The arguments of a reduction besides its buffers; codes of the native module."""
 
     dtype: int
     op: int
@@ -48,40 +48,40 @@ class Reducing(NamedTuple):
 
     @property
     def partial(self) -> int:
-        """The accumulator's type."""
+        """The code of the accumulator's type."""
         return FLOAT32 if self.dtype in (BFLOAT16, FLOAT16) else self.dtype
 
     @property
     def joining(self) -> int:
-        """The op that joins partial sums, to which a factor has been applied."""
+        """The op that combines partial sums, to which a factor has already been applied."""
         return SUM if self.op in (AVG, PREMUL) else self.op
 
 
 def is_quantized(r: Reducing, size_bytes: int) -> bool:
-    """Tells whether compression quantizes a reduction of so many bytes: a large sum of numbers."""
+    """True if compression quantizes the reduction: a sum of floats above the size limit."""
     return size_bytes > QUANTIZED_ABOVE_BYTES and r.partial == FLOAT32 and r.joining == SUM
 
 
 def no_scale() -> float:
-    """Returns the scale of gradients that nobody scales."""
+    """Returns the scale of unscaled gradients."""
     return 1.0
 
 
 @dataclass(eq=False)
 class ErrorFeedback:
-    """Keeps what quantization loses of one bucket's sums on this rank; see NOTE [Error feedback].
+    """The quantization errors of one bucket's sums on this rank; see NOTE [Error feedback].
 
-    Each element of a bucket is quantized by one rank of each node. With copies of the state on
-    nodes the sums are quantized, too, each by one rank of all.
+    One rank of each node quantizes each element of a bucket. If the optimizer's state has a copy on
+    each node, the sums are quantized as well, each by one rank of the world.
 
     Attributes:
         begin: the first element of the bucket whose partial sums this rank quantizes.
-        partial: float32 [elements], of partial sums from there on; they are of this node alone, and
-            not averaged yet.
+        partial: float32 [elements], errors of partial sums from ``begin`` on. The partial sums are
+            of this node alone and not yet averaged.
         sums_begin: the first element of the bucket whose sum this rank quantizes.
-        sums: float32 [elements], of sums from there on; empty where sums are not quantized.
-        scale: the loss scale of the gradients that it is of.
-        scale_now: returns that of the gradients that come next.
+        sums: float32 [elements], errors of sums from there on; empty if sums are not quantized.
+        scale: the loss scale of the gradients that left the stored errors.
+        scale_now: returns the loss scale of the next gradients.
     """
 
     begin: int
@@ -97,21 +97,21 @@ class ErrorFeedback:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it takes."""
+        """The bytes of both buffers."""
         return sum(each.nbytes for each in self.tensors)
 
     def scale_by(self, scale_now: Callable[[], float]) -> None:
-        """Has someone tell the loss scale from now on.
+        """Sets the function that returns the loss scale of the next gradients.
 
-        Gradients that came when nobody did were in that scale, too: those of a first backward,
-        before the step that prepares the optimizer.
+        Errors stored before this call were left by gradients of that same scale: the gradients of a
+        first backward, before the step that prepares the optimizer.
         """
         if self.scale_now is no_scale:
             self.scale = scale_now()
         self.scale_now = scale_now
 
     def follow_scale(self) -> None:
-        """Brings it to the scale of the next gradients; exact between powers of two."""
+        """Rescales the errors to the next gradients' loss scale; exact between powers of two."""
         now = self.scale_now()
         if now != self.scale:
             for each in self.tensors:
@@ -119,18 +119,18 @@ class ErrorFeedback:
             self.scale = now
 
     def forget(self) -> None:
-        """Owes nothing any more."""
+        """Clears the errors."""
         for each in self.tensors:
             each.zero_()
 
 
 class Form:
-    """The form of the partial sums of one reduction: that of the accumulator's type, or rounded.
+    """The form of the partial sums of one reduction: the accumulator's type, or a rounded type.
 
     Args:
         r: the reduction.
         dtype: code of the type that travels.
-        elem_bytes: of that.
+        elem_bytes: bytes per element of that type.
     """
 
     def __init__(self, r: Reducing, dtype: int, elem_bytes: int) -> None:
@@ -140,34 +140,34 @@ class Form:
 
     @property
     def is_partial(self) -> bool:
-        """True if partial sums travel as they are."""
+        """True if partial sums travel in the accumulator's type."""
         return self._dtype == self.r.partial
 
     @property
     def segment_elem_bytes(self) -> int:
-        """The bytes of an element by which segments are cut."""
+        """The bytes per element by which a buffer is cut into segments."""
         return self._elem_bytes
 
     def bytes_of(self, elems: int) -> int:
-        """Returns the bytes of so many partial sums."""
+        """Returns the bytes of ``elems`` partial sums in this form."""
         return elems * self._elem_bytes
 
     def write(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Writes partial sums, which are in the accumulator's type, in this form."""
+        """Converts partial sums from the accumulator's type to this form."""
         self.add([wide_ptr], self.r.partial, ptr, self._dtype, elems)
 
     def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for a node's partial sums of what lies at ``source_ptr``."""
+        """Does :meth:`write` for a node's partial sums of the elements at ``source_ptr``."""
         self.write(wide_ptr, ptr, elems)
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
-        """Adds up partial sums in this form, in order, to one in this form."""
+        """Adds partial sums of this form, in order; the result has this form."""
         self.add(ptrs, self._dtype, ptr, self._dtype, elems)
 
     def finish(
         self, ptrs: list[int], out_ptr: int, out_dtype: int, elems: int, divide_by: int
     ) -> None:
-        """Adds up partial sums in this form, in order, to results; divides unless by 0."""
+        """Adds partial sums of this form, in order, to results; then divides unless by 0."""
         self.add(ptrs, self._dtype, out_ptr, out_dtype, elems, divide_by)
 
     def add(
@@ -177,11 +177,11 @@ class Form:
 
 
 class QuantizedForm(Form):
-    """The quantized form.
+    """Partial sums that travel quantized.
 
     Args:
-        r: the reduction, a sum of numbers.
-        code: of the quantized format.
+        r: the reduction, a sum of floats.
+        code: the code of the quantized format.
     """
 
     def __init__(self, r: Reducing, code: int) -> None:
@@ -204,26 +204,26 @@ class QuantizedForm(Form):
         _native.dequantize_and_sum(self.code, ptrs, out_ptr, out_dtype, elems, divide_by)
 
     def dequantize(self, ptr: int, out_ptr: int, elems: int) -> None:
-        """Dequantizes what another rank has sent, to elements of the reduction."""
+        """Dequantizes values that another rank has sent, to elements of the reduction's dtype."""
         self.finish([ptr], out_ptr, self.r.dtype, elems, 0)
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
-        raise AssertionError("quantized partial sums are added where they end")
+        raise AssertionError("quantized partial sums are added only at their destination")
 
     def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for sums that are quantized once more."""
+        """Does :meth:`write` for final sums, which are quantized once more."""
         self.write(wide_ptr, ptr, elems)
 
 
 class FeedbackForm(QuantizedForm):
-    """The quantized form that takes up what was lost before.
+    """Partial sums that travel quantized, with error feedback.
 
     Args:
-        r: the reduction, of a bucket.
-        code: of the quantized format.
-        bucket_ptr: where the bucket lies.
-        elem_bytes: of its elements.
-        error_feedback: buffer of the bucket.
+        r: the reduction of a bucket.
+        code: the code of the quantized format.
+        bucket_ptr: the address of the bucket.
+        elem_bytes: bytes per element of the bucket.
+        error_feedback: the error feedback of the bucket.
     """
 
     def __init__(
@@ -248,5 +248,5 @@ class FeedbackForm(QuantizedForm):
         self._quantize(wide_ptr, ptr, elems, self._error_feedback.sums)
 
     def _quantize(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
-        assert kept.numel() == elems  # written to by its address
+        assert kept.numel() == elems  # the native call writes to its address
         _native.quantize(self.code, wide_ptr, FLOAT32, ptr, elems, kept.data_ptr())

@@ -1,25 +1,24 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
-It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes,
-L ranks in each; W = N L; a buffer of B bytes (of the type that travels).
+It implements :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes of L
+ranks; W = N L; a buffer of B bytes (in the type that travels); a rail joins equal local ranks.
 
-    reduce-scatter   each node reduces what goes to a node m into partial sums, one for each rank
+    reduce-scatter   each node reduces the data for a node m into partial sums, one for each rank
                      of m, and its ranks send them on their rails; rank r adds the N partial sums
                      of its chunk in node order. B (N-1)/N leave a node.
-    all-gather       each rank sends its chunk to its rail peers, and each node shares what its
-                     ranks received. B (N-1)/N leave a node.
-    all-reduce       both, on pieces of which a rank owns 1/W. Below ``ONE_HOP_BYTES`` each node
-                     reduces the whole, and each rank exchanges that with its rail peers: one hop
-                     on the network, where there are two, but L times the bytes.
+    all-gather       each rank sends its chunk to its rail peers, and each node shares the chunks
+                     that its ranks received. B (N-1)/N leave a node.
+    all-reduce       both, on pieces; each rank owns 1/W. Below ``ONE_HOP_BYTES`` each node reduces
+                     the whole buffer, and each rank exchanges the result with its rail peers: one
+                     network hop in place of two, but L times the bytes.
 
-Partial sums stay in the accumulator's type (FP32 for 16-bit types), in which they are added, so
-that one rounding is all there is: the result is that of one node which sums in groups of L ranks
-(``CommOptions.sum_group_size``). With ``compression="param"`` partial sums are rounded before they
-travel.
+Partial sums are kept and added in the accumulator's type (FP32 for 16-bit types), and the result is
+rounded once: it equals the result of one node that sums in groups of L ranks
+(``CommOptions.sum_group_size``). ``compression="param"`` rounds partial sums before they travel.
 
-Large calls are cut into segments, of which two are under way: while one is on the network the next
-is reduced in the node, and the one before is added and shared. One-shot rails do this; the other
-schedules add partial sums on the way.
+Large calls are cut into segments in a pipeline: while one segment is on the network, the node
+reduces the next segment, and adds and shares the segment before. One-shot rails work this way; the
+other schedules also add partial sums in between.
 """
 
 from __future__ import annotations
@@ -48,50 +47,50 @@ from ringcomm.comm.nodes.transport import RailMessage, memory_at
 Tensor = torch.Tensor
 
 
-# ---- The rounds in which the ranks of a rail exchange what they sum or gather, as data ----------
-# A rail joins a rank of each of N nodes. A *reduction* begins with a partial sum of every node for
-# every node, its *target*; in each round a rank sends partial sums away and adds those that it
-# receives to its own, and in the end it has the sum for its own node. Every partial sum is sent
-# once. A *gathering* is the same backwards: what was sent arrives, and nothing is added.
+# ---- The rounds in which the ranks of a rail exchange partial sums or chunks, as data -----------
+# A rail joins one rank of each of N nodes. A *reduction* begins with a partial sum on every node
+# for every node, its *target*; in each round a rank sends some partial sums and adds the arriving
+# ones to its own, and at the end it has the sum for its own node. Every partial sum is sent once. A
+# *gathering* is the same schedule backwards: sends become receives, and nothing is added.
 #
-#     schedule   rounds   messages of a rank     terms of a sum   buffers of B bytes: a rank sends
+#     schedule   rounds   messages of a rank     terms of a sum   a rank sends, of B bytes
 #     one_shot   1        N - 1                  N                B (N-1)/N
 #     levels     2        a + b - 2, a b = N     a, then b        B (N-1)/N
 #     ring       N - 1    N - 1                  2                B (N-1)/N
 #
-# Levels: a group of a nodes, [j a, (j+1) a), exchange first what goes to their likes in all b
-# groups; then nodes at the same position in their groups exchange the sums. The first round has
-# most of the bytes, so that they stay among neighbours. Ring: the partial sum of a target starts at
-# the node after it, goes from node to node, and grows at each.
+# Levels: the a nodes of a group, [j a, (j+1) a), first exchange partial sums; each node takes those
+# for the nodes at its own position in all b groups. Then nodes at equal positions exchange sums.
+# The first round has most of the bytes, so most bytes stay among neighbours. Ring: the partial sum
+# of a target starts at the node after it and grows as it passes from node to node.
 
-# From so many nodes on "auto" means levels. Predicted (docs/scaling.md, "One-shot, ring or
-# levels"): with 1 us a message levels win from 32 nodes on, with 0.1 us from 256 on.
+# "auto" means levels from this number of nodes on. Predicted (docs/scaling.md, "One-shot, ring or
+# levels"): levels win from 32 nodes on if a message costs 1 us, from 256 nodes on if 0.1 us.
 LEVELS_FROM_NODES = 32
 
 
 class Exchange(NamedTuple):
-    """A message of a round: the other node, and the nodes whose parts it carries, in order."""
+    """A message of a round: the other node, and its targets: the nodes whose parts it carries."""
 
     peer: int
     targets: tuple[int, ...]
 
 
 class Round(NamedTuple):
-    """The messages that a rank sends, and those that it receives before the next round."""
+    """The messages that a rank sends in a round, and the messages that it receives to end it."""
 
     sends: tuple[Exchange, ...]
     receives: tuple[Exchange, ...]
 
 
 def rail_schedule(asked: str, nodes: int) -> str:
-    """Returns the schedule that ``CommOptions.rails`` means for so many nodes."""
+    """Returns the schedule that ``CommOptions.rails`` selects for this number of nodes."""
     if asked != "auto":
         return asked
     return "levels" if nodes >= LEVELS_FROM_NODES else "one_shot"
 
 
 def levels_of(nodes: int) -> tuple[int, int]:
-    """Returns (a, b) with a b = ``nodes`` and the fewest messages; a prime number has a = 1."""
+    """Returns (a, b), a b = ``nodes``, with the fewest messages; for a prime number a = 1."""
     near = next(each for each in range(isqrt(nodes), 0, -1) if nodes % each == 0)
     return near, nodes // near
 
@@ -103,7 +102,7 @@ def reduction(name: str, nodes: int, node: int) -> tuple[Round, ...]:
     Args:
         name: "one_shot", "levels" or "ring".
         nodes: N, at least 2.
-        node: from 0 on.
+        node: the number of this rank's node, counted from 0.
     """
     if name == "ring":
         return tuple(
@@ -137,41 +136,41 @@ def reduction(name: str, nodes: int, node: int) -> tuple[Round, ...]:
 
 @lru_cache(maxsize=64)
 def gathering(name: str, nodes: int, node: int) -> tuple[Round, ...]:
-    """Returns the rounds of a gathering: those of the reduction backwards."""
+    """Returns the rounds of a gathering: the rounds of the reduction, reversed."""
     return tuple(
         Round(each.receives, each.sends) for each in reversed(reduction(name, nodes, node))
     )
 
 
 # ---- Sums and gathers over nodes: within each node, and in rounds on the rails ------------------
-# Both work on a *table*: which elements each rank owns, by node and local rank. Large ones are cut
-# into segments, so that while one is on the network the next is reduced in the node, and the one
-# before is added and shared.
+# Both work on a *table*: the elements that each rank owns, by node and local rank. Large tables are
+# cut into segments: while one segment is on the network, the node reduces the next segment, and
+# adds and shares the segment before.
 
-# Pieces and segments begin at multiples of this, so that vectors of every type, and the blocks of
-# quantization, are whole.
+# Pieces and segments begin at multiples of this number of elements, so that they hold whole vectors
+# of every type and whole quantization blocks.
 LINE_ELEMS = _native.QUANT_BLOCK
-# What a rank has on the network per segment and peer, and what part of that the first and the last
-# segment are. Two nodes of 2 ranks in network namespaces, 2 virtual cores of an Intel Xeon (family
-# 6 model 207), 16 MiB, sizes from 256 KiB to 2 MiB and ends from all to 1/8 of them in turn, 13 to
-# 15 rounds: at 1 Gbit/s small ends bring a reduce-scatter from 74 to 71 ms at best (a bare exchange
-# of the bytes: 70), and at 20 Gbit/s, where the cores are the limit, segments of 2 MiB take 0.8
-# times as long as those of 1 MiB. Other work ran beside.
+# SEGMENT_BYTES: what a rank has on the network per segment and peer. The first and the last segment
+# have 1/END_DIVISOR of it. Measured with two nodes of 2 ranks in network namespaces, 2 virtual
+# cores of an Intel Xeon (family 6 model 207), other work on the machine, calls of 16 MiB, segments
+# of 256 KiB to 2 MiB, divisors 1 to 8 in turn, 13 to 15 rounds: at 1 Gbit/s small ends speed up a
+# reduce-scatter from 74 to 71 ms at best (sending the bytes alone: 70 ms); at 20 Gbit/s, where the
+# cores are the limit, segments of 2 MiB take 0.8 times as long as segments of 1 MiB.
 SEGMENT_BYTES = 2 << 20
 END_DIVISOR = 8
 
 
-# By node and local rank, what each rank owns. Of all-reduce every node has as many parts as there
-# are rails, and a rank of a smaller node owns several.
+# The elements that each rank owns, by node and local rank. In an all-reduce every node has as many
+# parts as there are rails, so a rank of a smaller node owns several.
 Table = list[list[Span]]
 
 
 @dataclass
 class InFlight:
-    """Messages that a part of a call has sent, and scratch memory that it holds meanwhile.
+    """Messages that a stage of a call has sent, and the scratch memory that they use.
 
     Attributes:
-        sent: to wait for before the memory is free.
+        sent: the messages to wait for before the memory may be reused.
         scratch: the memory.
     """
 
@@ -181,11 +180,11 @@ class InFlight:
 
 @dataclass
 class _RailParcel:
-    """A message that arrives, with the spans of one node or of several behind one another.
+    """An arriving message, which holds the spans of one node or of several nodes, concatenated.
 
     Attributes:
         peer: the node that sends it.
-        message: None: it is there, and its spans are where they belong.
+        message: the receive; None if the spans have arrived and are in place.
         spans: by node, where its elements arrive.
     """
 
@@ -196,13 +195,13 @@ class _RailParcel:
 
 @dataclass
 class _OnRail:
-    """A reduction or a gathering of one segment on one rail, under way.
+    """A reduction or a gathering of one segment under way on one rail.
 
     Attributes:
-        rail: its number.
-        spans: by node, this rank's partial sum for it; or where its bytes belong.
-        rounds: of the schedule.
-        arriving: by round, what arrives.
+        rail: the number of the rail.
+        spans: by node, this rank's partial sum for the node; in a gathering the node's output.
+        rounds: the rounds of the schedule.
+        arriving: by round, the arriving messages.
     """
 
     rail: int
@@ -213,11 +212,11 @@ class _OnRail:
 
 @dataclass
 class _Begun(InFlight):
-    """A reduction or a gathering of one segment under way, by rail.
+    """A reduction or a gathering of one segment under way on all rails of this rank.
 
     Attributes:
-        rails: by number.
-        form: of what is gathered, if it has to be dequantized.
+        rails: the state of each rail, by its number.
+        form: the quantized form of gathered data; None if they are not quantized.
     """
 
     rails: dict[int, _OnRail] = field(default_factory=dict)
@@ -245,10 +244,10 @@ class NodesCore(CollectivesOverNodes):
         ]
 
     def _segments(self, elems: int, pieces: int, elem_bytes: int) -> list[tuple[int, int]]:
-        """Cuts elements that lie in so many pieces into what is under way at a time.
+        """Cuts a buffer of ``elems`` elements in ``pieces`` pieces into segments [begin, end).
 
-        Of several segments the first and the last are small: nothing is on the network before the
-        first has been summed within the node, nor behind the last.
+        Of several segments the first and the last are small, because the network idles while the
+        node reduces the first segment, and again after the last segment has arrived.
         """
         each, small = (
             max(size_bytes // elem_bytes, 1) * pieces
@@ -261,7 +260,7 @@ class NodesCore(CollectivesOverNodes):
         return list(zip([0, *ends], ends, strict=False))
 
     def _in_stages(self, count: int, *stages: Callable[[int, Any], Any]) -> None:
-        """Does the stages of all segments, each stage of one while the next is under way."""
+        """Runs ``stages`` on ``count`` segments as a pipeline: each turn runs one stage of each."""
         under_way: list[dict[int, Any]] = [{} for _ in stages]
         for turn in range(count + len(stages) - 1):
             for number, stage in enumerate(stages):
@@ -272,10 +271,10 @@ class NodesCore(CollectivesOverNodes):
                 under_way[number][segment] = stage(segment, before)
 
     def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
-        """Yields the spans of a node by as many as this rank's node has ranks.
+        """Yields the spans of ``node`` in rows of as many spans as this rank's node has ranks.
 
-        Each row has a span for each rank of this node, of no elements where there is none for it.
-        With it comes the number of this rank's own, which may be past the node's last.
+        Each row has one span for each rank of this node; some may be empty. With the row comes the
+        local rank on ``node`` of this rank's own span, which may be past that node's last rank.
         """
         spans, num_local = table[node], len(self.layout.node_ranks)
         for first in range(0, len(spans), num_local):
@@ -286,7 +285,7 @@ class NodesCore(CollectivesOverNodes):
 
     @property
     def _rounds(self) -> range:
-        """The rounds of this communicator's schedule."""
+        """The numbers of the rounds of this communicator's schedule."""
         return range(len(reduction(self._schedule, len(self.layout.nodes), self.layout.node)))
 
     def _taken(self, begun: InFlight, size_bytes: int) -> int:
@@ -295,14 +294,14 @@ class NodesCore(CollectivesOverNodes):
         return tensor.data_ptr()
 
     def _given_back(self, begun: InFlight) -> None:
-        """Waits for what was sent, and gives the memory back."""
+        """Waits until the messages are sent, then releases their scratch memory."""
         self._settle(begun.sent)
         self._scratch.give(begun.scratch)
 
     # ---- reduce-scatter -------------------------------------------------------------------------
 
     def _reduce_spans(self, spans: list[Span], out_ptr: int, form: Form, out_dtype: int) -> None:
-        """Reduces spans, one for each rank, of which this rank's sum goes to ``out_ptr``."""
+        """Reduces spans, one for each rank; writes this rank's sum to ``out_ptr``."""
         r = form.r
         size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
         segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
@@ -350,9 +349,9 @@ class NodesCore(CollectivesOverNodes):
     def _quantize_sums(
         self, begun: _Begun, own: Mapping[int, Span], table: Table, form: QuantizedForm
     ) -> _Begun:
-        """Ends a reduction in sums that are quantized once more, and begins to gather these.
+        """Ends a reduction whose sums are quantized once more, and begins to gather them.
 
-        This rank's results are those that the others dequantize.
+        This rank's own results are the dequantized values, as on all other ranks.
         """
         gathered = _Begun(form=form)
         size = ELEM_BYTES[form.r.partial]
@@ -369,14 +368,14 @@ class NodesCore(CollectivesOverNodes):
     def _begin_quantized_on_rail(
         self, begun: _Begun, rail: int, wide: Span, spans: Sequence[Span], form: QuantizedForm
     ) -> None:
-        """Quantizes what this rank has in FP32, and begins to gather that on one rail.
+        """Quantizes this rank's FP32 numbers, and begins to gather them on one rail.
 
         Args:
             begun: holds the memory of the quantized values.
-            rail: its number.
+            rail: the number of the rail.
             wide: the FP32 numbers.
             spans: by node, where the dequantized numbers belong; this rank's are written here.
-            form: in which partial sums travel.
+            form: the form in which partial sums travel.
         """
         quantized = [Span(0, form.bytes_of(span.elems)) for span in spans]
         ptr = self._taken(begun, sum(span.elems for span in quantized))
@@ -394,7 +393,7 @@ class NodesCore(CollectivesOverNodes):
             elems = [row[rail].elems if rail < len(row) else 0 for row in table]
             begun.rails[rail] = self._with_room(begun, rail, elems, form)
         rounds = reduction(self._schedule, len(layout.nodes), layout.node)
-        # What leaves first is reduced first.
+        # Reduces first the data that leave first.
         for number, exchange in ((n, each) for n, turn in enumerate(rounds) for each in turn.sends):
             for target in exchange.targets:
                 self._reduce_rows(begun, table, target, form)
@@ -432,11 +431,11 @@ class NodesCore(CollectivesOverNodes):
         return on_rail
 
     def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
-        """Reduces within the node what a node's ranks own, to partial sums on this rank's rails."""
+        """Reduces the elements of the target node's ranks within this node, to partial sums."""
         r = form.r
         for local_rank, row in self._rows(table, target):
             mine = row[self.layout.local_rank]
-            # A number past the last rail has no elements.
+            # If the number is past the last rail, the span is empty.
             ptr = (
                 begun.rails[local_rank].spans[target].ptr if local_rank in begun.rails else mine.ptr
             )
@@ -459,14 +458,14 @@ class NodesCore(CollectivesOverNodes):
     def _send_sums(
         self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, form: Form
     ) -> None:
-        """Sends the partial sums of a message, which lie behind one another."""
+        """Sends the partial sums of a message, which are contiguous in memory."""
         size_bytes = sum(form.bytes_of(on_rail.spans[node].elems) for node in exchange.targets)
         if size_bytes:
             ptr = on_rail.spans[exchange.targets[0]].ptr
             begun.sent.append(self._send(on_rail.rail, exchange.peer, ptr, size_bytes, number))
 
     def _adding_stages(self, form: Form) -> Iterator[Callable[[int, _Begun], _Begun]]:
-        """Yields the stages of a reduction between its first and its last."""
+        """Yields the stages of a reduction between the first and the last stage."""
 
         def add(number: int, s: int, begun: _Begun) -> _Begun:
             for on_rail in begun.rails.values():
@@ -480,7 +479,7 @@ class NodesCore(CollectivesOverNodes):
         yield from (partial(add, number) for number in self._rounds[:-1])
 
     def _terms(self, on_rail: _OnRail, number: int) -> dict[int, list[int]]:
-        """Waits for a round; returns by target the terms of its sum, in the order of the nodes."""
+        """Waits for a round; returns for each target the addresses of its terms, in node order."""
         came: dict[int, list[tuple[int, int]]] = {}
         for parcel in on_rail.arriving[number]:
             self._arrive(parcel)
@@ -497,7 +496,7 @@ class NodesCore(CollectivesOverNodes):
     def _end_reduction(
         self, begun: _Begun, outs: Mapping[int, Span], form: Form, out_dtype: int
     ) -> None:
-        """Adds what arrives in the last round for the parts that this rank owns."""
+        """Adds the partial sums of the last round to the parts that this rank owns."""
         divide_by = self._world if form.r.op == AVG else 0
         for rail, on_rail in begun.rails.items():
             for ptrs in self._terms(on_rail, self._rounds[-1]).values():
@@ -506,7 +505,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _join(self, begun: InFlight, ptrs: list[int], out: Span, r: Reducing) -> None:
-        """Adds a partial sum of each node, in the order in which levels add, if they are chosen."""
+        """Adds one partial sum per node; with the levels schedule, in the order of levels."""
         near = levels_of(len(ptrs))[0] if self._schedule == "levels" else 1
         if near > 1:
             size_bytes = out.elems * ELEM_BYTES[r.partial]
@@ -519,7 +518,7 @@ class NodesCore(CollectivesOverNodes):
         _native.combine_partials(ptrs, r.partial, out.ptr, r.dtype, out.elems, r.joining, divide_by)
 
     def _form(self, r: Reducing, elems: int) -> Form:
-        """Returns the form in which partial sums of a buffer of so many elements travel."""
+        """Returns the form in which partial sums of a buffer of ``elems`` elements travel."""
         code = _native.QUANT_FORMATS.get(self.compression)
         if code is not None and is_quantized(r, elems * ELEM_BYTES[r.dtype]):
             return QuantizedForm(r, code)
@@ -529,7 +528,7 @@ class NodesCore(CollectivesOverNodes):
     # ---- all-gather -----------------------------------------------------------------------------
 
     def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
-        """Gathers spans of bytes, of which this rank's lies at ``in_ptr``, too."""
+        """Gathers spans of bytes, one from each rank; this rank's data are at ``in_ptr``."""
         own = spans[self.layout.rank]
         if in_ptr != own.ptr and own.elems:
             memory_at(own.ptr, own.elems).copy_(memory_at(in_ptr, own.elems))
@@ -543,7 +542,7 @@ class NodesCore(CollectivesOverNodes):
         )
 
     def _gather_on_rail(self, spans: list[Span]) -> None:
-        """Gathers spans of bytes, one for each node, among the ranks of this rank's rail alone."""
+        """Gathers spans of bytes, one for each node, among the ranks of this rank's rail only."""
         segments = self._segments(max(span.elems for span in spans), 1, 1)
 
         def begin(s: int, _: None) -> _Begun:
@@ -561,12 +560,12 @@ class NodesCore(CollectivesOverNodes):
         self._in_stages(len(segments), begin, *self._passing_stages(), end)
 
     def _gather_quantized(self, wide_ptr: int, spans: list[Span], form: QuantizedForm) -> None:
-        """Gathers spans of elements, one for each rank, which become what is dequantized.
+        """Gathers quantized elements, one span from each rank, and dequantizes them.
 
         Args:
             wide_ptr: the FP32 numbers that this rank quantizes.
-            spans: by rank, where its elements belong.
-            form: in which partial sums travel.
+            spans: by rank, where its dequantized elements belong.
+            form: the form in which partial sums travel.
         """
         layout, size, nothing = self.layout, ELEM_BYTES[form.r.dtype], Span(0, 0)
         mine = Span(wide_ptr, spans[layout.rank].elems)
@@ -592,7 +591,7 @@ class NodesCore(CollectivesOverNodes):
     def _gather_quantized_on_rail(
         self, wide_ptr: int, spans: list[Span], form: QuantizedForm
     ) -> None:
-        """Does :meth:`_gather_quantized` with a span for each node, on this rank's rail alone."""
+        """Does :meth:`_gather_quantized` with one span per node, on this rank's rail only."""
         layout, size = self.layout, ELEM_BYTES[form.r.dtype]
         mine = Span(wide_ptr, spans[layout.node].elems)
         elems = max(span.elems for span in spans)
@@ -614,7 +613,7 @@ class NodesCore(CollectivesOverNodes):
         self._in_stages(len(rows), begin, *self._passing_stages(), end)
 
     def _begin_gathering(self, table: Table, elem_bytes: int) -> _Begun:
-        """Sends what this rank owns to the rail peers of the first round."""
+        """Sends the elements that this rank owns to the rail peers of the first round."""
         begun, nothing = _Begun(), Span(0, 0)
         for rail in self.layout.rails_of(self.layout.rank):
             spans = [row[rail] if rail < len(row) else nothing for row in table]
@@ -622,7 +621,7 @@ class NodesCore(CollectivesOverNodes):
         return begun
 
     def _begin_on_rail(self, begun: _Begun, rail: int, spans: list[Span]) -> None:
-        """Begins a gathering on one rail of spans of bytes, by node."""
+        """Begins a gathering of spans of bytes, by node, on one rail."""
         layout = self.layout
         rounds = gathering(self._schedule, len(layout.nodes), layout.node)
         begun.rails[rail] = on_rail = _OnRail(rail, spans, rounds)
@@ -644,7 +643,7 @@ class NodesCore(CollectivesOverNodes):
         self._send_round(begun, on_rail, 0)
 
     def _send_round(self, begun: _Begun, on_rail: _OnRail, number: int) -> None:
-        """Sends the messages of a round of a gathering; spans of several nodes are packed."""
+        """Sends the messages of one round of a gathering; packs the spans of several nodes."""
         packed: dict[tuple[int, ...], Span] = {}
         for exchange in on_rail.rounds[number].sends:
             if exchange.targets not in packed:
@@ -656,7 +655,7 @@ class NodesCore(CollectivesOverNodes):
                 begun.sent.append(self._send(on_rail.rail, exchange.peer, *span, tag))
 
     def _packed(self, begun: InFlight, spans: list[Span]) -> Span:
-        """Returns bytes behind one another: those of a single span where they are."""
+        """Returns the bytes of all spans, contiguous; a single span is not copied."""
         if len(spans) <= 1:
             return spans[0] if spans else Span(0, 0)
         size_bytes = sum(span.elems for span in spans)
@@ -667,7 +666,7 @@ class NodesCore(CollectivesOverNodes):
         return Span(ptr, size_bytes)
 
     def _passing_stages(self) -> Iterator[Callable[[int, _Begun], _Begun]]:
-        """Yields the stages of a gathering between its first and its last."""
+        """Yields the stages of a gathering between the first and the last stage."""
 
         def pass_on(number: int, s: int, begun: _Begun) -> _Begun:
             self._pass_on(begun, number)
@@ -676,7 +675,7 @@ class NodesCore(CollectivesOverNodes):
         yield from (partial(pass_on, number) for number in self._rounds[:-1])
 
     def _pass_on(self, begun: _Begun, number: int) -> None:
-        """Waits for a round of a gathering, and sends what comes next."""
+        """Waits for a round of a gathering, and sends the messages of the next round."""
         for on_rail in begun.rails.values():
             for parcel in on_rail.arriving[number]:
                 self._arrive(parcel, on_rail.spans)
@@ -684,7 +683,7 @@ class NodesCore(CollectivesOverNodes):
                 self._send_round(begun, on_rail, number + 1)
 
     def _end_gathering(self, begun: _Begun, table: Table, elem_bytes: int) -> None:
-        """Shares with the node what this rank has of its own and what arrived for it."""
+        """Shares this rank's own elements, and the elements that it received, within the node."""
         layout = self.layout
         for node in (layout.node, *layout.others()):
             for local_rank, row in self._rows(table, node):
@@ -708,7 +707,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
-        """Waits for a message, and brings its spans where they belong, by node."""
+        """Waits for a message, and copies its spans to ``belong``, by node."""
         if parcel.message is None:
             return
         self._arrived(parcel.message)
@@ -725,8 +724,8 @@ class NodesCore(CollectivesOverNodes):
 
     def barrier(self) -> int:
         def body() -> None:
-            # A header comes from a rank whose node has met: whoever has those of its rail peers
-            # knows that all ranks are there.
+            # A rank sends its header once its node has passed the barrier within the node. So the
+            # headers of all rail peers show that all ranks have arrived.
             self._inside(self._inner.barrier())
             self._send_headers()
             self._check_headers()
@@ -764,7 +763,7 @@ class NodesCore(CollectivesOverNodes):
         self._scratch.give(begun.scratch)
 
     def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
-        """Each node reduces at the rail of the root, which adds what arrives."""
+        """Each node reduces to its rank on the root's rail; the root adds the arriving sums."""
         in_ptr, elems = ins
         begun, layout, form = InFlight(), self.layout, self._form(r, elems)
         quantized = form if isinstance(form, QuantizedForm) else None
@@ -800,7 +799,7 @@ class NodesCore(CollectivesOverNodes):
         self._scratch.give(begun.scratch)
 
     def _broadcast(self, whole: Span, root: int) -> None:
-        """Passes segments from node to node along the root's rail, and shares them in each."""
+        """Passes segments from node to node along the root's rail; each node shares them."""
         layout, size = self.layout, len(self.layout.nodes)
         rail, node = layout.local_rank_of(root), layout.node_of(root)
         at = rail % len(layout.node_ranks)
@@ -869,10 +868,10 @@ class NodesCore(CollectivesOverNodes):
         self._scratch.give(begun.scratch)
 
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
-        """Collects in each node what goes to one rank elsewhere, and sends it on that rank's rail.
+        """Collects in each node the data for a rank of another node, and sends them on its rail.
 
-        So ranks have messages for their rail peers alone, each of one sender's bytes, which arrive
-        where they belong.
+        So ranks send messages only to their rail peers. Each message has the bytes of one sender
+        and arrives directly at its place in the output.
         """
         begun, layout = InFlight(), self.layout
         sizes = self._sizes_by_sender([span.elems for span in ins])
@@ -904,7 +903,7 @@ class NodesCore(CollectivesOverNodes):
     def _collect_for(
         self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: InFlight
     ) -> None:
-        """Collects what goes to the ranks of a node from local rank ``first`` on."""
+        """Collects the data for the ranks of ``node`` whose local ranks start at ``first``."""
         layout = self.layout
         targets = layout.nodes[node][first : first + len(layout.node_ranks)]
         outgoing = [ins[rank] for rank in targets]

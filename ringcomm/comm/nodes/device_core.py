@@ -1,24 +1,24 @@
 """The core of a communicator on devices over several nodes: calls of the node and the transport.
 
-It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for devices, which give
-the bits of those for the host (:mod:`ringcomm.comm.nodes.core`). A call is a series of node's
+It implements the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for devices,
+with the same bits as the host (:mod:`ringcomm.comm.nodes.core`). A call is a series of the node's
 kernels, the transport's exchanges and torch's operations, all on the current stream:
 
-    reduce-scatter   each rank copies its buffer, widened to FP32 if it is of a 16-bit type, by the
-                     local peer that each part passes through; one reduce-scatter of the node leaves
-                     each rank the partial sums for its rail peers; one exchange brings it the N
-                     partial sums of its own part, which it adds in node order and rounds once.
+    reduce-scatter   each rank widens its buffer to FP32 if it is of a 16-bit type, and copies it
+                     in the order of the local peers that send its parts; one reduce-scatter of the
+                     node gives each rank the partial sums for its rail peers; one exchange brings
+                     it the N partial sums of its own part; it adds them in node order, rounds once.
     all-gather       each rank sends its part to its rail peers, and one all-gather of the node
-                     shares what its ranks have.
+                     shares all parts that its ranks hold.
     all-reduce       both; or, below ``ONE_HOP_BYTES``, an all-reduce of the node and one exchange.
 
-The bytes on the network are those of the host's form. In the node 16-bit types cost twice the
+The bytes on the network are the same as on the host. Within the node 16-bit types take twice the
 bytes, since they are widened before they are reduced, and each buffer is copied once more. Large
-calls go in segments, one after the other.
+calls run in segments, one after the other.
 
-Before a call is enqueued the hosts of a rail tell each other which call it is: an exchange of other
-sizes than the peers' would stall on the device, or worse. So a call returns once the rail peers
-have made it, too; their devices may be far behind.
+Before a call is enqueued the hosts of a rail compare its headers: an exchange whose sizes differ
+from the peers' sizes would stall on the device, or worse. So a call returns once the rail peers
+have made it as well; their devices may be far behind.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.process import Deadline
 
 # ---- Quantization on a device, by kernels that the calls of a node's communicator enqueue -------
-# They compile the lines that the host does, ``kernels/include/ringcomm/core/quantization.h``, and
-# give its bits. Quantized runs lie behind each other at multiples of ``ALIGN_BYTES``, so that lanes
-# load and store whole words of them; that is a few bytes more than on the host.
+# They compile the host's code, ``kernels/include/ringcomm/core/quantization.h``, so the bits are
+# equal. Quantized runs are stored at multiples of ``ALIGN_BYTES``, so that lanes load and store
+# whole words; so a run takes a few bytes more than on the host.
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ _TYPES = ("float32", "bfloat16", "float16")
 
 
 def size_bytes(compression: str, elems: int) -> int:
-    """Returns the bytes of a run of so many numbers, up to the next one."""
+    """Returns the bytes of a quantized run of ``elems`` numbers, padded to ``ALIGN_BYTES``."""
     quantized_bytes = _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
     return -(-quantized_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -81,11 +81,11 @@ def preload(device_ref: tuple[DeviceRuntime, int], compression: str) -> None:
 
 
 class DeviceQuantizer:
-    """Quantizes on a rank's device, and adds up what quantized runs stand for.
+    """Quantizes on a rank's device, and adds the dequantized values of runs.
 
     Args:
         enqueue: enqueues a call of the node's communicator, by its native name and arguments.
-        room: returns so many bytes on the device.
+        room: returns a tensor of the given number of bytes on the device.
     """
 
     def __init__(self, enqueue: Callable[..., None], room: Callable[[int], Tensor]) -> None:
@@ -93,7 +93,7 @@ class DeviceQuantizer:
         self._room = room
 
     def quantize(self, compression: str, runs: Sequence[Tensor]) -> Tensor:
-        """Returns runs in float32 quantized, behind each other, of :func:`size_bytes` each."""
+        """Returns float32 runs in quantized form, concatenated, :func:`size_bytes` bytes each."""
         sizes = [size_bytes(compression, run.numel()) for run in runs]
         quantized = self._room(sum(sizes))
         for run, to in zip(runs, torch.split(quantized, sizes), strict=True):
@@ -111,14 +111,14 @@ class DeviceQuantizer:
         dtype: int,
         divide_by: int = 0,
     ) -> None:
-        """Adds up the numbers of ``count`` quantized runs, in order, with one rounding.
+        """Adds the dequantized numbers of ``count`` runs, in order, and rounds once.
 
         Args:
             compression: "int8", "fp8" or "int4".
-            quantized: from :meth:`quantize` of any ranks, as many numbers each as ``out`` has.
-            count: how many runs there are.
+            quantized: runs that :meth:`quantize` returned on any ranks, each as long as ``out``.
+            count: the number of runs.
             out: where the sums are stored.
-            dtype: of ``out``, as the native module has it.
+            dtype: code of the dtype of ``out``.
             divide_by: divides the sums, unless 0.
         """
         if out.elems:
@@ -133,7 +133,7 @@ class DeviceQuantizer:
 TORCH_DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)
 }
-# Torch has few operations of these; sums, products and bits are those of the signed ones.
+# Torch has few operations for these types; signed sums, products and bitwise results are equal.
 AS_SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -150,7 +150,7 @@ def _larger(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a > b) | (a != a), a, b)
 
 
-# As combine() of kernels/include/ringcomm/core/reduce.h, to the bit.
+# The same bits as combine() of kernels/include/ringcomm/core/reduce.h.
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
@@ -171,16 +171,16 @@ OP_NAMES = {code: name for name, code in _native.OPS.items()}
 
 
 def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
-    """Adds up partial sums in their order, and divides by ``divide_by`` unless that is 0.
+    """Combines partial sums in order, and divides by ``divide_by`` unless that is 0.
 
     Args:
-        partials: [nodes, elements], of the partial sums' type or, rounded for the network, of the
-            elements'.
+        partials: [nodes, elements], in the partial sums' type, or in the elements' type if they
+            were rounded for the network.
         r: the reduction.
-        divide_by: the number of ranks, of a mean.
+        divide_by: the number of ranks for a mean, else 0.
 
     Returns:
-        [elements], of the partial sums' type, where complex numbers are pairs of real ones.
+        [elements], in the partial sums' type; complex numbers as pairs of real numbers.
     """
     rows = partials.to(TORCH_DTYPES[r.partial])
     kind = {**AS_SIGNED, **AS_REAL}.get(rows.dtype)
@@ -194,23 +194,23 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
         return total
     if not total.is_floating_point():
         return torch.div(total, divide_by, rounding_mode="trunc")
-    # A tensor on the device: torch multiplies by the reciprocal of a number of the host's.
+    # A tensor on the device: if the divisor were a host number, torch would multiply by 1/divisor.
     return total / torch.full((), divide_by, dtype=total.dtype, device=total.device)
 
 
 def keeps_type(dtype: torch.dtype) -> bool:
-    """Tells whether :func:`joined` returns elements of this type, or of its partial sums', as such.
+    """True if :func:`joined` returns elements of ``dtype`` (or its partial sums' type) unchanged.
 
-    Others it returns as signed integers or as pairs of real numbers.
+    It returns all other types as signed integers or as pairs of real numbers.
     """
     return dtype not in AS_SIGNED and dtype not in AS_REAL
 
 
 def check_reducible(operation: str, dtype: int, op: int) -> None:
-    """Refuses a dtype and an op that no kernel reduces; both are codes of the native module.
+    """Raises if no kernel reduces this dtype by this op; both are codes of the native module.
 
     Raises:
-        ArgumentError: as :meth:`DeviceComm.reduce` does for the same.
+        ArgumentError: in the cases in which :meth:`DeviceComm.reduce` raises it.
     """
     kind, name = TORCH_DTYPES[dtype], OP_NAMES[op]
     signed_only = kind in AS_SIGNED and name in ("AVG", "PREMUL_SUM", "MIN", "MAX")
@@ -222,7 +222,7 @@ def check_reducible(operation: str, dtype: int, op: int) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensor by tensor, in few launches; widens where the types differ."""
+    """Copies each source to its target, in few launches; converts where the dtypes differ."""
     pairs = [
         (to, of) if to.dtype is not of.dtype else (to.view(torch.uint8), of.view(torch.uint8))
         for to, of in zip(targets, sources, strict=True)
@@ -232,7 +232,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
 
 
-# What a rank copies at a time; a choice. A call has a few buffers of that size.
+# The bytes that a rank copies at a time; a choice. A call uses a few buffers of this size.
 SCRATCH_BYTES = 64 << 20
 
 
@@ -240,13 +240,13 @@ class DeviceNodesCore(CollectivesOverNodes):
     """One rank's core on a device over several nodes.
 
     Args:
-        control: the core of this rank's node on the host, by which hosts agree on calls.
-        layout: of all ranks.
-        rails: on the host, for the same.
-        watch: over all ranks.
+        control: the host core of this rank's node, by which hosts agree on calls.
+        layout: the nodes of all ranks.
+        rails: the host rails, also for agreement.
+        watch: the watch over all ranks.
         compression: as ``CommOptions.compression``.
-        calls: the node's communicator on devices, used by nothing else.
-        device_rails: carry the data between nodes.
+        calls: the device communicator of the node; nothing else uses it.
+        device_rails: the rails that carry the data between nodes.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return super().aborted or self.calls.aborted
 
     def ends(self, grace_s: float) -> bool:
-        """Waits for the calls under way; False if ``grace_s`` was too short."""
+        """Waits for the calls under way; returns False if they take longer than ``grace_s``."""
         deadline = Deadline(grace_s)
         while self.device_watch.under_way:
             if deadline.is_over():
@@ -351,7 +351,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def barrier(self) -> int:
         def body() -> None:
-            # Whoever hears of its rail peers, whose nodes have met, knows that all ranks are there.
+            # A rank sends its header after its node's barrier: so they show that all ranks came.
             self._within("barrier")
             ones = [1] * len(self.layout.nodes)
             for rail in self.layout.rails_of(self.layout.rank):
@@ -362,14 +362,14 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- parts of a call ------------------------------------------------------------------------
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
-        """Refuses what no kernel reduces, before a peer hears of the call."""
+        """Raises for a dtype and op that no kernel reduces, before any peer receives a header."""
         check_reducible(f"{name} on {self.layout.named(self.layout.rank)}", dtype, op)
         return Reducing(dtype, op, factor)
 
     def _call(
         self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
-        """Enqueues a call once the rail peers have made it, too."""
+        """Enqueues a call once the rail peers have made it as well."""
 
         def agreed() -> None:
             self._check_headers()
@@ -378,7 +378,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return self._run(name, head, algorithm, agreed)
 
     def _within(self, name: str, *args: Any) -> None:
-        """Enqueues a call of the node's communicator."""
+        """Enqueues a call of the node's device communicator."""
 
         def run(core: Core) -> int:
             status: int = getattr(core, name)(*args)
@@ -408,7 +408,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return torch.empty(elems, dtype=dtype, device=on)
 
     def _bytes(self, span: Span) -> Tensor:
-        """Returns uint8 over bytes of the caller's, which keeps them alive."""
+        """Returns a uint8 tensor over the caller's memory, which the caller keeps alive."""
         if not span.elems:
             return self._room(0)
         return self._runtime.tensor(self._device, span.ptr, span.elems, None)
@@ -418,13 +418,13 @@ class DeviceNodesCore(CollectivesOverNodes):
         return whole.view(TORCH_DTYPES[dtype])
 
     def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
-        """Cuts what each rank has into segments of which those of all ranks fit into scratch."""
+        """Cuts each rank's elements into segments; one segment of all ranks fits into scratch."""
         each = SCRATCH_BYTES // (elem_bytes * self._world) // LINE_ELEMS * LINE_ELEMS
         each = max(each, LINE_ELEMS)
         yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
 
     def _cut(self, whole: Span, each: int, segment: tuple[int, int], elem_bytes: int) -> list[Span]:
-        """Returns by rank a segment of its chunk of ``each`` elements."""
+        """Returns, by rank, one segment of the rank's chunk of ``each`` elements."""
         chunks = [
             whole.slice(rank * each, (rank + 1) * each, elem_bytes) for rank in range(self._world)
         ]
@@ -434,7 +434,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _passing(self) -> list[list[int]]:
         """By local rank on this node, the ranks whose data pass through it, by rail and node.
 
-        On rail k those are the ranks of local rank k of each node that has so many.
+        Rail k carries the data of the ranks whose local rank is k.
         """
         nodes, num_local = self.layout.nodes, len(self.layout.node_ranks)
         return [
@@ -448,11 +448,11 @@ class DeviceNodesCore(CollectivesOverNodes):
         ]
 
     def _on_rail(self, rail: int, elems: Sequence[int]) -> list[int]:
-        """Returns by node ``elems`` of the rank whose local rank is the rail's number, or 0."""
+        """Returns, by node, ``elems`` of the node's rank on this rail; 0 if there is none."""
         return [elems[ranks[rail]] if rail < len(ranks) else 0 for ranks in self.layout.nodes]
 
     def _way_to(self, root: int) -> tuple[int, int, int]:
-        """Returns a root's rail and node, and the local rank of the rail's rank on this node."""
+        """Returns a root's rail and node, and the local rank on this node that uses the rail."""
         rail = self.layout.local_rank_of(root)
         return rail, self.layout.node_of(root), rail % len(self.layout.node_ranks)
 
@@ -464,7 +464,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return DeviceQuantizer(self._within, self._room)
 
     def _quantization(self, r: Reducing, elems: int) -> str | None:
-        """Returns the compression that quantizes partial sums of so many elements, if one does."""
+        """Returns the compression that quantizes sums of ``elems`` elements, or None."""
         quantized = self.compression in _native.QUANT_FORMATS and is_quantized(
             r, elems * ELEM_BYTES[r.dtype]
         )
@@ -473,7 +473,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _reduce_segment(
         self, spans: list[Span], mine: Span, r: Reducing, compression: str | None
     ) -> None:
-        """Reduces spans by rank, and this rank's into ``mine``."""
+        """Reduces spans, one for each rank; writes this rank's sum to ``mine``."""
         sums = self._reduced_in_node(spans, r)
         if compression is not None:
             self._exchange_quantized(
@@ -485,7 +485,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         self._write(self._joined(arrived, r), mine, r)
 
     def _reduced_in_node(self, spans: list[Span], r: Reducing) -> Tensor:
-        """Returns the node's partial sums of the spans that pass through this rank, by rail."""
+        """Returns the node's partial sums of the spans that this rank sends, by rail."""
         order = [rank for passing in self._passing for rank in passing]
         elems = [sum(spans[rank].elems for rank in passing) for passing in self._passing]
         packed = self._room(sum(elems), TORCH_DTYPES[r.partial])
@@ -510,7 +510,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         r: Reducing,
         compression: str,
     ) -> None:
-        """Sends quantized partial sums, and adds up to ``mine``, of ``dtype``, what arrives."""
+        """Sends quantized partial sums; adds the arriving ones to ``mine``, of type ``dtype``."""
         runs = torch.split(sums, [elems[rank] for rank in self._passing[self.layout.local_rank]])
         sizes_bytes = [size_bytes(compression, count) for count in elems]
         arrived = self._exchange_sums(self._quantizer.quantize(compression, runs), sizes_bytes)
@@ -519,14 +519,14 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _add_up(
         self, arrived: Tensor, out: Span, dtype: int, r: Reducing, compression: str
     ) -> None:
-        """Adds up the quantized runs that arrived, by node."""
+        """Adds the quantized runs that arrived, in node order."""
         divide_by = self._world if r.op == AVG else 0
         self._quantizer.add_up(compression, arrived, len(self.layout.nodes), out, dtype, divide_by)
 
     def _all_reduce_quantized(
         self, given: list[Span], outs: list[Span], r: Reducing, compression: str
     ) -> None:
-        """Reduces spans by rank, and gathers the quantized sums; all ranks have what these mean."""
+        """Reduces spans by rank, gathers the sums quantized, and dequantizes them on all ranks."""
         mine = self._room(outs[self.layout.rank].elems, TORCH_DTYPES[FLOAT32])
         span = Span(mine.data_ptr(), mine.numel())
         elems = [span.elems for span in given]
@@ -542,7 +542,7 @@ class DeviceNodesCore(CollectivesOverNodes):
             self._quantizer.add_up(compression, run, 1, out, r.dtype)
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
-        """Sends the partial sums that this rank has for others; returns those of its own part."""
+        """Sends the partial sums for other ranks; returns those for this rank's own part."""
         layout, begin = self.layout, 0
         own = elems[layout.rank]
         arrived = self._room(own * len(layout.nodes), sums.dtype)
@@ -561,13 +561,13 @@ class DeviceNodesCore(CollectivesOverNodes):
         return r.partial, SUM if r.op == AVG else r.op, r.factor if r.op == PREMUL else 1.0
 
     def _joined(self, arrived: Tensor, r: Reducing) -> Tensor:
-        """Adds up what arrived, by node."""
+        """Adds the partial sums that arrived, in node order."""
         nodes = len(self.layout.nodes)
         partials = arrived.view(nodes, arrived.numel() // nodes)
         return joined(partials, r, self._world if r.op == AVG else 0)
 
     def _write(self, total: Tensor, out: Span, r: Reducing) -> None:
-        """Writes sums as elements, with one rounding."""
+        """Writes sums as elements, rounded once."""
         if not out.elems:
             return
         target = self._tensor(out, r.dtype)
@@ -579,7 +579,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return wide
 
     def _reduce_in_one_hop(self, given: Span, out: Span, r: Reducing) -> None:
-        """Reduces the whole in each node, and exchanges that with the rail peers."""
+        """Reduces the whole buffer in each node, then exchanges the results with the rail peers."""
         if not given.elems:
             return
         wide = self._widened(given, r)
@@ -596,7 +596,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _reduce_to(
         self, root: int, given: Span, out: Span, r: Reducing, compression: str | None
     ) -> None:
-        """Each node reduces at the rail of the root, which adds what arrives."""
+        """Each node reduces to its rank on the root's rail; the root adds the arriving sums."""
         layout = self.layout
         rail, node, at = self._way_to(root)
         wide = self._widened(given, r)
@@ -619,7 +619,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- all-gather, gather, scatter ------------------------------------------------------------
 
     def _gather_segment(self, mine: Span, spans: list[Span]) -> None:
-        """Gathers spans of bytes, by rank, of which this rank has ``mine``."""
+        """Gathers spans of bytes, by rank; this rank sends ``mine``."""
         layout, begin = self.layout, 0
         sizes = [span.elems for span in spans]
         totals = [sum(sizes[rank] for rank in passing) for passing in self._passing]
@@ -681,7 +681,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- all-to-all -----------------------------------------------------------------------------
 
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
-        """Brings data to the local peer on the receiver's rail, and from there to the receiver."""
+        """Moves data to the local peer on the receiver's rail, and from there to the receiver."""
         layout = self.layout
         sizes = self._sizes_by_sender([span.elems for span in ins])
         self._compare_sizes(sizes, [span.elems for span in outs])
@@ -701,7 +701,7 @@ class DeviceNodesCore(CollectivesOverNodes):
             arriving,
             self._called.dtype,
         )
-        # By sender and receiver; the exchange wants it by receiver and sender.
+        # ``passing`` is ordered by sender, then receiver; the exchange needs receiver, then sender.
         splits = [
             torch.split(mine, [row[rank] for rank in passing])
             for mine, row in zip(torch.split(collected, arriving), sizes, strict=True)

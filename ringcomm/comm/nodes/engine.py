@@ -80,10 +80,10 @@ class NodesEngine(CallEngine):
     """The engine of ranks on several nodes.
 
     Args:
-        core: makes the calls, and owns what they need.
-        node: the engine of this rank's node, for users; closed with this one.
-        watch: over all ranks.
-        membership: the ranks, which have met.
+        core: makes the calls, and owns the state that they need.
+        watch: the watch over all ranks.
+        node: the engine of this rank's node, for users; closed with this engine.
+        membership: the ranks, after their rendezvous.
     """
 
     owner: CallsOverNodes
@@ -101,13 +101,13 @@ class NodesEngine(CallEngine):
         self.layout = core.layout
         self._node = node
         self._watch = watch
-        # The core's threads keep the core: they would outlive a communicator that nobody closes,
-        # and its peers would wait for it. At exit all that live are closed anyway.
+        # The core's threads keep the core alive, so without this the core would outlive an unclosed
+        # communicator and its peers would wait. At exit all communicators are closed anyway.
         self._unclosed = weakref.finalize(self, core.forget)
         self._unclosed.atexit = False
 
     def trace_as(self, world_id: int) -> None:
-        """Has faults leave traces; ``world_id`` identifies the communicator on all nodes."""
+        """Makes faults leave traces; ``world_id`` identifies the communicator on all nodes."""
         awaited = self._watch.awaiting.of
         self._watch.trace = NodeTrace(self._recorder, self.layout, awaited, world_id)
 
@@ -117,7 +117,7 @@ class NodesEngine(CallEngine):
         run = super().with_compression(checks, compression, run)
 
         def run_compressed(core: Core) -> int:
-            # Not by ``self.owner``: a call that is under way must not keep it alive.
+            # Not ``self.owner``: a call that is under way must not keep the engine alive.
             with _calls_over_nodes(core).using_compression(compression):
                 return run(core)
 
@@ -126,7 +126,7 @@ class NodesEngine(CallEngine):
     def recording(self) -> Recording:
         """See :meth:`ringcomm.Communicator.recording`.
 
-        A call over nodes stands before the calls within the node that it was made of.
+        A call over nodes precedes the calls within the node that it consisted of.
         """
         return renumbered(self._within_node(), self.layout.node_ranks)
 
@@ -172,8 +172,8 @@ class NodesEngine(CallEngine):
 class DeviceNodesEngine(NodesEngine):
     """The engine of ranks on devices of several nodes; see :class:`DeviceCallEngine`.
 
-    A call is enqueued behind the current stream's work and before what follows there, once the
-    hosts of its rail peers have made it, too.
+    A call is enqueued after the earlier work and before the later work of the current stream, once
+    the hosts of its rail peers have made it as well.
     """
 
     owner: DeviceNodesCore
@@ -236,7 +236,7 @@ class DeviceNodesEngine(NodesEngine):
         return self._work(call.name, call.outputs, side, done)
 
     def _enqueue_on(self, stream: int, call: Call) -> None:
-        """Enqueues a call on the current stream; the caller holds the turn and is on the device."""
+        """Enqueues a call; the caller holds the turn and has made the rank's device current."""
         runtime, device = self.device_ref
         last, self._last_stream = self._last_stream, stream
         if last is not None and last != stream:
@@ -277,7 +277,7 @@ class DeviceNodesEngine(NodesEngine):
         return self._work(opname, outputs, side, done)
 
     def finish_host_side(self) -> None:
-        """Blocks until the results of earlier calls can be read on the host."""
+        """Blocks until the host may read the results of earlier calls."""
         runtime, device = self.device_ref
         runtime.synchronize(device)
         self.raise_if_unusable("synchronize")
@@ -285,7 +285,7 @@ class DeviceNodesEngine(NodesEngine):
     # ---- faults, and the end --------------------------------------------------------------------
 
     def _check_work(self, name: str) -> None:
-        """Raises if a Work's call may have failed; an orderly close does not count."""
+        """Raises if the call of a Work may have failed; an orderly close is not a failure."""
         if not self.closed:
             self.raise_if_unusable(name)
         elif self._watched.error is not None:
@@ -305,8 +305,8 @@ class DeviceNodesEngine(NodesEngine):
         """Waits for the enqueued calls, then frees the communicator's memory.
 
         Raises:
-            RingcommError: a call failed, and no earlier one has said so. The memory is freed all
-                the same.
+            RingcommError: a call failed, and no earlier error has reported it. The memory is freed
+                nevertheless.
         """
         unreported: RingcommError | None = None
         if not self.closed and self.refuse is None:
@@ -322,10 +322,10 @@ class DeviceNodesEngine(NodesEngine):
 
 
 class NoMessages:
-    """The messages of ranks on devices of several nodes: there are none.
+    """Stands in for the messages of ranks on devices of several nodes; refuses them all.
 
-    A transport that moves device memory has one order for all, in which messages would wait for
-    collectives.
+    A transport that moves device memory runs all its operations in one order, so a message would
+    wait for collectives.
     """
 
     def __init__(self, engine: CallEngine) -> None:
@@ -351,7 +351,7 @@ class NoMessages:
         self._refuse("irecv")
 
     def check_message(self, op: str, *_: object, write: bool) -> NoReturn:
-        """Refuses a message of a batch."""
+        """Raises for a message of a batch."""
         self._refuse(op)
 
 
@@ -376,10 +376,10 @@ C = TypeVar("C", bound=_HasEngine)
 
 @dataclass(frozen=True)
 class Built(Generic[C]):
-    """One rank's end over several nodes.
+    """One rank's communicator over several nodes, as built.
 
     Attributes:
-        engine: of the communicator.
+        engine: the engine of the communicator.
         node: the communicator of this rank's node, for users.
     """
 
@@ -398,14 +398,14 @@ def build(
     """Builds the node's communicators and the rails.
 
     Args:
-        membership: of all ranks.
-        found: their nodes.
+        membership: all ranks.
+        found: the nodes of the ranks.
         heap_bytes: of the host; as for :func:`ringcomm.comm.host.rendezvous.hold_rendezvous`.
         make_node: builds a node's communicator for users.
-        on_device: it is one on devices.
+        on_device: True if the ranks are on devices.
 
     Raises:
-        RingcommError: a rank failed or cannot be reached; waiting peers have been told.
+        RingcommError: a rank failed or cannot be reached; waiting peers have been informed.
     """
     closing: list[_Closable] = []
     try:
@@ -421,17 +421,17 @@ def build(
 
 
 def _post_cause(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
-    """Tells the ranks that have built the communicator already, whose watches read the cause."""
+    """Informs the ranks that have already built the communicator: their watches read the cause."""
     operation = found.spec.operation
     if not isinstance(error, RingcommError):
         told = f"{type(error).__name__}: {error}"
         error = RendezvousError(f"{operation}: expected to build the communicator, got {told}")
-    with suppress(RuntimeError):  # of a store that has gone meanwhile: ``error`` matters more
+    with suppress(RuntimeError):  # the store may be gone by now; ``error`` matters more
         post_cause(_faults(membership, found), error)
 
 
 def _faults(membership: Membership, found: SeveralNodes) -> PrefixStore:
-    """Returns the store of the faults of this communicator."""
+    """Returns the store of this communicator's faults."""
     return PrefixStore("faults", PrefixStore(found.rendezvous.prefix, membership.store))
 
 
@@ -455,14 +455,14 @@ def _built(
     rails = Rails(layout, PrefixStore("rails", store), connector)
     world = range(len(membership.ranks))
     group = connector.group(PrefixStore("messages", store), layout.rank, world)
-    # The last wait for others: who has built may leave, as nobody connects to it any more.
+    # The last wait for others: a rank may leave after it, since nobody connects to it any more.
     awaiting = _awaiting(found, met)
     faults = _faults(membership, found)
     watch = Watch(inner, layout, awaiting, faults, rails, membership.name)
     closing.append(watch)
     messages = NodesMessages(inner, layout, group, watch)
     watch.breakable.append(messages)
-    # Quantized sums are added where they end, and so do not pass through other nodes.
+    # Quantized sums are added only at their destination, never on nodes in between.
     rails_asked = "one_shot" if options.compression in _native.QUANT_FORMATS else options.rails
     schedule = rail_schedule(rails_asked, len(layout.nodes))
     core = StepsCore(inner, layout, rails, watch, messages, options.compression, schedule)
@@ -527,7 +527,7 @@ def _connector(membership: Membership, found: SeveralNodes, asked: str | Transpo
 
 
 def _of_node(membership: Membership, layout: NodeLayout) -> Membership:
-    """Returns the ranks of this rank's node as members of a communicator of their own."""
+    """Returns the ranks of this rank's node as a membership of their own."""
     return replace(
         membership,
         name=f"{membership.name}/node{layout.node}",
@@ -537,7 +537,7 @@ def _of_node(membership: Membership, layout: NodeLayout) -> Membership:
 
 
 def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNode:
-    """Builds the core that calls over nodes use within the node, and users do not."""
+    """Builds the core for the parts of calls within the node; users never see it."""
     met = hold_rendezvous(of_node, heap_bytes)
     if not isinstance(met, OneNode):
         raise RendezvousError(
@@ -548,7 +548,7 @@ def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNo
 
 
 def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
-    """Waits until the rails of all ranks stand, and maps the words of this node's ranks."""
+    """Waits until all ranks have connected their rails; maps the words of this node's ranks."""
     word = empty(1, dtype=torch.int32).fill_(-1)
     layout, operation = found.layout, found.spec.operation
     offset_bytes = word.data_ptr() - met.heaps[layout.local_rank].base_ptr

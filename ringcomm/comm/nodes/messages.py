@@ -1,13 +1,13 @@
-"""Sends and receives between ranks of different nodes, and within a node by its own core.
+"""Sends and receives between ranks of different nodes; the node's core carries local messages.
 
-Between two ranks the messages of one tag keep their order, as within a node. A message is two sends
-of the transport: a header (dtype, size), and the data. The data's tag stands for the message's tag,
-number and size, so that data which do not fit are never received into too small a buffer; the
-header then says what was expected and what came.
+Messages of one tag between two ranks keep their order, as within a node. A message is two sends of
+the transport: a header (dtype, size), and the data. The data's tag is a hash of the message's tag,
+number and size, so that data of another size never arrive in too small a buffer; the header then
+shows the size that was expected and the size that was sent.
 
-A receive that names its sender expects both at once. From the first receive of a tag that names
-none, the tag is *open*: the headers of all peers are received as they come, and each finds its
-receive here. A message of the own node may come first; then the receive is its.
+A receive with a source posts both receives at once. The first receive from any source makes its tag
+*open*: from then on this rank receives all headers from other nodes as they come, and matches each
+with a waiting receive. If a message of the own node comes first, it completes the receive.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ringcomm.process import Deadline
 # ---- Messages under way over nodes, with the methods of ``_native.Request`` ---------------------
 
 LOOK_S = 0.05
-# Of post_recv of the node's core.
+# Sources for post_recv of the node's core.
 ANY_LOCAL_PEER, ANY_RANK = -1, -2
 _DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
 _HEADER = "<qqqq"
 
 
 class MessageHeader(NamedTuple):
-    """The description that goes before a message's data."""
+    """The header that is sent before a message's data."""
 
     number: int
     tag: int
@@ -68,7 +68,7 @@ HEADER_BYTES = struct.calcsize(_HEADER)
 
 
 class LocalRequest:
-    """A message of the node's core, whose ranks are local ranks."""
+    """A message of the node's core, which numbers ranks by local rank."""
 
     def __init__(self, request: _native.Request, node_ranks: tuple[int, ...]) -> None:
         self._request = request
@@ -96,17 +96,17 @@ class RailRequest:
     Args:
         name: "send" or "recv".
         source: the other rank.
-        ptr: where the data lie, or come to.
-        expected: what they are; its number is not read.
-        give_up: called with this request and the seconds so far while somebody waits; ends the
-            communicator when that was too long, or the connection has broken.
-        interrupted: called when a Ctrl-C has ended a wait; ends the communicator.
+        ptr: the address of the data to send, or of the buffer to receive into.
+        expected: the expected header; its number is not read.
+        give_up: called with this request and the seconds waited so far while a thread waits; ends
+            the communicator if the wait was too long, or the connection has broken.
+        interrupted: called when Ctrl-C has ended a wait; ends the communicator.
         look: raises RuntimeError if the connection to a rank has broken.
 
     Attributes:
-        source, dtype, size_bytes: as of ``_native.Request``.
+        source, dtype, size_bytes: as in ``_native.Request``.
         expected: as above.
-        probe: of the connection to ``source``.
+        probe: checks the connection to ``source``.
     """
 
     def __init__(
@@ -133,27 +133,27 @@ class RailRequest:
 
     @property
     def called(self) -> str:
-        """The call in words, with the program's line."""
+        """Describes the call and its line in the program."""
         file, line = self._line
         _, tag, dtype, size_bytes = self.expected
         what = f"{_DTYPE_NAMES.get(dtype, '?')}, {size_bytes} bytes, tag {tag}"
         return f"{self._name}({what}) at {file}:{line}"
 
     def memory(self) -> torch.Tensor:
-        """Returns the data's memory, as bytes."""
+        """Returns the data's memory as a uint8 tensor."""
         return memory_at(self._ptr, self.expected.size_bytes)
 
     def claim(self, peer: int) -> bool:
-        """Says whether a message of a peer may fit this receive, which is its from then on."""
+        """Claims this receive for a message of ``peer``; False if it is no longer free."""
         return True
 
     def came(self, header: MessageHeader) -> None:
-        """Notes what has come."""
+        """Stores the dtype and size of the message that arrived."""
         self.dtype = _DTYPE_NAMES.get(header.dtype, "?")
         self.size_bytes = header.size_bytes
 
     def end(self, status: int) -> None:
-        """Notes how the message ended, unless it has ended."""
+        """Stores how the message ended, unless it has already ended."""
         if not self._ended.is_set():
             self._status = status
             self._ended.set()
@@ -165,7 +165,7 @@ class RailRequest:
         return self._status
 
     def wait(self, timeout_ms: int = -1) -> int:
-        """Waits as ``_native.Request.wait``: negative until the communicator's own timeout."""
+        """Waits as ``_native.Request.wait``; negative: until the communicator's own timeout."""
         try:
             return self._wait(timeout_ms)
         except BaseException:
@@ -188,13 +188,13 @@ class RailRequest:
 
 
 class AnyRequest(RailRequest):
-    """A receive from any rank: from a local peer, by the node's core, or else from another node.
+    """A receive from any rank: from a local peer, by the node's core, or from another node.
 
     Args:
-        ptr, expected: as of :class:`RailRequest`.
+        ptr, expected: as in :class:`RailRequest`.
         inner: the core of the node.
-        node_ranks: its ranks.
-        give_up, interrupted, look: as of :class:`RailRequest`.
+        node_ranks: the ranks of the node.
+        give_up, interrupted, look: as in :class:`RailRequest`.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class AnyRequest(RailRequest):
         )
 
     def stay_within(self, inner: _native.Comm) -> None:
-        """Notes that no message comes from elsewhere any more."""
+        """Waits for local peers only, since no rank of another node can send any more."""
         with self._guard:
             if not self._elsewhere and self._within.withdraw():
                 self._within = self._posted(inner, ANY_LOCAL_PEER)
@@ -251,11 +251,11 @@ PEER_LOST = _native.STATUSES["peer_lost"]
 
 
 class _Line:
-    """The messages of one tag to or from one peer, ended in order by a thread.
+    """The messages of one tag to or from one peer; a thread completes them in order.
 
     Attributes:
-        number: of messages so far.
-        pending: of them, how many have not ended.
+        number: the count of messages so far.
+        pending: the count of messages that have not ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -267,7 +267,7 @@ class _Line:
         start_thread(self._thread, name, "The message was not begun")
 
     def add(self, step: Callable[[], None]) -> None:
-        """Ends a message by ``step`` once those before it have ended."""
+        """Queues ``step``, which completes a message once all earlier messages have ended."""
         with self._guard:
             self.pending += 1
         self._steps.put(step)
@@ -290,7 +290,7 @@ class _OpenTag:
     """The receives of an open tag that wait for a header from another node.
 
     Args:
-        strangers: how many ranks are on other nodes.
+        strangers: the number of ranks on other nodes.
     """
 
     def __init__(self, strangers: int) -> None:
@@ -301,20 +301,20 @@ class _OpenTag:
         self._ended = False
 
     def add(self, request: RailRequest) -> bool:
-        """Has a receive wait; False where whatever may fit it has ended."""
+        """Adds a waiting receive; returns False if every rank that could send to it has ended."""
         with self._changed:
             if self._ended or self._in_vain(request):
                 return False
-            # Those from any source that a local peer's message has taken are left here until now.
+            # Any-source receives that a local peer's message has completed stay here until now.
             self._waiting = [each for each in self._waiting if not each.done()]
             self._waiting.append(request)
             self._changed.notify_all()
         return True
 
     def take(self, peer: int) -> RailRequest | None:
-        """Returns the first receive that a peer's message may fit, once there is one.
+        """Returns the first receive that accepts a message of ``peer``; waits until there is one.
 
-        None: everything has ended.
+        Returns None once everything has ended.
         """
         with self._changed:
             while not self._ended:
@@ -327,7 +327,7 @@ class _OpenTag:
         return None
 
     def end(self, peer: int | None = None) -> list[RailRequest]:
-        """Notes the end of a peer, or of everything; returns the receives that no longer wait."""
+        """Marks a peer, or everything, as ended; returns the receives that can never complete."""
         with self._changed:
             if peer is None:
                 self._ended = True
@@ -340,7 +340,7 @@ class _OpenTag:
 
     @property
     def gone(self) -> set[int]:
-        """The ranks of other nodes from which nothing comes any more."""
+        """The ranks of other nodes that send no more messages."""
         with self._changed:
             return set(self._gone)
 
@@ -355,10 +355,10 @@ class NodesMessages:
 
     Args:
         inner: the core of this rank's node.
-        layout: of all ranks.
-        group: the transport's group of all ranks. Not a lazy group of Gloo's: there the first
-            receive waits until its sender calls, too.
-        watch: over all ranks.
+        layout: the nodes of all ranks.
+        group: the transport's group of all ranks. It must not be a lazy group of Gloo: there the
+            first receive waits until its sender calls as well.
+        watch: the watch over all ranks.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class NodesMessages:
         self._receives: dict[tuple[int, int], _Line] = {}
         self._open: dict[int, _OpenTag] = {}
         self._begun = weakref.WeakSet[RailRequest]()
-        # Held while a message is posted, so that what two threads post has an order.
+        # Held while a message is posted, so that messages posted by two threads have an order.
         self._guard = threading.RLock()
         self._closed = False
 
@@ -402,7 +402,7 @@ class NodesMessages:
         return request
 
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
-        """Begins a receive from a rank, or from any (negative); returns its request."""
+        """Begins a receive from a rank, or from any rank (``peer`` < 0); returns its request."""
         layout = self._layout
         if peer in layout.node_ranks:
             local_rank = layout.local_rank_of(peer)
@@ -431,7 +431,7 @@ class NodesMessages:
             look_at_connection(self._group, peer)
 
     def _post_recv_of_one(self, request: RailRequest) -> None:
-        """Begins to receive a header and the data that are expected after it."""
+        """Begins to receive a header, and the data that are expected after it."""
         peer, tag = request.source, request.expected.tag
         line = self._line(self._receives, peer, tag)
         line.number += 1
@@ -450,7 +450,7 @@ class NodesMessages:
         line.add(lambda: self._end(request, finish))
 
     def _post_recv_of_any(self, ptr: int, mine: MessageHeader) -> AnyRequest:
-        """Begins a receive from any rank, which a message of the node or from another may fit."""
+        """Begins a receive from any rank, of this node or of another node."""
         opened = self._opened(mine.tag)
         request = AnyRequest(
             ptr,
@@ -467,18 +467,18 @@ class NodesMessages:
         return request
 
     def _opened(self, tag: int) -> _OpenTag:
-        """Opens a tag: from here on its headers are received as they come."""
+        """Opens a tag: from now on this rank receives its headers as they come."""
         if tag in self._open:
             return self._open[tag]
         strangers = [peer for node in self._layout.others() for peer in self._layout.nodes[node]]
         opened = self._open[tag] = _OpenTag(len(strangers))
         for peer in strangers:
-            # Receives that expect their messages already are on the line, before this.
+            # Receives posted before the tag was opened are queued already; they complete first.
             self._line(self._receives, peer, tag).add(partial(self._serve, opened, peer, tag))
         return opened
 
     def _serve(self, opened: _OpenTag, peer: int, tag: int) -> None:
-        """Brings the messages of a peer to the receives of an open tag, until one of both ends."""
+        """Matches a peer's messages with receives of an open tag, until either of them ends."""
         try:
             while True:
                 room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
@@ -504,7 +504,7 @@ class NodesMessages:
                 request.end(PEER_LOST)
 
     def close(self) -> None:
-        """Lets the threads end, and with them messages that nobody has met."""
+        """Ends the threads, and messages for which the peer never posted its part."""
         self._closed = True
         lines = (*self._sends.values(), *self._receives.values())
         if any(line.pending for line in lines):
@@ -525,12 +525,12 @@ class NodesMessages:
             return lines[peer, tag]
 
     def _receive(self, request: RailRequest, theirs: MessageHeader, data: Any = None) -> int:
-        """Receives the data after a header; returns the status.
+        """Receives the data that follow a header; returns the status.
 
         Args:
-            request: what expects them.
-            theirs: the header.
-            data: of a receive that has begun, for the size that is expected.
+            request: the receive.
+            theirs: the header that arrived.
+            data: the work of the data's receive, if it was posted for the expected size.
         """
         mine, peer = request.expected, request.source
         fits = theirs.size_bytes == mine.size_bytes
@@ -564,7 +564,7 @@ class NodesMessages:
     def _end_in_vain(self, request: RailRequest, why: str) -> None:
         """Ends a message whose connection has broken, and with it the communicator.
 
-        A receive from any source then waits for local peers alone, by the rules of their core.
+        A receive from any source first waits for local peers only, by the rules of the node's core.
         """
         if not self._closed and self._watch.error is None:
             if request.source >= 0:
@@ -580,7 +580,7 @@ class NodesMessages:
         request.end(PEER_LOST)
 
     def _give_up(self, request: RailRequest, waited_s: float) -> None:
-        """Ends the communicator when a message was awaited for too long."""
+        """Ends the communicator if the wait for a message was too long, or its connection broke."""
         timeout_s = self._inner.timeout_ms / 1000
         self._watch.awaits_in_vain(request.called, request.source, waited_s)
         broken = request.probe.broken(waited_s)
@@ -592,7 +592,7 @@ class NodesMessages:
         self._watch.fail(AbortedError(f"{who} was interrupted (Ctrl-C) in {request.called}"))
 
     def _give_up_any(self, request: AnyRequest, waited_s: float) -> None:
-        """Ends the communicator when a message of any rank was awaited for too long."""
+        """Ends the communicator if the wait for a message from any rank was too long."""
         if request.source >= 0:  # a message has begun to arrive
             self._give_up(request, waited_s)
             return

@@ -1,18 +1,18 @@
-"""The calls of an optimizer's step over several nodes, and what stage 3 of ZeRO gathers.
+"""The calls of an optimizer's step over several nodes, and the gathers of ZeRO's stage 3.
 
-A bucket has W = N L chunks, for N nodes of L ranks. The rank of local rank l on node n owns chunk
-l N + n: so the chunks of one rail lie side by side, and make up chunk l of L, which in each node is
-that of local rank l. Each node reduces its gradients into partial sums in FP32, one for each
-chunk, which travel on the rail of the chunk's owner and are added there in the order of the nodes.
-Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
-G bytes (of the type that travels) and parameters of P bytes (of theirs) (G + P) (N-1)/N leave a
-node. Where parameters travel quantized a rank quantizes the FP32 masters of its chunk, and has
-itself what all others dequantize.
+A bucket has W = N L chunks, for N nodes of L ranks. The rank with local rank l on node n owns chunk
+l N + n. So the chunks of one rail are adjacent, and form chunk l of the L chunks that a node sees.
+Each node reduces its gradients into FP32 partial sums, one for each chunk; they travel on the rail
+of the chunk's owner, which adds them in the order of the nodes. Updated chunks return on the rails,
+and each node shares the chunks that its ranks received. With gradients of G bytes and parameters of
+P bytes, each in the type that travels, (G + P) (N-1)/N leave a node. If parameters travel quantized
+a rank quantizes the FP32 masters of its chunk, and uses the dequantized values itself, as all
+others do.
 
-Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
-of local rank l on every node keeps state for chunk l. The chunk has a subchunk for each rank of its
-rail, which adds its partial sums. The sums return on the rails, in FP32 or quantized
-as the network, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
+If each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank with
+local rank l on every node keeps state for chunk l. The chunk has a subchunk for each rank of its
+rail, which adds the subchunk's partial sums. The sums, not the parameters, return on the rails, in
+FP32 or in the quantized format: with S bytes of sums (G + S) (N-1)/N leave a node.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Tensor = torch.Tensor
 
 
 class _NodeShard(NamedTuple):
-    """The fields of an ``AdamWShard`` that these calls read; the names are those of adamw.h."""
+    """The fields of an ``AdamWShard`` that these calls read; the names come from adamw.h."""
 
     params: int
     bucket_elems: int
@@ -86,12 +86,12 @@ class _NodeShard(NamedTuple):
 
 
 class _StepTarget(NamedTuple):
-    """Where a bucket's sum goes, and what keeps the losses of its quantization.
+    """The destination of a bucket's sum, and its error feedback.
 
     Attributes:
-        out: float32, for what this rank keeps state for.
-        accumulate: add to that.
-        error_feedback: None: what quantization loses is lost.
+        out: address of the FP32 sums of the elements for which this rank keeps state.
+        accumulate: add to ``out`` instead of overwriting.
+        error_feedback: None: the quantization error is discarded.
     """
 
     out: int
@@ -103,12 +103,12 @@ class QuantizedGather(NamedTuple):
     """The arguments of a quantized gathering.
 
     Attributes:
-        wide: this rank's FP32 numbers.
-        ptrs: by rank, or by node where the ranks of a rail gather, where the numbers belong.
-        elems: by the same, how many there are.
-        dtype: code of their type there.
-        on_rail: the ranks of this rank's rail alone gather.
-        tag: tells it from others of the same size, or 0.
+        wide: address of this rank's FP32 numbers.
+        ptrs: the outputs, by rank; by node if only the ranks of a rail gather.
+        elems: the elements of each output.
+        dtype: code of the outputs' type.
+        on_rail: only the ranks of this rank's rail gather.
+        tag: distinguishes gathers of equal size; 0 if none is needed.
     """
 
     wide: int
@@ -125,11 +125,11 @@ class StepsCore(NodesCore):
     def steps(
         self, per_node: bool, compression: str | None, error_feedback: ErrorFeedback | None
     ) -> Steps:
-        """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
+        """Returns the calls of a step; ``per_node`` needs nodes of equal sizes."""
         return Steps(self, per_node, compression, error_feedback)
 
     def error_feedback_of(self, bucket_elems: int, per_node: bool) -> ErrorFeedback:
-        """Returns a bucket's error feedback, which owes nothing yet; nodes have equal sizes."""
+        """Returns a bucket's error feedback, with zero errors; nodes have equal sizes."""
         bucket, layout = Span(0, bucket_elems), self.layout
         if per_node:
             chunk = self._node_chunks(*bucket, 1)[layout.local_rank]
@@ -146,7 +146,7 @@ class StepsCore(NodesCore):
     def reduce_norm(
         self, call: ReduceScatterNorm, per_node: bool, error_feedback: ErrorFeedback | None
     ) -> int:
-        """Reduces a bucket to what this rank keeps state for; the norm is of this rank's shard."""
+        """Reduces a bucket to this rank's shard; computes the norm of the part that it added."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
         target = _StepTarget(call.out, call.accumulate, error_feedback)
 
@@ -161,7 +161,7 @@ class StepsCore(NodesCore):
         return self._run("reduce_scatter_norm", head, call.algorithm, body, optimizer=sizes)
 
     def update(self, call: AdamWAllGather, per_node: bool) -> int:
-        """Updates what this rank keeps state for, and gathers the bucket's parameters."""
+        """Updates this rank's shard, and gathers the bucket's parameters."""
         read = _NodeShard.of(call.shard)
 
         def body() -> None:
@@ -177,7 +177,7 @@ class StepsCore(NodesCore):
         per_node: bool,
         error_feedback: ErrorFeedback | None,
     ) -> int:
-        """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
+        """Does :meth:`reduce_norm` without the norm, then :meth:`update`."""
         read = _NodeShard.of(call.shard)
         bucket, r = Span(call.grads, read.bucket_elems), Reducing(call.grad_dtype, call.op, 1.0)
 
@@ -192,11 +192,11 @@ class StepsCore(NodesCore):
         sizes, name = (read.bucket_elems, read.param_dtype), "reduce_scatter_adamw_all_gather"
         return self._run(name, head, call.algorithm, body, optimizer=sizes)
 
-    # The parameters are those that StepCalls.all_gather_bucket() passes by position.
+    # StepCalls.all_gather_bucket() passes these parameters by position.
     def all_gather_bucket(
         self, own_ptr: int, bucket_ptr: int, elems: int, elem_bytes: int, tag: int
     ) -> int:
-        """Gathers a bucket of which each rank owns a chunk, this one that at ``own_ptr``."""
+        """Gathers a bucket in which each rank owns a chunk; this rank's chunk is at ``own_ptr``."""
         chunks = self._chunks(bucket_ptr, elems, elem_bytes)
         spans = [Span(ptr, chunk_elems * elem_bytes) for ptr, chunk_elems in chunks]
         head = (elems * elem_bytes, -1, -1, tag)
@@ -207,10 +207,10 @@ class StepsCore(NodesCore):
     def all_gather_on_rail(
         self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algorithm: int
     ) -> int:
-        """Gathers among the ranks of this rank's rail alone, in place.
+        """Gathers among the ranks of this rank's rail only, in place.
 
         Args:
-            ptrs: by node, where the bytes of its rank of the rail belong; this node's are there.
+            ptrs: by node, where the data of the node's rank go; this node's data are in place.
             sizes_bytes: by node, equal on all ranks of the rail.
             algorithm: "auto" or "one_shot".
         """
@@ -219,13 +219,13 @@ class StepsCore(NodesCore):
         return self._run("all_gather_on_rail", head, algorithm, lambda: self._gather_on_rail(spans))
 
     def gather_quantized(self, call: QuantizedGather, compression: str) -> int:
-        """Gathers quantized FP32 numbers; all ranks have what is dequantized."""
+        """Gathers quantized FP32 numbers; all ranks get the dequantized values."""
         form = QuantizedForm(Reducing(call.dtype, SUM, 1.0), _native.QUANT_FORMATS[compression])
         spans = [Span(*span) for span in zip(call.ptrs, call.elems, strict=True)]
         gather = self._gather_quantized_on_rail if call.on_rail else self._gather_quantized
 
         def body() -> None:
-            # A peer that makes another call must not find out after this rank has changed its own.
+            # If a peer makes another call, the call must fail before this rank changes its output.
             self._check_headers()
             gather(call.wide, spans, form)
 
@@ -235,19 +235,19 @@ class StepsCore(NodesCore):
             return self._run(name, (size_bytes, call.dtype, -1, call.tag or -1), AUTO, body)
 
     def _chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
-        """Returns by rank the chunk of a bucket that it owns."""
+        """Returns, by rank, the chunk of a bucket that the rank owns."""
         each, whole = _native.chunk_elems(elems, self._world), Span(ptr, elems)
         indices = map(self.layout.shard_index_of, range(self._world))
         return [whole.slice(at * each, (at + 1) * each, elem_bytes) for at in indices]
 
     def _node_chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
-        """Returns by local rank the chunk of a bucket that a rank of each node keeps state for."""
+        """Returns, by local rank, the chunk for which that local rank of each node keeps state."""
         local_ranks = range(len(self.layout.node_ranks))
         each, whole = _native.chunk_elems(elems, len(local_ranks)), Span(ptr, elems)
         return [whole.slice(at * each, (at + 1) * each, elem_bytes) for at in local_ranks]
 
     def _subchunks(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
-        """Returns by node the subchunk of a node's chunk whose partial sums a rank there adds."""
+        """Returns, by node, the subchunk whose partial sums the node's rank on the rail adds."""
         nodes = range(len(self.layout.nodes))
         each = _native.chunk_elems(bucket_elems, len(self.layout.node_ranks))
         size = _native.chunk_elems(each, len(nodes))
@@ -256,10 +256,10 @@ class StepsCore(NodesCore):
     def _reduce_bucket(
         self, bucket: Span, target: _StepTarget, r: Reducing, per_node: bool
     ) -> Span:
-        """Reduces a bucket in FP32 to what this rank keeps state for.
+        """Reduces a bucket in FP32 to the elements for which this rank keeps state.
 
         Returns:
-            The subchunk of that whose partial sums this rank has added.
+            The part of them whose partial sums this rank has added.
         """
         size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)
@@ -289,8 +289,8 @@ class StepsCore(NodesCore):
     ) -> None:
         """Reduces spans, one for each rank, to ``outs``, one for each node of the rail, in FP32.
 
-        The sums are quantized once more, and each node has what it dequantizes. What was there
-        before is added to as it is: that is not quantized again.
+        The sums are quantized once more, and each node gets the dequantized values. If ``outs`` are
+        accumulated, their earlier contents are added in FP32 and not quantized.
         """
         mine = outs[self.layout.node]
         widest = max(out.elems for out in outs)
@@ -310,7 +310,7 @@ class StepsCore(NodesCore):
         self._scratch.give([fresh, room])
 
     def _reduce_own(self, spans: list[Span], own: Span, form: Form, accumulate: bool) -> None:
-        """Reduces spans, one for each rank, of which this rank's sum goes to ``own``, in FP32."""
+        """Reduces spans, one for each rank, in FP32; writes this rank's sum to ``own``."""
         if not accumulate:
             self._reduce_spans(spans, own.ptr, form, FLOAT32)
             return
@@ -323,7 +323,7 @@ class StepsCore(NodesCore):
     def _update_and_gather(
         self, shard: _native.AdamWShard, grad: int, grad_dtype: int, per_node: bool
     ) -> None:
-        # A peer that makes another call must not find out after this rank has changed parameters.
+        # If a peer makes another call, the call must fail before this rank changes parameters.
         self._check_headers()
         _native.adamw_shard(shard, grad, grad_dtype)
         read, layout = _NodeShard.of(shard), self.layout
@@ -345,13 +345,13 @@ def _in_bytes(spans: Sequence[Span], dtype: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class Steps:
-    """The calls of a step on one rank's core, as an optimizer makes them.
+    """The calls of a step on one rank's core, for an optimizer.
 
     Attributes:
         core: the core.
-        per_node: each node has a copy of the state.
-        compression: of sums of gradients; None for that of the communicator.
-        error_feedback: buffer of the bucket; None: what quantization loses is lost.
+        per_node: True if each node has a copy of the state.
+        compression: the compression of gradient sums; None: the communicator's compression.
+        error_feedback: the bucket's error feedback; None: the quantization error is discarded.
     """
 
     core: StepsCore
@@ -376,20 +376,20 @@ class Steps:
 
 
 class StepCoreOf(Protocol):
-    """Maps the core of a call to the one whose collectives an optimizer's step makes.
+    """Maps a call's core to the object that makes an optimizer's collectives.
 
-    ``error_feedback`` is the buffer of the call's bucket, which its quantization takes up.
+    ``error_feedback`` is the error feedback of the call's bucket.
     """
 
     def __call__(self, core: Core, error_feedback: ErrorFeedback | None = None, /) -> StepCore: ...
 
 
 def of_one_node(core: Any, error_feedback: ErrorFeedback | None = None, /) -> Any:
-    """Returns the core itself: that of one node makes the calls of a step, and quantizes none."""
+    """Returns ``core`` itself: the core of a single node makes step calls, without quantization."""
     return core
 
 
-# A core of several nodes is one of sharded training.
+# Casts the core of several nodes, which always is a StepsCore.
 _steps_core: Callable[[Core], StepsCore] = itself
 
 
@@ -397,8 +397,8 @@ class StepCalls:
     """The calls of sharded training on a communicator, for optimizers and ZeRO.
 
     Args:
-        engine: of the communicator.
-        layout: of its ranks.
+        engine: the engine of the communicator.
+        layout: the nodes of its ranks.
     """
 
     def __init__(self, engine: CallEngine, layout: NodeLayout) -> None:
@@ -407,11 +407,11 @@ class StepCalls:
 
     @property
     def shard_index(self) -> int:
-        """The number of the chunk that this rank owns of what is sharded over all ranks."""
+        """The number of the chunk that this rank owns of state that is sharded over all ranks."""
         return self.shard_index_of(self._engine.rank)
 
     def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns of what is sharded over all ranks.
+        """Returns the number of the chunk that ``rank`` owns of state sharded over all ranks.
 
         Raises:
             UnsupportedError: the ranks are on devices of several nodes.
@@ -425,11 +425,11 @@ class StepCalls:
         return self._layout.shard_index_of(rank)
 
     def calls_of(self, state: str, compression: str | None = None) -> StepCoreOf:
-        """Returns the function that maps the core to the one whose calls an optimizer makes.
+        """Returns the function that maps a call's core to the object for an optimizer's calls.
 
         Args:
-            state: "world" where state is sharded over all ranks, "node" where each node has a copy.
-            compression: of sums of gradients between nodes; None for that of the communicator.
+            state: "world" if state is sharded over all ranks, "node" if each node has a copy.
+            compression: of gradient sums between nodes; None: the communicator's compression.
         """
         if len(self._layout.nodes) == 1:
             return of_one_node
@@ -441,28 +441,28 @@ class StepCalls:
         return of_several_nodes
 
     def error_feedback_of(self, elems: int, state: str) -> ErrorFeedback | None:
-        """Makes what keeps the losses of a bucket's quantization; see NOTE [Error feedback].
+        """Makes a bucket's error feedback; see NOTE [Error feedback].
 
         Args:
-            elems: of the bucket.
-            state: as of :meth:`calls_of`.
+            elems: the elements of the bucket.
+            state: as in :meth:`calls_of`.
 
         Returns:
-            None where nothing is quantized: on one node, or where the bucket is small.
+            None if nothing is quantized: on one node, or if the bucket is small.
         """
-        # A bucket is quantized by the size of its gradients, which have 32 bits at most.
+        # Quantization depends on the bytes of the gradients, at most 4 per element.
         core = self._engine.owner
         if elems * 4 <= compressed_sums.QUANTIZED_ABOVE_BYTES or not isinstance(core, StepsCore):
             return None
         return core.error_feedback_of(elems, state == "node")
 
     def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
-        """Gathers over several nodes a bucket of which each rank owns a chunk.
+        """Gathers a bucket over several nodes; each rank owns one chunk.
 
         Args:
             own: [chunk elements], this rank's chunk.
             bucket: [bucket elements], written.
-            tag: number that tells the bucket from others of its size, equal on all ranks.
+            tag: distinguishes the bucket from others of its size; equal on all ranks.
         """
         arguments = (own.data_ptr(), bucket.data_ptr(), bucket.numel(), bucket.element_size(), tag)
 
@@ -472,10 +472,10 @@ class StepCalls:
         self._engine.start_call(Call("all_gather_bucket", run, [bucket]))
 
     def all_gather_on_rail(self, tensors: Sequence[Tensor], async_op: bool = False) -> Work | None:
-        """Gathers among the ranks of this one's rail alone, in place.
+        """Gathers among the ranks of this rank's rail only, in place.
 
         Args:
-            tensors: by node, contiguous; that of this rank's node is sent, the others are written.
+            tensors: by node, contiguous; this node's tensor is sent, the others are written.
             async_op: return a Work at once instead of waiting.
         """
         if len(self._layout.nodes) == 1:
@@ -498,14 +498,14 @@ class StepCalls:
         on_rail: bool = False,
         async_op: bool = False,
     ) -> Work | None:
-        """Gathers numbers that cross between nodes quantized; all ranks have what is dequantized.
+        """Gathers numbers, quantized between nodes; all ranks get the dequantized values.
 
         Args:
             wide: float32, this rank's numbers.
             tensors: by rank, contiguous, of one floating-point dtype; all are written.
             compression: "int8", "fp8" or "int4".
-            tag: as of :meth:`all_gather_bucket`.
-            on_rail: the ranks of this one's rail alone gather, and ``tensors`` are by node.
+            tag: as in :meth:`all_gather_bucket`.
+            on_rail: only the ranks of this rank's rail gather; ``tensors`` are by node.
             async_op: return a Work at once instead of waiting.
         """
         ptrs = [tensor.data_ptr() for tensor in tensors]

@@ -1,7 +1,7 @@
 """The transport between nodes: its process groups, and the messages of each rail.
 
-A *transport* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or what the user's
-function returns. ringcomm has it send and receive, and nothing else: reductions are its own.
+A *transport* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or the group that
+the user's function returns. ringcomm uses its sends and receives only, and makes reductions itself.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from ringcomm.rendezvous.same_node import LOOPBACK
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
 Transport = Callable[[Store, int, int, timedelta], Any]
 
-# Descriptors that Gloo needs beside its connections.
+# Descriptors that Gloo needs in addition to its connections.
 SPARE_DESCRIPTORS = 4
-# How long ranks, all of which are there, try to connect; a choice.
+# How long, in seconds, ranks try to connect once all are present; a choice.
 CONNECT_S = 60.0
 LOOK_S = 0.05
-# How long a rank whose connection has broken listens for the failure of another rank: a choice.
+# How long a rank whose connection has broken waits for another rank's failure report: a choice.
 ECHO_S = 0.5
 INTERFACE_VARIABLES = ("RINGCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LONGEST_ADDRESS = 200
@@ -65,10 +65,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def transport_of(asked: str | Transport, operation: str) -> Transport:
-    """Returns the transport that ``CommOptions.transport`` names, for tensors of the CPU.
+    """Returns the transport for CPU tensors that ``CommOptions.transport`` selects.
 
     Raises:
-        UnsupportedError: it is NCCL, which moves no memory of the CPU.
+        UnsupportedError: it is NCCL, which moves no CPU memory.
     """
     if callable(asked):
         return asked
@@ -84,16 +84,16 @@ def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
     """Makes a ProcessGroupGloo over the interface that leads to the store's host.
 
     Args:
-        store: of this group alone.
+        store: used by this group only.
         node: this rank's number in the group.
         num_nodes: the size of the group.
-        timeout: for connecting, and the default of its calls.
+        timeout: for connecting, and the default of the group's calls.
 
     Raises:
         UnsupportedError: this torch was built without Gloo.
     """
     kind = _gloo_kind()
-    # torch's own type of the module leaves the class of its options out.
+    # torch's type stubs lack the class of the group's options.
     options = cast(Any, kind)._Options()
     options._timeout = timeout
     options._devices = [kind.create_device(**_interface(store))]
@@ -112,18 +112,18 @@ def _gloo_kind() -> Any:
 
 
 def _interface(store: Any) -> dict[str, str]:
-    """Returns the interface or address that Gloo's connections use here."""
+    """Returns the interface or address that Gloo's connections use on this rank."""
     for variable in INTERFACE_VARIABLES:
         if os.environ.get(variable):
             return {"interface": os.environ[variable].split(",")[0]}
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if isinstance(store, HashStore):  # of threads of one process
+    if isinstance(store, HashStore):  # the ranks are threads of one process
         return {"hostname": LOOPBACK}
     found = host_and_port(store)
     if found is None:
         return {"hostname": socket.gethostname()}
-    # A connected datagram socket sends nothing, but has the address that the route would use.
+    # Connecting a datagram socket sends nothing, but gives it the local address of the route.
     family, kind, protocol, _, address = socket.getaddrinfo(found[0], 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -131,7 +131,7 @@ def _interface(store: Any) -> dict[str, str]:
 
 
 def _here(store: Any) -> str:
-    """Returns from where Gloo connects on this rank, in words."""
+    """Describes the interface or address from which Gloo connects on this rank."""
     host = socket.gethostname()
     for variable in INTERFACE_VARIABLES:
         if os.environ.get(variable):
@@ -152,23 +152,23 @@ def _address_of(interface: str) -> str:
             return f"no IPv4 address: {error.strerror}"
 
 
-# Where Gloo's and torch's C++ begins its messages with a line of its sources.
+# A source line of Gloo's and torch's C++, with which their messages begin.
 _SOURCE = re.compile(r"\[[^\]]*?[\w./-]+\.(?:cc|cpp|h|hpp):\d+\] ?")
 
 
 def told_by(error: BaseException | str) -> str:
-    """Returns what a transport says, on one line, without lines of its sources."""
+    """Returns a transport's error message on one line, without the lines of its sources."""
     return printable(_SOURCE.sub("", str(error)).strip().partition("\n")[0][:200])
 
 
 # NOTE [Connecting on a thread]
 #
-# A transport's function returns when all ranks of a group have connected, or at its timeout, and
-# neither Ctrl-C nor Python ends it before. So it runs on a thread, and this rank looks meanwhile
-# whether another rank has failed, which it could else not learn before that timeout. Its store asks
-# again and again instead of waiting: a wait would hold the connection, and could not be ended, so
-# that the thread might come back while Python ends; see NOTE [Threads at exit]. A thread that is
-# left behind in a connection that is not made ends when its peer does.
+# A transport's function returns when all ranks of a group have connected, or at its timeout;
+# neither Ctrl-C nor Python can end it earlier. So it runs on a thread, and this rank meanwhile
+# checks whether another rank has failed; otherwise it would notice only at that timeout. The
+# thread's store polls instead of waiting: a wait would block the connection and could not be ended,
+# so the thread might return from it while Python exits; see NOTE [Threads at exit]. A thread that
+# is left behind in an unfinished connection ends when its peer does.
 class AskingStore(Store):
     """A store in which a transport's waits end when a rank has failed.
 
@@ -190,11 +190,11 @@ class AskingStore(Store):
         return self.underlying_store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=CONNECT_S)) -> None:
-        """Waits until all keys are there.
+        """Waits until the store has all keys.
 
         Raises:
             RendezvousError: a rank has failed.
-            TimeoutError: they did not come in time.
+            TimeoutError: the keys did not appear in time.
         """
         deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
         while not self.underlying_store.check(keys):
@@ -220,7 +220,7 @@ class AskingStore(Store):
         return self.underlying_store.num_keys()
 
     def has_extended_api(self) -> bool:
-        """Says that it has none of append(), multi_get() and multi_set()."""
+        """Returns False: this store lacks append(), multi_get() and multi_set()."""
         return False
 
 
@@ -241,18 +241,18 @@ class _Outcome:
 
 
 class Connector:
-    """Has a transport make groups with ranks of other nodes.
+    """Makes groups with ranks of other nodes, by a transport.
 
     Args:
-        layout: of all ranks.
+        layout: the nodes of all ranks.
         transport: makes the groups.
-        timeout_s: of the communicator, in seconds.
-        operation: named in errors.
-        rendezvous: of all ranks, which tell each other from where they connect, or why they cannot.
-        store: of the communicator.
+        timeout_s: the timeout of the communicator, in seconds.
+        operation: the name of the operation, for errors.
+        rendezvous: lets all ranks exchange the addresses from which they connect, or their errors.
+        store: the store of the communicator.
 
     Raises:
-        RendezvousError: this rank has no such interface, or another one has failed.
+        RendezvousError: this rank lacks the named interface, or another rank has failed.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Connector:
                 _gloo_kind().create_device(**_interface(store))
             except (RuntimeError, OSError) as error:
                 raise self._unreachable(here, "other nodes", error) from error
-        # All ranks have what they need: from here on nobody waits for one that does not begin.
+        # Every rank has all that it needs to connect: from now on no rank waits for a missing one.
         self._from = [
             printable(str(read_record(text, rank, operation).get("from"))[:LONGEST_ADDRESS], "")
             for rank, text in enumerate(rendezvous.everyone("addresses", {"from": here}))
@@ -287,14 +287,14 @@ class Connector:
         """Makes a group.
 
         Args:
-            store: of this group alone.
-            number: this rank's in the group.
+            store: used by this group only.
+            number: this rank's number in the group.
             ranks: the members, by number in the group.
 
         Raises:
             RendezvousError: a member cannot be reached, or the transport or another rank failed.
         """
-        # Gloo's threads report no shortage of descriptors: they wait.
+        # Checked here because Gloo's threads report no shortage of descriptors: they hang.
         need_descriptors(
             SPARE_DESCRIPTORS + 2 * len(ranks), self._operation, "the connections to other nodes"
         )
@@ -302,7 +302,7 @@ class Connector:
         peers = [rank for rank in ranks if rank != self._layout.rank]
         look = partial(self._rendezvous.look_for_failures, peers)
         asking = AskingStore(store, look)
-        self._asking.append(asking)  # as long as what the transport has made of it
+        self._asking.append(asking)  # must live as long as the group that the transport makes
 
         def make() -> None:
             try:
@@ -315,11 +315,11 @@ class Connector:
         start_thread(thread, self._operation, "The communicator was not built")
         self._watch(thread, ended, look)
         error = outcome.error
-        # Ctrl-C, or another rank has failed: an error cannot be its own cause.
+        # Ctrl-C, or the failure of another rank: raise it unchanged, not as its own cause.
         if isinstance(error, RingcommError) or not isinstance(error, Exception | None):
             raise error
         if error is not None:
-            # A connection breaks before the rank that failed has told why or counts as ended.
+            # A connection may break before its rank has reported the cause or counts as ended.
             limit = Deadline(ECHO_S)
             while not limit.is_over():
                 look()
@@ -336,7 +336,7 @@ class Connector:
     def _watch(
         self, thread: threading.Thread, ended: threading.Event, look: Callable[[], None]
     ) -> None:
-        """Waits for a thread that connects; raises what another rank has failed by."""
+        """Waits for a connecting thread; raises if another rank has failed."""
         if ended.wait(LOOK_S):
             return
         try:
@@ -366,7 +366,7 @@ class Connector:
 def transport_failed(
     operation: str, layout: NodeLayout, transport: Transport, error: BaseException
 ) -> RendezvousError:
-    """Returns the error of a user's transport function that has raised."""
+    """Returns the error for a user's transport function that raised."""
     name = getattr(transport, "__qualname__", type(transport).__qualname__)
     return RendezvousError(
         f"{operation}: {layout.named(layout.rank)} called the function {name} of "
@@ -375,22 +375,22 @@ def transport_failed(
     )
 
 
-# ---- The rails of one rank: messages to the ranks of other nodes, sent by an engine that exists
+# ---- The rails of one rank: messages to the ranks of other nodes ---------------------------------
 
 Tensor = torch.Tensor
 
-# Gloo ends the process when more arrives than a receive has room for. So the tag of data stands for
-# what they are and for their size: what does not fit finds no receive, and headers tell why.
+# Gloo ends the process when a message exceeds the receive's buffer. So the tag of data is a hash of
+# their meaning and size: data of another size match no receive, and the headers tell the reason.
 HEADER_TAG = 1
 
 
 def tag_of(what: object, size_bytes: int) -> int:
-    """Returns the tag of data; ``what`` is equal at both ends, as far as its text goes."""
+    """Returns the tag of data; both ends pass ``what`` with equal text."""
     return zlib.crc32(f"{what} {size_bytes}".encode()) & 0x3FFFFFFF | 0x40000000
 
 
 def memory_at(ptr: int, size_bytes: int) -> Tensor:
-    """Returns uint8 [size_bytes] over memory that the caller keeps alive."""
+    """Returns a uint8 tensor over [ptr, ptr + size_bytes), which the caller keeps alive."""
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(ptr), dtype=torch.uint8)
@@ -399,65 +399,65 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 # NOTE [Ending a wait of Gloo's]
 #
 # ProcessGroupGloo.abort() ends no wait for a message, and Python cannot reach the message's own
-# abort (torch 2.13). But a wait whose time is over breaks all of its group's connections, and with
-# them other waits, here and on the peers. So break_up() waits a moment for what nobody sends.
+# abort (torch 2.13). But a wait that times out breaks all connections of its group and so all other
+# waits, here and on the peers. So break_up() waits briefly for a message that nobody sends.
 #
-# Gloo then wakes the waits for messages that have not begun to move, but not the wait for the
-# message that was moving at that moment (Pair::signalException in gloo/transport/tcp/pair.cc visits
-# neither rx_ nor the unbound buffers of tx_). The same happens when the peer's process ends in the
-# middle of a message: Gloo wakes no wait. So a wait runs on a thread that can be left behind
-# (Waiter, and the lines of messages): a broken connection is closed, and Gloo touches no memory any
-# more. A long wait also checks whether its connection still exists (Probe).
+# Gloo then wakes the waits for messages that have not begun to move, but not the wait for a message
+# that is just moving (Pair::signalException in gloo/transport/tcp/pair.cc visits neither rx_ nor
+# the unbound buffers of tx_). The same happens when the peer's process ends in the middle of a
+# message: Gloo wakes no wait. So every wait runs on a thread that can be left behind (Waiter, and
+# the _Line of a tag's messages): a broken connection is closed, so Gloo touches no memory any more.
+# A long wait also checks whether its connection still exists (Probe).
 NOBODYS_TAG = 2
-# The transport's own timeout would count a suspension of this process, so the watch keeps the time.
+# The watch keeps the time, since the transport's timeout would count a suspension of this process.
 FOR_EVER = timedelta(days=365)
 
 
 def break_up(group: Any, peers: Iterable[int]) -> bool:
-    """Ends all that waits in a transport's group, here and on the peers; the group is dead then.
+    """Ends all waits in a transport's group, here and on the peers; the group is unusable then.
 
     Args:
         group: the process group.
-        peers: all other ranks of it.
+        peers: all other ranks of the group.
 
     Returns:
-        True if the transport is known to touch no memory from here on, even if its waits go on.
+        True if the transport is known to touch no memory any more, even if some waits continue.
     """
     if group.name() != "gloo":
-        with contextlib.suppress(RuntimeError):  # it was dead already
+        with contextlib.suppress(RuntimeError):  # the group was already broken
             group.abort()
         return False
     for peer in peers:
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             work = group.recv([nothing], peer, NOBODYS_TAG)
-        except RuntimeError:  # this connection was broken already, but others may exist
+        except RuntimeError:  # this connection was already broken, but others may exist
             continue
-        with contextlib.suppress(RuntimeError):  # as is meant
+        with contextlib.suppress(RuntimeError):  # the timeout, which is intended
             work.wait(timedelta(milliseconds=1))
         break
     return True
 
 
 def look_at_connection(group: Any, peer: int) -> None:
-    """Raises RuntimeError if a group of Gloo's has lost its connection to a peer."""
+    """Raises RuntimeError if a Gloo group has lost its connection to a peer."""
     if group.name() == "gloo":
-        # A receive begins only on a connection that exists. Nobody sends to it.
+        # Starting a receive fails unless the connection exists. Nobody sends with this tag.
         group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NOBODYS_TAG)
 
 
-# Each look leaves a receive behind, so the time between two looks grows up to the second value:
-# choices.
+# Each check leaves a receive behind, so the time between two checks grows from the first to the
+# second value, in seconds: choices.
 PROBE_S, LONGEST_PROBE_S = 0.5, 10.0
 # Messages that a rank sent before it left arrive within this time: a choice.
 ARRIVAL_S = 1.0
 
 
 class Probe:
-    """Checks whether the connection of a long wait has broken.
+    """Checks during a long wait whether its connection has broken.
 
     Args:
-        look: raises RuntimeError if it has.
+        look: raises RuntimeError if the connection has broken.
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
@@ -466,7 +466,7 @@ class Probe:
         self._broken: tuple[str, float] | None = None
 
     def broken(self, waited_s: float) -> str | None:
-        """Returns how the connection broke, ``ARRIVAL_S`` after it did; None: it exists.
+        """Returns how the connection broke, ``ARRIVAL_S`` after the fact; None while it exists.
 
         Args:
             waited_s: how long the wait has lasted, in seconds.
@@ -487,10 +487,10 @@ class RailMessage:
     """A send or a receive under way on a rail.
 
     Attributes:
-        work: of the process group.
+        work: the work of the process group.
         rank: the peer.
         memory: kept alive until the message is done.
-        check: called when the message has come, before later messages are awaited; it may raise.
+        check: called when the message has arrived, before a wait for later messages; it may raise.
     """
 
     work: Any
@@ -501,7 +501,7 @@ class RailMessage:
 
 @dataclass(frozen=True)
 class RefusedMessage:
-    """Stands for a message that could not begin, as its connection has broken: its wait raises."""
+    """The work of a message that could not begin, as its connection has broken: wait() raises."""
 
     error: RuntimeError
 
@@ -510,7 +510,7 @@ class RefusedMessage:
 
 
 def begun(begin: Callable[[], Any]) -> Any:
-    """Returns the work of a message that ``begin`` starts; why it did not start, its wait says."""
+    """Returns the work that ``begin`` starts; if it fails, the work's wait() raises its error."""
     try:
         return begin()
     except RuntimeError as error:
@@ -519,13 +519,13 @@ def begun(begin: Callable[[], Any]) -> Any:
 
 # NOTE [Threads at exit]
 #
-# A thread that comes back from a wait of torch's while Python ends is unwound through C++ that does
-# not allow it, and the process aborts. So who ends such threads waits until they have gone: at exit
-# every communicator is closed before Python ends.
+# If a thread returns from a wait in torch while Python exits, Python unwinds it through C++ code
+# that does not allow that, and the process aborts. So the code that ends such threads waits until
+# they are gone: at exit every communicator is closed before Python ends.
 
 
 def join(thread: threading.Thread | None) -> None:
-    """Waits for the end of a thread that has been told to end. See NOTE [Threads at exit]."""
+    """Waits for a thread that was requested to end. See NOTE [Threads at exit]."""
     if thread is not None and thread is not threading.current_thread():
         thread.join(LEAVES_S)
 
@@ -538,8 +538,8 @@ _BROKEN_UP = "the connections were broken up"
 class Waiter:
     """Waits for messages on a thread of its own, so that Ctrl-C and a break-up can end a wait.
 
-    The wait of a process group holds its thread until it ends, which may be never: see NOTE [Ending
-    a wait of Gloo's]. To hand a wait over takes two switches of threads, so messages are handed
+    A process group's wait blocks its thread until it ends, which may be never: see NOTE [Ending a
+    wait of Gloo's]. Handing over a wait takes two thread switches, so several messages are handed
     over together.
     """
 
@@ -552,7 +552,7 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def wait(self, messages: Sequence[RailMessage]) -> None:
-        """Waits for messages, one after the other; raises what a process group or a check raised.
+        """Waits for messages in order; raises the error of a process group or a check.
 
         Raises:
             RuntimeError: the connection broke, or :meth:`give_up` was called.
@@ -571,14 +571,14 @@ class Waiter:
             raise error
 
     def give_up(self) -> None:
-        """Ends the wait under way, and all later ones."""
+        """Ends the current wait and all later ones."""
         with self._guard:
             self._is_over = True
             if self._answer is not None:
                 self._answer.put(RuntimeError(_BROKEN_UP))
 
     def stop(self) -> None:
-        """Lets the thread end once it waits for nothing."""
+        """Ends the thread after its current wait."""
         self._asked.put(None)
         join(self._thread)
 
@@ -599,21 +599,21 @@ class Waiter:
 
 
 class Rails:
-    """The rails that this rank is on, each with a process group of the transport's.
+    """The rails that this rank is on, each with a process group of the transport.
 
     Args:
-        layout: of all ranks.
-        store: of this communicator alone.
+        layout: the nodes of all ranks.
+        store: used by this communicator only.
         connector: makes the groups.
 
     Raises:
-        RendezvousError: a rank of a rail cannot be reached; says from which address.
+        RendezvousError: a rank of a rail cannot be reached; the error names the addresses.
     """
 
     def __init__(self, layout: NodeLayout, store: Store, connector: Connector) -> None:
         self.layout = layout
         self._waiter = Waiter("ringcomm-rail")
-        self._connector = connector  # which keeps what the groups need
+        self._connector = connector  # which keeps the objects that the groups need
         self._groups: dict[int, Any] = {
             number: connector.group(
                 PrefixStore(f"rail{number}", store), layout.node, layout.rail(number)
@@ -622,17 +622,17 @@ class Rails:
         }
 
     def send(self, rail: int, node: int, memory: Tensor, tag: int) -> RailMessage:
-        """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""
+        """Starts to send contiguous one-dimensional memory to a node's rank on a rail."""
         work = begun(lambda: self._groups[rail].send([memory], node, tag))
         return RailMessage(work, self.layout.rail(rail)[node], memory)
 
     def receive(self, rail: int, node: int, memory: Tensor, tag: int) -> RailMessage:
-        """Starts to receive from a node's rank on a rail; the sizes must be equal."""
+        """Starts to receive from a node's rank on a rail; the sender's size must be equal."""
         work = begun(lambda: self._groups[rail].recv([memory], node, tag))
         return RailMessage(work, self.layout.rail(rail)[node], memory)
 
     def wait(self, messages: Sequence[RailMessage]) -> None:
-        """Waits for messages; the watch breaks the rails up when that takes too long.
+        """Waits for messages; if the wait takes too long, the watch breaks up the rails.
 
         Raises:
             RuntimeError: the connection broke.
@@ -653,24 +653,24 @@ class Rails:
             self._waiter.give_up()
 
     def close(self) -> None:
-        """Gives up the groups, once no message is under way."""
+        """Releases the groups; no message may be under way."""
         self._waiter.stop()
         self._groups.clear()
 
 
-# ---- The rails of a rank on a device: exchanges with other nodes, enqueued by an engine that
-# exists. A transport's process group moves bytes between the ranks of a rail by ``alltoall_base``
-# and ``broadcast``, in the order of the current stream; it adds nothing. That is NCCL, or what the
-# user's function returns. ringcomm's own kernels know nothing of it: between a node's call and an
-# exchange there is the order of the stream.
+# ---- The rails of a rank on a device: exchanges with other nodes ---------------------------------
+# A transport's process group moves bytes between the ranks of a rail by ``alltoall_base`` and
+# ``broadcast``, in the order of the current stream; it adds nothing. The group is NCCL's, or the
+# one that the user's function returns. ringcomm's kernels and the exchanges are ordered only by
+# the stream.
 
 
 # NOTE [NCCL's watchdog]
 #
-# torch's watchdog of a ProcessGroupNCCL ends the process where a call fails or its time is over.
-# ringcomm's watch aborts the group instead, and calls raise what happened. So our groups have no
-# timeout, and are made while the variable says that errors are not handled. It is read by the
-# constructor alone.
+# The watchdog of a ProcessGroupNCCL in torch ends the process when a call fails or times out.
+# ringcomm's watch aborts the group instead, and calls raise the cause. So our groups have no
+# timeout, and are made while the variable below turns the watchdog's error handling off. Only the
+# group's constructor reads the variable.
 
 WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _making = threading.Lock()
@@ -679,10 +679,10 @@ PROOF_POLL_S = 0.001
 
 
 def device_transport_of(asked: str | Transport, operation: str) -> Transport:
-    """Returns the transport that ``CommOptions.transport`` names, for tensors of devices.
+    """Returns the transport for device tensors that ``CommOptions.transport`` selects.
 
     Raises:
-        UnsupportedError: it is Gloo, which moves memory of the CPU; or this torch has no NCCL.
+        UnsupportedError: it is Gloo, which moves CPU memory; or this torch has no NCCL.
     """
     if callable(asked):
         return asked
@@ -704,7 +704,7 @@ def nccl(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
     """Makes a ProcessGroupNCCL on the current device.
 
     Args:
-        store: of this group alone.
+        store: used by this group only.
         node: this rank's number in the group.
         num_nodes: the size of the group.
         timeout: not used: see NOTE [NCCL's watchdog].
@@ -726,14 +726,14 @@ def nccl(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
 
 
 class DeviceRails:
-    """The rails that this rank is on, each with a process group of the transport's.
+    """The rails that this rank is on, each with a process group of the transport.
 
     Args:
-        layout: of all ranks.
-        store: of this communicator's transport alone.
+        layout: the nodes of all ranks.
+        store: used by this communicator's transport only.
         transport: makes the groups.
         device_ref: the runtime, and this rank's device.
-        operation: named in errors.
+        operation: the name of the operation, for errors.
 
     Raises:
         RendezvousError: a rank of a rail cannot be reached.
@@ -777,10 +777,10 @@ class DeviceRails:
         """Exchanges the ranks' numbers on every rail, which makes the transport connect.
 
         Raises:
-            RendezvousError: they did not arrive; names the ranks of the rail.
+            RendezvousError: the numbers did not arrive; the error names the ranks of the rail.
         """
         runtime, device = self.runtime, self.device
-        # Of its own: on one stream with other ranks of this process it would wait for theirs.
+        # A private stream, so that this rank does not wait for others of its process.
         stream = runtime.make_stream(device)
         deadline = Deadline(min(timeout_s, CONNECT_S))
         with runtime.on_device(device), runtime.on_stream(stream):
@@ -794,7 +794,7 @@ class DeviceRails:
                     raise self._unreachable(rail, f"{found} in place of {expected}")
 
     def _numbers(self, rail: int, stream: Stream, deadline: Deadline) -> list[int]:
-        """Returns what the ranks of a rail say that their numbers are."""
+        """Returns the rank numbers that the ranks of a rail have sent."""
         ones = [1] * len(self.layout.nodes)
         on = self.runtime.torch_device(self.device)
         mine = torch.full((len(ones),), self.layout.rank, dtype=torch.int64, device=on)
@@ -828,19 +828,19 @@ class DeviceRails:
         output_elems: Sequence[int],
         input_elems: Sequence[int],
     ) -> None:
-        """Enqueues an exchange on a rail, behind and before other work of the current stream.
+        """Enqueues an exchange on a rail, in the order of the current stream.
 
         Args:
-            rail: one that this rank is on.
-            output: one dimension; what arrives, by node.
-            input: one dimension; what is sent, by node, this one included.
-            output_elems: by node.
-            input_elems: by node.
+            rail: the number of a rail that this rank is on.
+            output: one-dimensional; the arriving data, by node.
+            input: one-dimensional; the data to send, by node, including this rank's own.
+            output_elems: elements of each part of ``output``, by node.
+            input_elems: elements of each part of ``input``, by node.
 
         Raises:
-            RuntimeError: the transport refuses.
+            RuntimeError: the transport refuses the exchange.
         """
-        # As bytes, which every transport knows.
+        # As bytes: every transport supports uint8.
         into, given = (
             [each * tensor.itemsize for each in elems]
             for tensor, elems in ((output, output_elems), (input, input_elems))
@@ -850,19 +850,19 @@ class DeviceRails:
         ).wait()
 
     def broadcast(self, rail: int, tensor: Tensor, node: int) -> None:
-        """Enqueues a broadcast from a node's rank of a rail; else as :meth:`exchange`."""
+        """Enqueues a broadcast from a node's rank on a rail; otherwise as :meth:`exchange`."""
         options = BroadcastOptions()
         options.rootRank = node
         self._groups[rail].broadcast([tensor], options).wait()
 
     def break_up(self) -> None:
-        """Ends all that is under way in the transport's groups, which are dead then."""
+        """Ends all work under way in the transport's groups, which are unusable then."""
         self._broken = True
         for group in tuple(self._groups.values()):
             break_up(group, self.layout.others())
 
     def close(self) -> None:
-        """Gives up the groups, once nothing is under way."""
+        """Releases the groups; no work may be under way."""
         groups = list(self._groups.values())
         self._groups.clear()
         for group in groups:

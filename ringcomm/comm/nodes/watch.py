@@ -1,11 +1,11 @@
-"""The watch over a communicator of several nodes: who failed, and who is told.
+"""The watch over a communicator of several nodes: finds out which rank failed, informs all others.
 
-A rank that fails shows in different ways: to the ranks of its node in the node's abort words, to
-its rail peers by a connection that breaks, to all others by nothing. And whoever gives up breaks
-its own rails, so that a fault goes through all connections while only one rank knows its cause.
-So the first who knows a cause *posts* it in the store, which keeps the first cause alone;
-whoever notices something later takes over that cause. Then the rank aborts its node, whose ranks
-read the cause's words there, and breaks its rails.
+A failed rank is noticed in different ways: by the ranks of its node in the node's abort words, by
+its rail peers as a broken connection, by all others not at all. A rank that gives up breaks its own
+rails, so a fault spreads through all connections while only one rank knows its cause. So the first
+rank that knows a cause *posts* it in the store, which keeps only the first cause; a rank that
+notices a fault later takes the posted cause. Then the rank aborts its node, whose ranks read the
+cause there, and breaks its rails.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import store_address
 
 # ---- The trace file that the ranks of one node leave at a fault of a communicator over nodes ----
-# Only the ranks of a node can read each other's records, so every node has a file of its own.
-# ``ringcomm trace`` reads those of all nodes together.
+# Only the ranks of a node can read each other's records, so every node writes a file of its own.
+# ``ringcomm trace`` reads the files of all nodes together.
 
 # NOTE [A trace over nodes]
 #
-# The watch of a rank leaves the trace when it hears of the fault, and not the call that raises: a
-# rank that the others wait for may make no call any more. It copies the records before it aborts
-# its node, so that they show calls under way and whom they wait for, and it writes the file after
-# it has told everybody.
+# The watch of a rank leaves the trace when it learns of the fault; the call that raises does not,
+# because a rank for which the others wait may make no more calls. The watch copies the records
+# before it aborts its node, so that they show the calls under way and the ranks that they wait for,
+# and writes the file after it has informed all ranks.
 
 
 class NodeTrace:
-    """The trace of one fault, as one rank leaves it unless another rank of its node has.
+    """The trace of one fault; the first rank of a node to get there leaves it.
 
     Args:
-        recorder: reads the records of this node's ranks, which it numbers by local rank.
-        layout: of all ranks.
-        awaited: returns whom a local rank waits for on a rail, -1: nobody.
+        recorder: reads the records of this node's ranks, by local rank.
+        layout: the nodes of all ranks.
+        awaited: returns the rank for which a local rank waits on a rail; -1: none.
         world_id: identifies the communicator on all nodes.
     """
 
@@ -93,7 +93,7 @@ class NodeTrace:
         self._begun = threading.Event()
 
     def copy(self) -> None:
-        """Copies what the ranks of this node do at this moment; raises nothing."""
+        """Copies the current records of this node's ranks; raises nothing."""
         if reader.is_off():
             return
         try:
@@ -105,13 +105,13 @@ class NodeTrace:
             self._trouble = f". No trace was written: {trouble}"
 
     def write(self, error: RingcommError) -> None:
-        """Begins to write what was copied, with the error; does not wait, and raises nothing."""
+        """Starts to write the copied records and the error; does not wait, and raises nothing."""
         if self._copies:
             self._writing = Writing(partial(self._leave, str(error)))
         self._begun.set()
 
     def told(self) -> str:
-        """Returns what an error adds of the trace; waits until it is written, or late."""
+        """Returns the sentence on the trace for an error; waits for the file, but not for long."""
         if not self._begun.wait(LIMIT_S):
             return ""
         return self._trouble if self._writing is None else self._writing.told()
@@ -127,11 +127,11 @@ class NodeTrace:
 
 
 LOOK_S = 0.05
-# Of the first rank of each node, so that a store answers as many questions as there are nodes.
+# Seconds. Only the first rank of each node polls, so a store answers one query per node.
 ASK_STORE_S = 0.15
-# A broken connection may be the echo of a fault whose cause is about to be posted.
+# Seconds. A broken connection may follow from a fault whose cause is about to be posted.
 CAUSE_S = 0.25
-# A rank that waits on a rail gives those of a node that wait for the culprit itself this lead.
+# Seconds. A rank that waits on a rail gives up later than the ranks of the culprit's own node.
 GRACE_S = 0.5
 STORE_S = 0.5
 LONGEST_CAUSE = 240
@@ -144,13 +144,13 @@ RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
 
 
 class Awaiting:
-    """Words in the heaps of a node's ranks: whom each of them waits for on a rail, or -1.
+    """One word per rank of the node, in its heap: the rank for which it waits on a rail, or -1.
 
-    A rank that waits in vain for a local peer finds there that the peer waits for another rank.
+    A rank that waits too long for a local peer reads there that the peer waits for another rank.
 
     Args:
-        ptrs: by local rank, where the word of the rank lies, as mapped here.
-        keep: what the addresses need.
+        ptrs: by local rank, the address at which this process has mapped the word.
+        keep: the objects that keep the addresses valid.
     """
 
     def __init__(self, ptrs: Sequence[int], keep: object) -> None:
@@ -158,11 +158,11 @@ class Awaiting:
         self._keep = keep
 
     def of(self, local_rank: int) -> int:
-        """Returns whom a local rank waits for."""
+        """Returns the rank for which a local rank waits, or -1."""
         return self._words[local_rank].value
 
     def note(self, local_rank: int, rank: int) -> None:
-        """Writes the word of this rank, whose local rank is ``local_rank``."""
+        """Sets the word of this rank, whose local rank is ``local_rank``."""
         self._words[local_rank].value = rank
 
 
@@ -172,8 +172,8 @@ class RailWait:
 
     Attributes:
         peer: the rank.
-        limit: of the communicator's timeout.
-        called: returns the call in words.
+        limit: the deadline of the wait.
+        called: returns a description of the call.
     """
 
     peer: int
@@ -181,12 +181,12 @@ class RailWait:
     called: Callable[[], str]
 
     def ended(self, watch: Watch, text: str) -> None:
-        """Tells the watch that the wait ended badly, with what the transport said."""
+        """Reports to the watch that the wait failed; ``text`` is the transport's message."""
         watch.on_rail(self.peer, self.called(), self.limit.waited_s(), self.limit.timeout_s, text)
 
 
 class Breakable(Protocol):
-    """The messages of a rank, which end when the communicator does."""
+    """Messages of a rank that can be ended when the communicator ends."""
 
     def break_up(self) -> None: ...
 
@@ -201,19 +201,19 @@ class Watch:
     """One rank's watch.
 
     Args:
-        inner: the communicator of this rank's node.
-        layout: of all ranks.
+        inner: the native communicator of this rank's node.
+        layout: the nodes of all ranks.
         awaiting: the words of this node.
-        store: of this communicator alone.
-        rails: broken up at a fault, as is all that is added to ``breakable``.
-        name: of the communicator.
+        store: used for the faults of this communicator only.
+        rails: the rails; added to ``breakable``.
+        name: the name of the communicator.
 
     Attributes:
-        error: what ended the communicator, or None; without the head of the operation.
+        error: the error that ended the communicator, without the head of the operation; or None.
         awaiting: the words of this node.
-        breakable: what is broken up at a fault.
-        trace: what this node's ranks leave at a fault; None: nothing.
-        left: when ranks of other nodes made their last call, where all are threads of a process.
+        breakable: everything that is broken up at a fault.
+        trace: the trace that this node's ranks leave at a fault; None: no trace.
+        left: when ranks of other nodes made their last call, if they are threads of this process.
     """
 
     def __init__(
@@ -247,15 +247,15 @@ class Watch:
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
 
     def awaits(self, wait: RailWait | None) -> None:
-        """Notes whom this rank waits for on a rail, None: nobody; after a fault it notes no more.
+        """Notes the rank for which this rank waits on a rail, if any; does so until a fault.
 
-        So local peers and the trace find whom this rank awaited when it gave up.
+        So local peers and the trace can read whom this rank awaited when it gave up.
         """
         self._wait = wait
         if self.error is None:
             self.awaiting.note(self._layout.local_rank, -1 if wait is None else wait.peer)
 
-    # ---- what can have happened ------------------------------------------------------------------
+    # ---- the causes of a fault -------------------------------------------------------------------
 
     def in_node(self) -> RingcommError:
         """Returns the error of a call that the node's communicator gave up."""
@@ -264,19 +264,19 @@ class Watch:
         )
 
     def known(self) -> RingcommError | None:
-        """Returns what ended the communicator, also where only the node knows it yet; or None."""
+        """Returns the error that ended this communicator or its node's communicator, or None."""
         fault = self._inner.fault() if self.error is None else None
         return self.error if fault is None else self.fail(self._of_node(fault))
 
     def on_rail(self, peer: int, called: str, waited_s: float, timeout_s: float, text: str) -> None:
-        """Notes that a wait for a rank of another node ended badly.
+        """Reports that a wait for a rank of another node failed.
 
         Args:
             peer: the rank that was awaited.
-            called: the call, in words.
-            waited_s: how long, in seconds.
-            timeout_s: of the communicator.
-            text: what the transport said.
+            called: a description of the call.
+            waited_s: how long the wait lasted, in seconds.
+            timeout_s: the timeout of the communicator, in seconds.
+            text: the transport's message.
         """
         cause = self._cause_of_others(CAUSE_S)
         if cause is not None:
@@ -305,9 +305,9 @@ class Watch:
             self.left.pop(rank, None)
 
     def awaits_in_vain(self, called: str, rank: int, waited_s: float) -> None:
-        """Ends the communicator if a rank that this one awaits on a rail has left.
+        """Ends the communicator if rank ``rank``, for which this rank waits on a rail, has left.
 
-        A rank may leave after its part of a call. Its messages arrive within ``ARRIVAL_S``.
+        A rank may leave after its part of a call; its messages then arrive within ``ARRIVAL_S``.
         """
         left_s = self.left.get(rank)
         if left_s is not None and min(time.monotonic() - left_s, waited_s) >= ARRIVAL_S:
@@ -315,7 +315,7 @@ class Watch:
             self.fail(PeerLost(f"{who} in {called} expected {other} to take part, but {LEFT}"))
 
     def why_lost(self, rank: int) -> str:
-        """Returns why a rank makes no call any more, as the end of a sentence; "": it may."""
+        """Returns why a rank makes no more calls, as the end of a sentence, or ""."""
         if rank in self.left:
             return LEFT
         if rank in self._layout.node_ranks:
@@ -325,7 +325,7 @@ class Watch:
         return ENDED if rank in self._known_ended else ""
 
     def _ask_of_ends(self) -> None:
-        """Asks the store whose ends the ranks of other nodes have told; see :meth:`_tell_ends`."""
+        """Reads from the store which ranks of other nodes have ended; see :meth:`_tell_ends`."""
         if time.monotonic() < self._asked_of_ends_s + LOOK_S:
             return
         self._asked_of_ends_s = time.monotonic()
@@ -342,10 +342,10 @@ class Watch:
         return rank not in self._layout.node_ranks and rank not in self._known_ended
 
     def _tell_ends(self) -> None:
-        """Tells other nodes of local peers whose processes have ended.
+        """Tells the ranks of other nodes, by the store, which local peers' processes have ended.
 
-        That ends no call by itself: who has made all its calls may end. But ranks of other nodes
-        that build a group need not wait for one that has.
+        An ended process is not a fault by itself: a rank may end after its last call. But ranks of
+        other nodes that build a group need not wait for it.
         """
         inner, node_ranks = self._inner, self._layout.node_ranks
         ended = {local_rank for local_rank in range(len(node_ranks)) if inner.health(local_rank)}
@@ -364,14 +364,14 @@ class Watch:
 
         self._ask(tell, STORE_S)
 
-    # ---- what is done about it -------------------------------------------------------------------
+    # ---- the end of the communicator -------------------------------------------------------------
 
     def fail(self, error: RingcommError, *, posted: bool = False) -> RingcommError:
-        """Ends the communicator with an error, unless it has ended; returns the error that counts.
+        """Ends the communicator with an error unless it has ended; returns the error that ended it.
 
         Args:
-            error: without the head of the operation.
-            posted: it is the cause in the store.
+            error: the error, without the head of the operation.
+            posted: True if the error is the cause in the store.
         """
         with self._guard:
             if self.error is not None:
@@ -389,7 +389,7 @@ class Watch:
         return error
 
     def _abort_node(self, cause: str) -> None:
-        """Makes the calls of this node give up; its ranks read the cause."""
+        """Aborts the calls of this node; its ranks read the cause."""
         self._inner.abort(cause)
 
     def close(self) -> None:
@@ -404,14 +404,14 @@ class Watch:
         return self._layout.named(self._layout.rank)
 
     def _of_node(self, fault: dict[str, Any]) -> RingcommError:
-        """Words a fault of the node on its hosts, whose calls are on record."""
+        """Returns the error for a fault of the node, with the calls on record."""
         return self._worded(fault, self._recording())
 
     def _worded(self, fault: dict[str, Any], recording: Recording | None) -> RingcommError:
-        """Words a fault of the node, whose ranks are numbered within it."""
+        """Returns the error for a fault whose ranks are numbered within the node."""
         node_ranks = self._layout.node_ranks
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
-            # The cause in the store is whole, and the reason may be cut.
+            # The abort reason may be cut off, so prefer the complete cause in the store.
             answers = self._ask(self._posted_cause, STORE_S)
             return (answers[0] or told) if answers else self._without_store(told)
         fault = dict(fault)
@@ -426,20 +426,20 @@ class Watch:
         return type(error)(text.rstrip(" ."))
 
     def _recording(self) -> Recording | None:
-        """Returns what this node's ranks did last, under their ranks here; None: it is damaged."""
+        """Returns the records of this node's ranks, with world ranks; None: they are damaged."""
         try:
             return renumbered(self._recorder.recording(), self._layout.node_ranks)
         except RingcommError:
             return None
 
     def site_of(self, number: int) -> str:
-        """Returns " at" and the site of this rank's call of that number on record, or ""."""
+        """Returns " at" and the call site of this rank's recorded call ``number``, or ""."""
         recording = self._recording()
         mine = None if recording is None else recording.rank(self._layout.rank)
         return at(None if mine is None else mine.collective(number))
 
     def _beyond(self, peer: int, recording: Recording | None) -> int:
-        """Returns the rank of another node for which a rank that is awaited waits itself, or -1."""
+        """Returns the rank of another node for which ``peer`` waits, also indirectly, or -1."""
         layout, seen = self._layout, set[int]()
         while peer in layout.node_ranks and peer not in seen:
             seen.add(peer)
@@ -487,7 +487,7 @@ class Watch:
                 self.fail(cause, posted=True)
 
     def _probe(self, wait: RailWait) -> Probe:
-        """Returns the probe of the connection that a wait needs."""
+        """Returns the probe of the connection that the wait uses."""
         if self._probed is None or self._probed[0] is not wait:
             self._probed = wait, Probe(partial(self._rails.look, wait.peer))
         return self._probed[1]
@@ -501,16 +501,16 @@ class Watch:
         return PeerLost(f"the process of {named} has ended{did}. See why")
 
     def _waits(self) -> bool:
-        """Tells whether a call of this rank waits for others now."""
+        """True if a call of this rank waits for others now."""
         return self.awaited >= 0
 
     @property
     def awaited(self) -> int:
-        """The rank that a call of this one waits for on a rail, or -1."""
+        """The rank for which a call of this rank waits on a rail, or -1."""
         return self.awaiting.of(self._layout.local_rank)
 
     def _cause_of_others(self, patience_s: float) -> RingcommError | None:
-        """Returns the cause in the store, waiting for one that is about to be posted."""
+        """Returns the cause in the store; waits for a cause that is about to be posted."""
         deadline = time.monotonic() + patience_s
         while True:
             if self.error is not None:
@@ -543,10 +543,10 @@ class Watch:
         return answers[0] or error
 
     def _ask(self, question: Callable[[], T], patience_s: float) -> list[T]:
-        """Asks the store; returns its answer, or nothing where none came in time.
+        """Queries the store; returns [answer], or [] if none came in time.
 
-        On a thread, since a store whose node is gone does not answer for minutes. Where one waits
-        already, nobody else asks.
+        It queries on a thread, since a store whose node is gone does not answer for minutes. While
+        an earlier query is unanswered, it makes no other query.
         """
         if self._asking is not None:
             self._asking.join(patience_s)
@@ -568,7 +568,7 @@ class Watch:
         return answers[:1]
 
     def _without_store(self, error: RingcommError) -> RingcommError:
-        """Adds that the store does not answer, unless the error says so."""
+        """Adds that the store does not answer, unless the error already says so."""
         text = str(error).rstrip(" .")
         if _SILENT in text:
             return error
@@ -580,7 +580,7 @@ class Watch:
 
 
 def _waited_beyond(fault: dict[str, Any], beyond: int) -> RingcommError:
-    """Words a wait for a local peer that waits for a rank of another node, which is the cause."""
+    """Returns the error for a wait for a local peer that itself waits for a remote rank."""
     return timed_out(
         f"rank {fault['rank']} in {fault['mine']}",
         fault["waited_ms"] / 1000,
@@ -606,12 +606,12 @@ def text_of(error: RingcommError) -> str:
 
 
 def is_posted_cause(text: str) -> bool:
-    """Tells whether the reason of an abort is a cause from the store."""
+    """True if the reason of an abort is a cause from the store."""
     return _error_of(text) is not None
 
 
 def _error_of(text: str) -> RingcommError | None:
-    """Undoes :func:`text_of`, also of a text that was cut; None for any other text."""
+    """Inverse of :func:`text_of`, also for a text that was cut off; None for any other text."""
     kind, _, rest = text.partition('", "')
     found = getattr(errors, kind.removeprefix('["'), None)
     if not rest or not (isinstance(found, type) and issubclass(found, RingcommError)):
@@ -624,12 +624,12 @@ def _error_of(text: str) -> RingcommError | None:
     return error
 
 
-# ---- The watch over a communicator on devices over nodes: calls under way, and faults of kernels A
-# host that has enqueued a call does not wait for it, so the thread of the watch does: it reads the
-# faults that kernels of this rank leave, sees whether processes of this node have ended while a
-# call is under way, and ends a call that does not end.
+# ---- The watch over a communicator on devices over nodes: calls under way, and kernel faults ----
+# A host that has enqueued a call does not wait for it; the watch's thread does. The thread reads
+# the faults that kernels of this rank leave, checks whether processes of this node have ended while
+# a call is under way, and ends a call that runs too long.
 
-# The watch's thread ends within this, unless a store that is gone holds it.
+# Seconds in which the watch's thread ends, unless a store that is gone blocks it.
 END_S = 2.0
 
 
@@ -640,16 +640,16 @@ class _Enqueued(NamedTuple):
 
 
 class UnderWay:
-    """The calls that are enqueued and not done, whose tensors are kept alive here."""
+    """The enqueued calls that are not done; keeps their tensors alive."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._calls: deque[_Enqueued] = deque()
         self._oldest: _Enqueued | None = None
-        self._runs = Deadline(0.0)  # of the oldest
+        self._runs = Deadline(0.0)  # of the oldest call
 
     def add(self, call: Call, begun: Event, done: Event) -> None:
-        """Notes a call between two events of its stream."""
+        """Adds a call that runs between two events of its stream."""
         with self._guard:
             self._sift()
             self._calls.append(_Enqueued(call, begun, done))
@@ -660,7 +660,7 @@ class UnderWay:
             return bool(self._calls)
 
     def late(self, timeout_s: float) -> str:
-        """Returns the name of the oldest call if it has run for longer than the timeout, or ""."""
+        """Returns the name of the oldest call if it has run longer than the timeout, else ""."""
         with self._guard:
             self._sift()
             if not self._calls or not self._calls[0].begun.query():
@@ -671,7 +671,7 @@ class UnderWay:
             return self._oldest.call.name if late else ""
 
     def events(self) -> list[Event]:
-        """Returns events that have passed once nothing is under way."""
+        """Returns events that have all passed once no call is under way."""
         with self._guard:
             return [each.done for each in self._calls]
 
@@ -683,16 +683,16 @@ class UnderWay:
 
 
 class DeviceWatch(Watch):
-    """One rank's watch over its device, too.
+    """One rank's watch that also watches its device.
 
     Args:
-        inner: the node's core on the host.
-        layout: of all ranks.
+        inner: the host core of the node.
+        layout: the nodes of all ranks.
         awaiting: the words of this node.
-        store: of this communicator alone.
-        rails: of the host.
-        name: of the communicator.
-        calls: the node's communicator on devices.
+        store: used for the faults of this communicator only.
+        rails: the host rails.
+        name: the name of the communicator.
+        calls: the device communicator of the node.
 
     Attributes:
         under_way: the calls of this rank.
@@ -713,7 +713,7 @@ class DeviceWatch(Watch):
         super().__init__(inner, layout, awaiting, store, rails, name)
 
     def see_device(self) -> RingcommError | None:
-        """Returns what has ended the communicator, also if only a kernel of this rank knows it."""
+        """Returns the error that ended the communicator or a kernel of this rank, or None."""
         core = self._calls.device_core
         if self.error is None and core.native.raised:
             fault = core.fault()
@@ -724,7 +724,7 @@ class DeviceWatch(Watch):
         return self.error
 
     def in_calls(self, error: RingcommError, called: str) -> None:
-        """Ends the communicator when the node's one on devices has raised ``error``."""
+        """Ends the communicator after the node's device communicator has raised ``error``."""
         if self.see_device() is None:
             text = str(error).partition(": ")[2].partition(" The communicator is unusable now")[0]
             said = self._renamed(text).rstrip(" .")
@@ -735,7 +735,7 @@ class DeviceWatch(Watch):
         self._thread.join(END_S)
 
     def _renamed(self, text: str) -> str:
-        """Returns text in which the node's numbers of ranks are those of the communicator."""
+        """Returns the text with the node's rank numbers replaced by the communicator's."""
         node_ranks = self._layout.node_ranks
         return RANK.sub(
             lambda found: (
@@ -757,7 +757,7 @@ class DeviceWatch(Watch):
         if self.see_device() is not None:
             return
         timeout_s = self._inner.timeout_ms / 1000
-        # Kernels have the same deadline and say more.
+        # The grace lets kernels report first: they have the same deadline and more details.
         late = self.under_way.late(timeout_s + GRACE_S)
         if late:
             layout = self._layout
