@@ -1,4 +1,8 @@
-"""Sharded data-parallel training: ZeRO stages 0 to 3 over one engine; see ``docs/zero.md``."""
+"""Sharded data-parallel training, ZeRO stages 0 to 3; see ``docs/zero.md``.
+
+Read ``stages/sharding.py`` first, which has ``shard()``, then ``stages/engine.py``. Checkpoints are
+in ``checkpoint/``, and ``checkpoint/save_load.py`` is the file to begin with.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
     from ringcomm.zero.stages.batches import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
 
-# Imported at first use: safetensors takes time to import, and few programs need these.
+# Imported at first use: safetensors takes time to import, and few programs need these names.
 _HOME_OF = {
     "IncompatibleKeys": "ringcomm.module_names",
     "Loaded": "ringcomm.zero.checkpoint.save_load",

@@ -236,7 +236,7 @@ def test_a_buffer_in_the_place_of_a_parameter(worlds, stage):
         step(module, optimizer)
         del module[0].weight
         module[0].register_buffer("weight", torch.ones(4, 4))
-        with pytest.raises(ArgumentError, match=r"parameter 0\.weight: another tensor has its pl"):
+        with pytest.raises(ArgumentError, match=r"parameter 0\.weight: another tensor has repl"):
             step(module, optimizer)
 
     worlds(2).run(work)

@@ -46,7 +46,7 @@ def refuse(worlds, module: nn.Module, error: type[Exception], match: str, stage:
 def test_a_module_of_fsdp2(worlds, mesh):
     module = nn.Sequential(nn.Linear(4, 4))
     fully_shard(module[0], mesh=mesh)
-    refuse(worlds, module, ArgumentError, r"module '0' is sharded by fully_shard\(\).*use one of")
+    refuse(worlds, module, ArgumentError, r"module '0' is sharded by fully_shard\(\).*use only one")
 
 
 def test_a_module_whose_shapes_are_not_known_yet(worlds):

@@ -1,9 +1,10 @@
 """Reading and writing of one parameter's reduced gradient, FP32 master and optimizer state.
 
 NOTE [Local shards]
-A rank keeps the elements of a parameter that lie in its chunks: its local shard, which is one run
-of the flattened parameter, and may be empty. Functions with ``local=True`` read and write it;
-:func:`ringcomm.zero.local_shards` tells where it lies. The others take and return whole tensors.
+A rank keeps the elements of a parameter that are in its chunks: its local shard, which is one
+contiguous part of the flattened parameter and may be empty. Functions with ``local=True`` read and
+write the local shard; :func:`ringcomm.zero.local_shards` has its position. Others use whole
+tensors.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ Tensor = torch.Tensor
 def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     """Returns a parameter's gradient, reduced over the ranks; collective, also with ``local``.
 
-    It is what the next step takes, before clipping by the norm of all parameters, after any other
-    clipping, and of a scaled loss still scaled. Whatever was not reduced yet is reduced now, at
-    stages 0 and 1 all of it.
+    It is the gradient that the next step uses, before clipping by the norm of all parameters and
+    after any other clipping; the gradient of a scaled loss is still scaled. Gradients that were not
+    reduced yet are reduced now; at stages 0 and 1 these are all gradients.
 
     Args:
         param: a trainable parameter of a sharded module.
-        local: return this rank's local shard of the flattened gradient alone.
+        local: return only this rank's local shard of the flattened gradient.
 
     Returns:
-        A copy as float32; None if no rank has a gradient of it.
+        A float32 copy; None if no rank has a gradient of the parameter.
 
     Raises:
-        ArgumentError: it is no such parameter, or there is no optimizer that is prepared; or the
+        ArgumentError: ``param`` is no such parameter, or no optimizer is prepared; or the
             parameters have other values, inside ``exchanged()``.
         MismatchError: the ranks would gather different parameters.
     """
@@ -83,17 +84,17 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
 def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's reduced gradient for the next step; collective, also with ``local``.
 
-    What was clipped is so no longer. At stages 0 and 1 a gradient that a backward, or a GradScaler,
-    changes afterwards is reduced anew; at stages 2 and 3 backwards add to ``value``.
+    Earlier clipping does not apply to ``value``. If a backward or a GradScaler changes the gradient
+    afterwards, it is reduced again at stages 0 and 1; at stages 2 and 3 backwards add to ``value``.
 
     Args:
         param: a trainable parameter of a sharded module.
-        value: of its shape, equal on all ranks, perhaps a DTensor as the parameter is; with
-            ``local`` this rank's local shard, flat.
-        local: ``value`` is this rank's local shard.
+        value: a tensor of the parameter's shape, equal on all ranks, or a DTensor like the
+            parameter; with ``local`` this rank's local shard, flat.
+        local: True if ``value`` is this rank's local shard.
 
     Raises:
-        ArgumentError: as of :func:`get_gradient`, or ``value`` does not fit; nothing was changed.
+        ArgumentError: as for :func:`get_gradient`, or ``value`` does not fit; nothing was changed.
         MismatchError: the ranks gave different values; nothing was changed.
     """
     with _on_all(param, "set_gradient"):
@@ -105,7 +106,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     access.agree({"value": access.digest(value, local)})
     sharded.reduce_now("set_gradient")
     if access.bucket is not None:
-        # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
+        # At stage 0 each rank has the whole state, but only a shard of the reduced gradient.
         chunk = access.bucket.layout.chunk(*sharded.setting.shard_of)
         begin = max(access.segment.begin, access.bucket.chunk.begin)
         target = within(sharded.plan.reduced(access.bucket), chunk, access.segment)
@@ -119,10 +120,10 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
 def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     """Returns a parameter's FP32 master; collective, unless ``local``.
 
-    Args, Raises: as of :func:`get_gradient`.
+    Args, Raises: as for :func:`get_gradient`.
 
     Returns:
-        A copy, float32: the master, or the parameter where the optimizer keeps none.
+        A float32 copy of the master, or of the parameter if the optimizer keeps no master.
     """
     with _on_all(param, "get_master", reads=True, local=local):
         access = _Access.of(param, "get_master")
@@ -139,10 +140,10 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
 def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's FP32 master, and the parameter; collective, also with ``local``.
 
-    The parameter becomes the master on all ranks, rounded as a step rounds it, or to the nearest
-    where steps round stochastically. At stage 3 whatever is unsharded is resharded.
+    On all ranks the parameter becomes the master, rounded as a step rounds it, or to nearest if
+    steps round stochastically. At stage 3 all unsharded parameters are resharded.
 
-    Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``unsharded()``, too.
+    Args, Raises: as for :func:`set_gradient`. Inside ``unsharded()`` ArgumentError is also raised.
     """
     with _on_all(param, "set_master"):
         access = _Access.of(param, "set_master")
@@ -169,15 +170,15 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
 
     Args:
         param: a trainable parameter of a sharded module.
-        name: as in the optimizer's ``state``: "exp_avg", "momentum_buffer" and others.
-        local: return this rank's local shard of the flattened tensor alone.
+        name: the name in the optimizer's ``state``: "exp_avg", "momentum_buffer" and others.
+        local: return only this rank's local shard of the flattened tensor.
 
     Returns:
-        A copy, float32; None if the parameter has no such state yet, as before its first step.
+        A float32 copy; None if the parameter has no such state yet, as before its first step.
 
     Raises:
-        ArgumentError: as of :func:`get_gradient`, but not inside ``exchanged()``; or the optimizer
-            keeps no such tensor.
+        ArgumentError: as for :func:`get_gradient`, but not inside ``exchanged()``; or the optimizer
+            keeps no tensor of this name.
         MismatchError: the ranks would gather different tensors.
     """
     with _on_all(param, "get_state", reads=True, local=local):
@@ -198,10 +199,10 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
 def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -> None:
     """Sets a tensor of a parameter's optimizer state; collective, unless ``local``.
 
-    Where several ranks keep the same state (stage 0, ``state="node"``, and Adafactor's rows and
-    columns, which are whole also with ``local``), it must be set alike on all of them.
+    If several ranks keep the same state (stage 0, ``state="node"``, and Adafactor's rows and
+    columns, which are whole also with ``local``), all of them must set the same values.
 
-    Args, Raises: as of :func:`get_state` and :func:`set_gradient`. ArgumentError is raised, too,
+    Args, Raises: as for :func:`get_state` and :func:`set_gradient`. ArgumentError is also raised
         before the parameter's first step, when it has no state.
     """
     with _on_all(param, "set_state", local=local):
@@ -217,23 +218,24 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
 
 
 def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
-    """Has a hook see each reduced gradient before the step; collective.
+    """Registers a hook that sees each reduced gradient before the step; collective.
 
-    It is called with a parameter's name, a view of this rank's local shard of the flattened
-    gradient, and the shard's first element. What it writes there counts. One rank, with
-    ``state="node"`` one of each node, sees an element of a gradient, if any rank has that gradient.
+    The hook is called with a parameter's name, a view of this rank's local shard of the flattened
+    gradient, and the index of the shard's first element. The step uses the values that the hook
+    writes there. If any rank has a gradient, the hooks of one rank (with ``state="node"``, of one
+    rank per node) see each of its elements.
 
     The calls come in the layout's order, in the thread that steps, once all gradients are reduced:
-    in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then have what
-    the hooks have written. Backwards after that have the sum seen anew at stages 2 and 3, where it
-    holds what was written, and at 0 and 1 as it was reduced.
+    in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then use the
+    values that the hooks have written. If a backward follows, the hooks see the new sum: at stages
+    2 and 3 it includes the values that they have written, at stages 0 and 1 it does not.
 
     Args:
         module: the module that ``shard()`` returned.
-        hook: it must call nothing that other ranks take part in.
+        hook: the function; it must not call anything that other ranks take part in.
 
     Returns:
-        A handle, whose ``remove()`` all ranks call alike.
+        A handle, whose ``remove()`` must be called on all ranks.
 
     Raises:
         ArgumentError: the module is not sharded, or ``hook`` cannot be called.
@@ -252,22 +254,22 @@ def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
     return handle
 
 
-# ---- where a parameter lies ---------------------------------------------------------------------
+# ---- where a parameter is ------------------------------------------------------------------------
 
 
 @contextmanager
 def _on_all(
     param: Any, operation: str, *, reads: bool = False, local: bool = False
 ) -> Iterator[None]:
-    """Has what raises inside raise on all ranks that the operation needs; collective.
+    """Raises on all ranks that the operation needs if the body raises on one of them; collective.
 
-    A tensor of no sharded module does not tell which ranks these are, and raises on this one alone.
+    If ``param`` belongs to no sharded module, these ranks are unknown, and only this rank raises.
 
     Args:
-        param: what was passed as a parameter.
-        operation: named in errors.
-        reads: it needs others only where they have other shards of the parameter.
-        local: it needs no others.
+        param: the argument that was passed as a parameter.
+        operation: name of the operation in errors.
+        reads: True if other ranks are needed only if they have other shards of the parameter.
+        local: True if no other ranks are needed.
     """
     engine = owner_of(param) if isinstance(param, Tensor) else None
     if engine is None or local or (reads and engine.placement.shard_of[1] == 1):
@@ -281,7 +283,7 @@ def _on_all(
 
 @dataclass(frozen=True)
 class _Access:
-    """Where a parameter's state lies.
+    """The place of a parameter's state.
 
     Attributes:
         operation: name of the function that was called.
@@ -289,9 +291,9 @@ class _Access:
         name: its name in the module.
         placement: the module as its optimizer sees it.
         sharded: the step of its optimizer.
-        index: its index there.
-        bucket: the bucket that has it; None where this rank has nothing of it.
-        segment: where it is in the bucket.
+        index: the parameter's index in the optimizer.
+        bucket: the parameter's bucket; None if the parameter is in no bucket.
+        segment: the parameter's elements in the bucket.
     """
 
     operation: str
@@ -342,19 +344,19 @@ class _Access:
 
     @property
     def kept_whole(self) -> Mapping[str, Tensor]:
-        """The tensors of its state that all ranks have whole, by name."""
+        """The tensors of the parameter's state that all ranks have whole, by name."""
         return self.sharded.rule.kept_whole(self.index)
 
     def gathers(self, local: bool) -> bool:
-        """Returns whether what is read comes from several ranks, which must read the same."""
+        """True if a read gathers from several ranks, which must all read the same."""
         return not local and self.sharded.shard_of[1] > 1
 
     def all_or_none(self) -> Any:
-        """Returns a context at whose end all ranks go on, or none; collective."""
+        """Returns a context after which all ranks continue, or all raise; collective."""
         return all_or_none(self.comm, self.operation, self.sharded.mesh)
 
     def agree(self, told: dict[str, Any]) -> None:
-        """Checks that the ranks do the same to the same parameter; collective."""
+        """Checks that all ranks do the same to the same parameter; collective."""
         if self.comm is not None:
             said = {"parameter": self.name, **told}
             check_agreement(self.comm, self.operation, {"options": said})
@@ -367,23 +369,23 @@ class _Access:
     # ---- reading --------------------------------------------------------------------------------
 
     def nothing(self) -> Tensor:
-        """Returns the elements of a parameter of which this rank has none."""
+        """Returns the empty tensor for a parameter that is in no bucket."""
         return torch.empty(0, dtype=torch.float32, device=self.sharded.setting.device)
 
     @property
     def own(self) -> Chunk:
-        """The elements of the bucket that this rank keeps of the parameter."""
+        """The elements of the bucket that belong to the parameter and to this rank's chunk."""
         assert self.bucket is not None
         low = min(max(self.segment.begin, self.bucket.chunk.begin), self.bucket.chunk.end)
         return Chunk(low, max(low, min(self.segment.end, self.bucket.chunk.end)))
 
     def may_fail(self, local: bool) -> bool:
-        """Returns whether other ranks wait for one on which the state cannot be reached."""
+        """True if access to offloaded state may fail on one rank while other ranks wait for it."""
         is_offloaded = not self.sharded.offload.in_memory or self.placement.store is not None
         return not local and is_offloaded
 
     def read(self, name: str, local: bool) -> Tensor:
-        """Returns a copy of the parameter's part of a tensor of the ranks' state."""
+        """Returns a copy of the parameter's values in a state tensor, whole or local."""
         assert self.bucket is not None
         with self.all_or_none() if self.may_fail(local) else nullcontext():
             shard = self.bucket.read_state(name, *self.own)
@@ -392,7 +394,7 @@ class _Access:
         return self.shown(self.gather(shard), local)
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Returns the flattened tensor of which the ranks have the shards; collective."""
+        """Returns the whole flattened tensor from the ranks' shards; collective."""
         sharers = self.sharded.setting.sharers
         if sharers is None or self.bucket is None:
             return shard
@@ -401,7 +403,7 @@ class _Access:
         return whole
 
     def _shards_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
-        """Returns by rank that shares state its shard of ``flat``, whose first element is given."""
+        """Returns the sharers' shards of ``flat``, by rank; ``first`` is its first element."""
         sharers = self.sharded.setting.sharers
         assert sharers is not None and self.bucket is not None
         everything = Chunk(first, first + flat.numel())
@@ -413,7 +415,7 @@ class _Access:
         return shards
 
     def shown(self, flat: Tensor, local: bool) -> Tensor:
-        """Returns a whole flattened tensor as it was asked for: flat, or as the parameter lies."""
+        """Returns a flattened tensor as it is, or with the parameter's shape and distribution."""
         if local:
             return flat
         with without_torch_function():
@@ -422,7 +424,7 @@ class _Access:
     # ---- writing --------------------------------------------------------------------------------
 
     def local_shard_of(self, value: Tensor, local: bool) -> Tensor:
-        """Returns what this rank keeps of a value that is to be set, as float32.
+        """Returns this rank's part of a value that is to be set, as float32.
 
         Raises:
             ArgumentError: the value does not fit.
@@ -445,7 +447,7 @@ class _Access:
         return flat if local else flat[begin : begin + elems]
 
     def _own_of(self, value: Tensor) -> Tensor:
-        """Returns this rank's local tensor of a value: whole, or a DTensor like the parameter."""
+        """Returns this rank's part of a value that is whole, or a DTensor like the parameter."""
         sharding = self.spec.sharding
         if is_distributed(value):
             if not lies_alike(value, self.param):
@@ -459,16 +461,16 @@ class _Access:
         return value
 
     def digest(self, value: Tensor, local: bool) -> str:
-        """Returns what must be equal on all ranks of a value; "" if each has another shard."""
+        """Returns a checksum that must be equal on all ranks; "" if each has another shard."""
         if local and self.sharded.shard_of[1] > 1:
             return ""
         return f"checksum {checksum(local_of(value).detach().contiguous())}"
 
     def has_state(self, name: str) -> bool:
-        """Returns whether the parameter has a tensor of its state.
+        """True if the parameter has a state tensor of this name.
 
         Raises:
-            ArgumentError: its optimizer keeps none of this name.
+            ArgumentError: its optimizer keeps no tensor of this name.
         """
         known = (*self.sharded.rule.names(self.sharded.groups), *self.kept_whole)
         state = self.sharded.states()[self.index]
@@ -480,7 +482,7 @@ class _Access:
         return False
 
     def state_shard_of(self, name: str, value: Tensor, local: bool) -> Tensor:
-        """Returns what this rank keeps of a tensor of the state that is to be set.
+        """Returns this rank's part of a state tensor that is to be set.
 
         Raises:
             ArgumentError: there is no such state, or the value does not fit.
@@ -496,7 +498,7 @@ class _Access:
         return value
 
     def publish(self) -> None:
-        """Gives all copies of the parameter what this rank has written to its shard; collective."""
+        """Sends this rank's new shard of the parameter to all copies of it; collective."""
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
         if bucket.compression is not None:
@@ -511,7 +513,7 @@ class _Access:
 
 
 def write_master(bucket: Bucket, own: Chunk, shard: Tensor) -> None:
-    """Writes the master of elements of this rank's chunk, and the parameters there."""
+    """Writes masters of this rank's chunk, and the parameters that belong to them."""
     if bucket.state.remainder is None:
         first = bucket.chunk.begin
         with bucket.params_here(write=True):

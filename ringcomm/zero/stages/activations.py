@@ -1,20 +1,21 @@
-"""Activations on a disk: what autograd saves in forward, until backward needs it.
+"""Activations on a disk: tensors that autograd saves in forward, until backward needs them.
 
 NOTE [What stays where it is]
-Parameters and buffers are not written, nor their views: they are in memory anyway, or unsharded by
-stage 3, which gives their memory its values again. So are small tensors, whose transfer would cost
-more than their bytes. What is saved while a backward runs, by a checkpoint that computes its layer
-again, is needed at once, and stays in memory, too. So does whatever is no dense tensor.
+Parameters, buffers and their views are not written: they are in memory anyway, or are unsharded by
+stage 3, which restores the values of their memory. Small tensors are not written either, since a
+transfer would cost more than their memory is worth. Tensors that are saved while a backward runs,
+by a checkpoint that computes its layer again, are needed at once and also stay in memory. So do
+non-dense ones.
 
 NOTE [Changes in place]
-With hooks torch does not look whether a saved tensor was changed since. So an alias of each saved
-tensor is kept, which shares its version; that of a tensor on the disk has no memory.
+With hooks, torch does not check whether a saved tensor has changed. So an alias of each saved
+tensor is kept, which shares the tensor's version; the alias of a tensor on the disk has no memory.
 
 NOTE [When the disk fails]
-A rank that raised in the middle of a forward or a backward would leave the others waiting in a
-reduction. So it goes on with the calls that they wait for: what is lost is NaN from then on. Its
-backward raises the error at the end, after the reductions, and its next step or clipping refuses,
-on all ranks, until the gradients are forgotten.
+If a rank raised in the middle of a forward or backward, the other ranks would wait for it in a
+reduction. So the rank continues with the calls that the others wait for, with NaN in place of lost
+values. Its backward raises the error at the end, after the reductions. Its next step or clipping
+raises on all ranks, until the gradients are dropped.
 """
 
 from __future__ import annotations
@@ -58,40 +59,40 @@ from ringcomm.zero.stages.engine import ShardEngine, owner_of
 Tensor = torch.Tensor
 Storage = torch.UntypedStorage
 
-# ---- The store: written in forward, read ahead in backward -------------------------------------
+# ---- The store: written in forward, read ahead in backward ---------------------------------------
 #
-# Terms. A *content* is the bytes of a storage, or of a part of it, at one version; however many
-# saved tensors share them, they are written once. A *receipt* is what a graph holds in place of a
-# saved tensor. Receipts are numbered in the order of forward, and backward most likely takes them
-# in the reverse order. A content is there for as long as some graph has a receipt of it.
+# Terms. A *content* is the bytes of a storage, or of a part of it, at one version; they are written
+# once even if several saved tensors share them. A *receipt* is the object that a graph holds in
+# place of a saved tensor. Receipts are numbered in the order of forward, and backward mostly takes
+# them in the reverse order. A content exists as long as some graph has a receipt of it.
 #
 # Writing. The newest contents stay in memory, up to ``resident_bytes``, since backward needs them
-# first. An older one is copied into *slots*, aligned buffers of one piece each, from which the
-# disk's threads write, and its storage is let go. While all slots are under way the caller waits.
+# first. An older content is copied into *slots*, aligned buffers of one piece each, from which the
+# disk's threads write, and its storage is released. While all slots are in use the caller waits.
 #
-# Reading. A content is read into new memory, which autograd then has for its own, without a copy.
-# Behind the one that is needed those of the receipts before it are read *ahead*. Backward leaps
-# here and there, so that what it has leapt over stays for some turns. What is read ahead and the
-# slots share ``buffer_bytes``; so the slots, which a forward needs, go in the backward.
+# Reading. A content is read into new memory, which autograd then owns, without a copy. After the
+# content that is needed, contents of earlier receipts are read *ahead*. Backward does not follow
+# the order strictly, so contents that it has skipped stay for some turns. Contents read ahead and
+# the slots share ``buffer_bytes``; so slots, which a forward needs, are freed during backward.
 #
-# Extents of the file are of sizes that are powers of two pages, up to a piece, and are used again
-# by what comes next. So a step takes the extents of the one before, and the file does not grow.
+# The sizes of the file's extents are powers of two pages, up to a piece, and freed extents are used
+# again. So a step uses the extents of the step before, and the file does not grow.
 
-# Small against the default buffers, so that many are under way at once; chosen without a sweep.
+# Small compared with the default buffers, so that many transfers run at once; not tuned.
 PIECE_BYTES = 2 << 20
 
-# How many receipts are looked at for what to read ahead, and how many turns what was read waits
-# for a backward that is elsewhere by now.
+# The number of receipts that are searched for contents to read ahead, and the number of turns for
+# which such a content stays although backward has moved elsewhere.
 LOOK_AHEAD = 64
 PATIENCE = 32
 
-#: A storage's address, and the part of it as bytes [begin, end).
+#: A storage's address, and bytes [begin, end) of the storage.
 Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _StoredExtent:
-    """An extent of the file, by its number, and the bytes that it can have."""
+    """An extent of the file: its number, and its capacity in bytes."""
 
     number: int
     size_bytes: int
@@ -101,15 +102,15 @@ class Content:
     """The bytes of a storage, or of a part of it, at one version.
 
     Attributes:
-        number: in the order in which they came.
-        begin: the first byte of the storage that it has.
-        size_bytes: how many it has.
-        version: that of the tensor that was saved first.
-        held: the storage that has them, while only this keeps them in memory; or None.
-        extents: where they are on the disk, piece by piece; empty if they are not.
+        number: number in the order of creation.
+        begin: offset of the first byte in the storage.
+        size_bytes: number of bytes.
+        version: version of the tensor that was saved first.
+        held: the storage with the bytes, while only this object keeps it in memory; or None.
+        extents: the extents of its pieces on the disk; empty if it was not written.
         coming: the reads under way.
-        ahead: how many receipts that are read ahead refer to it.
-        ahead_bytes: what it takes of the buffers meanwhile.
+        ahead: number of receipts read ahead that refer to it.
+        ahead_bytes: bytes of the buffers that it takes while it is read ahead.
     """
 
     def __init__(self, number: int, storage: Storage, begin: int, end: int, version: int) -> None:
@@ -123,22 +124,22 @@ class Content:
         self.lies_in(storage, begin)
 
     def lies_in(self, storage: Storage, at: int) -> None:
-        """Notes where the bytes are, for as long as anything keeps that storage."""
+        """Notes the storage and offset of the bytes; valid while some object keeps the storage."""
         self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
 
     def find_storage(self) -> Storage | None:
-        """Returns the storage that has the bytes, from byte ``at`` on, or None if none does."""
+        """Returns the storage with the bytes, at offset ``at``, or None if there is none."""
         if self.held is not None:
             return self.held
-        # A storage that was shrunk meanwhile has its values no longer.
+        # A storage that was shrunk since then no longer has its values.
         found: Any = cast(Any, Storage)._new_with_weak_ptr(self._memory.cdata)
         return found if found is not None and found.nbytes() == self._memory_bytes else None
 
     def wait(self) -> None:
-        """Waits for the reads.
+        """Waits for the reads of this content.
 
         Raises:
-            DiskError: one failed; it does so again at each call.
+            DiskError: a read failed; each later call raises again.
         """
         for transfer in self.coming:
             transfer.wait()
@@ -147,15 +148,15 @@ class Content:
 
 @dataclass(eq=False)
 class Receipt:
-    """The placeholder of a saved tensor in a graph.
+    """The object that a graph holds in place of a saved tensor.
 
     Attributes:
-        number: in the order of saving.
+        number: number in the order of saving.
         content: the bytes; None if the disk had failed before.
-        offset_bytes: where the tensor's first element lies in the content.
-        shape, stride, dtype: of the tensor.
-        watch: tells whether the tensor was changed since; of the caller's own.
-        taken_in: number of the backward that took it last.
+        offset_bytes: offset of the tensor's first element in the content.
+        shape, stride, dtype: the tensor's.
+        watch: an object of the caller that checks whether the tensor has changed.
+        taken_in: number of the backward that last took the receipt.
     """
 
     number: int
@@ -170,13 +171,13 @@ class Receipt:
 
 @dataclass
 class _Ahead:
-    """A content that is in memory, or on its way there, before a receipt is taken.
+    """A content in memory, or being read, before its receipt is taken.
 
     Attributes:
-        receipt: whose turn is expected.
+        receipt: the receipt whose turn is expected.
         content: its content.
-        storage: which has that.
-        turn: the last turn at which it was among those that were expected next.
+        storage: the storage that has the content.
+        turn: the last turn in which it was among the contents expected next.
     """
 
     receipt: weakref.ref[Receipt]
@@ -186,20 +187,20 @@ class _Ahead:
 
 
 def weak(storage: Storage) -> StorageWeakRef:
-    """Returns a weak reference, until whose end nothing else comes to the storage's address."""
+    """Returns a weak reference; while it exists, the storage's address is not used again."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def reach_of(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Returns the elements of memory from the first to the last one of a tensor that has any."""
+    """Returns the number of elements of memory that a non-empty tensor spans."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the part of a tensor's storage that is to be saved, as bytes [begin, end).
 
-    That is all of the storage, whose other parts are mostly saved, too, if the tensor reaches over
-    half of it. A view of a few rows of a data set does not bring the rest with it.
+    If the tensor spans at least half of its storage, this is the whole storage, since its other
+    parts are mostly saved as well. A view of a few rows of a data set does not save the rest of it.
     """
     begin = int(tensor.storage_offset()) * tensor.element_size()
     end = begin + reach_of(tensor.shape, tensor.stride()) * tensor.element_size()
@@ -208,7 +209,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Gone(NamedTuple):
-    """The remains of a content that no graph has a receipt of any more."""
+    """The data of a freed content, of which no graph has a receipt any more."""
 
     key: Key
     number: int
@@ -216,12 +217,12 @@ class _Gone(NamedTuple):
 
 
 class ActivationStore:
-    """The contents of one rank. One thread at a time calls it.
+    """The contents of one rank. Calls must come from one thread at a time.
 
     Args:
-        disk: where they are, and how much memory that may take.
-        what: names them in errors.
-        timeout_s: returns how many seconds a transfer is waited for.
+        disk: the folder, and how much memory the store may use.
+        what: name of the contents in errors.
+        timeout_s: returns the time limit of a transfer, in seconds.
     """
 
     def __init__(self, disk: Disk, what: str, timeout_s: Callable[[], float]) -> None:
@@ -229,7 +230,7 @@ class ActivationStore:
         self._most_bytes, self._most_resident_bytes = disk.buffer_bytes, disk.resident_bytes
         share = disk.buffer_bytes // 4 // PAGE_BYTES * PAGE_BYTES
         self._piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, share))
-        # Bytes of the buffers that slots and contents read ahead use.
+        # Bytes of the buffers that are used by slots and by contents read ahead.
         self._used_bytes = 0
         self._idle: list[Tensor] = []
         self._writing: deque[tuple[Tensor, Transfer]] = deque()
@@ -237,14 +238,14 @@ class ActivationStore:
         self._turn = 0
         self._numbers = itertools.count()
         self._receipts: list[tuple[int, weakref.ref[Receipt]]] = []
-        # Contents of storages that may be there still. A content's weak reference keeps its
-        # storage's address from being used again; where that goes, so does the key.
+        # Contents whose storages may still exist. A content's weak reference keeps its storage's
+        # address from being used again; when the reference is dropped, the key is dropped.
         self._known: dict[Key, weakref.ref[Content]] = {}
         self._resident: dict[int, tuple[weakref.ref[Content], int]] = {}
         self._resident_bytes = 0
         self._free: dict[int, list[_StoredExtent]] = {}
         self._extents_in_use = 0
-        # A content may go while anything runs here, by garbage collection: it only leaves word.
+        # Garbage collection may free a content at any time: it only adds an entry here.
         self._gone: deque[_Gone] = deque()
 
     @property
@@ -255,7 +256,7 @@ class ActivationStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that slots, contents that are read ahead and resident ones take now."""
+        """Bytes of memory that slots, contents read ahead and resident contents take now."""
         self._settle()
         return self._used_bytes + self._resident_bytes
 
@@ -265,7 +266,7 @@ class ActivationStore:
         """Returns a receipt for a dense tensor on the CPU.
 
         Raises:
-            DiskError: the disk fails, or has no room; or an earlier write has failed.
+            DiskError: the disk fails or is full, or an earlier write has failed.
         """
         self._settle()
         begin, end = extent_of(tensor)
@@ -299,12 +300,12 @@ class ActivationStore:
         if content.size_bytes == storage.nbytes():
             self._keep(content, storage)
         else:
-            # To hold it would be to hold the rest of the storage, too.
+            # Holding it in memory would also hold the rest of the storage.
             self._write(content, storage)
         return content
 
     def _keep(self, content: Content, storage: Storage) -> None:
-        """Holds the newest content in memory, and writes the oldest ones that do not fit beside."""
+        """Holds the newest content in memory, and writes the oldest ones if they do not fit."""
         content.held = storage
         self._resident[content.number] = (weakref.ref(content), content.size_bytes)
         self._resident_bytes += content.size_bytes
@@ -321,7 +322,7 @@ class ActivationStore:
         self._resident_bytes -= size_bytes
 
     def _write(self, content: Content, storage: Storage) -> None:
-        """Submits the writes of a content; what is in the storage was copied when this returns."""
+        """Submits the writes of a content; the storage's bytes were copied when this returns."""
         whole = _bytes_of(storage, content.begin, content.size_bytes)
         for at in range(0, content.size_bytes, self._piece_bytes):
             piece = whole[at : at + self._piece_bytes]
@@ -340,7 +341,7 @@ class ActivationStore:
         return extent
 
     def _slot(self) -> Tensor:
-        """Returns a buffer for one piece; waits for the oldest write while there is none."""
+        """Returns a buffer for one piece; if none is free, waits for the oldest write."""
         while True:
             self._reap()
             if self._idle:
@@ -353,21 +354,21 @@ class ActivationStore:
                 transfer.wait()  # a slot whose write hangs must not be used again
                 self._idle.append(slot)
             else:
-                # Contents read ahead fill the buffers: a forward runs beside a backward.
+                # Contents read ahead fill the buffers: a forward runs between parts of a backward.
                 number, last = self._ahead.popitem()
                 self._ahead[number] = last
                 last.content.wait()
                 self._let_go(number)
 
     def _reap(self) -> None:
-        """Takes back the slots whose writes are over."""
+        """Makes the slots of finished writes free again."""
         while self._writing and self._writing[0][1].done():
             slot, transfer = self._writing.popleft()
             self._idle.append(slot)
             transfer.wait()
 
     def _settle(self) -> None:
-        """Frees what was for receipts and contents that no graph has any more."""
+        """Frees the memory and extents of receipts and contents that no graph has any more."""
         for number in [number for number, item in self._ahead.items() if item.receipt() is None]:
             self._let_go(number)
         while self._gone:
@@ -379,7 +380,7 @@ class ActivationStore:
             self._extents_in_use -= len(gone.extents)
 
     def _forget(self, key: Key, content: Content | None) -> None:
-        """Forgets where a content was first, unless a newer one is known there."""
+        """Removes a content's entry in ``_known``, unless a newer content has the key."""
         reference = self._known.get(key)
         if reference is not None and reference() in (content, None):
             del self._known[key]
@@ -387,11 +388,11 @@ class ActivationStore:
     # ---- backward -------------------------------------------------------------------------------
 
     def bring(self, receipt: Receipt, backward: int) -> tuple[Storage, int]:
-        """Returns a storage that has a receipt's content, and the byte that it begins at.
+        """Returns a storage that has a receipt's content, and the content's offset in bytes.
 
         Args:
-            receipt: taken by a node of the graph.
-            backward: the number of the backward that runs.
+            receipt: the receipt that a node of the graph takes.
+            backward: the number of the running backward.
 
         Raises:
             DiskError: the disk has failed.
@@ -407,7 +408,7 @@ class ActivationStore:
         return storage, content.at
 
     def _memory_of(self, content: Content) -> Storage:
-        """Returns the storage that has a content once its reads are over, which it submits."""
+        """Returns the storage of a content; submits reads if there is none, without waiting."""
         storage = content.find_storage()
         if storage is not None:
             return storage
@@ -425,7 +426,7 @@ class ActivationStore:
         return storage
 
     def _read_ahead(self, receipt: Receipt) -> None:
-        """Submits reads for the receipts before one, as far as the buffers have room."""
+        """Submits reads for earlier receipts, as long as the buffers have room."""
         self._turn += 1
         for before in itertools.islice(self._those_before(receipt.number), LOOK_AHEAD):
             content = before.content
@@ -440,7 +441,7 @@ class ActivationStore:
             item.turn = self._turn
 
     def _has_room_for(self, content: Content) -> bool:
-        """Takes the room for a content that is to be read ahead, if there is enough."""
+        """Reserves buffer memory for a content that is to be read ahead, if there is enough."""
         if not content.ahead:
             size = _room_bytes(content)
             self._reap()
@@ -459,7 +460,7 @@ class ActivationStore:
         return True
 
     def _let_go(self, number: int) -> None:
-        """Ends the hold on what was read ahead for a receipt, if anything was."""
+        """Ends the hold on the content that was read ahead for a receipt, if there is one."""
         item = self._ahead.pop(number, None)
         if item is not None:
             content = item.content
@@ -469,7 +470,7 @@ class ActivationStore:
                 content.ahead_bytes = 0
 
     def _those_before(self, number: int) -> Iterator[Receipt]:
-        """Yields the receipts before a number that some graph still has, the last one first."""
+        """Yields earlier receipts that some graph still has, the latest one first."""
         receipts = self._receipts
         at = bisect_left(receipts, number, key=itemgetter(0))
         while at:
@@ -482,13 +483,13 @@ class ActivationStore:
 
 
 def _bytes_of(storage: Storage, begin: int, size_bytes: int) -> Tensor:
-    """Returns bytes of a storage as a tensor of their own version."""
+    """Returns bytes of a storage as a tensor that has its own version."""
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     return empty.set_(storage, begin, (size_bytes,), (1,))
 
 
 def _room_bytes(content: Content) -> int:
-    """Returns the memory that it takes to read a content: its pages, from the begin of a page."""
+    """Returns the bytes of memory for reading a content: whole pages, and room to align them."""
     return rounded_up(content.size_bytes) + PAGE_BYTES
 
 
@@ -496,7 +497,7 @@ def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-# ---- The hooks of autograd, and the modules whose activations they take -------------------------
+# ---- The hooks of autograd, and the modules whose activations they save --------------------------
 
 LEAST_BYTES = 64 << 10
 
@@ -507,24 +508,24 @@ def activations_on(
     module: nn.Module | Iterable[nn.Module] | None = None,
     least_bytes: int = LEAST_BYTES,
 ) -> Activations:
-    """Keeps what forwards save for backward on a disk, within ``with``; see ``docs/disk.md``.
+    """Keeps tensors that forwards save on a disk, within ``with``; see ``docs/disk.md``.
 
     Args:
-        disk: where, how much memory the transfers may take, and how much of what was saved last
-            stays in memory.
-        module: the modules that run; sharded or not. Their buffers, and whatever else shares
-            memory with their parameters and buffers, stay where they are. Without it that is sure
-            of parameters and their views alone.
+        disk: the folder, the memory for transfers, and how many bytes of the tensors saved last
+            stay in memory.
+        module: the modules that run; sharded or not. Their buffers, and all tensors that share
+            memory with their parameters and buffers, are not written. Without ``module`` this is
+            ensured only for parameters and their views.
         least_bytes: smaller tensors stay in memory.
 
     Returns:
-        A context manager of this thread, which may be entered any number of times. Backward may run
-        inside or outside. Keep it from step to step: its file's space is used again.
+        A context manager for this thread, which may be entered any number of times. Backward may
+        run inside or outside. Keep the object from step to step: it uses its file's space again.
 
     Raises:
-        ArgumentError: an argument is none of the above.
+        ArgumentError: an argument has a wrong type or value.
         UnsupportedError: a module has parameters on a device.
-        DiskError: the folder takes no file for it.
+        DiskError: the folder does not support such a file.
     """
     if not isinstance(disk, Disk):
         raise ArgumentError(f"activations_on: disk: expected a ringcomm.Disk, got {disk!r}")
@@ -542,7 +543,7 @@ def activations_on(
 
 
 class Activations(AbstractContextManager[None]):
-    """A context that keeps saved tensors on a disk; :func:`activations_on` makes it."""
+    """A context that keeps saved tensors on a disk; made by :func:`activations_on`."""
 
     def __init__(self, disk: Disk, modules: list[nn.Module], least_bytes: int) -> None:
         for module in modules:
@@ -558,7 +559,7 @@ class Activations(AbstractContextManager[None]):
             lambda: wait_limit_s(disk, residents.comms),
         )
         self._least_bytes = least_bytes
-        # A backward may have a thread for each device, and forwards run in threads of their own.
+        # A backward may have a thread per device, and forwards may run in several threads.
         self._lock = threading.RLock()
         self._fault: DiskError | None = None
         # The backward that raises the fault at its end.
@@ -569,22 +570,22 @@ class Activations(AbstractContextManager[None]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self._store.scratch.size_bytes
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that the disk has taken."""
+        """Number of bytes written to the disk."""
         return self._store.scratch.bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that the disk has brought."""
+        """Number of bytes read from the disk."""
         return self._store.scratch.bytes_read
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it takes now: at most ``buffer_bytes`` and ``resident_bytes``."""
+        """Bytes of memory in use now: at most ``buffer_bytes`` plus ``resident_bytes``."""
         with self._lock:
             return self._store.held_bytes
 
@@ -604,7 +605,7 @@ class Activations(AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The hooks are a stack of this thread's, so that any object ends the innermost ones.
+        # torch keeps these hooks as a stack per thread, so any object can pop the innermost ones.
         saved_tensors_hooks(self._pack, self._unpack).__exit__(kind, error, traceback)
 
     # ---- forward --------------------------------------------------------------------------------
@@ -619,7 +620,7 @@ class Activations(AbstractContextManager[None]):
         return _DTensorOnDisk(tensor, self._save(local, _watch_dtensor(tensor)))
 
     def _goes(self, tensor: Tensor, local: Tensor) -> bool:
-        """Returns whether a tensor goes to the disk; see NOTE [What stays where it is]."""
+        """True if a tensor goes to the disk; see NOTE [What stays where it is]."""
         if torch._C._current_graph_task_id() != -1 or not _is_dense(local):
             return False
         if self._residents.have(tensor, local):
@@ -665,7 +666,7 @@ class Activations(AbstractContextManager[None]):
         return _nothing_for(receipt)
 
     def _tell_at_end(self) -> None:
-        """Has the running backward raise the fault; see NOTE [When the disk fails]."""
+        """Makes the running backward raise the fault; see NOTE [When the disk fails]."""
         assert self._fault is not None
         backward = torch._C._current_graph_task_id()
         if backward == -1:
@@ -674,17 +675,17 @@ class Activations(AbstractContextManager[None]):
             engine.placement.lost = self._fault
         if backward != self._raises_in:
             self._raises_in = backward
-            # Behind what is queued when the last node has run, the reductions among it.
+            # After all callbacks that are queued when the last node has run, such as reductions.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(partial(queue, partial(_raise, self._fault)))
 
 
 def expect_host(device: torch.device) -> None:
-    """Raises UnsupportedError for memory that the disk's threads do not reach."""
+    """Raises UnsupportedError for memory that the disk's threads cannot reach."""
     if device.type not in ("cpu", "meta"):
         raise UnsupportedError(
             f"activations_on: expected tensors on the CPU, got one on {device}, whose way to a "
-            "disk is through pinned memory, and that is not there yet. Use "
+            "disk is through pinned memory, which is not implemented yet. Use "
             "torch.autograd.graph.save_on_cpu(pin_memory=True) there"
         )
 
@@ -694,7 +695,7 @@ def _raise(error: DiskError) -> NoReturn:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns whether a tensor is dense memory, and no other tensor inside some wrapper."""
+    """True if a tensor is dense memory itself, and not a wrapper around another tensor."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -704,14 +705,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _view(receipt: Receipt, storage: torch.UntypedStorage, at: int) -> Tensor:
-    """Returns a tensor like the one that was saved, in a storage with its content from ``at``."""
+    """Returns a tensor like the saved one, in a storage with its content from byte ``at`` on."""
     offset = (at + receipt.offset_bytes) // receipt.dtype.itemsize
     empty = torch.empty(0, dtype=receipt.dtype, device="cpu")
     return empty.set_(storage, offset, receipt.shape, receipt.stride)
 
 
 def _nothing_for(receipt: Receipt) -> Tensor:
-    """Returns a tensor of NaN, or zeros of integers, like the one that was saved."""
+    """Returns a tensor like the saved one, filled with NaN, or with zeros for integers."""
     dtype = receipt.dtype
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     flat = torch.full((reach_of(receipt.shape, receipt.stride),), value, dtype=dtype, device="cpu")
@@ -719,19 +720,19 @@ def _nothing_for(receipt: Receipt) -> Tensor:
 
 
 class _Residents:
-    """The memory that stays: of parameters and buffers."""
+    """The memory that is not written: that of parameters and buffers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        # By address, which is not used again while the weak reference is there.
+        # By address, which is not used again while the weak reference exists.
         self._storages: dict[int, StorageWeakRef] = {}
         self._engines: weakref.WeakSet[ShardEngine] = weakref.WeakSet()
-        #: True if parameters may have moved since :meth:`have` last looked where they are.
+        #: True if parameters may have moved since :meth:`have` last noted their storages.
         self.outdated = True
 
     @property
     def engines(self) -> list[ShardEngine]:
-        """The engines of the sharded modules among those that are known."""
+        """The engines of the known modules that are sharded."""
         self._refresh()
         return list(self._engines)
 
@@ -742,11 +743,11 @@ class _Residents:
 
     @property
     def rank(self) -> int | None:
-        """This rank in the world that shares a module; None if none is shared."""
+        """This rank among the ranks that share a module; None if no module is shared."""
         return next((engine.comm.rank for engine in self.engines), None)
 
     def have(self, tensor: Tensor, local: Tensor) -> bool:
-        """Returns whether a tensor, of which this rank has ``local``, shares memory with them."""
+        """True if a tensor, whose local tensor is ``local``, shares memory with these."""
         for each in (tensor, tensor._base):
             if each is not None and (
                 isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad)
@@ -760,7 +761,7 @@ class _Residents:
         return any(unsharder is not None and unsharder.has(local) for unsharder in unsharders)
 
     def _note(self, tensor: Tensor, storages: dict[int, StorageWeakRef]) -> None:
-        """Notes where a parameter or buffer lies, and whose it is."""
+        """Notes the storage of a parameter or buffer, and the engine that owns it."""
         engine = owner_of(tensor)
         if engine is not None:
             self._engines.add(engine)
@@ -773,7 +774,7 @@ class _Residents:
         if not self.outdated:
             return
         self.outdated = False
-        # Another thread's forward may look things up meanwhile.
+        # Built apart, since the forward of another thread may read the table now.
         storages: dict[int, StorageWeakRef] = {}
         with without_torch_function():
             for module in self._modules:
@@ -783,11 +784,11 @@ class _Residents:
 
 
 class _VersionWatch:
-    """Tells whether a tensor was changed since it was saved; see NOTE [Changes in place].
+    """Checks whether a tensor has changed since it was saved; see NOTE [Changes in place].
 
     Args:
-        tensor: to be watched.
-        alias: of its version, with its memory or without.
+        tensor: the tensor to be watched.
+        alias: a tensor that shares its version, with or without its memory.
     """
 
     def __init__(self, tensor: Tensor, alias: Tensor) -> None:
@@ -814,7 +815,7 @@ class _VersionWatch:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """Returns an empty tensor with the version of another one, now and later."""
+    """Returns an empty tensor that shares the version of another tensor."""
     alias = tensor.detach()
     alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
@@ -838,7 +839,7 @@ class _DTensorOnDisk:
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def around(self, local: Tensor) -> Tensor:
-        """Returns the DTensor with its part here again."""
+        """Returns the DTensor around its local tensor, which was read back."""
         inside = {**self._others, "_local_tensor": local}
         made: Tensor = self._kind.__tensor_unflatten__(
             inside, self._context, self._shape, self._stride
@@ -847,12 +848,12 @@ class _DTensorOnDisk:
 
 
 class _InMemory:
-    """A tensor that stays in memory: an alias, since what a node has made must not refer to it."""
+    """A tensor that stays in memory: an alias, since a node must not refer to its own output."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._watch = _VersionWatch(tensor, tensor.detach())
 
     def tensor(self) -> Tensor:
-        """Returns it, if it was not changed since."""
+        """Returns the tensor, if it has not changed since it was saved."""
         self._watch.check()
         return self._watch.alias

@@ -1,10 +1,10 @@
-"""Batch normalisation, buffers and uneven numbers of batches, over all ranks.
+"""Batch normalization, buffers and uneven numbers of batches, over all ranks.
 
 NOTE [Statistics of all ranks]
-Each rank sends the mean, the sum of squared deviations and the number of its own elements, by
-channel, and merges what all have sent in the order of the ranks (Chan, Golub and LeVeque, 1983). So
-every rank has the same statistics to the bit, and no sum of squares loses what it is about to
-subtract. The gradient follows by autograd, whose one collective is that of the gathering.
+Each rank sends, by channel, the mean, the sum of squared deviations and the number of its own
+elements, and merges the values of all ranks in the order of the ranks (Chan, Golub and LeVeque,
+1983). So every rank has the same statistics to the bit, without subtracting large sums of squares.
+Autograd computes the gradient; its only collective is the backward of the all-gather.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Tensor = torch.Tensor
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose statistics in training are those of all ranks' batches.
+    """Batch normalization that trains with the statistics of all ranks' batches.
 
-    :func:`convert_sync_batchnorm` makes it. In evaluation it is as ``nn.BatchNorm2d``.
+    Made by :func:`convert_sync_batchnorm`. In evaluation it does the same as ``nn.BatchNorm2d``.
     """
 
     group: Communicator
@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Collective in training, as is its backward."""
+        """Normalizes a batch. In training, forward and backward are collective."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
@@ -60,13 +60,13 @@ class SyncBatchNorm(_BatchNorm):
         return (input.float() * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
     def _statistics(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns mean and variance by channel, and the number of elements; of all ranks."""
+        """Returns all ranks' mean and variance by channel, and their number of elements."""
         dims = [dim for dim in range(input.dim()) if dim != 1]
         elems, own = input.numel() // max(1, input.size(1)), input.float()
         if elems:
             var, mean = torch.var_mean(own, dims, correction=0)
         else:
-            var = mean = own.sum(dims)  # zeros, which a gradient reaches all the same
+            var = mean = own.sum(dims)  # zeros, through which gradients still flow
         squares, count = var * elems, torch.full_like(mean[:1], elems)
         everyone = functional.all_gather(torch.cat([mean, squares, count])[None], self.group)
         means, sums, counts = torch.split(everyone, [len(mean), len(mean), 1], dim=1)
@@ -77,7 +77,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Moves the running statistics, of which the variance is unbiased, towards a batch's."""
+        """Moves the running mean and unbiased variance towards a batch's mean and variance."""
         if not self.track_running_stats or self.running_mean is None:
             return
         assert self.num_batches_tracked is not None and self.running_var is not None
@@ -91,19 +91,19 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, comm: CommArgument = None) -> nn.Module:
-    """Has a module's batch normalisations take the statistics of all ranks' batches; collective.
+    """Makes a module's batch normalizations use the statistics of all ranks; collective.
 
-    As ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, but on CPUs, too, and over any ``comm``.
-    To be called before ``shard()``, and before there is an optimizer. The parameters and buffers
-    stay the same.
+    Does what ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` does, but also on CPUs, and over any
+    ``comm``. Call it before ``shard()``, and before you build an optimizer. The module keeps its
+    parameters and buffers.
 
     Args:
         module: any module that is not sharded.
-        comm: the ranks, as of :func:`shard`. The layers get a communicator of their own, so that
-            their calls and the reductions of gradients have no common order.
+        comm: the ranks, as for :func:`shard`. The layers get a communicator of their own, so that
+            their calls and the reductions of gradients need no common order.
 
     Returns:
-        The module; another one if it is a batch normalisation itself.
+        The module; a new module if it is a batch normalization itself.
 
     Raises:
         ArgumentError: the module is sharded.
@@ -137,7 +137,7 @@ def _converted(module: nn.Module, group: Communicator, made: dict[int, nn.Module
         result._parameters.update(module._parameters)
         result._buffers.update(module._buffers)
     made[id(module)] = result
-    # Not named_children(), which leaves out the other names of a module that is there twice.
+    # Not named_children(), which leaves out further names of a module that has several.
     for name, child in module._modules.items():
         if child is not None:
             setattr(result, name, _converted(child, group, made))
@@ -148,18 +148,18 @@ def _converted(module: nn.Module, group: Communicator, made: dict[int, nn.Module
 def sync_buffers(module: nn.Module, how: str = "mean") -> None:
     """Makes the buffers of a sharded module equal on all ranks, at any stage; collective.
 
-    Running statistics of ``BatchNorm`` are each rank's own otherwise. What is equal already stays
-    as it is, to the bit.
+    Without it, running statistics of ``BatchNorm`` differ between ranks. Elements that are already
+    equal on all ranks do not change, not even by rounding.
 
     Args:
         module: the module that ``shard()`` returned.
-        how: "mean": the mean of the ranks; of whole numbers and booleans rank 0's. "rank0": rank
-            0's, as ``DistributedDataParallel`` has it.
+        how: "mean": the mean over the ranks; for integers and booleans, rank 0's values. "rank0":
+            rank 0's values, as in ``DistributedDataParallel``.
 
     Raises:
-        ArgumentError: the module is not sharded, or ``how`` is something else, on all ranks.
-        MismatchError: the ranks' buffers have different names, shapes or dtypes, or they ask for
-            different things; on all ranks, and nothing was changed.
+        ArgumentError: the module is not sharded, or ``how`` has another value; on all ranks.
+        MismatchError: the ranks' buffers have different names, shapes or dtypes, or the ranks pass
+            a different ``how``; on all ranks, and nothing was changed.
     """
     engine = engine_of(module, "sync_buffers")
     comm, root = engine.comm, engine.setup.module
@@ -182,7 +182,7 @@ def sync_buffers(module: nn.Module, how: str = "mean") -> None:
 
 
 def _mean(comm: Communicator, own: Tensor) -> Tensor:
-    """Returns the mean of the ranks' elements; equal ones stay, which a sum could round."""
+    """Returns the mean over the ranks; equal elements are kept, as their sum could round."""
     wide = own.to(torch.promote_types(own.dtype, torch.float32))
     least, most, mean = wide.clone(), wide.clone(), wide.clone()
     for tensor, op in ((least, ReduceOp.MIN), (most, ReduceOp.MAX), (mean, ReduceOp.AVG)):
@@ -197,12 +197,12 @@ def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         begin += tensor.numel()
 
 
-# ---- Batches of ranks that have different numbers of them ---------------------------------------
-# NOTE [No shadow] ``torch.distributed.algorithms.Join`` has a rank without batches repeat the
-# collectives of the others. With sharded state these do not tell enough: such a rank goes on
-# updating its shards, so it has to clip, scale, and follow learning rates as the others do, which
-# they do between collectives. So the loop itself goes on, on all ranks, and what a rank without
-# batches computes counts nothing. That needs nothing of a stage, nor of a model's order.
+# ---- Ranks with different numbers of batches -----------------------------------------------------
+# NOTE [No shadow] In ``torch.distributed.algorithms.Join`` a rank without batches repeats the
+# collectives of the others. This is not enough with sharded state: such a rank still updates its
+# shards, so it has to clip, scale, and follow learning rates as the others do between their
+# collectives. So the training loop itself continues on all ranks, and the results of a rank without
+# batches have the weight 0. This works at every stage and with every model.
 
 Batch = TypeVar("Batch")
 
@@ -215,19 +215,19 @@ def uneven(
 ) -> Iterator[tuple[Batch, float]]:
     """Yields batches until no rank has one left, with a weight for the loss; collective.
 
-    A rank whose batches have ended gets its last one again, with the weight 0. Multiply the loss by
-    the weight, and do everything else as ever: ranks run equally many backwards and steps. Ranks
+    A rank that has no more batches gets its last batch again, with the weight 0. Multiply the loss
+    by the weight, and change nothing else: all ranks run equally many backwards and steps. Ranks
     agree on each batch in one small all-reduce; none may leave the loop alone.
 
     Args:
         batches: this rank's batches; at least one, unless no rank has any.
-        comm: the ranks that share the work, as of :func:`shard`.
-        divide_by_initial_world_size: as of ``DistributedDataParallel.join()``. True: the gradient
+        comm: the ranks that share the work, as for :func:`shard`.
+        divide_by_initial_world_size: as for ``DistributedDataParallel.join()``. True: the gradient
             is the sum divided by the number of all ranks; a weight is 1 or 0. False: it is the mean
-            of the ranks that have batches, whose weight grows as their number falls.
+            over the ranks that still have batches, whose weight grows as their number falls.
 
     Raises:
-        ArgumentError: on all ranks: one has no batch at all, and others have.
+        ArgumentError: on all ranks: one rank has no batch at all, and others have.
         RingcommError: the batches of another rank raised an exception.
     """
     found = find_communicator(comm, "uneven", None)
@@ -255,7 +255,7 @@ def uneven(
 
 
 def _agree(comm: Communicator, here: bool, has_any: bool, error: BaseException | None) -> int:
-    """Returns how many ranks have a batch; collective."""
+    """Returns the number of ranks that have a batch; collective."""
     told = torch.tensor([here, not has_any, error is not None], dtype=torch.int64, device="cpu")
     told = told.to(comm.device)
     comm.all_reduce(told, ReduceOp.SUM)
@@ -264,8 +264,8 @@ def _agree(comm: Communicator, here: bool, has_any: bool, error: BaseException |
     head = where("uneven", comm.rank, comm.world_size)
     if failed and error is None:
         raise RingcommError(
-            f"{head}: the batches of another rank raised an exception, which that rank tells; so "
-            "no rank goes on"
+            f"{head}: the batches of another rank raised an exception, which that rank reports; "
+            "so no rank continues"
         )
     if present and without:
         mine = "this rank has batches" if has_any else "this rank has no batch"

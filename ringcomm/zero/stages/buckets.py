@@ -1,4 +1,4 @@
-"""The buckets of a sharded module: the memory that this rank keeps of them."""
+"""The buckets of a sharded module, and the memory that this rank keeps of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from ringcomm.zero.stages.units import Values
 
 Tensor = torch.Tensor
 
-# Of torch, below Python: buckets come and go some ten times in a step, each with some parameters.
+# torch's C++ functions: a step unshards some ten buckets, each with several parameters.
 _count_references: Callable[[int], int] = torch._C._storage_Use_Count
 _count_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -55,18 +55,18 @@ _version_of: Callable[[Tensor], int] = torch._C.TensorBase._version.__get__  # t
 _address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
-#: Bytes that a device moves on the caller's stream at most: of the parameters of a unit, or of the
-#: gradients of a bucket. A choice: over NVLink they take some microseconds, and a stream of their
-#: own costs four calls of the driver and two waits of the device, which take as long.
+#: The most bytes that a device moves on the caller's stream: of a unit's parameters, or of a
+#: bucket's gradients. A choice: over NVLink this takes some microseconds; a side stream would cost
+#: four driver calls and two waits of the device, which take as long.
 SMALL_BYTES = 1 << 20
-#: Bytes of units that a device unshards ahead at most, besides those of ``ZeroOptions.prefetch``. A
-#: choice: little beside the memory of a GPU, and over NVLink they take some 50 microseconds.
+#: The most bytes of units that a device unshards ahead, beyond ``ZeroOptions.prefetch``. A choice:
+#: little beside the memory of a GPU, and over NVLink this takes some 50 microseconds.
 AHEAD_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class BucketParam:
-    """A parameter as elements [begin, end) of its bucket, shaped as ``spec`` says."""
+    """A parameter that is elements [begin, end) of its bucket, with the shape of ``spec``."""
 
     name: str
     param: nn.Parameter
@@ -84,19 +84,19 @@ class ParamBucket(ABC):
 
     Attributes:
         layout: layout of the bucket.
-        chunk: the part that this rank has for its own: it saves it, and sums it for the norm.
-        state_chunk: the part that an optimizer on this rank keeps state for. ``chunk`` lies in it,
-            and is all of it unless other ranks have copies of the state.
-        params: the parameters, in the order of the bucket.
+        chunk: the part that belongs to this rank alone: the rank saves it, and adds it to norms.
+        state_chunk: the part for which an optimizer on this rank keeps state. It contains
+            ``chunk``, and is equal to ``chunk`` unless other ranks have copies of the state.
+        params: the parameters and their positions, in the order of the bucket.
         tensors: the parameters themselves.
-        has_dtensors: True if one of them is a DTensor. Where none is, nobody asks each of them.
+        has_dtensors: True if a parameter is a DTensor; if not, no code has to test each parameter.
         trains: True if an optimizer steps the bucket.
-        wide: float32 [state chunk elements], the parameters before they were rounded; None when
-            they were not, or when an optimizer has taken them over. With :attr:`compression` they
-            are the masters, also of an optimizer; see NOTE [Quantized parameters] in
-            ``optim/buckets.py``.
-        compression: format in which the parameters cross between nodes; None if they cross as they
-            are.
+        wide: float32 [state chunk elements], the parameters before they were rounded; None if they
+            were not rounded, or if an optimizer has taken this tensor over. With
+            :attr:`compression` it holds the masters, also for an optimizer; see NOTE [Quantized
+            parameters] in ``optim/buckets.py``.
+        compression: format in which the parameters cross between nodes; None if they cross
+            unquantized.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ParamBucket(ABC):
         self.tensors = tuple(entry.param for entry in params)
         self._are_dtensors = tuple(map(is_distributed, self.tensors))
         self.has_dtensors = any(self._are_dtensors)
-        # Gives a parameter other memory.
+        # The function that gives a parameter other memory.
         self._set_value = set_local if self.has_dtensors else _set_data
         self.trains = trains
         self.comm = comm
@@ -125,22 +125,22 @@ class ParamBucket(ABC):
         self.compression: str | None = None
 
     def own_chunk_of(self, state: Tensor) -> Tensor:
-        """Returns the elements of ``chunk`` of a tensor [state chunk elements]."""
+        """Returns the part of ``state`` [state chunk elements] that belongs to ``chunk``."""
         begin = self.state_chunk.begin
         return state[self.chunk.begin - begin : self.chunk.end - begin]
 
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
-        """Has what this rank keeps of the parameters in memory inside the context.
+        """Keeps this rank's part of the parameters in memory inside the context.
 
-        Whoever reads or writes it from outside of the module's calls does so there. In memory it
-        always is, and this does nothing.
+        Code outside of the module's calls may read or write the part only there. Parts that are
+        always in memory need nothing.
 
         Args:
-            write: what is changed inside is kept.
-            anew: all of the parameters are written inside, whatever they were.
+            write: True if changes made inside are to be kept.
+            anew: True if the body writes the whole part, so that its old values are not needed.
 
         Raises:
-            DiskError: it lies on a disk, which has failed; at the begin.
+            DiskError: the part is on a disk that has failed; raised on entry.
         """
         return nullcontext()
 
@@ -148,7 +148,7 @@ class ParamBucket(ABC):
         """Maps the peers' chunks, if this kind of bucket reads them; collective."""
 
     def give_back(self) -> None:
-        """Releases all memory, even if a traceback, say, still refers to the bucket."""
+        """Releases all memory, even if for example a traceback still refers to the bucket."""
         vars(self).clear()
 
     @abstractmethod
@@ -181,9 +181,10 @@ class ParamBucket(ABC):
 
     @abstractmethod
     def settle(self, async_op: bool = False) -> Work | None:
-        """Gives all copies of the parameters what this rank has of them; collective.
+        """Sends this rank's part of the parameters to all copies of it; collective.
 
-        With :attr:`compression` that is the masters quantized and dequantized, here as well.
+        With :attr:`compression`, all copies, also this rank's, get the masters quantized and
+        dequantized.
         """
 
     def _moved(self, entry: BucketParam) -> ArgumentError:
@@ -200,7 +201,7 @@ class ParamBucket(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ArgumentError when a parameter was moved away."""
+        """Raises ArgumentError if a parameter's memory was replaced."""
 
 
 class ReplicatedBucket(ParamBucket):
@@ -246,19 +247,18 @@ def _refuse(bucket: ShardedBucket) -> bool:
 
 
 class ShardedBucket(ParamBucket):
-    """A bucket of which every rank keeps its shard, and unsharded and resharded as a whole.
+    """A bucket that is sharded over the ranks, and unsharded and resharded as a whole.
 
-    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk. If the
-    state is sharded over all ranks that is the chunk of its rail, in which its own lies; see
-    NOTE [A copy on each node].
+    Over several nodes each node has a copy of all parameters, and a rank keeps a chunk of the copy.
+    If the state is sharded over all ranks, it is the chunk of the rank's rail, which contains the
+    part that the rank updates; see NOTE [A copy on each node].
 
     Attributes:
         kept_chunk: the part of the bucket that this rank keeps.
-        own_memory: the memory of :attr:`own`, whatever is there now.
+        own_memory: the memory of :attr:`own`; its values may be on a disk now.
 
-    While it is resharded, its parameters keep their shapes and raise when they are used; see
-    NOTE [Resharded parameters]. A placeholder that torch refuses to read stands in for their
-    values.
+    While the bucket is resharded, its parameters keep their shapes and raise when they are used;
+    see NOTE [Resharded parameters]. Placeholders that torch refuses to read replace their values.
 
     NOTE [Unsharding is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
@@ -267,24 +267,24 @@ class ShardedBucket(ParamBucket):
     ranks have finished reading, at the second all have finished writing.
 
     NOTE [A copy on each node]
-    Memory is mapped within a node alone. So with N nodes of L ranks a rank keeps 1/L of the
-    parameters and not 1/(N L), and unshards from its node: no forward or backward waits for the
-    network. A rank owns 1/N of what it keeps, which it updates in the step and sends to its rail
-    peers, and it has the rest from them: P (N-1)/N leave a node in a step, and not in each
-    unsharding.
+    Memory can be mapped only within a node. So with N nodes of L ranks, a rank keeps 1/L of the
+    parameters instead of 1/(N L), and unshards from its node: forward and backward do not wait for
+    the network. In the step a rank updates 1/N of its chunk and sends this part to its rail peers,
+    from which it gets the other parts. With P parameters, P (N-1)/N of them leave a node in each
+    step, and none in an unsharding.
 
     NOTE [Storage comes and goes]
     Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
     emptied and filled again in place, so saved views find their values again.
 
     NOTE [Memory that others hold]
-    Memory that a NumPy array shares cannot be emptied, and views that the user took in
-    ``unsharded()`` would refer to memory that is gone. Such memory is left to its holders, with its
+    Memory that a NumPy array shares cannot be freed, and views that the user took in
+    ``unsharded()`` would refer to freed memory. Such memory is left to its holders, with its
     values, and the bucket takes other memory the next time.
     """
 
-    #: Asked whether a function shall find a resharded parameter unsharded. A bucket whose memory
-    #: was given back refuses.
+    #: Called when a resharded parameter is used; returns True if it has unsharded the bucket. The
+    #: default, also after give_back(), refuses.
     asked: Callable[[ShardedBucket], bool] = staticmethod(_refuse)
 
     def __init__(
@@ -297,40 +297,40 @@ class ShardedBucket(ParamBucket):
     ) -> None:
         super().__init__(layout, params, comm, trains, state)
         number, self._kept_elems = self._keeping(state)
-        # One size on all ranks, so that peers can read a whole chunk even where it is short.
+        # The size is equal on all ranks, so that peers can read a whole chunk even if it is short.
         self._shard = self._make_shard()
         self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
         self._kept = self._shard[: self.kept_chunk.elems]
         self.own_memory = self._kept_values(self.state_chunk)
         self._on_rail = [self._kept_values(chunk) for chunk in self._chunks_on_rail(state)]
-        #: By rank of this node, the memory that it keeps, and its address.
+        #: For each rank of this node, the memory of its chunk, and the memory's address.
         self.peers: tuple[Tensor, ...] = ()
         self.peer_ptrs: list[int] = []
-        #: Of all chunks, which is what ``flat`` takes while it has memory.
+        #: The bytes of all chunks, which ``flat`` takes while the bucket is unsharded.
         self.size_bytes = self.full_elems * layout.dtype.itemsize
         self._names = [entry.name for entry in self.params]
         self._make_flat()
         dtype, device = self.layout.dtype, self.flat.device
         self._placeholders = [stand_in(entry.spec.shape, dtype, device) for entry in self.params]
         self._placeholder_storages = [each.untyped_storage()._cdata for each in self._placeholders]
-        # Weak, since parameters keep it, and may outlive the bucket.
+        # Weak, since parameters hold this callback and may outlive the bucket.
         self._ask = partial(_ask, weakref.ref(self))
-        # Addresses and versions of the parameters, as this bucket left them; of resharded ones,
-        # whose addresses torch refuses, those of the storages.
+        # Addresses and versions of the parameters as this bucket last set them. torch has no
+        # address for resharded parameters; addresses of their storages take its place.
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_unsharded = False
-        # True while code outside of the module sees it, and may write to it through ``.data``.
+        # True while code outside of the module sees the values and may write through ``.data``.
         self._in_the_open = False
 
     def _make_shard(self) -> Tensor:
-        """Makes the memory of this rank's chunk: [kept chunk elements, or more], of zeros."""
+        """Allocates this rank's chunk: [kept chunk elements, or more], filled with zeros."""
         return zeros(self._kept_elems, dtype=self.layout.dtype, device=self.comm.heap_device)
 
     @property
     def kept(self) -> Tensor:
-        """The values of what this rank keeps: [kept chunk elements]; see :meth:`here`."""
+        """The values of this rank's chunk: [kept chunk elements]; see :meth:`here`."""
         return self._kept
 
     @property
@@ -339,7 +339,7 @@ class ShardedBucket(ParamBucket):
         return self.own_memory
 
     def _keeping(self, state: str) -> tuple[int, int]:
-        """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
+        """Returns the number of the chunk that this rank keeps, and the elements per chunk."""
         node = self.comm.node
         if state == "node":
             return node.rank, self.layout.chunk(0, node.world_size).elems
@@ -347,7 +347,7 @@ class ShardedBucket(ParamBucket):
         return node.rank, each * self.comm.num_nodes
 
     def _chunks_on_rail(self, state: str) -> list[Chunk]:
-        """Returns by node the chunks of what this rank keeps that the ranks of its rail update."""
+        """Returns, by node, the parts of this rank's chunk that the ranks of its rail update."""
         comm = self.comm
         if comm.num_nodes == 1 or state == "node":
             return []
@@ -356,7 +356,7 @@ class ShardedBucket(ParamBucket):
 
     @property
     def full_elems(self) -> int:
-        """The elements of all chunks, which are at least those of the bucket."""
+        """The number of elements of all chunks; at least the number of elements of the bucket."""
         return self._kept_elems * self.comm.node.world_size
 
     def connect(self) -> None:
@@ -364,14 +364,14 @@ class ShardedBucket(ParamBucket):
         self.peer_ptrs = [peer.data_ptr() for peer in self.peers]
 
     def _kept_values(self, chunk: Chunk) -> Tensor:
-        """Returns the values of a chunk that lies in what this rank keeps."""
+        """Returns the values of a chunk that is a part of this rank's chunk."""
         begin = self.kept_chunk.begin
         return self._kept[chunk.begin - begin : chunk.end - begin]
 
     def share(self, async_op: bool = False) -> Work | None:
-        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective.
+        """Exchanges updated parts with the other nodes' copies of this rank's chunk; collective.
 
-        Where no other rank has a copy of it, or each node has updated its own, there is nothing.
+        Does nothing if no other node has a copy, or if each node has updated its own copy.
         """
         if not self._on_rail:
             return None
@@ -390,10 +390,10 @@ class ShardedBucket(ParamBucket):
         with normal_tensors():
             elems, device = self.full_elems, self.comm.device
             self.flat = torch.empty(elems, dtype=self.layout.dtype, device=device)
-            # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets
-            # one here, which does not count the unsharding that writes to ``flat``.
+            # A parameter keeps its version when it gets other memory. A DTensor's local tensor gets
+            # a version of its own here, which does not count the writes of unsharding to ``flat``.
             views = [entry.view(self.flat) for entry in self.params]
-            #: By rank of this node, the part that comes from there.
+            #: For each rank of this node, the part that comes from that rank.
             self.chunks_of_flat = torch.split(self.flat, self._kept_elems)
             self._views = [
                 view.data if is_dtensor else view
@@ -407,8 +407,8 @@ class ShardedBucket(ParamBucket):
         self.flat.untyped_storage().resize_(0)
 
     def _leave_memory(self) -> None:
-        """Leaves the memory to its holders; see NOTE [Memory that others hold]."""
-        advance_versions(self._local_views, -1)  # whoever holds them has their values
+        """Leaves the memory to other holders; see NOTE [Memory that others hold]."""
+        advance_versions(self._local_views, -1)  # their holders have the values of this version
         self._make_flat()
 
     def fill(self) -> None:
@@ -437,7 +437,7 @@ class ShardedBucket(ParamBucket):
     def is_referred_to(self) -> bool:
         """True if views of the unsharded memory exist besides the parameters themselves.
 
-        Counted against the first unsharding, when no such views could exist.
+        Compared with the reference count at the first unsharding, when no such views could exist.
         """
         references = self._references
         return (
@@ -448,7 +448,7 @@ class ShardedBucket(ParamBucket):
     @property
     def is_in_graph(self) -> bool:
         """True if an autograd graph may have saved parameters, or views of the unsharded memory."""
-        # One reference is the parameter's own, and the node of a trainable one holds another.
+        # One reference is the parameter's own; the node of a trainable parameter holds another.
         saved = any(
             entry.param._use_count() > 1 + entry.param.requires_grad  # type: ignore[attr-defined]
             for entry in self.params
@@ -468,7 +468,7 @@ class ShardedBucket(ParamBucket):
             keeps_views: leave the memory to views that were taken since it was unsharded.
 
         Raises:
-            ArgumentError: a parameter was written to meanwhile, and the change is lost.
+            ArgumentError: a parameter was written to since it was unsharded; the change is lost.
         """
         try:
             with without_torch_function():
@@ -506,14 +506,14 @@ class ShardedBucket(ParamBucket):
         self._in_the_open = True
 
     def shut(self) -> None:
-        """Checks an unsharded bucket for the last time that its peers' chunks are old."""
+        """Checks an unsharded bucket for the last time before its peers' chunks change."""
         if self.is_unsharded:
             self.check()
             self._in_the_open = False
 
     @torch.no_grad()
     def _check_values(self) -> None:
-        """Finds writes that change no version, through ``.data`` or a NumPy array."""
+        """Finds writes that advance no version: through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
         for number, (mine, peer) in enumerate(zip(self.chunks_of_flat, self.peers, strict=True)):
@@ -527,7 +527,7 @@ class ShardedBucket(ParamBucket):
     def _changed(self, entry: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
         return ArgumentError(
-            f"{head}: parameter {entry.name} was changed in place, and at stage 3 that is "
+            f"{head}: parameter {entry.name} was changed in place, and at stage 3 the change is "
             "lost. Change parameters in ringcomm.zero.unsharded(module, write_from=0)"
         )
 
@@ -539,7 +539,7 @@ class ShardedBucket(ParamBucket):
                 param._local_tensor if is_dtensor else param  # type: ignore[attr-defined]
                 for param, is_dtensor in zip(self.tensors, self._are_dtensors, strict=True)
             ]
-        # All at once first: nearly always nothing has changed.
+        # Compares all at once first: nearly always nothing has changed.
         if is_sharded:
             found_at = list(map(_address_of, map(Tensor.untyped_storage, here)))
         else:
@@ -557,9 +557,9 @@ class ShardedBucket(ParamBucket):
                 raise self._changed(entry)
 
     def _is_equal_copy(self, entry: BucketParam) -> bool:
-        """Returns whether a frozen parameter is elsewhere with the values that are unsharded.
+        """True if a frozen parameter has other memory, with the values that are unsharded.
 
-        Layers that keep quantized weights assign ``weight.data`` in their forward.
+        Layers with quantized weights assign ``weight.data`` in forward.
         """
         local, there = local_of(entry.param).detach(), entry.view(self.flat)
         if self.trains or not self.is_unsharded:
@@ -581,7 +581,7 @@ class ShardedBucket(ParamBucket):
         self._leave()
 
     def keep_own(self, begin: int = 0, end: int | None = None) -> None:
-        """Copies what this rank keeps of elements [begin, end) from ``flat``; of all by default."""
+        """Copies this rank's part of elements [begin, end) from ``flat``; of all by default."""
         first, last = self.kept_chunk
         low, high = max(begin, first), last if end is None else min(end, last)
         if low < high:
@@ -589,16 +589,16 @@ class ShardedBucket(ParamBucket):
                 self.kept[low - first : high - first].copy_(self.flat[low:high])
 
     def count_change(self, only: Container[int]) -> None:
-        """Accepts one more version of parameters, whose values all ranks have changed.
+        """Expects the next version of parameters whose values all ranks have changed.
 
         Args:
-            only: ``id`` of the parameters, among others.
+            only: ``id`` of the parameters; ids of other tensors are ignored.
         """
         for index, param in enumerate(self.tensors):
             if id(param) in only:
                 self._versions[index] += 1
         if self._local_views and not self.is_unsharded:
-            # Parameters have other local tensors now, and get these back.
+            # The parameters have placeholders as local tensors now, and get these back later.
             views = zip(self.tensors, self._views, strict=True)
             changed = [v for p, v in views if id(p) in only and is_distributed(p)]
             advance_versions(changed, 1)
@@ -621,14 +621,14 @@ def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
 
 
 class WorldBucket(ShardedBucket):
-    """A sharded bucket of which each rank of several nodes keeps its own chunk, and no node a copy.
+    """A sharded bucket with one chunk per rank of all nodes, and no whole copy on a node.
 
-    Other nodes' memory cannot be mapped, so unsharding is a collective of all ranks, which are told
-    from each other's unshardings by a tag.
+    Other nodes' memory cannot be mapped, so unsharding is a collective of all ranks. A tag tells
+    the unshardings of different buckets apart.
 
     Args:
-        layout, params, comm, trains: as for every bucket.
-        tag: tells the bucket from others of its size, equal on all ranks.
+        layout, params, comm, trains: as for :class:`ParamBucket`.
+        tag: identifies the bucket among buckets of the same size; equal on all ranks.
     """
 
     def __init__(
@@ -641,9 +641,9 @@ class WorldBucket(ShardedBucket):
     ) -> None:
         self._tag = tag
         super().__init__(layout, params, comm, trains, "world")
-        # By parameter, the checksum of its values, while the bucket is open.
+        # The checksum of each parameter's values, while the bucket is open.
         self._checksums: list[int] = []
-        #: True while chunks have other values than those of masters, and are unsharded as they are.
+        #: True while chunks differ from the masters; they are then gathered unquantized.
         self.has_other_values = False
 
     def _keeping(self, state: str) -> tuple[int, int]:
@@ -707,20 +707,20 @@ def checksum(flat: Tensor) -> int:
     return _native.crc32(here.data_ptr(), here.nbytes)
 
 
-# ---- Buckets of which each rank keeps its chunk on a disk, and reads it when it is unsharded ----
+# ---- Buckets whose chunks each rank keeps on a disk, and reads when the bucket is unsharded ------
 
 
 def make_store(disk: Disk, comm: Communicator) -> DiskChunks:
-    """Makes the file of a rank's chunks.
+    """Makes the file for this rank's chunks.
 
     Raises:
         UnsupportedError: parameters are on a device.
-        DiskError: the folder takes no such file.
+        DiskError: the folder does not support such a file.
     """
     if comm.launches or comm.device.type != "cpu":
         raise UnsupportedError(
             f"{where('shard', comm.rank, comm.world_size)}: offload_params: expected parameters "
-            f"on the CPU, whose chunks can lie on a disk, got them on {comm.heap_device}"
+            f"on the CPU, whose chunks can be on a disk, got them on {comm.heap_device}"
         )
     return DiskChunks(disk, f"parameters of rank {comm.rank}")
 
@@ -728,37 +728,37 @@ def make_store(disk: Disk, comm: Communicator) -> DiskChunks:
 def reserve(
     store: DiskChunks, stored: Sequence[ParamBucket], frozen: Sequence[ParamBucket]
 ) -> None:
-    """Takes the space for the chunks of buckets; the last trained ones stay in memory.
+    """Reserves space for the chunks of buckets; the last trained buckets stay in memory.
 
     Raises:
-        DiskError: the disk has no room.
+        DiskError: the disk is full.
     """
     everything = [*frozen, *stored]
     chunks = [bucket.disk_chunk for bucket in everything if isinstance(bucket, DiskBucket)]
-    # Forward uses the last ones at its end, and backward at its begin.
+    # Forward uses the last buckets at its end, and backward uses them first.
     store.reserve(chunks)
 
 
 def expect(store: DiskChunks, buckets: Iterable[ParamBucket]) -> None:
-    """Has the chunks of buckets read ahead that will be needed next, in this order."""
+    """Reads the chunks of buckets ahead, in the order in which they will be needed."""
     store.expect(bucket.disk_chunk for bucket in buckets if isinstance(bucket, DiskBucket))
 
 
 class DiskBucket(WorldBucket):
-    """A sharded bucket whose chunk lies on the rank's disk while nobody needs it.
+    """A sharded bucket whose chunk is on the rank's disk while it is not used.
 
     NOTE [Each rank reads its own]
-    Peers cannot map what is read past the page cache, and if each rank read all chunks, the disk of
-    a node would move them as often as it has ranks. So a rank reads its chunk alone, and unsharding
-    is a collective of all ranks, in one order, as it is over nodes with ``params="world"``.
+    Peers cannot map data that is read past the page cache; and if each rank read all chunks, a
+    node's disk would transfer them once per rank. So a rank reads only its own chunk, and
+    unsharding is a collective of all ranks, in one order, as with ``params="world"``.
 
     NOTE [A chunk that cannot be read]
-    Before each unsharding the ranks tell each other which bucket it is, and whether they have their
-    chunks. So a fault of one rank's disk raises on all, in the same call, and none of them waits.
+    Before each unsharding the ranks exchange the bucket's tag, and whether they have their chunks.
+    So a fault of one rank's disk raises on all ranks, in the same call.
 
     Args:
-        layout, params, comm, trains, tag: as of :class:`WorldBucket`.
-        store: the rank's chunks.
+        layout, params, comm, trains, tag: as for :class:`WorldBucket`.
+        store: the storage of this rank's chunks.
     """
 
     def __init__(
@@ -780,7 +780,7 @@ class DiskBucket(WorldBucket):
 
     @property
     def full_elems(self) -> int:
-        # On one node chunks of equal size are unsharded, of which the last ones may be padded.
+        # On one node the chunks are gathered with equal sizes, so the last chunks may be padded.
         if self.comm.num_nodes > 1:
             return super().full_elems
         return self._kept_elems * self.comm.world_size
@@ -797,7 +797,7 @@ class DiskBucket(WorldBucket):
 
     @property
     def is_here(self) -> bool:
-        """True inside of :meth:`here`."""
+        """True inside :meth:`here`, where the chunk is in memory."""
         return self.disk_chunk.in_use
 
     def _expect_here(self) -> None:
@@ -817,7 +817,7 @@ class DiskBucket(WorldBucket):
                 self.comm.all_gather_into_tensor(self.flat, self._shard)
 
     def _agree(self, fault: RingcommError | None) -> None:
-        """Raises on all ranks if one has not its chunk, or unshards another bucket; collective."""
+        """Raises on all ranks if one lacks its chunk or unshards another bucket; collective."""
         comm = self.comm
         if comm.world_size > 1:
             mine = torch.tensor([self._tag, fault is None], dtype=torch.int64, device="cpu")
@@ -831,13 +831,13 @@ class DiskBucket(WorldBucket):
                 if fault is not None:
                     raise fault
         if set(tags) != {self._tag}:
-            # Of the others' parameters it knows only that they are not this one.
+            # A tag that differs does not tell this rank which parameter the other rank unshards.
             names = [self.params[0].name if tag == self._tag else "another one" for tag in tags]
             raise unequal(
                 where("zero", comm.rank, comm.world_size),
                 ("unsharded parameter",),
                 [(name,) for name in names],
                 first_other(names),
-                "With parameters on a disk all ranks unshard the same ones in the same order: give "
-                "all the same way through the model, and call unsharded() on all",
+                "With parameters on a disk all ranks must unshard the same parameters in the same "
+                "order: take the same way through the model on all, and call unsharded() on all",
             )

@@ -49,13 +49,13 @@ from ringcomm.zero.stages.units import BucketAssignment, Unit
 from ringcomm.zero.stages.unshard import Unsharder
 from ringcomm.zero.stages.updates import BackwardUpdates
 
-# ---- The slots of a sharded module's parameters, in which no other tensor may take theirs -------
+# ---- Slots of a sharded module's parameters, in which no other tensor may replace a parameter ----
 
 Tensor = torch.Tensor
 
 
 class _ParamSlot(NamedTuple):
-    """The slot of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
+    """The slot of a parameter: ``module._parameters[key] is param``; ``name`` is its full name."""
 
     name: str
     module: nn.Module
@@ -64,14 +64,14 @@ class _ParamSlot(NamedTuple):
 
 
 class Slots:
-    """The slots of a module's parameters that lie in buckets.
+    """The slots of a module's parameters that are in buckets.
 
     NOTE [Replaced parameters]
-    A parameter that replaces one that ``shard()`` has seen would never be trained: hooks, buckets
-    and the optimizer hold the old one, which the module does not use any more. A parameter that
-    ``load_state_dict(assign=True)`` puts there is copied into the old one, as a load without
-    ``assign`` does. Any other replacement is refused at the step. A parameter that only moves to
-    another name, as pruning and most parametrizations move it, goes on being trained.
+    A tensor that replaces a parameter after ``shard()`` would never be trained: hooks, buckets and
+    the optimizer refer to the old parameter, which the module no longer uses. If
+    ``load_state_dict(assign=True)`` replaces a parameter, the new values are copied into the old
+    parameter, as a load without ``assign`` does. The step refuses any other replacement. A
+    parameter that only gets another name, as in pruning and most parametrizations, stays trained.
     """
 
     def __init__(self, root: nn.Module, entries: Iterable[BucketParam], head: str) -> None:
@@ -84,11 +84,11 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # From the last look. The tables themselves may change; see NOTE [A dict while unsharded].
+        # As last read. The tables themselves may be swapped; see NOTE [A dict while unsharded].
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """Yields the table entries of all modules; while they are unchanged, no look is needed."""
+        """Yields the table entries of all modules; if none has changed, ``check()`` is done."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -119,7 +119,7 @@ class Slots:
             if self._is_replaced(slot, there):
                 name = unwrapped_name(self._root, slot.name)
                 raise ArgumentError(
-                    f"{self._head}: parameter {name}: another tensor has its place in the "
+                    f"{self._head}: parameter {name}: another tensor has replaced it in the "
                     "module since shard(), and would never be trained. Keep the parameter and "
                     "change its values in place, with copy_(), at stage 3 inside "
                     "ringcomm.zero.unsharded(module, write_from=0). Replace, tie or parametrize "
@@ -150,7 +150,7 @@ class Slots:
         return computed or any(isinstance(each, Tensor) for each in held)
 
     def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
-        """Has ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""
+        """Makes ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""
         of: dict[nn.Module, list[_ParamSlot]] = {}
         for slot in self._slots:
             of.setdefault(slot.module, []).append(slot)
@@ -159,7 +159,7 @@ class Slots:
 
 
 class _TakeOver:
-    """A load hook that copies assigned tensors into one module's parameters, and restores these."""
+    """A load hook that copies assigned tensors to a module's old parameters, and restores them."""
 
     def __init__(self, slots: list[_ParamSlot]) -> None:
         self._slots = slots
@@ -175,10 +175,10 @@ class _TakeOver:
 
 # ---- Conversions of a sharded module by ``.to()``, ``.half()`` and the like, which are refused --
 # NOTE [Conversions] A conversion gives each parameter other memory, and the buckets keep the old
-# one. At stages 0 and 1 backward would then fail on gradients of another dtype, and at stages 2 and
-# 3 the step would. All conversions of torch call ``_apply()`` of each module with one function of a
-# tensor. So each module has an ``_apply()`` of its own, which tries the function on small tensors
-# of the kinds that the module's own are of, before anything is changed.
+# memory. At stages 0 and 1 backward would then fail on gradients of another dtype, and at stages 2
+# and 3 the step would fail. All of torch's conversions call each module's ``_apply()`` with a
+# function of one tensor. So each module gets an ``_apply()`` of its own, which first tries the
+# function on small tensors with the dtypes and devices of the module's tensors.
 #
 # A function that returns equal tensors is not applied at all. ``.to("cpu:0")`` is an example: torch
 # copies tensors of the device "cpu", and the copy changes nothing that a program can observe.
@@ -187,19 +187,19 @@ class _TakeOver:
 Convert = Callable[[Tensor], Tensor]
 # The method of torch's modules that all conversions call.
 _METHOD = "_apply"
-# Each probe has values of its own, so that memory which an earlier probe has left, and a function
-# does not initialise, differs from them.
+# Each probe has other values than recent probes, since a function may return uninitialized memory
+# that still holds the values of an earlier probe.
 _seeds = count(1)
 
 
 class Unconverted:
-    """A module's ``_apply()`` while it is sharded: refuses what would change one of its tensors.
+    """A sharded module's ``_apply()``, which refuses functions that would change its tensors.
 
     Attributes:
         module: the module.
-        head: begins a message: operation and rank.
-        alive: returns None once nothing shards the module any more, as when the whole, of which it
-            is a part, is gone.
+        head: the start of a message: operation and rank.
+        alive: returns None once the module is no longer sharded, for example because the whole
+            module, of which it is a part, was freed.
     """
 
     def __init__(self, module: nn.Module, head: str, alive: Callable[[], object | None]) -> None:
@@ -217,7 +217,7 @@ class Unconverted:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._check(module, key, tensor, fn, tried)
-        # Nothing changes in what is sharded; what was added since is none of the engine's.
+        # The function changes no sharded tensor. It is applied to modules added since shard().
         if recurse:
             known = set(map(id, guarded))
             for module in guarded:
@@ -227,7 +227,7 @@ class Unconverted:
         return self.module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a part of the module is not sharded.
+        # A copy of a part of the module is not sharded: it gets the method of its class.
         return getattr, (self.module, _METHOD)
 
     def _inside(self) -> Iterator[nn.Module]:
@@ -243,7 +243,7 @@ class Unconverted:
         fn: Convert,
         tried: dict[object, str | None],
     ) -> None:
-        """Raises ArgumentError if the function changes tensors of this one's kind."""
+        """Raises ArgumentError if the function would change tensors like this one."""
         with without_torch_function():
             local = local_of(tensor)
             shape = tuple(min(size, 2) for size in local.shape)
@@ -261,7 +261,7 @@ class Unconverted:
         return f"{prefix}.{key}" if prefix else key
 
     def _refusal(self, name: str, which: str, kind: tuple[Any, ...], change: str) -> str:
-        way = "call zero.remove_sharding(), convert the module, and shard() it anew"
+        way = "call zero.remove_sharding(), convert the module, and shard() it again"
         if change in map(str, DTYPE_NAMES):
             way = (
                 f"pass shard() options=ZeroOptions(precision=Precision({which}={change})) "
@@ -275,7 +275,7 @@ class Unconverted:
 
 
 def _probe(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """Returns a small tensor whose values no other probe has had lately."""
+    """Returns a small tensor whose values differ from the values of recent probes."""
     elems = torch.Size(shape).numel()
     first = next(_seeds) * max(elems, 1)
     return ((torch.arange(elems, device="cpu") + first) % 97 + 1).to(device, dtype).view(shape)
@@ -306,12 +306,12 @@ def _bits(tensor: Tensor) -> Tensor:
 def refuse_conversions(
     root: nn.Module, head: str, alive: Callable[[], object | None]
 ) -> list[nn.Module]:
-    """Has a module, and all inside it, refuse conversions; returns them.
+    """Makes a module and all modules inside it refuse conversions; returns these modules.
 
     Args:
         root: the module.
-        head: begins a message: operation and rank.
-        alive: returns None once nothing shards the module any more.
+        head: the start of a message: operation and rank.
+        alive: returns None once the module is no longer sharded.
     """
     modules = list(root.modules())
     for module in modules:
@@ -326,40 +326,40 @@ def allow_conversions(modules: list[nn.Module]) -> None:
     modules.clear()
 
 
-# Called, it returns None, as the reference to a backward that is over does.
+# A call returns None, like the call of a weak reference to a backward that has ended.
 _NOTHING = type(None)
 #: Called with the name of a parameter, a shard of its gradient, and the first element of the shard.
 GradientHook = Callable[[str, Tensor, int], object]
-# By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
-# since they refer to the keys. torch's class is not typed.
+# The engine of each parameter, trainable or frozen. Keys are weak and compared by id(). Values are
+# weak, since they refer to the keys. torch's class is not typed.
 _engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
 
 
 def owner_of(param: Tensor) -> ShardEngine | None:
-    """Returns the engine of the sharded module that a parameter is of, or None."""
+    """Returns the engine of the sharded module that has a parameter, or None."""
     reference = _engines.get(param)
     return None if reference is None else reference()
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is made of: the module, its units and buckets, and the options.
+    """The parts of an engine: the module, its units and buckets, and the options.
 
     Attributes:
         module: the root.
         stage: 0 to 3.
         comm: the communicator of the ranks that share the module.
-        options: choices.
-        dtypes: what ``options.precision`` means for the parts of the module.
+        options: the options of the training.
+        dtypes: the dtypes that ``options.precision`` gives the parts of the module.
         units: the units, the root first.
-        trainable: the buckets of the trainable parameters.
-        frozen: the buckets of the other parameters; empty before stage 3.
-        stored: the buckets of ``trainable``; none until they are made.
+        trainable: the assignment of the trainable parameters to buckets.
+        frozen: the assignment of the other parameters; empty before stage 3.
+        stored: the buckets of ``trainable``; empty until they are made.
         stored_frozen: the buckets of ``frozen``.
-        number: stages 2 and 3: see ``ModuleOrder.join``.
+        number: stages 2 and 3: the module's number; see ``ModuleOrder.join``.
         others: the mesh of other stages and shards of the model, or None.
-        ignored: the ``id`` of each parameter that is the user's own.
-        store: the disk where this rank's chunks of the parameters lie; None for memory.
+        ignored: the ``id`` of each parameter in ``ZeroOptions.ignored``.
+        store: the disk that has this rank's chunks of the parameters; None for memory.
     """
 
     module: nn.Module
@@ -382,24 +382,24 @@ class ShardEngine:
     """The engine of one sharded module on one rank.
 
     NOTE [Hooks count]
-    The hook of a gradient notes the parameter and counts. The engine looks at a bucket when its
-    last gradient has arrived, when those that wait have ``BATCH_BYTES``, and at stage 3 when
-    backward needs its parameters no more. Whether the backward reduces the module, and whether its
-    gradients may update parameters, is asked once, when the first arrives. A gradient that must not
-    wait is looked at right away: with sums in FP32 the accumulator would add it to its own, and
-    behind the turn of its bucket it is left over.
+    The hook of a gradient notes the parameter and counts. The engine looks at a bucket when the
+    bucket's last gradient has arrived, when its waiting gradients reach ``BATCH_BYTES``, and at
+    stage 3 when backward no longer needs its parameters. The first gradient of a backward decides
+    for the whole module whether this backward reduces it, and whether gradients may update
+    parameters. Two kinds of gradients must not wait: with sums in FP32, the accumulator would add a
+    waiting gradient to its sum; and after the turn of its bucket, a gradient is left over.
 
     Attributes:
-        setup: what it is made of.
+        setup: the parts of the engine.
         reduction: stages 2 and 3: reduces the gradients.
         unsharder: stage 3: unshards and reshards the parameters.
         profile: records when the engine communicates.
-        number: number of the module among those that its communicator reduces for.
+        number: the module's number among the modules that its communicator reduces.
         order: the communicator's order of reductions.
-        slots: of the parameters in the module.
+        slots: the slots of the parameters in the module.
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``set_placements``.
-        watchers: hooks that see reduced gradients, by number.
+        watchers: hooks that get reduced gradients, by number.
         closed: True once the module is no longer sharded.
         exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
@@ -425,11 +425,11 @@ class ShardEngine:
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
-        # Both return None unless a backward runs that the module takes part in, or has brought a
-        # gradient in: each gradient asks, and no cheaper way tells one that has raised.
+        # Both return None unless a backward runs that the module takes part in (_running), or that
+        # has brought it a gradient (_counting). No cheaper test notices that a backward raised.
         self._running: Callable[[], object | None] = _NOTHING
         self._counting: Callable[[], object | None] = _NOTHING
-        # Whether that backward reduces the module's gradients.
+        # Whether the backward that _counting refers to reduces the module's gradients.
         self._reduces = False
         everywhere = (*setup.stored, *setup.stored_frozen)
         head = where("zero", setup.comm.rank, setup.comm.world_size)
@@ -452,7 +452,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # At stage 3 a step unshards nothing, and one pass would not round a 16-bit gradient.
+        # At stage 3 a step unshards nothing, and one pass would not round a gradient to 16 bits.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches
@@ -475,7 +475,7 @@ class ShardEngine:
         return Unsharder(units, self.comm, self.options, self.profile, told)
 
     def own(self, owns: bool) -> None:
-        """Makes the engine the owner of the module's parameters, or of none any more."""
+        """Makes the engine the owner of the module's parameters, or ends its ownership."""
         for param in (*self.trainable.params, *self.frozen_params):
             if owns:
                 _engines[param] = weakref.ref(self)
@@ -483,27 +483,27 @@ class ShardEngine:
                 _engines.pop(param, None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters with the unwrapped names that they have now, without other engines'
-        and those that are ignored.
+        """Yields this module's parameters with their current unwrapped names.
 
-        Modules that were put into the module since, such as adapters, may be sharded by themselves.
+        Ignored parameters are left out, and parameters of other engines: modules that were added
+        after ``shard()``, such as adapters, may be sharded by themselves.
         """
         for name, param in named_parameters(self.setup.module):
             if owner_of(param) in (None, self) and id(param) not in self.setup.ignored:
                 yield name, param
 
     def names(self) -> dict[int, str]:
-        """Returns by ``id`` the names that parameters have now; what is gone has its last one."""
+        """Returns parameters' names by ``id``; a parameter that is gone has its last name."""
         buckets = (*self.setup.stored, *self.setup.stored_frozen)
         had = {id(entry.param): entry.name for bucket in buckets for entry in bucket.params}
         return {**had, **{id(param): name for name, param in self.named_parameters()}}
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Keeps the handle of a hook that ends with the engine."""
+        """Keeps the handle of a hook, to remove the hook when the engine is closed."""
         self._handles.append(handle)
 
     def watch(self, module: nn.Module, params: dict[str, Any]) -> None:
-        """Replaces a module's table of parameters for as long as the engine lives."""
+        """Replaces a module's table of parameters until the engine is closed."""
         module._parameters = params
         self._watched.append(module)
 
@@ -515,11 +515,10 @@ class ShardEngine:
         return ModelRanks(self.comm, self.mesh)
 
     def _align_gradients(self) -> None:
-        """Has gradients of DTensors aligned when they come, so that all ranks do so in one order.
+        """Aligns the gradients of DTensors as they arrive, so that all ranks do so in one order.
 
-        What is done with them afterwards may depend on which buffers are free, and is not done on
-        ranks that have nothing of the parameter. See also NOTE [Sums to come] in
-        ``zero/stages/order.py``.
+        Later work on a gradient may depend on which buffers are free, and ranks that have no
+        elements of the parameter skip it. See also NOTE [Sums to come] in ``zero/stages/order.py``.
         """
         for param in self.trainable.params:
             if is_distributed(param):
@@ -535,14 +534,14 @@ class ShardEngine:
         self.order.add(self)
 
     def expects_gradients(self) -> bool:
-        """Returns whether the running backward will add to some parameter's gradient."""
+        """True if the running backward will add to some parameter's gradient."""
         return any(_brings_gradient(param) for param in self.trainable.params)
 
     def begin_backward(self) -> None:
-        """Begins a backward, unless one runs already; called by every hook of a backward."""
+        """Begins a backward, unless one already runs; every hook of a backward calls this."""
         if self._running() is None and not self.in_backward:
             self._takes_part = True
-            # With create_graph=True the graph of the gradients refers to the parameters' memory.
+            # With create_graph=True, the gradients' graph refers to the parameters' memory.
             self._creates_graph = torch.is_grad_enabled()
             if self.unsharder is not None and self._creates_graph:
                 self.unsharder.held = True
@@ -551,7 +550,7 @@ class ShardEngine:
             self._running = self.order.backward
 
     def _begin_counting(self, param: Tensor) -> None:
-        """Called when a backward has brought its first gradient, that of ``param``."""
+        """Called when a backward has brought its first gradient, the gradient of ``param``."""
         assert self.reduction is not None
         self.begin_backward()
         if self.reduction.updates is not None:
@@ -561,7 +560,7 @@ class ShardEngine:
         self._counting = self._running
 
     def _look(self, bucket: GradientBucket) -> None:
-        """Called when the hooks of a bucket have counted as far as they should."""
+        """Called when the hooks have counted down for a bucket: takes its waiting gradients."""
         assert self.reduction is not None
         arrived, bucket.waiting = bucket.waiting, []
         if self._reduces and self.reduction.arrived(bucket, arrived):
@@ -601,7 +600,7 @@ class ShardEngine:
             )
 
     def end_backward(self) -> None:
-        """Called when the backward is over, or has raised."""
+        """Called when the backward has ended or raised."""
         self._takes_part = False
         self._running = self._counting = _NOTHING
         assert self.reduction is not None
@@ -619,20 +618,20 @@ class ShardEngine:
         return self._takes_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the reduced gradients, and calls the module's own ``zero_grad()``."""
+        """Drops the reduced gradients, and calls the module's own ``zero_grad()``."""
         self.forget_gradients(set_to_none)
         of_module = getattr(self._zero_grad_of_module, "__func__", None)
         if not set_to_none or of_module is not nn.Module.zero_grad:
             self._zero_grad_of_module(set_to_none)
             return
-        # The same, but for the property p.grad of parameters whose gradient is forgotten already.
+        # As that method does, but the gradients of ``own`` are dropped already.
         own = self._trained
         for param in self.setup.module.parameters():
             if id(param) not in own and param.grad is not None:
                 param.grad = None
 
     def forget_gradients(self, set_to_none: bool) -> None:
-        """Forgets all gradients, reduced or not, at stages 2 and 3."""
+        """Drops all gradients, reduced or not, at stages 2 and 3."""
         self.placement.lost = None
         if self.reduction is None:
             return
@@ -643,7 +642,7 @@ class ShardEngine:
             self.reduction.zero()
 
     def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Called when a backward through a unit begins, whose gradients are then all to come."""
+        """Called when a backward through a unit begins: all of the unit's gradients are to come."""
         if self._counting() is None:
             return
         for stored in buckets:
@@ -675,7 +674,7 @@ class ShardEngine:
 
     @contextmanager
     def unsharded(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keeps units unsharded inside, where they are sharded; perhaps collective."""
+        """Unshards units and keeps them unsharded inside the context; may be collective."""
         if self.unsharder is None:
             yield
             return
@@ -695,20 +694,20 @@ class ShardEngine:
         self.check_slots(operation)
 
     def check_slots(self, operation: str) -> None:
-        """Does :meth:`check` for what may have other values, as inside ``exchanged()``."""
+        """Does what :meth:`check` does, but allows other values, as inside ``exchanged()``."""
         if self.closed:
             raise ArgumentError(
-                f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
-                "a module that is no longer sharded since remove_sharding(), so that its shards "
-                "are gone; shard() it anew, and build a new optimizer"
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters belong "
+                "to a module that is no longer sharded since remove_sharding(), so that its shards "
+                "are gone; shard() it again, and build a new optimizer"
             )
         self.slots.check()
 
     def check_values(self, operation: str) -> None:
-        """Raises ArgumentError where the parameters are not those of the last step.
+        """Raises ArgumentError where the parameters do not have the values of the last step.
 
-        That is so inside ``exchanged()``, which all ranks are in together, and between a backward
-        that has updated them and ``optimizer.step()``.
+        This happens inside ``exchanged()``, which all ranks enter together, and between a backward
+        that has updated parameters and ``optimizer.step()``.
         """
         self.refuse_under_way(operation)
         if self.exchanged:
@@ -719,27 +718,27 @@ class ShardEngine:
             )
 
     def refuse_under_way(self, operation: str) -> None:
-        """Raises ArgumentError if a backward has updated parameters, and no step has ended that."""
+        """Raises ArgumentError if a backward has updated parameters and no step has followed."""
         updates = None if self.reduction is None else self.reduction.updates
         if updates is not None and updates.under_way and not self.in_backward:
             updates.refuse_under_way(operation)
 
     def check_all(self, operation: str) -> None:
-        """Runs :meth:`check` on all ranks, of which all raise or none; collective.
+        """Runs :meth:`check` on all ranks; if one raises, all raise; collective.
 
         Raises:
-            ArgumentError: as of :meth:`check`; or a parameter's memory was replaced.
+            ArgumentError: as :meth:`check`; or a parameter's memory was replaced.
         """
         with all_or_none(self.comm, operation, self.mesh):
             self.check(operation)
             for bucket in self.stored:
-                # A sharded one notices when it is resharded, and may be written to meanwhile.
+                # A sharded bucket checks this when it is resharded; its memory may be in use now.
                 if isinstance(bucket, ReplicatedBucket):
                     bucket.check()
 
     @contextmanager
     def together(self, operation: str) -> Iterator[None]:
-        """Has what fails on one rank's disk inside raise on all ranks, at the end; collective."""
+        """Raises on all ranks, at the end, if the disk of one rank fails inside; collective."""
         store = self.setup.store
         if store is None:
             yield
@@ -758,23 +757,23 @@ class ShardEngine:
         self.reshard_for_change("optimizer.step")
 
     def reshard_for_change(self, operation: str) -> None:
-        """Does :meth:`reshard_for_step` for another operation."""
+        """Does what :meth:`reshard_for_step` does, for another operation."""
         self.refuse_unsharded(operation)
         if self.unsharder is not None:
             self.unsharder.reshard_for_change()
 
     def change(self, operation: str) -> None:
-        """Does :meth:`reshard_for_change`, and counts the change of all parameters."""
+        """Calls :meth:`reshard_for_change`, and counts the change of all parameters."""
         self.reshard_for_change(operation)
         self.count_change()
 
     def count_change(self, params: Sequence[Tensor] | None = None) -> None:
-        """Counts a change of values in the versions of parameters.
+        """Advances the versions of parameters whose values change.
 
-        The backward of a graph that was built before raises then, instead of using other values.
+        The backward of a graph that was built before then raises, instead of using other values.
 
         Args:
-            params: those that all ranks have changed, or are about to; None for all.
+            params: the parameters that all ranks have changed, or are about to; None for all.
         """
         if params is None:
             params = [param for _, param in self.named_parameters()]
@@ -796,7 +795,7 @@ class ShardEngine:
     # ---- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Removes all hooks; the parameters stay where they are."""
+        """Removes all hooks; the parameters keep their memory."""
         self.closed = True
         for handle in self._handles:
             handle.remove()
@@ -808,8 +807,8 @@ class ShardEngine:
             self.reduction.wait()
         if self.unsharder is not None:
             self.unsharder.close()
-        # After the unsharder, which puts back tables that were dicts while parameters were
-        # unsharded.
+        # After the unsharder, which puts back tables that were plain dicts while their parameters
+        # were unsharded.
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()
@@ -829,14 +828,14 @@ class ShardEngine:
 
 
 def _brings_gradient(param: Tensor) -> bool:
-    """Returns whether the running backward will add to a parameter's gradient."""
-    # The parameter's autograd node is not kept, since it remembers the stream it was made on.
+    """True if the running backward will add to a parameter's gradient."""
+    # The autograd node is not kept: it remembers the stream on which it was made.
     try:
         with without_torch_function():
             node = get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # torch.autograd.grad() returns the leaf's gradient.
+        # torch.autograd.grad() returns this parameter's gradient and accumulates nothing.
         return False
 
 
@@ -851,7 +850,7 @@ def _gradient_arrived(
     index: int,
     param: Tensor,
 ) -> None:
-    """Counts the gradient of a parameter; what else there is to do is done once for several."""
+    """Counts the gradient of a parameter; the other work is done once for several gradients."""
     alive, bucket = engine(), reference()
     if alive is None or bucket is None:
         return

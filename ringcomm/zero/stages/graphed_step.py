@@ -31,10 +31,10 @@ Tensor = torch.Tensor
 class GraphedStep:
     """A training step that runs as one CUDA graph, so that the host launches once per step.
 
-    ``step`` does all of a step: forward, backward, clipping, ``optimizer.step()`` and
-    ``optimizer.zero_grad()``. The first ``warmup`` calls run it as it is, and train. The next call
-    captures it, and from then on a call copies its tensors into those of the first call and
-    replays the graph. All calls together end with the bits of as many eager steps::
+    ``step`` does a whole step: forward, backward, clipping, ``optimizer.step()`` and
+    ``optimizer.zero_grad()``. The first ``warmup`` calls run it eagerly, and train. The next call
+    captures it. From then on a call copies its tensors into the tensors of the first call and
+    replays the graph. The results have the same bits as the same number of eager steps::
 
         def step(tokens, targets):
             loss = loss_of(model(tokens), targets)
@@ -50,18 +50,18 @@ class GraphedStep:
             scheduler.step()
 
     All ranks make the same calls. The learning rate of each param group becomes a tensor on the
-    device, which schedulers fill; a number that is put into ``group["lr"]`` is taken, too.
-    Whatever else the step reads on the host is what it was in the capture.
+    device, which schedulers fill; a number that is assigned to ``group["lr"]`` is also used. All
+    other values that the step reads on the host stay as they were in the capture.
 
     Args:
-        step: the step; its tensors among the arguments are on the device and require no gradient.
+        step: the step; tensors among its arguments are on the device and require no gradient.
         optimizer: AdamW, Adam, AdamW8bit, SGD or Lion of ``ringcomm.optim``, on a GPU.
         warmup: number of eager calls before the capture, at least 1.
 
     Raises:
-        ArgumentError: ``step``, ``optimizer`` or ``warmup`` is none of these.
+        ArgumentError: ``step``, ``optimizer`` or ``warmup`` has a wrong type or value.
         UnsupportedError: the optimizer, or the module that it trains, needs the host in a step; the
-            text says what of it.
+            message says for which part.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class GraphedStep:
         self._calls = engine
         self._where = where(OPERATION, *engine.rank_of)
         self._runtime, self._device = engine.device_ref
-        # Warm-up and capture are on one stream: autograd ties a parameter's gradient to the stream
-        # of its first use, and a capture must use no other one.
+        # Warm-up and capture use one stream: autograd ties a parameter's gradient to the stream of
+        # its first use, and a capture must not use another stream.
         self._stream = self._runtime.make_stream(self._device)
         self._rates = [self._rate_of(group["lr"]) for group in optimizer.param_groups]
         self._taken = 0
@@ -102,16 +102,16 @@ class GraphedStep:
         """Takes one training step on all ranks.
 
         Returns:
-            What the step returns, without its graph of autograd. Once the step is captured the
-            tensors are the same at each call, whose values the next call replaces: clone what is
-            to be kept.
+            The step's result, without its autograd graph. Once the step is captured, every call
+            returns the same tensors, and the next call replaces their values: clone those that you
+            keep.
 
         Raises:
-            ArgumentError: the arguments differ from those of the first call in their structure,
-                shapes, dtypes or values that are no tensors; or what the graph holds was changed
-                since: hyper-parameters other than the learning rate, param groups, or which
+            ArgumentError: the arguments differ from the first call's arguments in structure,
+                shapes, dtypes or values of non-tensors; or values in the graph have changed since
+                the capture: hyper-parameters other than the learning rate, param groups, or which
                 parameters require a gradient. Nothing was changed; see :meth:`reset`.
-            UnsupportedError: the step cannot be captured, on this rank or another one. No rank has
+            UnsupportedError: the step cannot be captured, on this rank or another rank. No rank has
                 taken the step.
             RingcommError: a fault in an earlier call or replay; see ``ringcomm.errors``.
         """
@@ -141,10 +141,10 @@ class GraphedStep:
         return self._outputs
 
     def reset(self) -> None:
-        """Forgets the graph and the first call's arguments, once its replays are done.
+        """Drops the graph and the first call's arguments, once the graph's replays are done.
 
         The next ``warmup`` calls are eager, and may have other shapes; then the step is captured
-        anew. Call it on all ranks, after what :meth:`__call__` refuses.
+        again. Call it on all ranks, after changes that :meth:`__call__` refuses.
         """
         self._runtime.synchronize(self._device)
         self._graph = self._outputs = self._captured = self._inputs = None
@@ -156,7 +156,7 @@ class GraphedStep:
 
     @contextmanager
     def _behind_the_caller(self) -> Iterator[None]:
-        """Inside, work is on the step's stream, behind the caller's, and the caller's behind it."""
+        """Runs the body on the step's stream, after the caller's work and before its later work."""
         runtime, device, own = self._runtime, self._device, self._stream
         caller = runtime.current_stream(device)
         runtime.wait_event(device, own.handle, runtime.record_event(device, caller))
@@ -174,7 +174,7 @@ class GraphedStep:
     def _capture(self) -> None:
         """Captures the step on all ranks, or raises on all; collective."""
         captured = _Captured(self._optimizer)
-        captured.begin_replay(self._engine)  # what is unsharded is the graph's own, and masters new
+        captured.begin_replay(self._engine)  # takes over writes; the graph unshards by itself
         with all_or_none(self._optimizer.communicator, OPERATION):
             try:
                 with self._runtime.capture_on(self._stream) as graph:
@@ -190,7 +190,7 @@ class GraphedStep:
         self._graph, self._outputs, self._captured = graph, outputs, captured
 
     def _replay(self) -> None:
-        """Replays the graph, and does what a step does on the host for later eager work."""
+        """Replays the graph, and does the host's part of a step for later eager work."""
         assert self._captured is not None
         assert self._graph is not None
         self._captured.begin_replay(self._engine)
@@ -207,14 +207,14 @@ class GraphedStep:
     # ---- learning rates -------------------------------------------------------------------------
 
     def _rate_of(self, rate: float | Tensor) -> Tensor:
-        """Returns the tensor on the device that a step reads a group's learning rate from."""
+        """Returns the device tensor from which a step reads a group's learning rate."""
         if isinstance(rate, Tensor) and rate.device == self._torch_device:
             return rate
         return torch.tensor(float(rate), dtype=torch.float64, device=self._torch_device)
 
     @torch.no_grad()
     def _take_rates(self) -> None:
-        """Takes the rates that were put into the param groups in place of the tensors."""
+        """Copies rates that were assigned to param groups into the rates' tensors."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
             given = group["lr"]
             if given is not rate:
@@ -223,7 +223,7 @@ class GraphedStep:
 
 
 class _Inputs:
-    """The tensors that a captured step reads its arguments from, and what else was passed."""
+    """The tensors from which a captured step reads its arguments, and all other arguments."""
 
     def __init__(
         self, called: str, device: torch.device, leaves: Sequence[Any], structure: TreeSpec
@@ -239,11 +239,11 @@ class _Inputs:
         self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def arguments(self) -> Any:
-        """Returns the positional arguments and those by name."""
+        """Returns the positional and the keyword arguments."""
         return self._structure.unflatten(self._leaves)
 
     def check(self, leaves: Sequence[Any], structure: TreeSpec) -> None:
-        """Raises ArgumentError unless arguments can take the place of the first call's."""
+        """Raises ArgumentError unless these arguments can replace the first call's arguments."""
         if structure != self._structure:
             raise ArgumentError(
                 f"{self._where}: expected arguments as at the first call, {self._structure}, got "
@@ -265,7 +265,7 @@ class _Inputs:
 
 
 def _form_of(leaf: Any) -> Any:
-    """Returns what a graph has taken of an argument: all but the values of a tensor."""
+    """Returns the part of an argument that a graph fixes: everything but a tensor's values."""
     if not isinstance(leaf, Tensor):
         return leaf
     gradient = " that requires a gradient" if leaf.requires_grad else ""
@@ -273,7 +273,7 @@ def _form_of(leaf: Any) -> Any:
 
 
 class _Captured:
-    """What a captured step has read on the host of its optimizer."""
+    """The values that a captured step has read from its optimizer on the host."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
@@ -287,7 +287,7 @@ class _Captured:
         return hyper, [param.requires_grad for group in groups for param in group["params"]]
 
     def check(self, called: str) -> None:
-        """Raises ArgumentError if any of it has changed since."""
+        """Raises ArgumentError if one of these values has changed since the capture."""
         after = "call reset() on all ranks after such a change, and the step is captured anew"
         hyper, trained = self._found()
         if self._optimizer.sharded_step() is not self.step or len(hyper) != len(self._hyper):
@@ -305,7 +305,7 @@ class _Captured:
             )
 
     def begin_replay(self, engine: ShardEngine | None) -> None:
-        """Takes over what was written to parameters since the last step, and reshards them."""
+        """Takes over writes to parameters since the last step, and reshards the parameters."""
         self.step.refuse_if_partly_updated("step")
         self.step.written.take_over()
         if engine is not None:
@@ -313,7 +313,7 @@ class _Captured:
 
 
 def _capturable_engine(optimizer: ShardedOptimizer) -> DeviceCallEngine:
-    """Returns the engine of an optimizer's calls.
+    """Returns the engine of the calls of an optimizer's communicator.
 
     Raises:
         UnsupportedError: a graph cannot capture the optimizer's steps.

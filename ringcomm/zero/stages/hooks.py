@@ -30,7 +30,7 @@ from ringcomm.zero.stages.unshard import Unsharder, stays_after_forward
 F = TypeVar("F", bound=Callable[..., Any])
 # torch's bindings are not typed.
 functorch: Any = torch._C._functorch
-# The transforms that run, or None: hooks ask this first, since it is no function of Python.
+# The running transforms, or None: hooks call this first, since it runs no Python code.
 _transforms: Callable[[], Any] = functorch.get_interpreter_stack
 _DIFFERENTIATES = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
 
@@ -43,16 +43,16 @@ _REASON = (
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Returns the module that ``torch.compile()`` wrapped, or the module itself if it did not."""
+    """Returns the module that ``torch.compile()`` wrapped, or the module itself if unwrapped."""
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
 
 
 def in_transform() -> bool:
-    """Returns whether ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
+    """True if ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
 
-    What they return is no gradient that is accumulated in a parameter, so that nothing of it is
-    reduced; and torch refuses to write to memory from outside, as unsharding does.
+    These return gradients instead of accumulating them in parameters, so that there is nothing to
+    reduce; and inside them torch refuses writes to outside memory, which unsharding makes.
     """
     stack = _transforms()
     return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
@@ -83,15 +83,15 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
         engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it has no tensors, or shard() had refused it, and takes no such hooks
+                continue  # takes no such hooks; it has no tensors, or shard() had refused it
             engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
     if casts:
         engine.keep(root.register_forward_hook(cast_outputs))
 
 
 def _keep_dtypes(engine: ShardEngine) -> None:
-    """Has modules compute in their dtype, among modules that compute in another one."""
-    # All of one kind have the same two hooks, so that compiled units of one kind share their code.
+    """Casts inputs and outputs of modules whose dtype differs from the dtype around them."""
+    # Modules of one kind share two hooks, so that compiled units of one kind share their code.
     casts: dict[tuple[torch.dtype, torch.dtype | None], tuple[Any, Any]] = {}
     for chosen in engine.setup.dtypes.chosen:
         for module in _called(chosen.module):
@@ -107,11 +107,11 @@ def _keep_dtypes(engine: ShardEngine) -> None:
 def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any, Any]:
     """Returns hooks that cast the inputs and outputs of a module's outermost call.
 
-    A module that calls itself computes in one dtype all the way.
+    Inner calls of a module that calls itself are not cast.
 
     Args:
-        inside: the dtype of inputs; None leaves them.
-        outside: the dtype of outputs; None leaves them.
+        inside: the dtype of inputs; None leaves inputs as they are.
+        outside: the dtype of outputs; None leaves outputs as they are.
     """
     running: list[nn.Module] = []
 
@@ -119,7 +119,7 @@ def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_inner = any(each is module for each in running)
         if is_inner and not torch.compiler.is_dynamo_compiling() and not _calls_itself(module):
-            # An exception has left the module, as one does that ends a checkpoint's recomputation.
+            # An exception has left the module, such as the end of a checkpoint's recomputation.
             running[:] = [each for each in running if each is not module]
             is_inner = False
         running.append(module)
@@ -152,11 +152,11 @@ def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
 
 
 class _ShowValues:
-    """A hook that settles what the state of a module shows of its own parameters in buckets.
+    """A hook that makes a module's own values in its state dict safe to save.
 
     Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
-    storage, and ``torch.save()`` would write the whole bucket. Outside of ``unsharded()``, where
-    frameworks ask a part of a module of stage 3 for the names of its tensors, their memory will go.
+    storage, and ``torch.save()`` would write the whole bucket. Frameworks also call this at stage 3
+    outside of ``unsharded()``, for the names of a part's tensors; there the memory will be freed.
     """
 
     def __init__(self, engine: ShardEngine) -> None:
@@ -193,12 +193,12 @@ def _leave_as_it_is(*_: Any) -> None:
 
 
 def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
-    """Has ``state_dict()`` give unwrapped names and values that may be saved, and
-    ``load_state_dict()`` take unwrapped and other names.
+    """Makes ``state_dict()`` return unwrapped names and values that can be saved, and
+    ``load_state_dict()`` accept unwrapped and other names.
 
     Args:
-        engine: of the module.
-        outer: the module as the caller of ``shard()`` has it, perhaps in wrappers.
+        engine: the engine of the module.
+        outer: the module that the caller of ``shard()`` has, perhaps with wrappers around it.
     """
     root = engine.setup.module
     show = _ShowValues(engine)
@@ -208,24 +208,24 @@ def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
     around = [] if outer is root else [outer]
     for module in (*around, *root.modules()):
         key = wrapped_key(module)
-        # Wrappers of activation checkpoints leave themselves out of names by such hooks, too.
+        # Wrappers of activation checkpoints remove themselves from names by hooks of this kind.
         if key is not None and not hasattr(type(module), "_post_state_dict_hook"):
             engine.keep(module.register_state_dict_post_hook(partial(_leave_out, key)))  # type: ignore[no-untyped-call]
             engine.keep(module.register_load_state_dict_pre_hook(partial(_put_in, key)))  # type: ignore[no-untyped-call]
     first = root.register_load_state_dict_pre_hook(_find_names)  # type: ignore[no-untyped-call]
-    # Hooks of wrappers, the root's own among them, expect unwrapped names.
+    # This hook runs first: hooks of wrappers, also the root's, expect unwrapped names.
     hooks: Any = root._load_state_dict_pre_hooks
     hooks.move_to_end(first.id, last=False)
     engine.keep(first)
 
 
 def _leave_out(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Leaves a wrapper's part out of the names in a state dict that was made."""
+    """Removes a wrapper's part from the names in a finished state dict."""
     _replace_prefix(state, f"{prefix}{key}.", prefix)
 
 
 def _put_in(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Puts a wrapper's part into the names of a state dict that is about to be loaded."""
+    """Inserts a wrapper's part into the names of a state dict that is about to be loaded."""
     inner, wrapped = module._modules[key], f"{prefix}{key}."
     names = [name for name in state if name.startswith(prefix)]
     # The module inside may have a child of the same name.
@@ -236,7 +236,7 @@ def _put_in(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> No
 
 
 def _replace_prefix(state: Any, prefix: str, other: str) -> None:
-    """Replaces the beginning of names, in their order."""
+    """Replaces a prefix of names, and keeps their order."""
     for table in (state, getattr(state, "_metadata", {})):
         for name in list(table):
             value = table.pop(name)
@@ -245,7 +245,7 @@ def _replace_prefix(state: Any, prefix: str, other: str) -> None:
 
 
 def _find_names(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Gives what is about to be loaded the unwrapped names of a module's tensors."""
+    """Gives values that are about to be loaded the unwrapped names of a module's tensors."""
     known = KnownNames.of(module)
     for name in [name for name in state if name.startswith(prefix)]:
         found = prefix + known.find(name[len(prefix) :])
@@ -286,9 +286,9 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
-    """Has ``hook`` called before a backward reaches what made ``output``; returns whether it will.
+    """Has ``hook`` called before a backward reaches the code that made ``output``.
 
-    Leaves get no hook, since nothing made them and they would keep it for good.
+    Returns whether any tensor got the hook. Leaves get none: they would keep it for ever.
     """
     watched = False
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
@@ -310,7 +310,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _RootHooks:
-    """The hooks that tell the engine when a backward begins, before any backward inside it."""
+    """The hooks that notify the engine when a backward begins, before any nested backward."""
 
     def __init__(self, engine: ShardEngine, root: nn.Module) -> None:
         self._engine = engine
@@ -319,7 +319,7 @@ class _RootHooks:
 
     @only_inlined
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        # A compiled graph of the whole module has one backward, with no backward inside it.
+        # A compiled graph of the whole module has one backward, without nested backwards.
         if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
             return
         if not in_transform():
@@ -335,11 +335,11 @@ class _UnitHooks:
     """The hooks that unshard a unit before its forward and backward, and reshard it afterwards.
 
     NOTE [When a bucket can be resharded in backward]
-    A trainable parameter's gradient comes after all nodes that use the parameter have run. So a
-    bucket whose gradients have all come is needed no more, unless autograd still refers to its
-    memory, to a detached weight for instance. A bucket of frozen parameters, which have no
-    gradients, is resharded when the gradients of the unit's inputs have come. All other buckets are
-    resharded at the end of backward.
+    A trainable parameter's gradient arrives after all nodes that use the parameter have run. So a
+    bucket whose gradients have all arrived is no longer needed, unless autograd still refers to its
+    memory, for instance through a detached weight. A bucket of frozen parameters, which have no
+    gradients, is resharded when the gradients of the unit's inputs have arrived. All other buckets
+    are resharded at the end of backward.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class _UnitHooks:
         self._depth = 0
         # True if a parameter was looked up while the unit was resharded, which unsharded it.
         self._touched = False
-        # Units whose parameters are used outside of their module's calls stay for the iteration.
+        # Units whose parameters are used outside of their module's calls stay unsharded.
         self.stays = is_root or stays_after_forward(unit, engine.options)
         engine.keep(unit.module.register_forward_pre_hook(self._before, with_kwargs=True))
         engine.keep(
@@ -374,15 +374,15 @@ class _UnitHooks:
             self._unsharder.need(self._unit)
 
     def _check_unsharded(self) -> None:
-        """Raises where a unit would have to be unsharded in a transform of torch.func."""
+        """Raises UnsupportedError if a unit would have to be unsharded inside torch.func."""
         if not self._is_unsharded:
             comm = self._engine.comm
             raise UnsupportedError(
                 f"{where('zero', comm.rank, comm.world_size)}: torch.func differentiates module "
                 f"{self._unit.name!r}, whose parameters are resharded: at stage 3 they are "
-                "unsharded when they are needed, and torch.func lets no memory be written to "
-                "meanwhile. Call grad(), vjp(), jvp() and what is made of them inside "
-                "ringcomm.zero.unsharded(module), where all parameters are"
+                "unsharded when they are needed, and torch.func refuses writes to their memory "
+                "then. Call grad(), vjp(), jvp() and functions made of them inside "
+                "ringcomm.zero.unsharded(module), where all parameters are unsharded"
             )
 
     @outside_of_compile(_REASON)
@@ -406,7 +406,7 @@ class _UnitHooks:
             if not bucket.is_unsharded:
                 self._touched = False
                 break
-        # A part that a backward runs again may use none of what the backward has updated.
+        # need() leaves out updated buckets: a part that backward runs again might not use them.
         unsharder.need(self._unit)
         if self._has_frozen and torch.is_grad_enabled():
             self._watch_inputs((args, kwargs))
@@ -429,7 +429,7 @@ class _UnitHooks:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if _transforms() is not None and in_transform():
             return None
-        # torch also calls this, with None, after an exception, perhaps one from before _before().
+        # torch also calls this after an exception, with None; perhaps _before() had not run.
         if self._depth:
             self._depth -= 1
             self._unsharder.running -= 1
@@ -450,7 +450,7 @@ class _UnitHooks:
         return None if copied is output else copied
 
     def _without_parameters(self, output: Any) -> Any:
-        """Returns an output with copies of parameters and their views, whose memory will go."""
+        """Returns an output with copies of parameters and views, as their memory will be freed."""
         unsharder = self._unsharder
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if unsharder.has(tensor):
@@ -467,11 +467,11 @@ class _UnitHooks:
         return copied
 
     def _backward(self, grad: Tensor) -> None:
-        """Called when the gradient of one of the unit's outputs is there; unshards the unit."""
+        """Called when the gradient of one of the unit's outputs arrives; unshards the unit."""
         self._engine.begin_backward()
         self._engine.expect_gradients(self.buckets)
-        # An output of an inner call, or a second one, has a gradient after parameters of the unit
-        # that were used behind it have theirs.
+        # The gradient of an inner call's output, or of a second output, may arrive when parameters
+        # that the unit used after that output have their gradients, and are resharded.
         if _transforms() is None:
             self._unsharder.need(self._unit)
         else:
@@ -480,7 +480,7 @@ class _UnitHooks:
             other._need()
 
     def touched(self, bucket: ShardedBucket) -> None:
-        """Called when a parameter of the resharded ``bucket`` is looked up; unshards it."""
+        """Called when a parameter of the resharded ``bucket`` is looked up; unshards the bucket."""
         unsharder = self._unsharder
         if not self._depth:
             unsharder.keep_for_graph(self._unit)
@@ -497,9 +497,9 @@ class _UnitHooks:
 class _AllArrived:
     """A hook of several tensors, which acts once a backward has brought all their gradients.
 
-    torch's own refers to the graph's nodes, which refer to it: Python does not collect that cycle,
-    and the module would never be given back. Where a backward does not reach all of the tensors,
-    nothing happens.
+    torch's own hook for several tensors refers to the graph's nodes, which refer to the hook:
+    Python does not collect this cycle, and the module would never be freed. If a backward does not
+    reach all of the tensors, nothing happens.
     """
 
     def __init__(self, count: int, act: Callable[[], None]) -> None:
@@ -517,10 +517,10 @@ class _AllArrived:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Returns whether the module's call that has just begun is inside another of its calls.
+    """True if the module's call that has just begun is inside another call of the same module.
 
-    If not, a unit that is marked as running was left by Ctrl-C, after which torch calls no forward
-    hook (it catches Exception, which KeyboardInterrupt is not).
+    If it is not, a module that is marked as running was left by Ctrl-C: torch then calls no forward
+    hook (it catches Exception, which does not include KeyboardInterrupt).
     """
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None and calls < 2:
@@ -536,8 +536,8 @@ class _WatchedDict(dict[str, Any]):
     NOTE [Touching unshards]
     Modules use each other's parameters (``F.linear(x, self.embed.weight)``) without a call that
     hooks could see. Since unsharding needs no other rank, it can happen right where
-    ``embed.weight`` is looked up. From then on that unit stays from its first use to the end of
-    backward.
+    ``embed.weight`` is looked up. From then on that unit stays unsharded from its first use to the
+    end of backward.
     """
 
     def __init__(self, params: Mapping[str, Any], touch: Callable[[Tensor], None]) -> None:
@@ -558,17 +558,17 @@ class _WatchedDict(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _WatchedTable:
-    """The table of parameters of a module: watched, and a dict while all are unsharded.
+    """A module's table of parameters: watched, or a plain dict while all are unsharded.
 
     NOTE [A dict while unsharded]
-    Dynamo traces into a table that is no dict itself, and would compile a unit anew for each module
-    that it guards there. Unsharded parameters need no watching, so a compiled unit finds a
-    dict, and all units of one kind share its code.
+    Dynamo traces into a table whose class is not dict itself, and would compile a unit again for
+    each module that it guards there. Unsharded parameters need no watching, so a compiled unit
+    finds a plain dict, and all units of one kind share its code.
 
     Attributes:
-        attributes: of the module.
-        watched: its table while some parameters are resharded.
-        buckets: those of its parameters.
+        attributes: the attributes of the module.
+        watched: its table while some of its parameters are resharded.
+        buckets: the buckets of the module's parameters.
     """
 
     attributes: dict[str, Any]
@@ -577,7 +577,7 @@ class _WatchedTable:
 
 
 def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
-    """Switches between the two tables of modules; called when a bucket of all has come or gone."""
+    """Switches modules between their two tables, when a bucket was unsharded or resharded."""
     for each in tables:
         table, watched = each.attributes["_parameters"], each.watched
         for bucket in each.buckets:
@@ -589,7 +589,7 @@ def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
             continue
         if table is watched:
             continue
-        # Parameters may have been registered or replaced meanwhile. Values are compared by
+        # Parameters may have been registered or replaced since then. Values are compared by
         # identity, since resharded parameters raise when they are compared.
         unchanged = list(table) == list(watched)
         if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
@@ -599,7 +599,7 @@ def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
 
 
 def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
-    """Has look-ups of parameters unshard their units; see NOTE [Touching unshards]."""
+    """Makes look-ups of parameters unshard their units; see NOTE [Touching unshards]."""
     assert engine.unsharder is not None
     outside: list[_UnitHooks] = []
     owner: dict[int, tuple[ShardedBucket, _UnitHooks]] = {}

@@ -1,4 +1,4 @@
-"""The placement of a sharded module: its buckets, gradients and plan, for an optimizer."""
+"""The buckets, gradients and plan of a sharded module, as its optimizer sees them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from ringcomm.zero.stages.reduce import BATCH_BYTES, Reduction
 from ringcomm.zero.stages.units import by_optimizer
 from ringcomm.zero.stages.updates import BackwardUpdates
 
-# ---- The plans of the stages other than 1, which is OwnPlan's -----------------------------------
+# ---- The plans of stages 0, 2 and 3; stage 1 has OwnPlan -----------------------------------------
 
 Tensor = torch.Tensor
 
@@ -124,7 +124,8 @@ class ReplicatedPlan(StagePlan):
 class ReducedPlan(StagePlan):
     """The step of stage 2, where all gradients but the last ones were reduced in backward.
 
-    See NOTE [Kept for the step] in ``zero/stages/reduce.py`` for the last ones.
+    The last gradients are reduced in the step; see NOTE [Kept for the step] in
+    ``zero/stages/reduce.py``.
     """
 
     def __init__(self, backend: Backend, reduction: Reduction) -> None:
@@ -160,7 +161,7 @@ class ReducedPlan(StagePlan):
             self.backend.update_gather(bucket, self._reduce_now(bucket, grads))
 
     def _reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Reduces gradients that no shard keeps, in the dtype of :meth:`reduced`; collective."""
+        """Reduces gradients that no shard keeps, to the dtype of :meth:`reduced`; collective."""
         exact = self.backend.reduce_now(bucket, grads, self.reducer)
         return exact.to(self._reduction.buckets[bucket.number].shard.dtype)
 
@@ -171,9 +172,9 @@ class SplitPlan(ReducedPlan):
     See NOTE [Unsharding is one-sided] in ``zero/stages/buckets.py`` for the barriers.
 
     Args:
-        backend, reduction: as of :class:`ReducedPlan`.
-        engine: whose parameters they are.
-        disk: brings chunks of parameters into memory for their updates; None where they lie there.
+        backend, reduction: as for :class:`ReducedPlan`.
+        engine: the engine of the module.
+        disk: brings chunks of parameters into memory for updates; None if they are in memory.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class SplitPlan(ReducedPlan):
         self._reshard_all()
 
     def begin(self, table: StepTable) -> None:
-        # In backward the reduction of each bucket takes the barrier's place.
+        # With updates in backward, the reduction of each bucket takes the barrier's place.
         if self._reduction.updates is None:
             self._sharing.clear()
             self._comm.barrier()
@@ -208,7 +209,7 @@ class SplitPlan(ReducedPlan):
         reduced = self._reduction.buckets[bucket.number]
         assert isinstance(reduced.stored, ShardedBucket)
         self._update_shard(bucket, reduced.shard)
-        # What is behind computation on a thread of its own is waited for in end().
+        # end() waits for work on another thread, which is hidden behind computation.
         work = reduced.stored.settle(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
@@ -234,12 +235,12 @@ class SplitPlan(ReducedPlan):
 
 
 class DiskUpdates:
-    """The chunks of parameters on a disk, as they stream through memory for their updates.
+    """The chunks of parameters on a disk, which pass through memory for their updates.
 
     Args:
-        reduction: of the buckets.
-        engine: whose parameters they are.
-        store: the disk.
+        reduction: the reduction of the buckets.
+        engine: the engine of the module.
+        store: the storage of the chunks.
     """
 
     def __init__(self, reduction: Reduction, engine: ShardEngine, store: DiskChunks) -> None:
@@ -250,13 +251,13 @@ class DiskUpdates:
         self._active: list[float] = []
 
     def begin(self, table: StepTable) -> None:
-        """Begins a step, whose numbers are in the table."""
+        """Begins the step that the table describes."""
         self._skips = bool(table.control[FOUND_INF])
         self._active = table.active.tolist()
 
     def update_shard(self, backend: Backend, bucket: Bucket, grad: Tensor) -> None:
-        """Has a backend update a chunk, whose parameters are in memory as far as it needs them."""
-        # The others wait for this rank's calls, and the step's end tells them of faults.
+        """Updates a chunk with a backend; brings its parameters into memory if they are needed."""
+        # Faults raise at the step's end, since the other ranks wait for this rank's calls.
         with self.store.keeping_faults():
             if self._skips or backend.defers:
                 backend.update_shard(bucket, grad)
@@ -270,7 +271,7 @@ class DiskUpdates:
                 backend.update_shard(bucket, grad)
 
     def _writes_anew(self, bucket: Bucket) -> bool:
-        """Tells whether a chunk's parameters all become what their FP32 masters round to."""
+        """True if the update overwrites all parameters of a chunk with rounded FP32 masters."""
         if bucket.state.master is None:
             return False
         steps = {each.begin for each in bucket.layout.segments if self._active[each.param]}
@@ -282,13 +283,13 @@ class DiskUpdates:
         )
 
     def end(self) -> None:
-        """Ends a step: brings the chunks that the next forward unshards first."""
+        """Ends a step: reads ahead the chunks that the next forward unshards first."""
         engine = self._engine()
         if engine is not None and engine.unsharder is not None:
             engine.unsharder.expect_first()
 
 
-# Where shard() takes an option that is no field of ZeroOptions.
+# Where shard() takes an option that ZeroOptions does not have as a field.
 _IN_PRECISION = dict.fromkeys(("master", "rounding"), ", in its Precision, or leave it away there")
 
 
@@ -308,7 +309,7 @@ class ReducedGradients(Gradients):
         self._engine = engine
         self._accumulator = accumulator
         self._reduction = engine.reduction
-        # By bucket and by parameter there, its index; None for one that is in no group.
+        # For each bucket, its parameters' indices; None for a parameter that is in no group.
         self._indices: list[list[int | None]] = []
         for bucket, reduced in zip(layout.buckets, self._reduction.buckets, strict=True):
             index_at = {segment.begin: segment.param for segment in bucket.segments}
@@ -327,7 +328,7 @@ class ReducedGradients(Gradients):
         return active
 
     def end_step(self) -> None:
-        """Ends the step of which backward has taken a part, or all; collective."""
+        """Ends a step that backward has taken in part or as a whole; collective."""
         updates = self._reduction.updates
         assert updates is not None
         self._engine.reshard_for_step()
@@ -335,7 +336,7 @@ class ReducedGradients(Gradients):
         updates.end(self._empty, [1.0 if self._has(index) else 0.0 for index in self._empty])
 
     def _has(self, index: int) -> bool:
-        """Returns whether there is a gradient of a parameter without elements."""
+        """True if a parameter without elements has a gradient."""
         param, sums = self._params[index], self._accumulator
         return grad_of(param) is not None or (sums is not None and sums.has(param))
 
@@ -383,15 +384,15 @@ class ReducedGradients(Gradients):
 
 @dataclass(eq=False)
 class _Arrivals:
-    """The gradients of one bucket that backward has brought, and that have not moved yet.
+    """The gradients of one bucket that backward has brought, and that were not moved yet.
 
     Attributes:
-        slots: those of the bucket whose gradients are counted.
-        sizes: by slot, the bytes of its gradient.
-        waiting: positions in ``slots`` of gradients that have come.
+        slots: the bucket's slots whose gradients are counted.
+        sizes: for each slot, the bytes of its gradient.
+        waiting: positions in ``slots`` of gradients that have arrived.
         trained: number of gradients that a backward brings.
-        left: number of gradients after which all move.
-        room: bytes of gradients that may come before all move.
+        left: number of further gradients after which all waiting gradients move.
+        room: bytes of further gradients after which all waiting gradients move.
     """
 
     slots: list[Slot]
@@ -403,15 +404,15 @@ class _Arrivals:
 
 
 class BucketedGradients(Gradients):
-    """Gradients that move to their buckets a few at a time, as backward brings them.
+    """Gradients that move to their buckets in small batches, as backward brings them.
 
-    Autograd's own memory is free again soon, and used for later gradients while it is in the cache.
-    If all gradients moved at the step, a step of a GPT of 25 M FP32 parameters would take
+    Autograd's own memory is soon free again, and is reused for later gradients while it is in the
+    cache. If all gradients moved at the step, a step of a GPT of 25 M FP32 parameters would take
     1.15 times as long (2 ranks on 2 Zen 4 cores), and need memory for all gradients twice.
 
-    The hook of a gradient counts, and the gradients of a bucket move by one operator once all have
-    come, or those that wait have ``BATCH_BYTES``. What waits at the step, since others have none,
-    moves then.
+    The hook of each gradient counts. The gradients of a bucket move in one operation once all have
+    arrived, or once those that wait have ``BATCH_BYTES``. Gradients that still wait at the step,
+    because other parameters got none, move then.
     """
 
     def watch(self, engine: ShardEngine) -> None:
@@ -433,7 +434,7 @@ class BucketedGradients(Gradients):
         self._restart()
 
     def _restart(self) -> None:
-        """Counts anew: of each bucket, the gradients of what is trained."""
+        """Restarts the counts with the number of gradients that each bucket expects."""
         with without_torch_function():
             for arrivals in self._arrivals:
                 arrivals.waiting.clear()
@@ -444,7 +445,7 @@ class BucketedGradients(Gradients):
                 arrivals.room = BATCH_BYTES
 
     def _keep_hook(self, engine: ShardEngine, slot: Slot, hook: Callable[[Tensor], None]) -> None:
-        # torch takes hooks of what requires a gradient alone, and this may be frozen for now.
+        # torch allows such hooks only where a gradient is required, and this may be frozen now.
         requires = slot.param.requires_grad
         slot.param.requires_grad_(True)
         engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -458,7 +459,7 @@ class BucketedGradients(Gradients):
         return super().collect()
 
     def move_waiting(self, arrivals: _Arrivals) -> None:
-        """Moves the gradients of a bucket that wait, in one call where possible."""
+        """Moves a bucket's waiting gradients, in one call where possible."""
         waiting, arrivals.waiting = arrivals.waiting, []
         arrivals.room = BATCH_BYTES
         if arrivals.left <= 0:
@@ -525,7 +526,7 @@ def _count_gradient(
     at: int,
     param: Tensor,
 ) -> None:
-    """Counts the gradient of a parameter; what else there is to do is done once for several."""
+    """Counts the gradient of a parameter; the other work is done once for several gradients."""
     arrivals = reference()
     if arrivals is None:
         return
@@ -592,7 +593,7 @@ class ModulePlacement(Placement):
         if engine.comm.launches:
             raise UnsupportedError(
                 f'{head}: update: expected parameters on the CPU with "in_backward", got them on '
-                f"{engine.comm.device}, where the host would have to wait for which ones step"
+                f"{engine.comm.device}, where the host would have to wait to know which ones step"
             )
         if engine.options.offload_params is not None:
             raise UnsupportedError(
@@ -624,7 +625,7 @@ class ModulePlacement(Placement):
         made = []
         reduction = self._engine.reduction
         if reduction is None:
-            # From here on the gradients compare addresses, with those that they find.
+            # From here on the gradients compare addresses with the addresses that they find now.
             self._engine.check_all("optimizer.prepare")
         else:
             early = options.update == "in_backward"
@@ -711,7 +712,7 @@ class ModulePlacement(Placement):
         engine = self._engine
         engine.check(operation)
         self._check_left_out(operation)
-        # Without a reduction the gradients check the same addresses.
+        # Without a reduction, the gradients check the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.setup.stored_frozen):
                 bucket.check()
@@ -723,7 +724,7 @@ class ModulePlacement(Placement):
         owner.gradients.end_step()
 
     def _check_left_out(self, operation: str) -> None:
-        """Raises ArgumentError if what no group has is to be trained."""
+        """Raises ArgumentError if a parameter that is in no group is to be trained."""
         engine = self._engine
         if not engine.frozen_params and not self._left_out:
             return
@@ -740,11 +741,11 @@ class ModulePlacement(Placement):
 
 
 def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> None:
-    """Sets the masters to the parameters, after these were written to outside a step.
+    """Sets the masters to the parameters, after writes to the parameters outside of a step.
 
     Args:
-        engine: whose parameters they are; without an optimizer there are no masters.
-        only: ``id`` of the parameters that were; None for all.
+        engine: the engine of the parameters; without an optimizer there are no masters.
+        only: ``id`` of the parameters that were written to; None for all.
     """
     owner = engine.placement.owner
     if owner is None:
@@ -761,9 +762,9 @@ _watching = False
 
 
 def watch_optimizers() -> None:
-    """Has every optimizer of this process checked before each step, from the first call on.
+    """Checks every optimizer of this process before each of its steps, from the first call on.
 
-    The hook is never removed. It costs an optimizer without sharded parameters 0.1 us a parameter
+    The hook is never removed. It costs an optimizer without sharded parameters 0.1 us per parameter
     (Zen 4).
     """
     global _watching
@@ -774,13 +775,13 @@ def watch_optimizers() -> None:
 
 
 def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises ArgumentError if an optimizer that knows no sharding would step sharded parameters."""
+    """Raises ArgumentError if an optimizer without sharding would step sharded parameters."""
     if isinstance(optimizer, ShardedOptimizer):
         return
     with without_torch_function():
         check_frozen(all_params(optimizer.param_groups), "optimizer.step")
     found = first_with_placement(optimizer.param_groups)
-    # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.
+    # A wrapper is also a torch optimizer, and shares the groups of the optimizer that it steps.
     if found is None or any(
         isinstance(each, ShardedOptimizer) for each in vars(optimizer).values()
     ):

@@ -1,4 +1,4 @@
-"""The options of sharded training, apart from the stage."""
+"""The options of sharded training, without the stage, which is an argument of ``shard()``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringcomm.optim.layout import checked_bucket_elems
 from ringcomm.optim.options import AdamWOptions, Compression
 from ringcomm.optim.placement import check_even
 
-# ---- Mixed precision: which dtype the parts of training have, presets, and modules that stay FP32
+# ---- Mixed precision: the dtype of each part of training, presets, and modules that stay FP32 ----
 
 #: Dtypes that trained parameters can have.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,27 +27,28 @@ PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of mixed precision; None keeps the dtypes as they are.
+    """The dtypes of mixed-precision training; None leaves a dtype unchanged.
 
     Attributes:
-        param: dtype of parameters and their gradients. The optimizer keeps FP32 masters of the
-            values before the cast, unless ``master`` says otherwise.
-        reduce: dtype of the reduced gradient. Sums are always taken in FP32. None keeps them in
-            FP32, and ``param``'s 16-bit dtype rounds them once, in half the memory.
+        param: dtype of parameters and their gradients. The optimizer keeps FP32 masters, made from
+            the values before the cast, unless ``master`` says otherwise.
+        reduce: dtype of the reduced gradient. Sums are always computed in FP32. None keeps the sums
+            in FP32; the 16-bit dtype of ``param`` rounds each sum once and halves the memory.
         buffer: dtype of floating-point buffers.
-        output: dtype of floating-point tensors that the module returns, alone or in tuples, lists
-            and dicts; tensors inside dataclasses and other objects stay as they are.
-        cast_inputs: cast floating-point arguments of the module, alone or in such containers, to
-            ``param``.
-        keep_fp32: names of modules whose parameters and buffers stay FP32, and those of the
-            modules inside them; a ``*`` stands for any characters of one part of a name
-            (``"blocks.*.norm"``). Their floating-point arguments are cast to FP32, and what they
-            return to ``param``, unless they have an attribute ``returns_fp32`` that is true, as
-            routers of :class:`ringcomm.extras.moe.MoE` have.
+        output: dtype to which the floating-point tensors that the module returns are cast, alone or
+            in tuples, lists and dicts; tensors inside dataclasses and other objects stay as they
+            are.
+        cast_inputs: True casts the module's floating-point arguments to ``param``, alone or in
+            tuples, lists and dicts.
+        keep_fp32: names of modules that stay FP32: their parameters and buffers, and those of the
+            modules inside them. A ``*`` matches any characters within one part of a name
+            (``"blocks.*.norm"``). Floating-point arguments of these modules are cast to FP32, and
+            their results are cast to ``param``, unless the module has an attribute ``returns_fp32``
+            that is true, as the routers of :class:`ringcomm.extras.moe.MoE` do.
         master: the optimizer's ``AdamWOptions.master``; None leaves it to the optimizer.
         rounding: the optimizer's ``AdamWOptions.rounding``; None leaves it to the optimizer.
-        scaled: the loss must be scaled: a step without ``loss_scaler=``, and without a
-            ``GradScaler``, raises.
+        scaled: True if the loss must be scaled: a step with neither ``loss_scaler=`` nor a
+            ``GradScaler`` raises.
     """
 
     param: torch.dtype | None = None
@@ -98,17 +99,17 @@ class Precision:
 
     @property
     def optimizer_defaults(self) -> dict[str, Any]:
-        """The fields of ``AdamWOptions`` that are decided here."""
+        """The fields of ``AdamWOptions`` that this precision sets."""
         chosen = {"master": self.master, "rounding": self.rounding}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def reduced_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which reduced gradients of parameters of a dtype are kept."""
+        """Returns the dtype of the reduced gradients of parameters that have dtype ``stored``."""
         return self.reduce if self.reduce is not None and stored is self.param else torch.float32
 
     @classmethod
     def preset(cls, name: str, *, keep_fp32: tuple[str, ...] = ()) -> Precision:
-        """Returns the choices that go by a name; ``docs/precision.md`` has the table.
+        """Returns the preset of a name; ``docs/precision.md`` has the table.
 
         Args:
             name: a key of :data:`PRESETS`: "fp32", "bf16-mixed", "bf16-remainder", "bf16-pure-sr"
@@ -116,7 +117,7 @@ class Precision:
             keep_fp32: as the attribute.
 
         Raises:
-            ArgumentError: there is no such preset, or ``keep_fp32`` is no tuple of names.
+            ArgumentError: ``name`` is not a preset, or ``keep_fp32`` is not a tuple of names.
         """
         if name not in PRESETS:
             known = ", ".join(map(repr, PRESETS))
@@ -124,12 +125,12 @@ class Precision:
         return replace(PRESETS[name], keep_fp32=keep_fp32)
 
     def describe(self) -> dict[str, str]:
-        """Returns the choices as JSON types."""
+        """Returns the fields as strings, by name."""
         return {each.name: str(getattr(self, each.name)) for each in fields(self)}
 
 
-#: Choices by name. A module returns FP32, so that the softmax of a loss, which sums over a whole
-#: vocabulary, is taken of values that are not rounded a second time.
+#: The presets by name. Modules return FP32, so that the softmax of the loss, which sums over a
+#: whole vocabulary, is computed from values that were not rounded a second time.
 PRESETS: dict[str, Precision] = {
     "fp32": Precision(param=torch.float32),
     "bf16-mixed": Precision(param=torch.bfloat16, output=torch.float32, master="fp32"),
@@ -149,12 +150,12 @@ PRESETS: dict[str, Precision] = {
 
 @dataclass(frozen=True)
 class ChosenModule:
-    """A module whose parameters have another dtype than those around it.
+    """A module whose parameters have another dtype than the parameters around the module.
 
     Attributes:
         module: the module.
-        dtype: of its parameters, to which its floating-point arguments are cast.
-        outside: of the parameters around it, to which what it returns is cast.
+        dtype: dtype of the module's parameters; its floating-point arguments are cast to it.
+        outside: dtype of the parameters around the module; the module's results are cast to it.
     """
 
     module: nn.Module
@@ -164,11 +165,12 @@ class ChosenModule:
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """The dtypes that the parts of one module get.
+    """The dtypes of the parameters and buffers of a module and the modules inside it.
 
     Attributes:
-        precision: the choices.
-        chosen: the outermost modules that get another dtype than those around them.
+        precision: the precision options.
+        chosen: the outermost modules whose dtype differs from the dtype of the parameters around
+            them.
     """
 
     precision: Precision
@@ -183,15 +185,15 @@ class ModuleDtypes:
         precision: Precision,
         units: Mapping[str, torch.dtype] | None = None,
     ) -> ModuleDtypes:
-        """Reads ``precision.keep_fp32`` against a module.
+        """Finds the modules that ``precision.keep_fp32`` and ``units`` name, and their dtypes.
 
         Args:
-            root: the module.
-            precision: the choices.
-            units: dtypes of some units, by name.
+            root: the root module.
+            precision: the precision options.
+            units: the dtype of each unit that has one of its own, by the unit's name.
 
         Raises:
-            ArgumentError: a pattern names no module, or one parameter is of modules that get
+            ArgumentError: a pattern matches no module, or modules that share a parameter get
                 different dtypes.
         """
         stay = _named(root, precision.keep_fp32)
@@ -200,7 +202,7 @@ class ModuleDtypes:
             return cls(precision)
         inside: dict[int, torch.dtype] = {}
         chosen: list[ChosenModule] = []
-        # Outer modules have their turn first, so that inner ones are not cast a second time.
+        # Outer modules come first, so that an inner module of the same dtype is not cast again.
         for name, module in named_modules(root):
             outside = inside.get(id(module), precision.param)
             if name in named and named[name] is not outside:
@@ -210,16 +212,16 @@ class ModuleDtypes:
         return cls(precision, tuple(chosen), _dtypes_inside(root, inside), kept)
 
     def of_param(self, param: nn.Parameter) -> torch.dtype | None:
-        """Returns the dtype that a parameter gets, or None if it stays as it is."""
+        """Returns the dtype that a parameter gets, or None if it keeps its dtype."""
         return self._params.get(id(param), self.precision.param)
 
     def of_buffers(self, owner: nn.Module) -> torch.dtype | None:
-        """Returns the dtype that a module's own buffers get, or None if they stay as they are."""
+        """Returns the dtype that a module's own buffers get, or None if they keep their dtypes."""
         return torch.float32 if id(owner) in self._modules else self.precision.buffer
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Returns by name the modules that stay FP32."""
+    """Returns the modules that stay FP32, by unwrapped name."""
     named: dict[str, nn.Module] = {}
     for pattern in patterns:
         found = find_modules(root, pattern)
@@ -227,7 +229,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
             names = list(dict.fromkeys(name for name, _ in named_modules(root) if name))
             raise ArgumentError(
                 f"shard: precision: keep_fp32: expected names of modules, but none matches "
-                f"{pattern!r} (a * stands for one part of a name); there are {some(names)}"
+                f"{pattern!r} (a * matches one part of a name); there are {some(names)}"
             )
         named.update((unwrapped_name(root, name), module) for name, module in found)
     return named
@@ -236,7 +238,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _dtypes_inside(
     root: nn.Module, inside: Mapping[int, torch.dtype]
 ) -> dict[int, torch.dtype | None]:
-    """Returns by ``id`` the dtypes of parameters; all modules that have one must agree on it."""
+    """Returns parameters' dtypes by ``id``; raises if modules that share one get two dtypes."""
     owners: dict[int, tuple[str, torch.dtype | None]] = {}
     for prefix, module in named_modules(root, remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -251,8 +253,9 @@ def _dtypes_inside(
     return {key: dtype for key, (_, dtype) in owners.items() if dtype is not None}
 
 
-# Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in
-# one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
+# Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, sizes of 0.5, 1, 2, 4 and
+# 16 Mi in one run: all are within 4 % at stage 2; at stage 3 the others take 1.1 to 1.3 times as
+# long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _CHOICES = {
     "algorithm": ("auto", "one_shot", "ring"),
@@ -266,7 +269,7 @@ _SWITCHES = {
     "broadcast": (True, False),
 }
 
-# The modules that are unsharded as one: their types, or a predicate on a name and a module.
+# Selects the units, which are unsharded as a whole: types of modules, or f(name, module) -> bool.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
 
 
@@ -283,14 +286,14 @@ def _count(options: object, name: str, least: int, head: str = "") -> int:
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """Choices for some units; None leaves one as it is for the whole module.
+    """Options of some units; None takes the option of the whole module.
 
     Attributes:
         param: dtype of the unit's parameters and their gradients, in place of ``Precision.param``,
-            which must be given. Floating-point arguments of the unit are cast to it, and what the
-            unit returns to the dtype around it.
-        reshard_after_forward: stage 3: in place of ``ZeroOptions.reshard_after_forward``.
-        prefetch: stage 3: in place of ``ZeroOptions.prefetch``, while the unit runs.
+            which must be given. The unit's floating-point arguments are cast to this dtype, and its
+            results to the dtype around the unit.
+        reshard_after_forward: stage 3: replaces ``ZeroOptions.reshard_after_forward``.
+        prefetch: stage 3: replaces ``ZeroOptions.prefetch`` while the unit runs.
     """
 
     param: torch.dtype | None = None
@@ -314,54 +317,57 @@ class UnitOptions:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Choices of sharded training; equal on all ranks.
+    """The options of sharded training, which must be equal on all ranks.
 
     Attributes:
         precision: dtypes of mixed precision.
         bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
             multiple of 512.
-        units: stage 3: the modules that are unsharded as one; None takes the elements of the
-            outermost lists of modules, or else the children of the module. Every stage lays out its
-            buckets by units, so that all stages do the same arithmetic.
-        overlap: stages 2 and 3: reduce gradients while backward goes on, and unshard units before
-            they are needed. None turns it on for GPUs, over several nodes, and for a CPU where the
-            cores suffice; see :meth:`resolved`.
-        in_flight: stages 2 and 3: number of buckets of gradients besides the shards.
+        units: stage 3: the modules that are each unsharded as a whole. None takes the elements of
+            the outermost lists of modules; without such lists, the children of the module. Every
+            stage lays out its buckets by units, so that all stages do the same arithmetic.
+        overlap: stages 2 and 3: reduce gradients while backward runs, and unshard units before they
+            are needed. None turns this on for GPUs, over several nodes, and on a CPU that has
+            enough cores; see :meth:`resolved`.
+        in_flight: stages 2 and 3: number of whole gradient buckets that a rank holds beside its
+            shards.
         prefetch: stage 3: number of units unsharded before they are needed; only with ``overlap``.
-            A device unshards further ones above 1 MiB while those ahead have 16 MiB at most.
+            A device unshards further units of more than 1 MiB ahead, to at most 16 MiB in total.
         reshard_after_forward: stage 3: parameters are resharded after forward, and unsharded again
             in backward. With False they stay unsharded, which is faster and takes more memory.
-        reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
-        divisor: the step and norms take the reduced gradient divided by this whole number, where
-            backward brings this rank the sum of several ranks' gradients, as it does to experts
-            (:func:`ringcomm.extras.moe.shard`). The results of ``get_gradient`` and ``on_reduced``
-            are not divided.
+        reduce: "avg" averages the ranks' gradients, as DDP does; "sum" adds them.
+        divisor: a whole number by which the step and the norms divide the reduced gradient. It is
+            for parameters whose gradient on one rank already sums the gradients of several ranks,
+            as for experts (:func:`ringcomm.extras.moe.shard`). ``get_gradient`` and ``on_reduced``
+            give the undivided gradient.
         algorithm: algorithm of the collectives: "auto", "one_shot" or "ring".
-        broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
+        broadcast: True gives all ranks the parameters and buffers of rank 0, as DDP does.
         params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,
-            sharded over its ranks, so that unsharding crosses no network and needs no other rank.
-            "world" shards them over all ranks: a rank keeps the least, but unsharding crosses the
-            network in forward and in backward, and all ranks must unshard the same units in the
-            same order. On one node both are the same, as each rank reads its peers' shards.
+            sharded over the node's ranks, so that unsharding uses no network and is no collective.
+            "world" shards them over all ranks: a rank keeps the least memory, but forward and
+            backward unshard over the network, and all ranks must unshard the same units in the same
+            order. On one node both are the same, and each rank reads its peers' shards.
         state: stages 1 to 3, over several nodes: "world" shards reduced gradients and the
-            optimizer's state over all ranks, and updated parameters cross between nodes in the
-            step. "node" shards them over the ranks of each node, so that each node has a copy and
-            does the whole update: sums of gradients cross instead. Not with ``params="world"``.
-        compression: over several nodes, the forms in which bytes travel between them.
-        offload_params: stage 3: where a rank's chunks of the parameters lie while they are sharded:
-            None for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its
-            ``buffer_bytes`` are for chunks on their way, of which there is at least one, and
-            ``resident_bytes`` for chunks that stay. Unsharding is a collective then, as with
-            ``params="world"``, which it takes over several nodes.
-        per_unit: choices for some units, by names of these, in which a ``*`` stands for any
-            characters of one part (``"blocks.*"``); of several names of a unit the last one counts.
-        ignored: names of parameters, or of modules for all parameters in them, which are the
-            user's own: neither moved nor cast, reduced, stepped or saved, and perhaps different on
-            each rank. A ``*`` stands for any characters of one part of a name.
+            optimizer's state over all ranks, and the step sends updated parameters between nodes.
+            "node" shards them over the ranks of each node, so that each node does the whole update:
+            sums of gradients cross between nodes instead of parameters. Not with
+            ``params="world"``.
+        compression: over several nodes, the formats in which gradients and parameters travel
+            between them.
+        offload_params: stage 3: where a rank's chunks of the parameters are while they are sharded:
+            None for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. The disk's
+            ``buffer_bytes`` hold chunks that are being transferred (at least one chunk), and its
+            ``resident_bytes`` hold chunks that stay in memory. Unsharding is then a collective, as
+            with ``params="world"``, which it requires over several nodes.
+        per_unit: options of some units, by names of units, in which a ``*`` matches any characters
+            within one part (``"blocks.*"``). If several names match a unit, the last one applies.
+        ignored: names of parameters, or of modules for all parameters in them, that the user
+            handles: they are neither moved nor cast, reduced, stepped or saved, and may differ
+            between ranks. A ``*`` matches any characters within one part of a name.
 
-    All choices of ``params``, ``state`` and ``offload_params``, and all stages, end with the same
-    bits; of ``compression`` each choice has its own, and with quantized gradients ``state="node"``
-    has, too.
+    All stages, and all choices of ``params``, ``state`` and ``offload_params``, give the same bits.
+    Each choice of ``compression`` gives bits of its own, and with quantized gradients
+    ``state="node"`` also gives bits of its own.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -409,9 +415,9 @@ class ZeroOptions:
         self._check_named()
         if self.params == "world" and self.state == "node":
             raise ArgumentError(
-                'params: expected "node" with state="node", got "world": a rank updates what it '
-                "keeps state for, a share of its node's parameters, of which it would keep only "
-                "its share of all ranks'"
+                'params: expected "node" with state="node", got "world": a rank must keep every '
+                'parameter that it updates, and with params="world" it would keep only its share '
+                "of all ranks' parameters"
             )
         chosen = AdamWOptions(**self.precision.optimizer_defaults)
         self.compression.check_parameters(self.state, chosen.master, chosen.rounding)
@@ -419,7 +425,7 @@ class ZeroOptions:
             raise UnsupportedError(
                 f"offload_params: expected None with compression: "
                 f"parameters={self.compression.parameters!r}, got a Disk: "
-                "what ranks unshard from disks are parameters as they are"
+                "ranks unshard only unquantized parameters from disks"
             )
 
     def _check_named(self) -> None:
@@ -438,15 +444,15 @@ class ZeroOptions:
             )
 
     def for_nodes(self, stage: int, comm: Communicator) -> ZeroOptions:
-        """Returns these options with ``params``, ``state``, ``compression`` as a stage counts them.
+        """Returns these options with ``params``, ``state`` and ``compression`` set for a stage.
 
-        Where a choice makes no difference, since there is one node or all ranks have everything,
-        it is the default.
+        An option that makes no difference, with one node or where every rank has everything, gets
+        its default.
 
         Raises:
-            ArgumentError: parameters cannot be on a disk at this stage, or not on each node; or
-                they shall cross quantized, and do not cross at this stage.
-            UnsupportedError: nodes with different numbers of ranks cannot have copies.
+            ArgumentError: ``offload_params`` does not fit the stage or ``params``; or parameters
+                are to be quantized at stage 0, which sends none.
+            UnsupportedError: nodes with different numbers of ranks cannot each have a copy.
         """
         several = comm.num_nodes > 1
         self._check_offload(stage, several)
@@ -467,7 +473,7 @@ class ZeroOptions:
             raise ArgumentError(
                 f"shard: compression: parameters={self.compression.parameters!r}: expected stage "
                 "1, 2 or 3 with "
-                "it, got 0, where each rank updates all parameters, of which none cross"
+                "it, got 0, where each rank updates all parameters and sends none of them"
             )
         return self.compression if several else replace(self.compression, parameters="param")
 
@@ -483,16 +489,16 @@ class ZeroOptions:
         if several and self.params == "node":
             raise ArgumentError(
                 'shard: offload_params: expected params="world" with it over several nodes, '
-                'got "node", whose copy on each node ranks read out of their peers\' memory'
+                "got \"node\", with which ranks read the node's copy in their peers' memory"
             )
 
     def resolved(self, ranks: int, threads: int, cores: int) -> ZeroOptions:
-        """Returns these options with ``overlap`` decided for a CPU.
+        """Returns these options with ``overlap`` decided for ranks that compute on a CPU.
 
-        A thread that communicates needs a core. Where the ranks compute on all cores, the thread
-        takes turns with backward and evicts its data from the caches: with 2 ranks of one thread on
-        2 Zen 4 cores, a step of a GPT of 25 M FP32 parameters takes 1.05 times as long with overlap
-        (stages 2 and 3, 16 bytes a rank, 12 rounds).
+        A thread that communicates needs a core. If the ranks compute on all cores, this thread
+        competes with backward and evicts backward's data from the caches: with 2 ranks of one
+        thread on 2 Zen 4 cores, a step of a GPT of 25 M FP32 parameters takes 1.05 times as long
+        with overlap (stages 2 and 3, 16 bytes per rank, 12 rounds).
 
         Args:
             ranks: number of ranks on this machine, all of which may use all of the cores.
@@ -504,10 +510,10 @@ class ZeroOptions:
         return replace(self, overlap=ranks * (threads + 1) <= cores)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the options as JSON types, without ``units``, which the layout shows."""
+        """Returns the options as JSON types, without ``units``, which the layout reflects."""
         described = asdict(replace(self, per_unit={}))
         del described["units"]
-        # Folders and sizes of buffers may be different on each rank.
+        # Folders and buffer sizes may differ between ranks.
         described["offload_params"] = "memory" if self.offload_params is None else "disk"
         per_unit = [[name, str(each)] for name, each in self.per_unit.items()]
         return {**described, "precision": self.precision.describe(), "per_unit": per_unit}

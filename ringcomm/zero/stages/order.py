@@ -1,13 +1,13 @@
-"""The order in which a backward reduces for the modules of one communicator.
+"""The order in which a backward reduces the modules of one communicator.
 
 NOTE [Several modules in one backward]
-All buckets of one module have their turns before those of the next. Where one communicator reduces
-for several modules, a backward begins with a small all-reduce of the hosts, in which the ranks
-agree on the modules that some rank needs: autograd knows which parameters the backward will reach.
-No host waits for its device there. The modules that were sharded last come first. From the second
-backward over the same modules on, their order is that in which their first gradients arrived on
-rank 0. Autograd does not know what a reentrant checkpoint will run, so at the end the ranks agree
-once more, on modules whose gradients nobody expected.
+All buckets of one module have their turns before the buckets of the next module. Where one
+communicator reduces for several modules, a backward begins with a small all-reduce on the hosts, in
+which the ranks agree on the modules that some rank needs: autograd knows which parameters the
+backward will reach. No host waits for its device there. Modules that were sharded last come first.
+From the second backward over the same modules on, the order is the order in which the modules'
+first gradients arrived on rank 0. Autograd cannot predict what a reentrant checkpoint will run, so
+at the end the ranks also agree on further modules, whose gradients were not expected.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from ringcomm.comm.agreement import any_rank
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
 
-# ---- Whether a stage of one of torch's pipeline schedules runs a module -------------------------
+# ---- Whether a stage of one of torch's pipeline schedules runs a module --------------------------
 # NOTE [Micro-batches of a schedule] A schedule of ``torch.distributed.pipelining`` runs a backward
-# for each micro-batch, and divides ``p.grad`` by their number at its end. At stages 2 and 3 a
-# gradient must therefore stay in ``p.grad`` until then, as under ``no_sync``: a backward that
-# reduced it would also communicate once per micro-batch. A schedule tells only modules of DDP and
-# FSDP which micro-batch is the last. But its stage calls the module, and its frame is on the stack:
-# of the forward, on whatever device; and of the backward where autograd runs on the caller's
-# thread, which it does on a CPU. The latter is seen even if the forward was compiled, whose hooks
-# do not run.
+# for each micro-batch, and at its end divides ``p.grad`` by the number of micro-batches. At stages
+# 2 and 3 a gradient must therefore stay in ``p.grad`` until then, as under ``no_sync``; a reduction
+# in each backward would also communicate once per micro-batch. A schedule marks the last
+# micro-batch only for modules of DDP and FSDP. But the pipeline stage calls the module, so its
+# frame is on the stack: during the forward on every device, and during the backward if autograd
+# runs on the caller's thread, as on a CPU. The frame of the backward is found even if the forward
+# was compiled, whose hooks do not run.
 #
-# NOTE [Split backwards] Some schedules first compute the gradients of a stage's inputs, which its
-# neighbour waits for, and those of its parameters later, by ``torch.autograd.grad()`` from nodes
-# inside of the graph, where no hook of a module sees it. But both begin by asking for the
-# parameters' nodes in the graph, and at stage 3 parameters that are resharded notice that they are
-# asked. They are unsharded then, and stay until the step.
+# NOTE [Split backwards] Some schedules first compute the gradients of a stage's inputs, for which
+# the neighbouring stage waits, and later the gradients of its parameters, by
+# ``torch.autograd.grad()`` from nodes inside the graph, which no module hook sees. But both begin
+# with a look-up of the parameters' nodes in the graph. At stage 3, resharded parameters notice this
+# look-up; they are then unsharded until the step.
 #
 # NOTE [Sums to come] A schedule that mixes whole and split backwards of a stage, as DualPipeV does,
-# adds split ones to ``p.grad`` itself, in an order that differs between ranks. Where ``p.grad`` is
-# a replicated DTensor and what comes is a sum to come, each such addition would be an all-reduce,
-# and those of two parameters could be taken for each other. So during a schedule gradients of
-# DTensors stay as autograd makes them, and are aligned when the step, or its reduction, takes them:
-# once, and in one order. Where autograd runs on another thread (on GPUs) this is not seen, and has
-# not been tried.
+# adds gradients of split backwards to ``p.grad`` itself, in an order that differs between ranks. If
+# ``p.grad`` is a replicated DTensor and the new gradient is a Partial DTensor (a sum to come), each
+# such addition would be an all-reduce, and the all-reduces of two parameters could be mistaken for
+# each other. So during a schedule gradients of DTensors keep the placements that autograd gives
+# them, and are aligned when the step or its reduction takes them: once, and in one order. If
+# autograd runs on another thread (on GPUs), the schedule is not detected; this has not been tried.
 
 _STAGE = "torch.distributed.pipelining.stage"
 _BACKWARD = "torch.distributed.pipelining._backward"
 
 
 def in_pipeline() -> bool:
-    """Returns whether this thread is in a call of a pipeline stage."""
-    # Every access to p.grad asks.
+    """True if this thread is in a call of a pipeline stage."""
+    # Every access to p.grad calls this, so it first looks for the import.
     return _STAGE in sys.modules and _in_call_of(_STAGE)
 
 
 def in_split_backward() -> bool:
-    """Returns whether this thread is in a backward of a pipeline stage, or prepares one."""
+    """True if this thread is in a backward of a pipeline stage, or prepares one."""
     return _in_call_of(_BACKWARD)
 
 
@@ -78,18 +78,18 @@ def _in_call_of(module: str) -> bool:
     return frame is not None
 
 
-# ---- The step profile: spans in which an engine computes, communicates or waits -----------------
+# ---- The step profile: spans in which an engine computes, communicates or waits ------------------
 
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """An interval from ``begin_us`` to ``end_us`` of the process's clock.
+    """A time interval from ``begin_us`` to ``end_us`` on the process's clock, in microseconds.
 
     Attributes:
         name: name of the work.
         kind: "communication", "wait" (the caller waits for communication) or "compute".
-        thread: identifier of the thread that did it.
-        size_bytes: bytes moved, or 0 where that does not apply.
+        thread: identifier of the thread that did the work.
+        size_bytes: number of bytes moved; 0 if the work moves none.
     """
 
     name: str
@@ -104,7 +104,7 @@ _UNRECORDED = nullcontext()
 
 
 class StepProfile:
-    """The spans of an engine, which are recorded while ``on`` is set and cost nothing otherwise."""
+    """The recorded spans of an engine; recording costs nothing unless ``on`` is True."""
 
     def __init__(self) -> None:
         self.on = False
@@ -135,21 +135,21 @@ class StepProfile:
             self.spans.append(TimedSpan(name, kind, begin_us, end_us, thread, size_bytes))
 
     def hidden_share(self) -> float:
-        """Returns the fraction of the communication's time that no caller waited for.
+        """Returns the fraction of the communication time that no caller waited for.
 
-        NaN when there was no communication. Communication on the caller's own thread is recorded
-        as waiting, too.
+        NaN if there was no communication. Communication on the caller's own thread also counts as
+        waiting.
         """
         moved = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "communication")
         waited = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "wait")
         return 1.0 - min(waited, moved) / moved if moved else float("nan")
 
     def write(self, path: str | Path, rank: int) -> None:
-        """Writes the spans in the Trace Event Format, which Chrome and Perfetto show.
+        """Writes the spans in the Trace Event Format, which Chrome and Perfetto display.
 
         Args:
             path: path of the JSON file.
-            rank: the rank, which is shown as the process.
+            rank: this rank, which is displayed as the process.
         """
         events = [
             {
@@ -168,16 +168,16 @@ class StepProfile:
 
 
 class ModuleReduction(Protocol):
-    """The interface of the reduction of a module's gradients that :class:`ModuleOrder` uses.
+    """The part of a module's gradient reduction that :class:`ModuleOrder` uses.
 
     Attributes:
-        has_left_over: True where a backward of some rank may leave gradients unreduced.
+        has_left_over: True if a backward of some rank may leave gradients unreduced.
     """
 
     has_left_over: bool
 
     def advance(self) -> bool:
-        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
+        """Reduces the full buckets whose turn it is; returns whether all turns are over."""
 
     def reduce_rest(self) -> None:
         """Reduces the buckets that this backward has not reduced yet; collective."""
@@ -186,14 +186,14 @@ class ModuleReduction(Protocol):
         """Called once all modules have reduced this backward's gradients; collective."""
 
     def abandon(self) -> None:
-        """Called before the reductions of a backward that has raised are made up for."""
+        """Called when a backward has raised, before this rank makes up for its reductions."""
 
 
 class ReducingModule(Protocol):
-    """The interface of a sharded module's engine that :class:`ModuleOrder` uses.
+    """The part of a sharded module's engine that :class:`ModuleOrder` uses.
 
     Attributes:
-        number: number of the module among those that its communicator reduces for; equal on all
+        number: the module's number among the modules that its communicator reduces; equal on all
             ranks.
     """
 
@@ -204,17 +204,17 @@ class ReducingModule(Protocol):
         """The reductions of the module's gradients, or None."""
 
     def expects_gradients(self) -> bool:
-        """Returns whether the running backward will add to some parameter's gradient."""
+        """True if the running backward will add to some parameter's gradient."""
 
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
 
     def end_backward(self) -> None:
-        """Called when the backward is over, or has raised."""
+        """Called when the backward has ended or raised."""
 
 
 class _Backward:
-    """The callback that autograd calls at the end of a backward, or drops when that raises."""
+    """The callback at the end of a backward, which autograd drops if the backward raises."""
 
     def __init__(self, order: ModuleOrder) -> None:
         self._order = order
@@ -224,26 +224,25 @@ class _Backward:
 
 
 class ModuleOrder:
-    """The turns of the modules that one communicator reduces for, on one rank.
+    """The modules that one communicator reduces, and the order of their turns, on one rank.
 
     Modules may be garbage-collected at different times on different ranks. So the ranks agree on
-    the list of numbers in :meth:`join`, and only that list decides whether a collective is made.
+    the list of numbers in :meth:`join`, and only this list decides whether a collective is made.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        # Weak, since the table of orders has the communicators as its weak keys.
+        # Weak, since the communicators are the weak keys of the table of orders.
         self._comm_ref = weakref.ref(comm)
         self._last_number = 0
         self._numbers: list[int] = []
         self._paused: list[int] = []
-        # Modules whose last forward was called by a stage of a pipeline.
+        # Modules whose last forward was called by a pipeline stage.
         self._pipelined: set[int] = set()
         self._modules: weakref.WeakValueDictionary[int, ReducingModule] = (
             weakref.WeakValueDictionary()
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
-        # State of the running backward; the first is what hooks ask.
-        #: Returns None once the backward that began last is over; None if its end is known.
+        # The state of the running backward; hooks read ``backward`` first.
         self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
@@ -262,7 +261,7 @@ class ModuleOrder:
 
     @property
     def has_several(self) -> bool:
-        """True if a backward may have to ask which of several modules it reduces."""
+        """True if a backward may have to find out which of several modules it reduces."""
         return len(self._numbers) > 1
 
     def join(self) -> int:
@@ -281,22 +280,22 @@ class ModuleOrder:
         self._modules[module.number] = module
 
     def leave(self, number: int) -> None:
-        """Removes a module that is sharded no longer; to be called on all ranks."""
+        """Removes a module that is no longer sharded; must be called on all ranks."""
         self._numbers.remove(number)
         self._modules.pop(number, None)
         self._pipelined.discard(number)
         self._learned.clear()
 
     def pause(self, number: int) -> None:
-        """Stops a module's reductions until :meth:`resume`; to be called on all ranks."""
+        """Stops a module's reductions until :meth:`resume`; must be called on all ranks."""
         self._paused.append(number)
 
     def resume(self, number: int) -> None:
-        """Ends one :meth:`pause`."""
+        """Ends one call of :meth:`pause`."""
         self._paused.remove(number)
 
     def runs(self, number: int) -> None:
-        """Called in the forward of a module whose backward is to come.
+        """Called in the forward of a module if a backward will follow.
 
         See NOTE [Micro-batches of a schedule] in ``zero/stages/order.py``.
         """
@@ -310,7 +309,7 @@ class ModuleOrder:
 
     @property
     def in_backward(self) -> bool:
-        """True while a backward runs that any of the modules takes part in."""
+        """True while a backward runs that at least one of the modules takes part in."""
         return self.backward is not None and self.backward() is not None
 
     def take_part(self, module: ReducingModule) -> None:
@@ -320,14 +319,14 @@ class ModuleOrder:
         if not self.in_backward:
             backward = _Backward(self)
             self.backward = weakref.ref(backward)
-            # Called at the end of the outermost backward, even if hooks of a nested one come later.
+            # Called at the end of the outermost backward, even if hooks of nested ones run later.
             torch.autograd.Variable._execution_engine.queue_callback(backward)
             self._begin()
 
     def _begin(self) -> None:
-        """Determines which modules this backward reduces, and in what order; collective."""
+        """Determines which modules this backward reduces, and in which order; collective."""
         if in_pipeline():
-            # All numbers, since some modules may be alive on some ranks alone.
+            # All numbers, since some modules may be alive only on some ranks.
             self._pipelined.update(self._numbers)
             for module in list(self._modules.values()):
                 _reduction_of(module).has_left_over = True
@@ -336,8 +335,8 @@ class ModuleOrder:
             number in self._modules and self._modules[number].expects_gradients()
             for number in reducing
         ]
-        # A rank may run a backward alone if no gradient is to be reduced, such as
-        # torch.autograd.grad(), or a backward under no_sync().
+        # A rank may run a backward alone if it reduces no gradients: torch.autograd.grad(), or a
+        # backward under no_sync().
         for_inputs = not torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
         alone = for_inputs or bool(self._paused)
         self._reduces = bool(reducing) and (any(mine) or not alone)
@@ -350,7 +349,7 @@ class ModuleOrder:
         try:
             self._begin_reducing(self._sequence)
         except BaseException:
-            self._reduces = False  # nothing is to be made up for
+            self._reduces = False  # there is no reduction to make up for
             raise
 
     def _begin_reducing(self, numbers: Iterable[int]) -> None:
@@ -358,7 +357,7 @@ class ModuleOrder:
             self._module(number).begin_reducing()
 
     def _waits(self, number: int) -> bool:
-        """Returns whether a module's gradients are not to be reduced yet."""
+        """True if a module's gradients are not to be reduced yet."""
         return number in self._paused or number in self._pipelined
 
     def _module(self, number: int) -> ReducingModule:
@@ -373,7 +372,7 @@ class ModuleOrder:
         return module
 
     def arrived(self, number: int) -> bool:
-        """Notes that a module has a gradient; returns whether this backward reduces it."""
+        """Notes that a module has a gradient; returns whether this backward reduces the module."""
         if not self.reduces(number):
             return False
         if number not in self._arrived:
@@ -381,7 +380,7 @@ class ModuleOrder:
         return True
 
     def reduces(self, number: int) -> bool:
-        """Returns whether this backward reduces a module's gradients."""
+        """True if this backward reduces a module's gradients."""
         return self._reduces and not self._waits(number)
 
     def advance(self) -> None:
@@ -395,10 +394,10 @@ class ModuleOrder:
     # ---- at the end of backward -----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Ends a backward that raised before its end; collective if there was one.
+        """Ends a backward that raised; collective if there was one.
 
-        Peers whose backward did not raise have reduced all buckets, and so must this rank. It
-        contributes zeros for the gradients that did not arrive.
+        Peers whose backward did not raise have reduced all buckets, so this rank must do so as
+        well. It contributes zeros for the gradients that did not arrive.
         """
         if self.backward is None or self.in_backward:
             return
@@ -414,7 +413,7 @@ class ModuleOrder:
             self.end_backward()
 
     def end_backward(self) -> None:
-        """Reduces all buckets that are left, and forgets the backward; collective."""
+        """Reduces all remaining buckets, and clears the backward's state; collective."""
         try:
             if self._reduces:
                 self._reduce_rest()
@@ -463,7 +462,7 @@ def _reduction_of(module: ReducingModule) -> ModuleReduction:
 
 
 def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
-    """Returns the numbers for which ``mine`` is true on some rank; collective."""
+    """Returns the numbers whose flag in ``mine`` is true on some rank; collective."""
     if not numbers:
         return []
     flags = any_rank(comm, list(mine))
@@ -471,7 +470,7 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
 
 
 def order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:
-    """Returns rank 0's ``first`` numbers, then the rest in their usual order; collective."""
+    """Returns rank 0's ``first`` numbers, then the others in their ``usual`` order; collective."""
     rest = [number for number in usual if number not in first]
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
     if len(order):
@@ -485,6 +484,6 @@ _orders: weakref.WeakKeyDictionary[Communicator, ModuleOrder] = weakref.WeakKeyD
 
 
 def module_order(comm: Communicator) -> ModuleOrder:
-    """Returns the order of the modules that a communicator reduces for."""
+    """Returns the order of the modules that a communicator reduces."""
     with _guard:
         return _orders.setdefault(comm, ModuleOrder(comm))

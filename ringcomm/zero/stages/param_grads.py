@@ -2,20 +2,19 @@
 
 NOTE [What p.grad is]
 With several ranks autograd accumulates this rank's own gradient, and at stages 2 and 3 a reduction
-takes it away. Neither is what ``p.grad`` is to a training loop, which clips, logs and clears it. So
-a sharded parameter has a class with a property ``grad``, whose value is None or a
-:class:`ParamGradient`: a tensor without memory that stands for the reduced gradient.
+takes it out of ``p.grad``. A training loop, which clips, logs and clears ``p.grad``, expects
+neither. So a sharded parameter has a class with a property ``grad``, whose value is None or a
+:class:`ParamGradient`: a tensor without memory that represents the reduced gradient.
 
-* Clearing, scaling and adding need no other rank: all that this rank has of the gradient, reduced
-  or not, is changed in place. ``zero_grad()`` of any container is made of these.
-* Norms and bounds of elements are of the reduced gradient, and so are collective, as those of
-  FSDP2's DTensors are. ``torch.nn.utils.clip_grad_norm_()`` and ``clip_grad_value_()`` are made of
-  these.
-* Whatever else would read the values raises. A read must not communicate, since a program may log
-  on one rank alone.
+* Clearing, scaling and adding need no other rank: all parts of the gradient that this rank has,
+  reduced or not, are changed in place. ``zero_grad()`` of any container uses only these.
+* Norms and clamping use the reduced gradient, and so are collective, as for FSDP2's DTensors.
+  ``torch.nn.utils.clip_grad_norm_()`` and ``clip_grad_value_()`` use only these.
+* Every other read of the values raises. A read must not communicate, since a program may log on one
+  rank alone.
 
-In a hook that runs in backward there is no reduced gradient yet: what uses ``p.grad`` there gets
-this rank's own, with a warning.
+A hook that runs in backward gets this rank's own gradient from ``p.grad``, with a warning, since
+there is no reduced gradient yet.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _ADDING = {"add_": "add_", "sub_": "sub_", "__iadd__": "add_", "__isub__": "sub_
 _REPLACING = ("copy_", "fill_")
 _BOUNDING = ("clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
-# Functions that return the same gradient, and no values of it.
+# Functions that return the same gradient object, and read no values.
 _ITSELF = ("data", "detach", "detach_")
 
 
@@ -90,8 +89,8 @@ class ParamGradient(Tensor):
 
         Args:
             param: the parameter.
-            of: those of its module.
-            position: the numbers of its bucket, and of the parameter there.
+            of: the gradients of the parameter's module.
+            position: the number of the parameter's bucket, and the parameter's index in the bucket.
         """
         made: Any = Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
@@ -125,7 +124,7 @@ class ParamGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Reached where torch functions are disabled, and by what calls operators itself.
+        # Reached where torch functions are disabled, and by code that calls operators directly.
         own = next(iter(_gradients_in((args, kwargs or {}))))
         name = str(func).split(".")[1]
         return own._of.call(func, name, own, args, dict(kwargs or {}))
@@ -143,7 +142,7 @@ class ParamGradient(Tensor):
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Returns the name of a function, or of the attribute that it gets."""
+    """Returns the name of a function, or of the attribute that the function gets or sets."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__"):
         name = str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -162,11 +161,11 @@ def _gradients_in(value: Any) -> Iterable[ParamGradient]:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """A parameter's gradient in the shards of its optimizer, which have it reduced.
+    """A parameter's reduced gradient, in the shards of its optimizer.
 
     Attributes:
         sharded: the step of the optimizer.
-        index: the parameter's index there.
+        index: the parameter's index in the optimizer.
     """
 
     sharded: ShardedStep
@@ -196,7 +195,7 @@ class _Reduced:
         return norm if math.isinf(kind) else norm**kind
 
     def wrote(self) -> None:
-        """Marks the gradient as changed in place, which all ranks have done."""
+        """Notes that all ranks have changed the gradient in place."""
         first = self.sharded.first_pass
         assert first is not None
         first.written = first.clipped = True
@@ -210,11 +209,11 @@ class ModuleGradients:
         # Weak, since parameters may outlive the module.
         self._engine_ref = weakref.ref(engine)
         self._warned = False
-        # Norms by kind and index in the optimizer, of the reduced gradients of one first pass.
+        # Norms by (kind, index in the optimizer), of the reduced gradients of one first pass.
         self._norms: dict[tuple[float, int], Tensor] = {}
         self._norms_of: object = None
         self._one: Tensor | None = None
-        # The optimizer's step, and by id of a parameter its index there.
+        # The optimizer's step, and the index of each parameter there, by ``id``.
         self._indices: tuple[object, dict[int, int]] = (None, {})
 
     @property
@@ -247,14 +246,14 @@ class ModuleGradients:
         return grad if engine.comm.world_size == 1 else own
 
     def clear(self, own: ParamGradient, for_another: bool = False) -> None:
-        """Forgets what is not in the parameter itself of its gradient.
+        """Drops all parts of a gradient outside of the parameter itself.
 
         Args:
             own: the gradient.
-            for_another: another gradient takes its place.
+            for_another: True if another gradient replaces it.
 
         Raises:
-            ArgumentError: it has updated its parameter already.
+            ArgumentError: the gradient has updated its parameter already.
         """
         engine = self._engine_ref()
         if engine is None or engine.closed or in_pipeline():
@@ -273,7 +272,7 @@ class ModuleGradients:
             optimizer.accumulator.forget(param)
 
     def set(self, own: ParamGradient, value: Tensor | None) -> None:
-        """Puts another gradient, or None, in the place of a parameter's gradient."""
+        """Replaces a parameter's gradient by another gradient, or by None."""
         param = own._param()
         assert param is not None
         engine = self._engine_ref()
@@ -285,7 +284,7 @@ class ModuleGradients:
         self.clear(own, for_another=value is not None)
         set_grad(param, value)
         if reduced is not None:
-            # Another reduction would lose the changes of other parameters' gradients.
+            # Write to the shard: reducing again would lose changes of other parameters' gradients.
             if value is not None:
                 reduced.local_shard().copy_(self._local_shard_of(reduced, local_of(value)))
             reduced.sharded.table.active[reduced.index] = float(value is not None)
@@ -305,7 +304,7 @@ class ModuleGradients:
         return not isinstance(owner, ShardedStep) or owner.first_pass is None
 
     def _written(self, own: ParamGradient) -> _Reduced | None:
-        """Returns where a gradient is reduced and written to, apart from ``p.grad``, or None."""
+        """Returns the reduced gradient if it is current and one was written to, or None."""
         engine = self._engine_ref()
         if engine is None or engine.closed or engine.reduction is not None:
             return None
@@ -317,7 +316,7 @@ class ModuleGradients:
         return reduced if current else None
 
     def _forget_loss(self, engine: ShardEngine, own: ParamGradient) -> None:
-        """Forgets why gradients are wrong, once the last one of them is cleared."""
+        """Drops the reason why gradients are wrong, once the last one of them is cleared."""
         if engine.placement.lost is None:
             return
         there = (param for param in engine.trainable.params if param.grad is not None)
@@ -331,7 +330,7 @@ class ModuleGradients:
         return found if isinstance(found, ShardedOptimizer) else None
 
     def _has_sum(self, own: ParamGradient) -> bool:
-        """Returns whether an accumulator has a sum of the gradient, at stages 0 and 1."""
+        """True if an accumulator has a sum of the gradient, at stages 0 and 1."""
         optimizer, param = self._optimizer(), own._param()
         if optimizer is None or optimizer.accumulator is None or param is None:
             return False
@@ -433,10 +432,10 @@ class ModuleGradients:
             "add_() and clamp_() of p.grad on all ranks"
         )
 
-    # ---- what needs no other rank ---------------------------------------------------------------
+    # ---- functions that need no other rank -------------------------------------------------------
 
     def _terms(self, own: ParamGradient) -> list[Tensor]:
-        """Returns all tensors of this rank whose sum over the ranks is the gradient."""
+        """Returns all parts of the gradient on this rank; the sum over ranks is the gradient."""
         engine, param = self._engine, own._param()
         engine.order.settle()
         terms: list[Tensor] = []
@@ -493,13 +492,13 @@ class ModuleGradients:
             self._wrote(reduced)
 
     def _refuse_sum(self, own: ParamGradient, called: str) -> None:
-        """Raises ArgumentError where a value that all ranks add would count several times."""
+        """Raises ArgumentError if a value that all ranks add would count several times."""
         engine = self._engine
         if engine.options.reduce == "sum" and engine.comm.world_size > 1:
             self.refuse(own, f'{called}, with ZeroOptions(reduce="sum"),')
 
     def _local_shard_of(self, reduced: _Reduced, value: Any) -> Any:
-        """Returns this rank's shard of a tensor that is added to a gradient."""
+        """Returns this rank's shard of a tensor that is to be added to a gradient."""
         if not isinstance(value, Tensor) or value.numel() == 1:
             return value
         sharded, index = reduced.sharded, reduced.index
@@ -519,7 +518,7 @@ class ModuleGradients:
         getattr(there, name)(*rest)
         self.set(own, there)
 
-    # ---- what is collective ---------------------------------------------------------------------
+    # ---- collective functions --------------------------------------------------------------------
 
     def _step(self, called: str) -> ShardedStep:
         """Returns the step of the module's optimizer, which the first call makes; collective."""
@@ -537,7 +536,7 @@ class ModuleGradients:
         return optimizer.sharded_step()
 
     def _reduced(self, own: ParamGradient) -> _Reduced | None:
-        """Returns where an optimizer that is prepared has the gradient, or None."""
+        """Returns the reduced gradient in a prepared optimizer, or None."""
         owner, param = self._engine.placement.owner, own._param()
         if not isinstance(owner, ShardedStep) or param is None:
             return None
@@ -549,7 +548,7 @@ class ModuleGradients:
         )
 
     def _checked(self, own: ParamGradient, called: str) -> _Reduced:
-        """Returns where the reduced gradient is to be read or bounded; perhaps collective."""
+        """Returns the reduced gradient that a call may read or clamp; may be collective."""
         param = own._param()
         sharded = self._step(called)
         sharded.refuse_in_backward(f"p.grad.{called}")
@@ -600,11 +599,11 @@ class ModuleGradients:
         return (self._norms[key] * sharded.first_pass.clip).to(torch.float32)
 
     def _take_norms(self, sharded: ShardedStep, kind: float, index: int) -> None:
-        """Takes the norm of one gradient, or the first time those of all; collective."""
+        """Computes the norm of one gradient or, the first time, of all gradients; collective."""
         every = self._all(sharded)
         if any(known == kind for known, _ in self._norms):
             every = [shown for shown in every if shown[0].index == index]
-        # By gradient what this rank adds, whether p.grad shows it here, and whether it does not.
+        # Per gradient: this rank's term, 1 if p.grad shows it on this rank, and 1 if it does not.
         told = torch.zeros(3, len(every), dtype=torch.float64, device=sharded.setting.device)
         for at, (reduced, shows) in enumerate(every):
             told[0, at] = reduced.power_sum(kind)
@@ -619,7 +618,7 @@ class ModuleGradients:
                 f"{sharded.setting.where('p.grad')}: "
                 f"{sharded.gradients.label(other)} has a gradient on some ranks and None on "
                 "others, which would take other norms; use optimizer.clip_grad_norm_(), with "
-                "params= for some of them"
+                "params= for some of the parameters"
             )
         norms = told[0] if math.isinf(kind) else told[0] ** (1 / kind)
         divisor = self._engine.placement.divisor
@@ -638,7 +637,7 @@ class ModuleGradients:
     def _bound(
         self, own: ParamGradient, name: str, rest: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Bounds each element of the reduced gradient; collective."""
+        """Applies a clamping function to each element of the reduced gradient; collective."""
         reduced = self._checked(own, name)
         sharded = reduced.sharded
         if any(
@@ -665,7 +664,7 @@ class ModuleGradients:
         self._wrote(reduced)
 
     def _apply_clip(self, sharded: ShardedStep) -> None:
-        """Multiplies the gradients by a coefficient that was left to the step."""
+        """Multiplies the gradients by the clip coefficient that was left to the step."""
         first = sharded.first_pass
         assert first is not None
         factor = first.clip.to(torch.float32)
@@ -691,9 +690,9 @@ class ModuleGradients:
 
 
 # NOTE [DTensors have a property of their class]
-# Compiled graphs check that what they are given is a DTensor and of no subclass. So it is the class
-# DTensor that gets the property, once, and DTensors of no sharded module have what they had. The
-# keys are weak and compared by id(). torch's class is not typed.
+# Compiled graphs check that their inputs are of the class DTensor itself. So the class DTensor gets
+# the property, once; for DTensors of modules that are not sharded nothing changes. The keys are
+# weak and compared by id(). torch's class is not typed.
 _distributed: MutableMapping[Tensor, ParamGradient] = cast(Any, WeakIdKeyDictionary)()
 
 
@@ -727,7 +726,7 @@ def _delete(param: nn.Parameter) -> None:
 
 
 def _detach(param: nn.Parameter) -> Tensor:
-    """The values, apart from the graph, as of every tensor."""
+    """Returns the values without the graph, as for every tensor."""
     values = Tensor.detach(param)
     if torch.compiler.is_dynamo_compiling():
         return values
@@ -740,7 +739,7 @@ def _detach(param: nn.Parameter) -> Tensor:
 
 
 def _state(param: nn.Parameter) -> dict[str, Any]:
-    """Returns the attributes of a parameter that is pickled, without its gradient."""
+    """Returns the attributes of a parameter for pickling, without its gradient."""
     return {key: value for key, value in vars(param).items() if key != _SHOWN}
 
 
@@ -764,7 +763,7 @@ def _kind_showing(kind: type) -> type:
 
 
 def prepare_params(params: Iterable[nn.Parameter]) -> None:
-    """Gives parameters, which are present, the class whose ``grad`` :func:`show` decides."""
+    """Gives parameters that have values the class whose ``grad`` :func:`show` decides."""
     for param in params:
         if is_distributed(param):
             kind: Any = type(param)
@@ -774,7 +773,7 @@ def prepare_params(params: Iterable[nn.Parameter]) -> None:
 
 
 def restore_params(params: Iterable[nn.Parameter]) -> None:
-    """Undoes :func:`prepare_params`, and :func:`show`, of parameters that are present."""
+    """Undoes :func:`prepare_params` and :func:`show`, for parameters that have values."""
     for param in params:
         make_unsharded([param])
         unshow([param])
@@ -792,7 +791,7 @@ def unshow(params: Iterable[nn.Parameter]) -> None:
 
 
 def show(engine: ShardEngine) -> None:
-    """Has ``p.grad`` of an engine's parameters be the reduced gradient."""
+    """Makes ``p.grad`` of an engine's parameters show the reduced gradient."""
     of = ModuleGradients(engine)
     with without_torch_function():
         for number, bucket in enumerate(engine.stored):

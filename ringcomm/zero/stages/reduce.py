@@ -1,46 +1,47 @@
 """Reduction of gradient buckets at stages 2 and 3, while backward fills the next bucket.
 
-A bucket goes through a backward in these steps:
+The gradients of a bucket take these steps in a backward:
 
-1. Its gradients arrive one by one in ``p.grad``, and the hook of each parameter counts them; see
-   NOTE [Hooks count] in ``zero/stages/engine.py``.
-2. When the last one has arrived, or those that wait have ``BATCH_BYTES``, :meth:`Reduction.arrived`
-   moves all that wait into a buffer at once, and ``p.grad`` lets them go.
-3. When the full bucket has its turn, :meth:`Reduction.advance` starts its reduction, or keeps the
-   buffer for the step. What is missing at the end of backward counts as zeros.
-4. When the reduction has ended, the buffer is free for a bucket behind.
+1. They arrive one by one in ``p.grad``, and the hook of each parameter counts them; see NOTE [Hooks
+   count] in ``zero/stages/engine.py``.
+2. When the last gradient has arrived, or the waiting gradients reach ``BATCH_BYTES``,
+   :meth:`Reduction.arrived` moves them all into a buffer at once and clears ``p.grad``.
+3. When it is the full bucket's turn, :meth:`Reduction.advance` starts its reduction, or keeps the
+   buffer for the step. Gradients that are missing at the end of backward count as zeros.
+4. When the reduction has ended, the buffer is free for a later bucket.
 
 NOTE [Order of reductions]
-Reductions are collective, so all ranks must make them in one order, whatever order their backwards
-run in. A module's buckets are reduced in a fixed order. It is the reverse of the layout's order
-until the first backward has ended, and from then on the order in which rank 0 filled its buckets. A
-bucket that is full early waits for its turn. At the end of backward every bucket has had its turn,
-even one without gradients, since another rank may have some.
+Reductions are collective, so all ranks must call them in one order, although their backwards may
+run in different orders. A module's buckets are reduced in a fixed order. This is the reverse of the
+layout's order until the first backward has ended, and afterwards the order in which rank 0 filled
+its buckets. A bucket that is full early waits for its turn. By the end of backward every bucket has
+had its turn, even a bucket without gradients, since another rank may have some.
 
 NOTE [What is left over]
 A gradient stays in ``p.grad`` if no backward has reduced it: it came under ``no_sync``, or after
-its bucket had gone (a reentrant checkpoint runs backwards inside backwards). The next backward
-reduces such gradients too, or at the latest the step. Where there may be any, which is so on all
-ranks or on none, the ranks agree on the buckets that have some.
+its bucket's turn (a reentrant checkpoint runs backwards inside backwards). The next backward, or at
+the latest the step, also reduces such gradients. ``has_left_over``, which is equal on all ranks,
+tells whether there may be some; then the ranks agree on the buckets that have some.
 
 NOTE [Sums in FP32]
-With ``accumulate_dtype`` such a gradient does not stay in ``p.grad``: the optimizer's accumulator
-adds it to a sum in FP32, which ends in the bucket's buffer. Buffers are FP32 then, so that neither
-the sum nor what this backward adds to it is rounded before it is reduced.
+With ``accumulate_dtype``, a gradient that is left over does not stay in ``p.grad``: the optimizer's
+accumulator adds it to a sum in FP32, which moves into the bucket's buffer at the end. The buffers
+are then FP32, so that neither the sum nor this backward's gradients are rounded before the
+reduction.
 
 NOTE [Kept for the step]
-On a host, the last buckets of a backward cannot be reduced behind computation, since none is left.
-So stage 2 leaves as many of them unreduced as there are buffers, and the step reduces, updates and
-gathers them in one pass, which moves less memory than reducing them first. Whatever needs them
-reduced (another backward that adds to them, a norm, a look at the gradients) reduces them first.
-The bits are the same.
+On a host, no computation is left that could hide the reduction of a backward's last buckets. So
+stage 2 leaves as many of the last buckets unreduced as there are buffers. The step reduces, updates
+and gathers them in one pass, which moves less memory than reducing them first. Operations that need
+reduced gradients (another backward that adds to them, a norm, a read of a gradient) reduce these
+buckets first. The bits are the same.
 
 NOTE [Gradients cleared one by one]
-``p.grad = None``, and so ``zero_grad()`` of a container or of a part, clears the gradient of one
-parameter on this rank. It must not change which collectives follow, since another rank may have no
-gradient of that parameter and clear nothing. So a cleared parameter's part of the shard, and of a
-bucket kept for the step, is filled with zeros before its next use, and the bucket still holds a
-gradient.
+``p.grad = None``, and so ``zero_grad()`` of a container or of a part of the module, clears the
+gradient of one parameter on this rank. It must not change which collectives follow, since another
+rank may have no gradient of that parameter and clear nothing. So the cleared parameter's part of
+the shard, and of a bucket kept for the step, is filled with zeros before its next use, and the
+bucket still counts as holding a gradient.
 """
 
 from __future__ import annotations
@@ -87,20 +88,20 @@ from ringcomm.zero.stages.updates import BackwardUpdates
 Tensor = torch.Tensor
 
 
-#: Bytes of gradients of a bucket that wait in ``p.grad`` at most, but for the last one, before they
-#: move into the buffer. A choice: so few are still in the caches of a core, and take little memory
-#: beside the buffers; and the small gradients of a layer of a usual size move at once.
+#: The most bytes of a bucket's gradients, apart from the last gradient, that wait in ``p.grad``
+#: before they move into the buffer. A choice: so few bytes are still in a core's caches and add
+#: little to the buffers' memory, and the small gradients of a typical layer move at once.
 BATCH_BYTES = 1 << 20
 
 
 class BufferView(NamedTuple):
-    """A buffer as one bucket sees it.
+    """A buffer as seen by one bucket.
 
     Attributes:
         flat: [bucket elements], in the heap.
-        views: by parameter, the memory of its gradient.
-        gaps: what lies between and behind the parameters, which is reduced, too.
-        zeros: what the gaps are filled with.
+        views: for each parameter, the memory of its gradient.
+        gaps: the memory between and after the parameters, which is also reduced.
+        zeros: the zeros that fill the gaps, one tensor per gap.
     """
 
     flat: Tensor
@@ -111,37 +112,37 @@ class BufferView(NamedTuple):
 
 @dataclass(eq=False)
 class GradientBucket:
-    """One bucket's gradients, from the parameters to this rank's shard.
+    """The gradients of one bucket, from the parameters to this rank's shard.
 
     Attributes:
-        number: of the bucket.
-        stored: the bucket of the parameters.
+        number: number of the bucket.
+        stored: the parameters' bucket.
         shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
-        error_feedback: what quantization of gradients has lost; None where nothing keeps that.
-        holds: True if anything was reduced into the shard.
-        active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
-        waiting: indices of parameters whose gradients have arrived, and were not looked at yet.
-        left: number of gradients that are counted before the bucket is looked at.
-        room: bytes of gradients that may wait before the bucket is looked at.
-        missing: indices of parameters whose gradient this backward has not brought yet, as of the
-            last look.
-        trained: number of parameters that this backward may bring gradients of.
-        pending: number of gradients after which backward needs the parameters no more; see NOTE
+        error_feedback: the quantization errors of gradients; None if errors are not kept.
+        holds: True if a reduction has written to the shard.
+        active: for each parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
+        waiting: indices of parameters whose gradients have arrived, and are still to be processed.
+        left: number of further gradients after which the engine looks at the bucket.
+        room: bytes of further gradients after which the engine looks at the bucket.
+        missing: indices of parameters whose gradients had not arrived in this backward when the
+            engine last looked at the bucket.
+        trained: number of parameters for which this backward may bring gradients.
+        pending: number of gradients after which backward no longer needs the parameters; see NOTE
             [When a bucket can be resharded in backward] in ``zero/stages/hooks.py``.
-        taken: indices of parameters whose gradient is in ``buffer``.
-        cleared: indices of parameters whose gradient is to be filled with zeros; see NOTE
+        taken: indices of parameters whose gradients are in ``buffer``.
+        cleared: indices of parameters whose gradients have to be filled with zeros; see NOTE
             [Gradients cleared one by one].
-        zeroed: indices of parameters whose gradient was set to zero since a step used it.
-        brought: with ``update="in_backward"``, ``active`` as it was when the bucket was updated.
-        buffer: where gradients move while the bucket is filled.
+        zeroed: indices of parameters whose gradients were set to zero since a step used them.
+        brought: with ``update="in_backward"``, a copy of ``active`` from the bucket's update.
+        buffer: the buffer into which gradients move while the bucket is being filled.
         accumulator: see NOTE [Sums in FP32]; None without ``accumulate_dtype``.
-        gone: True if this backward has had the bucket's turn.
+        gone: True if the bucket has had its turn in this backward.
         summed: True if the last reduction computed ``words``.
         version: version of ``shard`` after the last reduction.
         params: the parameters.
-        sizes: by parameter, the bytes of its gradient.
-        only_in_grad: True if its gradients are nowhere but in ``p.grad``, and are no DTensors.
+        sizes: for each parameter, the bytes of its gradient.
+        only_in_grad: True if all gradients are in ``p.grad`` alone, and none is a DTensor.
     """
 
     number: int
@@ -180,11 +181,11 @@ class GradientBucket:
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
     def count(self, to_fill: bool, to_reshard: bool) -> None:
-        """Has the hooks count until the next look at the bucket.
+        """Sets after which gradients the hooks have the engine look at the bucket again.
 
         Args:
-            to_fill: look when it may be full.
-            to_reshard: look when backward needs its parameters no more.
+            to_fill: look when the bucket may be full.
+            to_reshard: look when backward no longer needs the bucket's parameters.
         """
         if to_fill:
             self.left = len(self.missing)
@@ -195,11 +196,11 @@ class GradientBucket:
             self.left = self.pending
 
     def take(self, indices: Iterable[int], with_gaps: bool = False) -> None:
-        """Moves the gradients that parameters have into the buffer, in one call where possible.
+        """Moves gradients of parameters into the buffer, in one call where possible.
 
         Args:
-            indices: of the parameters.
-            with_gaps: fill the buffer's gaps, too.
+            indices: indices of the parameters.
+            with_gaps: also fill the buffer's gaps.
         """
         buffer = self.buffer
         if buffer is None:
@@ -267,9 +268,7 @@ class GradientBucket:
         return None if self.accumulator is None else self.accumulator()
 
     def fill_up(self, buffer: BufferView) -> Tensor:
-        """Returns ``buffer``, which holds all gradients, and zeros elsewhere; the bucket has none
-        of them any more.
-        """
+        """Moves all gradients into ``buffer``, fills the rest with zeros; returns its memory."""
         self.buffer = buffer
         self.take(range(len(self.params)), with_gaps=True)
         for index in self.taken:
@@ -283,9 +282,9 @@ class GradientBucket:
 
     @property
     def has_more(self) -> bool:
-        """True if the bucket has gradients that were not reduced.
+        """True if the bucket has unreduced gradients.
 
-        Called in :func:`without_torch_function`.
+        Must be called in :func:`without_torch_function`.
         """
         for param in self.params:
             if grad_of(param) is not None:
@@ -297,17 +296,17 @@ class GradientBucket:
 
     @property
     def is_active(self) -> bool:
-        """True if a gradient was reduced that is neither cleared nor zero."""
+        """True if a gradient was reduced that was neither cleared nor set to zero."""
         return any(on and index not in self.zeroed for index, on in enumerate(self.active))
 
     def local_shard_of(self, index: int) -> Tensor:
-        """Returns the elements of the shard that are of one parameter."""
+        """Returns the elements of the shard that belong to one parameter."""
         entry, chunk = self.stored.params[index], self.stored.state_chunk
         begin, end = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
         return self.shard[begin - chunk.begin : max(begin, end) - chunk.begin]
 
     def clear(self, index: int) -> None:
-        """Forgets the gradient of one parameter; see NOTE [Gradients cleared one by one]."""
+        """Drops the gradient of one parameter; see NOTE [Gradients cleared one by one]."""
         sums, param = self._sums, self.stored.params[index].param
         self.active[index] = False
         self.taken.discard(index)
@@ -316,7 +315,7 @@ class GradientBucket:
             sums.take(param)
 
     def unreduced(self, index: int) -> Iterator[Tensor]:
-        """Yields what this rank has of a parameter's gradient besides ``p.grad`` and the shard."""
+        """Yields this rank's parts of a parameter's gradient outside ``p.grad`` and the shard."""
         sums, entry = self._sums, self.stored.params[index]
         if sums is not None and sums.has(entry.param):
             yield sums.sum_of(entry.param)
@@ -324,7 +323,7 @@ class GradientBucket:
             yield self.buffer.views[index]
 
     def drop(self) -> None:
-        """Forgets gradients that were not reduced."""
+        """Drops the gradients that were not reduced."""
         self.taken.clear()
         self.cleared.clear()
         with without_torch_function():
@@ -341,10 +340,10 @@ class Buffers:
     """The reused heap buffers of buckets that are being filled or reduced.
 
     Args:
-        stored: all buckets; a buffer is as large as the largest of its dtype.
-        count: number of buffers that there should be of each dtype.
+        stored: all buckets; a buffer is as large as the largest bucket of its dtype.
+        count: number of buffers of each dtype, unless more are needed.
         device: device of the heap.
-        dtype: of all buffers; None for that of the bucket's parameters.
+        dtype: dtype of all buffers; None for the dtype of each bucket's parameters.
     """
 
     def __init__(
@@ -363,18 +362,18 @@ class Buffers:
             self._most_elems[kind] = max(self._most_elems.get(kind, 0), layout.elems)
         self._made = dict.fromkeys(self._most_elems, 0)
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
-        # By address, all buffers; and by that and the number of a bucket, what the bucket sees.
+        # All buffers by address, and their views by (address, bucket number).
         self._whole: dict[int, Tensor] = {}
-        # More than there are in a gap.
+        # More zeros than a gap has elements.
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, int], BufferView] = {}
 
     def get(self, bucket: GradientBucket, must: bool) -> BufferView | None:
-        """Returns a buffer, which holds anything; None if all are in use.
+        """Returns a buffer with undefined values, or None if all are in use.
 
         Args:
             bucket: the bucket that the buffer is for.
-            must: make one more if all are in use.
+            must: make another buffer if all are in use.
         """
         dtype = self._dtype or bucket.stored.layout.dtype
         free = self._free[dtype]
@@ -394,7 +393,7 @@ class Buffers:
         return self._views[key]
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back."""
+        """Makes a buffer free again."""
         self._free[buffer.dtype].append(self._whole[buffer.data_ptr()])
 
 
@@ -412,17 +411,17 @@ def _view_of(whole: Tensor, stored: ParamBucket, zeros: Tensor) -> BufferView:
 
 
 class Reduction:
-    """The gradients of all buckets of one rank, and their reductions.
+    """The gradients of all buckets on one rank, and their reductions.
 
     Attributes:
         buckets: the buckets, by number.
-        reducer: the kernels that reduce them.
-        order: the numbers of the buckets, in the order of their turns.
-        updates: what updates a bucket as soon as it is reduced; None where the step does.
+        reducer: the object that reduces them.
+        order: the bucket numbers, in the order of the buckets' turns.
+        updates: updates each bucket as soon as it is reduced; None if the step does this.
         has_left_over: see NOTE [What is left over].
         kept: unreduced gradients by bucket number; see NOTE [Kept for the step].
-        generation: count of changes of the gradients, by which results computed from the shards
-            are known to be stale.
+        generation: number of changes of the gradients; a result computed from the shards is stale
+            once this number has changed.
     """
 
     def __init__(
@@ -446,15 +445,15 @@ class Reduction:
         reduced = options.precision.reduced_dtype
         #: int64 [buckets, 24], the norm words of all buckets.
         self._words = torch.zeros(len(stored), NORM_WORDS, dtype=torch.int64, device=comm.device)
-        # The device whose reductions follow the caller's work and free their buffers at once, as
-        # they have nothing or little to send. Others run beside that work.
+        # The device whose reductions follow the caller's work and free their buffers at once,
+        # because they send little or nothing. Other reductions run beside the caller's work.
         engine: object = comm.engine
         self._device_ref: tuple[DeviceRuntime, int] | None = None
         is_small = comm.world_size == 1 or max(sizes_bytes, default=0) <= SMALL_BYTES
         if is_small and isinstance(engine, DeviceCallEngine):
             self._device_ref = engine.device_ref
-        # Where these reductions are, until wait() has put a stream behind them. With overlap=False
-        # it is None: the caller orders the streams of its backwards and steps.
+        # The stream of these reductions, until wait() has made the current stream follow it. With
+        # overlap=False it is None: the caller orders the streams of its backwards and steps.
         self._stream: int | None = None
         # The numbers of buckets whose norm words are zeros.
         self._zeroed: set[int] = set()
@@ -471,28 +470,27 @@ class Reduction:
         self._buffers = Buffers(stored, options.in_flight, comm.heap_device)
         self.order = list(range(len(self.buckets)))[::-1]
         self._learned = False
-        # The turn of this backward, and its full buckets in the order in which they were filled.
+        # This backward's turn, and its full buckets in the order in which they were filled.
         self._turn = 0
         self._filled: list[int] = []
         self._begun = False
         self.has_left_over = False
-        # Whether a step has used the current gradients, a backward has then added to them, and the
-        # user was warned of that.
+        # Whether a step has used the current gradients, whether a backward has then added to these
+        # gradients, and whether the user was warned of this.
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
-        # Whether a norm was asked for since the gradients were last dropped, and in the period
-        # before that. A program that clips does so at each step, and others need not pay for sums
-        # of squares.
+        # Whether a norm was requested since the gradients were last dropped, and in the period
+        # before. A program that clips requests norms at each step; others save the sums of squares.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
 
     def update_by(self, updates: BackwardUpdates | None) -> None:
-        """Has buckets updated as they are reduced, without a shard of the gradient, or in the step.
+        """Updates buckets as they are reduced, without gradient shards; None: in the step.
 
         Raises:
-            ArgumentError: there are gradients already.
+            ArgumentError: gradients were reduced already.
         """
         if updates is None and self.updates is None:
             return
@@ -511,10 +509,10 @@ class Reduction:
                 bucket.shard = empty_for_streams(elems, bucket.shard.dtype, self._comm.device)
 
     def accumulate(self, accumulator: Accumulator) -> None:
-        """Adds up in FP32 what stays unreduced from now on; see NOTE [Sums in FP32].
+        """Adds up in FP32 the gradients that are left over from now on; see NOTE [Sums in FP32].
 
         Raises:
-            ArgumentError: there are gradients already, in buffers of another dtype.
+            ArgumentError: gradients were reduced already, in buffers of another dtype.
         """
         if self.kept or any(bucket.holds for bucket in self.buckets):
             raise ArgumentError(
@@ -530,7 +528,7 @@ class Reduction:
             bucket.accumulator, bucket.only_in_grad = weakref.ref(accumulator), False
 
     def begin_backward(self) -> None:
-        """Begins a backward, which also reduces the gradients that earlier ones have left."""
+        """Begins a backward, which also reduces gradients that earlier backwards have left over."""
         if self.updates is not None:
             self.updates.begin("backward", self.order)
         self.has_left_over = False
@@ -538,7 +536,7 @@ class Reduction:
             self._used = self._added_to = any(bucket.is_active for bucket in self.buckets)
         self.settle()
         if self._launches:
-            # All buckets have their turn, and the blocks of each reduction add to its words.
+            # All buckets will have a turn, and each reduction's blocks add to the bucket's words.
             self.wait()
             self._words.zero_()
             self._zeroed.update(range(len(self.buckets)))
@@ -546,7 +544,7 @@ class Reduction:
         self._begin()
 
     def used(self) -> None:
-        """Called after a step; warns if an earlier step has used some of its gradients."""
+        """Called after a step; warns if an earlier step had used some of its gradients."""
         if self._added_to and not self._warned:
             self._warned = True
             warnings.warn(
@@ -559,11 +557,11 @@ class Reduction:
             bucket.zeroed.clear()
 
     def _begin(self) -> None:
-        """Marks all buckets as not reduced in this backward."""
+        """Marks all buckets as unreduced in this backward."""
         with without_torch_function():
             for bucket in self.buckets:
                 bucket.missing.clear()
-                # Parameters may have been frozen since shard(), and bring no gradients then.
+                # Parameters that were frozen since shard() bring no gradients.
                 for index, param in enumerate(bucket.params):
                     if param.requires_grad:
                         bucket.missing.add(index)
@@ -575,11 +573,11 @@ class Reduction:
     # ---- during backward ------------------------------------------------------------------------
 
     def count(self, reduces: bool, to_reshard: bool) -> None:
-        """Has the hooks count, from a backward's first gradient on.
+        """Starts the hooks' counts, at a backward's first gradient.
 
         Args:
-            reduces: False if this backward leaves the gradients where they are.
-            to_reshard: count those after which backward needs the parameters no more, too.
+            reduces: False if this backward leaves the gradients in ``p.grad``.
+            to_reshard: also stop where backward no longer needs a bucket's parameters.
         """
         if not (reduces and self._begun):
             self._begin()
@@ -590,7 +588,7 @@ class Reduction:
             bucket.count(reduces, to_reshard)
 
     def stop_counting(self) -> None:
-        """Forgets counts and waiting gradients at the end of a backward."""
+        """Drops counts and waiting gradients at the end of a backward."""
         self._begun = False
         for bucket in self.buckets:
             bucket.waiting.clear()
@@ -599,7 +597,7 @@ class Reduction:
         """Takes the gradients that this backward has put into ``p.grad`` of a bucket's parameters.
 
         Returns:
-            Whether the bucket is full now, and may have its turn.
+            True if the bucket is full now, so that its turn may come.
         """
         if bucket.gone and self.updates is not None:
             self.updates.refuse_another("backward")
@@ -614,9 +612,9 @@ class Reduction:
                 self._filled.append(bucket.number)
             if bucket.number == turns[0]:
                 return True  # its turn takes the gradients
-        # Buckets further behind would take buffers from those whose turn comes first.
+        # Later buckets would take buffers from the buckets whose turn comes first.
         if bucket.buffer is None and bucket.number in turns:
-            # A gradient that moves now is still in the cache, and frees its memory for the next.
+            # A gradient that moves now is still in the cache, and its memory is free for the next.
             # A device's events are not queried: that is an error while a graph is captured.
             if self._flying and not self._launches:
                 self._land_ended()
@@ -627,7 +625,7 @@ class Reduction:
         return full
 
     def advance(self) -> bool:
-        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
+        """Reduces the full buckets whose turn it is; returns whether all turns are over."""
         while self._turn < len(self.order):
             number = self.order[self._turn]
             bucket = self.buckets[number]
@@ -649,7 +647,7 @@ class Reduction:
         self.advance()
 
     def end_backward(self) -> None:
-        """Ends a backward whose buckets have all gone; collective."""
+        """Ends a backward in which all buckets have had their turns; collective."""
         if not self._learned:
             self.order = order_of_rank_0(self._comm, self._filled, self.order)
             self._learned = True
@@ -659,12 +657,12 @@ class Reduction:
             self.updates.end_backward()
 
     def abandon(self) -> None:
-        """Called before the reductions of a backward that has raised are made up for."""
+        """Called when a backward has raised, before this rank makes up for its reductions."""
         if self.updates is not None:
             self.updates.abandon()
 
     def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
-        """Returns a buffer with all gradients of a bucket; waits for one while all are in use."""
+        """Returns a buffer with all gradients of a bucket; waits while all buffers are in use."""
         buffer = bucket.buffer
         if buffer is None and self._flying and not self._launches:
             self._land_ended()
@@ -678,7 +676,7 @@ class Reduction:
         return bucket.fill_up(buffer)
 
     def tag(self, number: int) -> int:
-        """Returns a tag that tells a reduction from those of other buckets, backwards, modules."""
+        """Returns the tag of a reduction, unique among buckets, backwards and modules."""
         return _native.grad_tag(self._number, self._backwards, number)
 
     def _launch(self, number: int, buffer: Tensor) -> None:
@@ -712,7 +710,7 @@ class Reduction:
         return None
 
     def _reduce(self, bucket: GradientBucket, buffer: Tensor, tag: int) -> Work | None:
-        # The norm is that of the FP32 sum: a shard that was rounded to 16 bits has another one.
+        # The norm is of the FP32 sum: a shard that was rounded to 16 bits has another norm.
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._launches
         words = bucket.words if bucket.summed else None
@@ -743,7 +741,7 @@ class Reduction:
         return None
 
     def _follow(self) -> None:
-        """Puts the current stream behind reductions that may have begun on another one."""
+        """Makes the current stream wait for reductions that may run on another stream."""
         assert self._device_ref is not None and self._stream is not None
         runtime, device = self._device_ref
         current, last = runtime.current_stream(device), self._stream
@@ -753,7 +751,7 @@ class Reduction:
             self._stream = current
 
     def _reduce_rounding(self, buffer: Tensor, into: Into) -> None:
-        """Reduces to a shard of 16 bits, by way of an FP32 one."""
+        """Reduces to a 16-bit shard, through an FP32 shard."""
         shard = into.out
         exact = torch.empty_like(shard, dtype=torch.float32)
         if into.accumulate:
@@ -783,13 +781,13 @@ class Reduction:
     # ---- at the step ----------------------------------------------------------------------------
 
     def finish(self, keep: bool = False) -> list[list[bool]]:
-        """Reduces all remaining gradients into the shards, and waits for that; collective.
+        """Reduces all remaining gradients into the shards, and waits for the end; collective.
 
         Args:
             keep: leave the gradients in ``kept`` unreduced.
 
         Returns:
-            By bucket and parameter, whether this rank has had a gradient for it.
+            For each bucket and parameter, whether this rank has had a gradient.
         """
         left = self._left_over()
         if left or not keep:
@@ -805,11 +803,11 @@ class Reduction:
         return [bucket.active for bucket in self.buckets]
 
     def finish_updates(self) -> None:
-        """Updates what no backward has updated yet, in the step; collective.
+        """Updates, in the step, all buckets that no backward has updated yet; collective.
 
         Raises:
-            ArgumentError, RingcommError: see :meth:`BackwardUpdates.begin`, or all ranks know that
-                a backward has failed.
+            ArgumentError, RingcommError: see :meth:`BackwardUpdates.begin`, or a backward has
+                failed, which all ranks know.
         """
         updates = self.updates
         assert updates is not None
@@ -822,10 +820,10 @@ class Reduction:
         self.wait()
 
     def _left_over(self) -> list[int]:
-        """Returns the buckets for which some rank has unreduced gradients."""
+        """Returns the numbers of buckets for which some rank has unreduced gradients."""
         with without_torch_function():
             mine = [bucket.has_more for bucket in self.buckets]
-        # Nothing is left over, but the user may have set p.grad by hand.
+        # No backward left gradients over, but the user may have set p.grad by hand.
         if not self.has_left_over and not any(mine):
             return []
         return any_of(self._comm, range(len(mine)), mine)
@@ -849,9 +847,9 @@ class Reduction:
             self.reducer.norm(bucket.stored.own_chunk_of(bucket.shard), kind, words)
 
     def wrote(self, number: int, index: int) -> None:
-        """Notes that the shard of a bucket was written to, where parameter ``index`` has its part.
+        """Notes that a bucket's shard was written to, in the part of parameter ``index``.
 
-        The bucket holds a gradient from now on, even if no backward has brought one.
+        From now on the bucket holds a gradient, even if no backward has brought one.
         """
         bucket = self.buckets[number]
         bucket.holds = True
@@ -859,7 +857,7 @@ class Reduction:
         self.generation += 1
 
     def shows(self, number: int, index: int) -> bool:
-        """Returns whether a parameter has a gradient on this rank that is not in ``p.grad``."""
+        """True if this rank has a gradient of the parameter outside of ``p.grad``."""
         bucket = self.buckets[number]
         if self.updates is not None and self.updates.has_begun(number):
             return bucket.brought[index]
@@ -870,15 +868,15 @@ class Reduction:
             return True
         if not bucket.holds or index in bucket.cleared:
             return False
-        # Another rank may have brought one.
+        # Another rank may have brought a gradient.
         self.wait()
         return bool(bucket.local_shard_of(index).count_nonzero())
 
     def clear(self, number: int, index: int) -> None:
-        """Forgets the gradient of one parameter, on this rank.
+        """Drops the gradient of one parameter, on this rank.
 
         Raises:
-            ArgumentError: it has updated its parameter already.
+            ArgumentError: the gradient has updated its parameter already.
         """
         if self.updates is not None:
             self.updates.forget()
@@ -886,19 +884,19 @@ class Reduction:
         self.generation += 1
 
     def zero_one(self, number: int, index: int) -> None:
-        """Called before the gradient of one parameter becomes zero.
+        """Called before the gradient of one parameter is set to zero.
 
         Raises:
-            ArgumentError: it has updated its parameter already.
+            ArgumentError: the gradient has updated its parameter already.
         """
         if self.updates is not None:
             self.updates.forget()
         self.buckets[number].zeroed.add(index)
 
     def terms(self, number: int, index: int) -> list[Tensor]:
-        """Returns all that this rank has of a parameter's gradient besides ``p.grad``.
+        """Returns all parts of a parameter's gradient that this rank has outside of ``p.grad``.
 
-        Their sum over the ranks, each element being in one shard, is the gradient.
+        Each element is in one shard, so the sum of the parts over all ranks is the gradient.
         """
         self._fill_cleared()
         self.wait()
@@ -911,7 +909,7 @@ class Reduction:
         return found
 
     def _fill_cleared(self) -> None:
-        """Fills what was cleared with zeros; see NOTE [Gradients cleared one by one]."""
+        """Fills cleared gradients with zeros; see NOTE [Gradients cleared one by one]."""
         for bucket in self.buckets:
             if bucket.cleared:
                 break
@@ -928,16 +926,16 @@ class Reduction:
             bucket.cleared.clear()
 
     def drop(self) -> None:
-        """Forgets all gradients."""
+        """Drops all gradients."""
         self.zero()
         for bucket in self.buckets:
             bucket.active = [False] * len(bucket.stored.params)
 
     def zero(self) -> None:
-        """Forgets all gradients; parameters that had one then have a gradient of zero.
+        """Drops all gradients; parameters that had a gradient then have a gradient of zero.
 
         Raises:
-            ArgumentError: they have updated parameters already.
+            ArgumentError: the gradients have updated parameters already.
         """
         if self.updates is not None:
             self.updates.forget()
@@ -951,7 +949,7 @@ class Reduction:
         self.generation += 1
 
     def wait(self) -> None:
-        """Waits for all reductions under way; on a device the current stream does."""
+        """Waits for all running reductions; on a device, the current stream waits."""
         while self._flying:
             self._land()
         if self._stream is not None:

@@ -1,27 +1,28 @@
-"""Resharded parameters, which have no values: computing with one raises.
+"""Resharded parameters, which have no values: computing with them raises.
 
 NOTE [Resharded parameters]
-A parameter of stage 3 has no values while its unit is resharded. Computing with its placeholder,
-in an average of weights for instance, would silently give NaN, and writing to it would be lost. So
-the parameter meanwhile has a class of its own, whose tensor functions raise, apart from those that
-ask for its shape, its gradient or the like, those that give another tensor its shape, dtype or
-device (``_MAKERS``, ``_LIKE_ANOTHER``), and conversions to what it is (``_CONVERSIONS``).
+A parameter of stage 3 has no values while its unit is resharded. A computation with its
+placeholder, such as an average of weights, would silently give NaN, and a write to it would be
+lost. So the parameter then has a class of its own, whose tensor functions raise, except those that
+read its shape, its gradient or similar facts, those that give another tensor its shape, dtype or
+device (``_MAKERS``, ``_LIKE_ANOTHER``), and conversions that change nothing (``_CONVERSIONS``).
 
-Autograd's nodes work below Python and never ask the class. So a resharded parameter also has
-another version than the unsharded one had, and gets the old version back with its values. A
-backward that reaches a saved parameter, or a view of one, before it is unsharded again finds it
-changed and raises, instead of reading memory that is gone.
+Autograd's nodes work below Python and do not call methods of the class. So a resharded parameter
+also has another version than the unsharded parameter had, and gets the old version back with its
+values. If a backward reaches a saved parameter, or a view of one, before it is unsharded again,
+autograd finds the version changed and raises, instead of reading freed memory.
 
 Constructors such as ``torch.tensor(param)``, assignments such as ``other.data = param`` and code
-that has a tensor under another class never ask the class either. So torch refuses to read the
-placeholder's memory; see :func:`_refuse_access`. If torch's storages are laid out otherwise than
+that has a tensor under another class do not call the class either. So torch refuses to read the
+placeholder's memory; see :func:`_refuse_access`. If torch's storages have another layout than
 expected, the memory can be read and holds NaN, or zeros for integers.
 
 NOTE [Updated parameters]
 With ``update="in_backward"`` parameters of stage 2 change while backward runs elsewhere in the
-module. What still computes with one, such as a checkpointed layer that is run again, would silently
-take the new values for the old ones. So the parameter is treated alike from its update to
-``optimizer.step()``. Its version stays advanced then, as after every write in place.
+module. Code that still computes with such a parameter, such as a checkpointed layer that is run
+again, would silently use the new values instead of the old. So from its update to
+``optimizer.step()`` the parameter raises in the same way. Its version stays advanced, as after
+every write.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ Tensor = torch.Tensor
 
 # The attribute of a resharded parameter that holds its name.
 _NAME = "_ringcomm_resharded"
-# The one that holds who may unshard it.
+# The attribute that holds the callback that may unshard the parameter.
 _ASK = "_ringcomm_ask"
-# The attribute of a resharded parameter's class that holds the class of an unsharded one.
+# The attribute of a resharded parameter's class that holds the class of the unsharded parameter.
 _KIND = "_ringcomm_kind"
 # Attributes that are views of the values.
 _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
@@ -60,12 +61,12 @@ _FUNCTIONS = """
     get_device is_complex is_conj is_distributed is_floating_point is_inference is_neg is_same_size
     is_signed numel result_type
 """
-# Functions that make a tensor of the first argument's shape, dtype and device.
+# Functions that make a tensor with the first argument's shape, dtype and device.
 _LIKES = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
 _NEWS = "new new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 # Functions that give the first argument the shape or the dtype of the second.
 _LIKE_ANOTHER_NAMES = "expand_as reshape_as type_as view_as"
-# Functions that return the tensor itself if it has the dtype and the device already.
+# Functions that return the tensor itself if it already has the dtype and the device.
 _DTYPE_OF = {
     "bfloat16": torch.bfloat16,
     "double": torch.float64,
@@ -91,16 +92,16 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 #: Functions of tensors that neither read nor write values.
 FACTS = frozenset(_allowed())
-# Facts that differ for a placeholder, whose elements share one unreadable element.
+# Facts that differ for a placeholder, because all its elements share one unreadable element.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
-# Only their first argument may be resharded: the others give values.
+# Only the first argument of these may be resharded: the other arguments give values.
 _MAKERS = frozenset(
     [
         *(getattr(torch, name) for name in _LIKES.split()),
         *(getattr(Tensor, name) for name in _NEWS.split()),
     ]
 )
-# Only their second argument may be resharded.
+# Only the second argument of these may be resharded.
 _LIKE_ANOTHER = frozenset(getattr(Tensor, name) for name in _LIKE_ANOTHER_NAMES.split())
 _CONVERSIONS: dict[Callable[..., Any], str] = {
     getattr(Tensor, name): name for name in ("cpu", "cuda", "to", "type", *_DTYPE_OF)
@@ -110,7 +111,7 @@ _CONVERSIONS: dict[Callable[..., Any], str] = {
 def _asks_for_facts(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a call needs no values of the resharded parameters among its arguments."""
+    """True if a call needs no values of the resharded parameters among its arguments."""
     if func in _MAKERS:
         others = {name: value for name, value in kwargs.items() if args or name != "input"}
         return next(_resharded_in((args[1:], others)), None) is None  # a parameter has no truth
@@ -123,7 +124,7 @@ def _asks_for_facts(
 
 
 def _changes_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a conversion returns the parameter itself, or a tensor of the device "meta"."""
+    """True if a conversion returns the parameter itself, or a tensor on the device "meta"."""
     with without_torch_function():
         tensor, *rest = args
         if kwargs.get("copy") or kwargs.get("memory_format") is not None:
@@ -144,16 +145,16 @@ def _changes_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _device_of(device: torch.device) -> torch.device:
-    """Returns the device that ``to()`` compares with a tensor's: "cuda" is the current one."""
+    """Returns the device that ``to()`` compares with; "cuda" means the current CUDA device."""
     index: int | None = device.index
     current = device.type != "cpu" and index is None
     return torch.empty(0, device=device).device if current else device
 
 
-# A storage has three flags in successive bytes: whether an access needs a check, whether writers
-# are refused, and whether readers are refused, too. Python can set the first two alone.
+# A storage has three flags in successive bytes: whether accesses are checked, whether writes are
+# refused, and whether reads are also refused. Python can set only the first two.
 _FLAGS = b"\x01\x01\x01"
-# The bytes of a storage in which the flags are sought; no storage is smaller.
+# The number of bytes of a storage that are searched for the flags; no storage is smaller.
 _SOUGHT_BYTES = 80
 
 
@@ -179,10 +180,10 @@ def _flags_at() -> int | None:
 
 
 def _refuse_access(tensor: Tensor) -> None:
-    """Has torch raise RuntimeError when anything reads or writes the tensor's memory.
+    """Makes torch raise RuntimeError when code reads or writes the tensor's memory.
 
-    The storage goes on telling its address, by which the bucket and frameworks recognize it, and
-    that it is not shared: torch would end the process when it looks.
+    The storage still returns its address, by which the bucket and frameworks recognize it, and
+    still answers that it is not shared: otherwise torch would end the process at these calls.
     """
     at = _flags_at()
     if at is None:
@@ -205,7 +206,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def void(stand_in: Tensor) -> None:
-    """Discards what was written to a :func:`stand_in`, if torch lets its memory be written."""
+    """Discards writes to a :func:`stand_in`, if this torch lets its memory be written."""
     if _flags_at() is None:
         _fill(stand_in)
 
@@ -218,11 +219,11 @@ def _fill(tensor: Tensor) -> None:
 
 
 class Resharded:
-    """The class mixed into that of a parameter while it is resharded."""
+    """The class that is mixed into a parameter's class while the parameter is resharded."""
 
     # True if detach() returns a ReshardedValue.
     _detaches = True
-    # The facts that it does not tell: readers of memory start at its address.
+    # Facts that raise nevertheless: code that reads memory begins with its address.
     _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr])
 
     @classmethod
@@ -241,7 +242,7 @@ class Resharded:
             with without_torch_function():
                 return func(*args, **kwargs)
         resharded = list(_resharded_in((args, kwargs)))
-        # A state_dict() detaches, and perhaps only its names or shapes are wanted.
+        # A state_dict() detaches; perhaps the caller needs only names or shapes.
         if func is Tensor.detach and args[0]._detaches and vars(args[0])[_ASK]() is False:
             return value_of(vars(args[0])[_NAME], args[0])
         if resharded and all(
@@ -253,7 +254,7 @@ class Resharded:
         resharded[0]._refuse(_called(func))
 
     def _in_layout(self: Any) -> Tensor:
-        """Returns a tensor with the strides of the parameter; unsharded ones are contiguous."""
+        """Returns a tensor with the strides of the unsharded parameter, which is contiguous."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __format__(self, spec: str) -> str:
@@ -273,10 +274,10 @@ class Resharded:
 
 
 class ReshardedValue(Resharded, Tensor):  # type: ignore[misc]
-    """The value of a resharded parameter in ``state_dict()`` of a part of a module.
+    """The value of a resharded parameter in ``state_dict()`` of a part of a sharded module.
 
-    It has the parameter's shape, dtype and device, and raises where values are needed. Its memory
-    is not shown either, since writers of files look for it.
+    It has the parameter's shape, dtype and device, and raises where values are needed. It also
+    hides its storage, since code that writes files looks for it.
     """
 
     _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr, Tensor.untyped_storage])
@@ -286,8 +287,8 @@ def value_of(name: str, param: Tensor) -> Tensor:
     """Returns the ReshardedValue of a parameter.
 
     Args:
-        name: of the parameter.
-        param: has its shape, dtype and device.
+        name: name of the parameter.
+        param: a tensor with the parameter's shape, dtype and device.
     """
     with without_torch_function():
         memory = stand_in(param.shape, param.dtype, param.device)
@@ -297,7 +298,7 @@ def value_of(name: str, param: Tensor) -> Tensor:
 
 
 class Updated(Resharded):
-    """The class mixed into that of a parameter while a backward has updated it; see the note."""
+    """Mixed into a parameter's class after an update in backward; see NOTE [Updated parameters]."""
 
     _detaches = False
     _hidden = frozenset()
@@ -321,24 +322,24 @@ class Updated(Resharded):
 
 
 class ReshardedDTensor(Resharded):
-    """The same for a DTensor, some of whose methods are no tensor functions."""
+    """The :class:`Resharded` of DTensors, some of whose methods are not tensor functions."""
 
     _detaches = False
 
     def _in_layout(self: Any) -> Tensor:
-        whole: Tensor = self  # which has the strides of the whole, whatever its local tensor is
+        whole: Tensor = self  # the strides are the whole tensor's, whatever its local tensor is
         return whole
 
     def to_local(self, **_: Any) -> NoReturn:
-        """Raises ArgumentError."""
+        """Raises ArgumentError: a resharded DTensor has no local values."""
         self._refuse("to_local")
 
     def redistribute(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ArgumentError."""
+        """Raises ArgumentError: a resharded DTensor has no values."""
         self._refuse("redistribute")
 
     def full_tensor(self, **_: Any) -> NoReturn:
-        """Raises ArgumentError."""
+        """Raises ArgumentError: a resharded DTensor has no values."""
         self._refuse("full_tensor")
 
 
@@ -354,8 +355,8 @@ def _needs_values(name: str, called: str) -> ArgumentError:
 def _is_gone(name: str, called: str) -> ArgumentError:
     return ArgumentError(
         f"zero: parameter {name}: {called} needs its values, and the module that shard() returned, "
-        "whose ranks have a shard of them each, is gone on this rank. Keep that module for as long "
-        "as its parameters are used, or call remove_sharding() before it goes"
+        "of which each rank has a shard, is gone on this rank. Keep that module for as long as its "
+        "parameters are used, or call remove_sharding() before it goes"
     )
 
 
@@ -379,7 +380,7 @@ def _resharded_in(value: Any) -> Iterator[Any]:
 
 
 class UpdatedDTensor(Updated, ReshardedDTensor):
-    """The same for a DTensor."""
+    """The :class:`Updated` of DTensors."""
 
 
 @cache
@@ -400,13 +401,13 @@ def _updated_kind(kind: type) -> type:
 def make_resharded(
     params: Sequence[nn.Parameter], names: Sequence[str], ask: Callable[[], bool | None]
 ) -> list[int]:
-    """Makes parameters raise when they are used, naming them; see NOTE [Resharded parameters].
+    """Makes parameters raise when they are used; see NOTE [Resharded parameters].
 
     Args:
         params: the parameters.
-        names: theirs.
-        ask: called before one raises; returns whether it has unsharded them all instead, or None if
-            nobody can any more.
+        names: their names, for the errors.
+        ask: called before a parameter raises; returns True if it has unsharded all of them instead,
+            or None if they can no longer be unsharded.
 
     Returns:
         The versions that the parameters have now.
@@ -425,7 +426,7 @@ def make_resharded(
 
 
 def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Makes parameters raise when they are used, as they are about to be updated in backward.
+    """Makes parameters raise when they are used, before they are updated in backward.
 
     Their versions advance; see NOTE [Updated parameters].
     """
@@ -439,7 +440,7 @@ def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
 
 
 def end_update(params: Sequence[nn.Parameter]) -> None:
-    """Undoes :func:`make_updated`, but for the versions."""
+    """Undoes :func:`make_updated`, except for the versions."""
     with without_torch_function():
         for param in params:
             if isinstance(param, Updated):
@@ -463,10 +464,10 @@ def make_unsharded(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
-    """Changes the versions of DTensors' local tensors, which autograd may have saved by themselves.
+    """Changes the versions of DTensors' local tensors, which autograd may have saved themselves.
 
     Args:
-        tensors: local tensors of unsharded memory, or what stood for it.
+        tensors: local tensors of unsharded memory, or of placeholders.
         by: 1 when they are resharded, -1 when they are unsharded again.
     """
     if tensors:

@@ -1,4 +1,4 @@
-"""``shard()`` and ``remove_sharding()``, and what is asked of the module in between."""
+"""``shard()``, ``remove_sharding()``, and their checks of modules and arguments."""
 
 from __future__ import annotations
 
@@ -78,26 +78,26 @@ from ringcomm.zero.stages.units import (
     leave_out,
 )
 
-# ---- The move of a module's parameters into buckets with rank 0's values, and its rollback ------
+# ---- The move of a module's parameters into buckets with rank 0's values, and its rollback -------
 
 
 def check_shardable(root: nn.Module) -> None:
-    """Checks that ``shard()`` can take the modules and parameters in ``root``.
+    """Checks that ``shard()`` can handle the modules and parameters in ``root``.
 
     Raises:
-        ArgumentError: some are sharded by torch, or have no shape yet.
-        UnsupportedError: a module writes to its parameter in forward, or is one of TorchScript
-            with tensors; or a DTensor is not contiguous, or distributed in other ways than tensor
-            parallelism does.
+        ArgumentError: a module is sharded by FSDP2, or a parameter has no shape yet.
+        UnsupportedError: a module writes to its parameter in forward, or is a TorchScript module
+            with tensors; or a DTensor is not contiguous, or has placements that tensor parallelism
+            does not use.
     """
-    # Looked up in sys.modules, to import nothing: no module can be an FSDP module otherwise.
+    # Not imported: if FSDP2 was never imported, no module can be an FSDP module.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for name, module in named_modules(root):
         called = f"shard: module {name or type(module).__name__!r}"
         if isinstance(module, fsdp):
             raise ArgumentError(
-                f"{called} is sharded by fully_shard() (FSDP2) already; use one of both: call "
-                "shard() on the module as it was before"
+                f"{called} is sharded by fully_shard() (FSDP2) already; use only one of them: call "
+                "shard() on the module as it was before fully_shard()"
             )
         if isinstance(module, torch.jit.ScriptModule) and _has_tensors(module):
             first = next((f" with parameter {p!r}" for p, _ in module.named_parameters()), "")
@@ -109,7 +109,7 @@ def check_shardable(root: nn.Module) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UnsupportedError(
-                f"{called}: max_norm={module.max_norm} has its forward write to the weight's rows "
+                f"{called}: max_norm={module.max_norm} makes forward write to the weight's rows "
                 "that this rank's batch uses, so that the ranks' weights would differ; build it "
                 "without max_norm, and clip the rows yourself after each step (inside "
                 "unsharded(module, write_from=0))"
@@ -138,11 +138,11 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def check_memory_of_params(units: Sequence[Unit]) -> None:
-    """Checks that the parameters of units have memory of their own, or none yet on "meta".
+    """Checks that the parameters of units have memory of their own, or are on "meta".
 
     Raises:
-        UnsupportedError: one is sparse, nested or of torch's quantized dtypes, or of a class whose
-            tensors hold others, as quantized weights of torchao are.
+        UnsupportedError: a parameter is sparse, nested or of a quantized dtype of torch, or of a
+            class whose tensors hold other tensors, as torchao's quantized weights do.
     """
     for name, param in (named for unit in units for named in unit.params.items()):
         local = local_of(param)
@@ -151,9 +151,9 @@ def check_memory_of_params(units: Sequence[Unit]) -> None:
             raise UnsupportedError(
                 f"shard: parameter {name}: expected a dense tensor in memory of its own, got a "
                 f"{kind.__module__}.{kind.__qualname__} of {local.dtype} and {local.layout}, whose "
-                "values shard() cannot put there. Hold quantized weights in a frozen "
+                "values shard() cannot move into a bucket. Hold quantized weights in a frozen "
                 "parameter or a buffer of 8 bits that forward dequantizes; or pass "
-                f"options=ZeroOptions(ignored=({name!r},)), which leaves it to you"
+                f"options=ZeroOptions(ignored=({name!r},)), which leaves the parameter to you"
             )
 
 
@@ -168,10 +168,10 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_batch_norm(root: nn.Module, comm: Communicator) -> None:
-    """Checks that torch's synchronised batch normalisations, if there are any, can work.
+    """Checks that each ``torch.nn.SyncBatchNorm`` of the module, if there is one, can work.
 
     Raises:
-        UnsupportedError: they would fail in the forward, or take this rank's batch alone.
+        UnsupportedError: it would fail in forward, or normalize over this rank's batch alone.
     """
     works = comm.device.type != "cpu" and dist.is_available() and dist.is_initialized()
     if comm.world_size == 1 or works:
@@ -180,8 +180,9 @@ def check_batch_norm(root: nn.Module, comm: Communicator) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedError(
                 f"shard: module {name or type(module).__name__!r}: torch.nn.SyncBatchNorm works on "
-                "GPUs alone, and without torch.distributed takes each rank's own batch; use "
-                "ringcomm.zero.convert_sync_batchnorm(module, comm) in place of torch's conversion"
+                "GPUs alone, and without torch.distributed normalizes over each rank's own batch; "
+                "use ringcomm.zero.convert_sync_batchnorm(module, comm) in place of torch's "
+                "conversion"
             )
 
 
@@ -194,14 +195,14 @@ def _put_back(param: nn.Parameter, data: Tensor) -> None:
 
 
 class Rollback:
-    """The list of actions that put a module back if ``shard()`` fails; none needs another rank.
+    """The actions that restore a module if ``shard()`` fails; none of them needs another rank.
 
     NOTE [All or nothing]
-    Ranks can be lost at any moment, so a rank must be able to put its module back alone. Its own
-    values may exist nowhere else: the buckets hold the values of rank 0, rounded, and at stage 3
-    only a part of them. So the parameters' old memory stays until all ranks have moved all of
-    their parameters. Parameters on the meta device had no memory and go back there, so such a
-    module is not held twice.
+    Other ranks can be lost at any moment, so a rank must be able to restore its module alone. Its
+    own values may exist nowhere else: the buckets hold the values of rank 0, rounded, and at stage
+    3 only a part of these. So a rank keeps the parameters' old memory until all ranks have moved
+    all parameters. Parameters on the meta device had no memory and return to the meta device, so a
+    module that was built there is not held twice.
 
     Attributes:
         meta: the ``id`` of every parameter that was on the meta device.
@@ -212,7 +213,7 @@ class Rollback:
         self._undo = ExitStack()
 
     def call(self, undo: Callable[..., object], *args: Any) -> None:
-        """Registers ``undo(*args)``; what was registered last is undone first."""
+        """Registers ``undo(*args)``; the action that was registered last runs first."""
         self._undo.callback(undo, *args)
 
     def keep_data(self, param: nn.Parameter) -> None:
@@ -232,7 +233,7 @@ class Rollback:
 
     @contextmanager
     def put_back_on_failure(self) -> Iterator[None]:
-        """Undoes everything if the body of the ``with`` raises."""
+        """Runs all registered actions if the body of the ``with`` raises."""
         with normal_tensors(), self._undo:
             yield
             self._undo.pop_all()
@@ -240,12 +241,12 @@ class Rollback:
 
 # Fills the parameters and buffers that a module has itself, not those of its children.
 Initialize: TypeAlias = "Callable[[nn.Module], None]"
-# Who says what a module's values shall be: a function, files, or the module itself.
+# Where a module's values come from: a function, a source such as files, or (None) the module.
 Init: TypeAlias = "Initialize | WeightSource | None"
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Returns whether a tensor has a shape and no memory."""
+    """True if a tensor has a shape and no memory."""
     return tensor.device.type == "meta"
 
 
@@ -254,18 +255,19 @@ def materialize(
 ) -> None:
     """Gives a unit's meta tensors memory on ``device``, and values.
 
-    Parameters whose values a source has get neither, but where an initialisation would write to
-    them, too.
+    If a source has the values of all meta tensors of a module, the module is not initialized and
+    its parameters get no memory yet. Otherwise initialization writes to all of its parameters, also
+    to parameters that a source fills afterwards.
 
     Args:
-        unit: the unit, whose modules are visited down to those of other units.
+        unit: the unit, whose modules are visited except modules of units inside it.
         units: all units.
         device: device of the communicator.
         init: see ``shard()``.
-        rollback: registers how to undo it.
+        rollback: collects the actions that undo this call.
 
     Raises:
-        ArgumentError: a module has no ``reset_parameters()`` and ``init`` is None.
+        ArgumentError: a module has no ``reset_parameters()``, and ``init`` is None.
     """
     others = {id(each.module) for each in units if each is not unit}
     source = init if isinstance(init, WeightSource) else None
@@ -287,7 +289,7 @@ def materialize(
         else:
             raise ArgumentError(
                 f"shard: module {name or type(module).__name__!r} has parameters or buffers on the "
-                "meta device and no reset_parameters(); pass init=, which fills those of a module"
+                "meta device and no reset_parameters(); pass init=, which fills them"
             )
 
 
@@ -303,7 +305,8 @@ def _has_all(source: WeightSource, module: nn.Module) -> bool:
 def _make_room(module: nn.Module, device: torch.device, rollback: Rollback, held: bool) -> None:
     """Gives a module's own meta tensors memory, and keeps the values of the others if ``held``.
 
-    Without it parameters get the memory of one element, in place of all, until they have moved.
+    Without ``held`` a parameter gets the memory of one element, expanded to the parameter's shape,
+    until it has moved into its bucket.
     """
     for param in module._parameters.values():
         if param is None:
@@ -327,16 +330,16 @@ def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, 
         memory = torch.empty_like(param, device=device)
     else:
         memory = torch.empty((), dtype=param.dtype, device=device).expand(param.shape)
-    # Swapped in place, since optimizers and other modules know the parameter by its identity.
+    # Swapped in place, since optimizers and other modules refer to this parameter object.
     other = nn.Parameter(memory, param.requires_grad)
     if type(other) is not type(param):
-        other.__class__ = type(param)  # classes are swapped, too
+        other.__class__ = type(param)  # swap_tensors() also swaps the classes
     torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
     rollback.call(torch.utils.swap_tensors, param, other)
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
-    """Returns the module and those inside it by unwrapped name, without those of other units."""
+    """Returns a unit's module and the modules inside it, by unwrapped name, without other units."""
     found = [(name, module)]
     for key, child in module.named_children():
         if id(child) not in others:
@@ -346,12 +349,12 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
 
 
 def make_bucket(setup: EngineSetup, assignment: BucketAssignment, number: int) -> ParamBucket:
-    """Makes an empty bucket of an assignment; no other rank takes part, and no parameter changes.
+    """Makes an empty bucket of an assignment; not collective, and no parameter changes.
 
     Args:
-        setup: of the engine; ``assignment`` is in it.
-        assignment: of the trainable parameters, or of the frozen ones.
-        number: of the bucket.
+        setup: the engine's setup, which has ``assignment``.
+        assignment: the assignment of the trainable parameters, or of the frozen ones.
+        number: number of the bucket.
 
     Raises:
         HeapError: the heap has no room.
@@ -368,7 +371,7 @@ def make_bucket(setup: EngineSetup, assignment: BucketAssignment, number: int) -
         for s in layout.segments
     ]
     if options.params == "world" or setup.store is not None:
-        # A backward of 0 stands for none: reductions count theirs from 1 on.
+        # 0 means "no backward": reductions number their backwards from 1.
         among_all = number if trains else number + len(setup.trainable.layout.buckets)
         tag = _native.grad_tag(setup.number, 0, among_all)
         if setup.store is not None:
@@ -387,7 +390,7 @@ def make_bucket(setup: EngineSetup, assignment: BucketAssignment, number: int) -
 def _compression_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
     """Returns the format in which a bucket's parameters cross between nodes, or None.
 
-    What is frozen never crosses, and what stays FP32 among parameters of 16 bits is to be exact.
+    Frozen parameters never cross. Parameters that stay FP32 in a 16-bit model are to stay exact.
     """
     kept = layout.dtype is torch.float32 and options.precision.param not in (None, torch.float32)
     quantized = options.compression.quantizes_parameters and trains and not kept
@@ -405,8 +408,8 @@ def move_in(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
         rollback: registers how to undo it.
     """
     units = setup.units
-    # Inner units come first: a parameter that they share belongs to a unit around them, and their
-    # modules must initialise it before that unit is sharded.
+    # Inner units come first. A parameter that they share belongs to a unit around them, and the
+    # inner units' modules must initialize it before the unit around them is sharded.
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
         materialize(units[number], units, setup.comm.device, init, rollback)
         values = _values(setup, units[number], init, rollback)
@@ -428,10 +431,10 @@ def _depth(unit: Unit) -> int:
 
 
 def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> dict[int, Values]:
-    """Returns the values for buckets, by ``id`` of each parameter of a unit that moves; collective.
+    """Returns the values of a unit's parameters that move into buckets, by ``id``; collective.
 
-    With ``broadcast``, the unit's other parameters get rank 0's values in place. What a source has,
-    each rank reads for itself.
+    With ``broadcast``, the unit's other parameters get rank 0's values in place. Each rank reads
+    for itself the values that a source has.
     """
     comm, broadcast = setup.comm, setup.options.broadcast
     takes = broadcast and comm.rank != 0
@@ -450,10 +453,10 @@ def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> d
             continue
         if id(param) in moves:
             if takes and not param.requires_grad and _is_held(value):
-                # A quantized layer holds its values apart from the parameter, too.
+                # A quantized layer refers to the values directly, not only through its parameter.
                 rollback.keep_values(param)
             elif takes:
-                # The rollback keeps the memory of ``value``: the broadcast must not write to it.
+                # The rollback restores the memory of ``value``: the broadcast must not write to it.
                 value = value.clone()
             values[id(param)] = HeldValues(value)
         elif takes:
@@ -464,14 +467,14 @@ def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> d
 
 
 def _is_held(value: Tensor) -> bool:
-    """Returns whether others than a parameter, and this view of it, refer to its memory."""
+    """True if other tensors than a parameter, and this view of it, refer to its memory."""
     storage = value.untyped_storage()
-    # The storage object here is the third to refer to it.
+    # ``storage`` itself is the third reference.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 3
 
 
 def _read_in_place(param: nn.Parameter, values: Values, rollback: Rollback) -> None:
-    """Reads values into a parameter without a bucket, which gets dense memory for them."""
+    """Reads values into a parameter without a bucket, and gives it dense memory for them."""
     rollback.keep_data(param)
     set_local(param, _read_whole(local_of(param), values))
 
@@ -483,7 +486,7 @@ def _read_whole(like: Tensor, values: Values) -> Tensor:
 
 
 def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> None:
-    """Reads the buffers that a source has."""
+    """Fills the buffers whose values a source has."""
     for owner in root.modules():
         for key, buffer in owner._buffers.items():
             values = source.values_of_buffer(owner, key)
@@ -499,10 +502,10 @@ def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> 
 
 
 def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
-    """Casts parameters without a bucket, makes them dense, and settles buffers; collective.
+    """Settles parameters without a bucket, and buffers; collective.
 
-    A checkpoint reads into a view of each such parameter as one row, which only dense ones have.
-    Buffers are broadcast and cast.
+    Such parameters are cast and made contiguous: a checkpoint reads into a view of each as one row,
+    which only a contiguous parameter has. Buffers are broadcast and cast.
 
     Args:
         setup: of the engine, after :func:`move_in`.
@@ -520,8 +523,8 @@ def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
         if dtype is not None or not local.is_contiguous():
             rollback.keep_data(param)
             set_local(param, local.to(dtype or param.dtype).contiguous())
-    # Several modules may have one buffer, which stays one but where they want it in two dtypes. The
-    # ids are those of the old buffers, which ``rollback`` keeps alive.
+    # Modules that share a buffer share it afterwards, unless they need it in two dtypes. The ids
+    # are ids of the old buffers, which ``rollback`` keeps alive.
     settled: dict[tuple[int, torch.dtype | None], Tensor] = {}
     for owner in setup.module.modules():
         dtype = dtypes.of_buffers(owner)
@@ -547,7 +550,7 @@ def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
 
 Module = TypeVar("Module", bound=nn.Module)
 _STAGES = (0, 1, 2, 3)
-# An attribute of the module, so that engine and module end together.
+# The engine is an attribute of the module, so that Python frees both together.
 _ENGINE = "_ringcomm_engine"
 
 
@@ -563,56 +566,56 @@ def shard(
     """Prepares a module for data-parallel training with sharded state; collective.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-    SC'20. Build an optimizer of :mod:`ringcomm.optim` on its parameters afterwards; the training
-    loop stays as it is. ``docs/zero.md`` says what changes at which stage.
+    SC'20. Build an optimizer of :mod:`ringcomm.optim` on the module's parameters afterwards; the
+    training loop stays as it is. ``docs/zero.md`` describes each stage.
 
     Args:
         module: any module; its parameters move into the heap. Parameters on the meta device get
             memory here, a unit at a time. If ``torch.compile()`` returned it, the module inside is
             sharded.
-        stage: 0: everything is replicated; 1: the optimizer's state is sharded; 2: gradients, too;
-            3: parameters, too.
-        comm: the ranks that share the work: a Communicator, a ProcessGroup of
-            ``torch.distributed`` or a one-dimensional DeviceMesh. None for ringcomm's default
-            group, else that of ``torch.distributed``, else this rank, in a world of one. "alone"
-            for this rank whatever groups there are.
+        stage: 0: everything is replicated; 1: the optimizer's state is sharded; 2: also the
+            gradients; 3: also the parameters.
+        comm: the ranks that share the work: a Communicator, a ProcessGroup of ``torch.distributed``
+            or a one-dimensional DeviceMesh. None takes ringcomm's default group, else the default
+            group of ``torch.distributed``, else a world of this rank alone. "alone" always takes a
+            world of this rank alone.
         options: choices, equal on all ranks.
-        init: called with each module that has parameters or buffers on the meta device, to fill
-            its own; None calls the module's ``reset_parameters()``. What :func:`pretrained` returns
-            has each rank read its shards from files, whatever the device was.
+        init: called with each module that has parameters or buffers of its own on the meta device,
+            and fills these; None calls the module's ``reset_parameters()``. With a result of
+            :func:`pretrained`, each rank reads its shards from files, whatever the device was.
         mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
-            is the ``comm``; an optimizer's norms are taken over all axes, so those of all stages of
-            "pp", of which some may have no parameters.
+            is the ``comm``. An optimizer's norms are taken over all axes, thus over all stages of
+            "pp", some of which may have no parameters.
 
     Returns:
         ``module``.
 
     Raises:
-        ArgumentError: a bad stage, no parameter, a module that is sharded already, a
-            parameter of a dtype that no optimizer takes, or two that share memory; a module that is
-            lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
-            that this rank is not in, or of ranks that have different local tensors of DTensor
-            parameters; ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a
-            name in ``Precision.keep_fp32`` that no module has.
+        ArgumentError: a bad stage, no parameter, a module that is sharded already, a parameter of a
+            dtype that no optimizer takes, or two parameters that share memory; a lazy module, a
+            module of ``fully_shard()``, or a DistributedDataParallel among several ranks; a
+            ``comm`` that this rank is not in, or whose ranks have different local tensors of
+            DTensor parameters; ranks of a launcher without a group; a ``mesh`` without an axis
+            "dp"; a name in ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,
             which is sparse or of a class whose tensors hold others; DTensors on several meshes, or
             with other placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or
-            without ``torch.distributed``; nodes with different numbers of ranks,
-            where each shall have a copy.
+            without ``torch.distributed``; nodes with different numbers of ranks, if each node is to
+            have a copy.
         CheckpointError: the files of ``init`` are missing or damaged, or do not fit the module.
         MismatchError: the ranks' modules, options or files differ; names the first parameter that
-            does.
+            differs.
         HeapError: the heap of some rank has no room.
 
-    If it raises, the rank's module is as it was before: values, memory, hooks. If it raises on one
-    rank it raises on all, unless a rank is lost at the very end, or this one has no communicator
-    for a bad ``comm`` or ``mesh``.
+    If it raises, this rank's module is as before the call: values, memory, hooks. If it raises on
+    one rank, it raises on all ranks, unless a rank is lost at the very end, or this rank has no
+    communicator because of a bad ``comm`` or ``mesh``.
     """
     eager: nn.Module = uncompiled(module) if isinstance(module, nn.Module) else module
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, eager)
     options = ZeroOptions() if options is None else options
-    # What is refused on one rank is on all, which would wait for it where they are compared.
+    # If one rank refuses its arguments, all ranks raise: they would wait for it in _check_alike().
     with all_or_none(ranks, "shard", None if others is None else MeshView(others)):
         _check_arguments(eager, stage, ranks)
         stage = int(stage)
@@ -629,7 +632,7 @@ def shard(
         prepare_params(setup.trainable.params)
         rollback.call(restore_params, setup.trainable.params)
         _move(setup, init, rollback)
-        # The agreement at the end also tells every rank that all chunks are written.
+        # The agreement at the end also means that the chunks of all ranks are written.
         with trainers.all_or_none():
             if setup.store is not None:
                 setup.store.raise_fault()
@@ -646,10 +649,10 @@ class _Trainers:
     """The ranks that train a module together.
 
     Attributes:
-        comm: those that share the module.
+        comm: the ranks that share the module.
         others: the mesh of other stages and shards of the model, or None.
-        parted: the mesh of its DTensors, or None.
-        over: the mesh of both, or None.
+        parted: the mesh of the module's DTensors, or None.
+        over: the mesh of ``others`` and ``parted``, or None.
     """
 
     comm: Communicator
@@ -663,11 +666,11 @@ class _Trainers:
         return cls(comm, others, parted, over_mesh(others, parted, "shard"))
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """Has all of them learn what one raises inside; collective."""
+        """Raises on all of these ranks if the body raises on one of them; collective."""
         return all_or_none(self.comm, "shard", self.over)
 
 
-# How functions that take a module or a path are called, for arguments in another order.
+# The right call of each function that takes a module or a path, for arguments in another order.
 _CALLS = {
     "save": "save(root, step, module, optimizer)",
     "load": "load(root, module, optimizer)",
@@ -689,7 +692,7 @@ def _kind_of(value: object) -> str:
 
 
 def check_module(module: object, operation: str) -> None:
-    """Raises ArgumentError unless ``module`` is a module; says how the function is called."""
+    """Raises ArgumentError unless ``module`` is a module; the message shows the right call."""
     if not isinstance(module, nn.Module):
         call = f". Call {_CALLS[operation]}" if operation in _CALLS else ""
         raise ArgumentError(
@@ -702,7 +705,7 @@ def path_of(path: str | os.PathLike[str], operation: str, name: str) -> Path:
     """Returns a path that a user gave as the argument ``name``.
 
     Raises:
-        ArgumentError: it is something else, and how the function is called; or has a zero byte.
+        ArgumentError: ``path`` has another type (the message shows the call), or has a zero byte.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(
@@ -711,15 +714,15 @@ def path_of(path: str | os.PathLike[str], operation: str, name: str) -> Path:
     try:
         os.lstat(path)
     except OSError:
-        pass  # reading or writing tells it
+        pass  # reading or writing reports it
     except ValueError as error:
-        told = f"expected a path, got a text that no file's name can be: {error}"
+        told = f"expected a path, got a text that cannot be a file name: {error}"
         raise ArgumentError(f"{operation}: {name}: {path}: {told}") from error
     return Path(path)
 
 
 def check_step_number(step: object, operation: str) -> None:
-    """Raises ArgumentError unless ``step`` may number a save; says how the function is called."""
+    """Raises ArgumentError unless ``step`` can number a save; the message shows the call."""
     if integer(step, most=10**18 - 1) is None:
         raise ArgumentError(
             f"{operation}: step: expected a number, got {_kind_of(step)}. Call {_CALLS[operation]}"
@@ -744,7 +747,7 @@ def engine_of(module: nn.Module, operation: str) -> ShardEngine:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Returns whether ``shard()`` has prepared this very module."""
+    """True if ``shard()`` was called on this very module."""
     return _ENGINE in vars(module)
 
 
@@ -757,7 +760,7 @@ def forget_engine(module: nn.Module) -> None:
 def _assign(
     module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptions
 ) -> EngineSetup:
-    """Finds units and assigns parameters to buckets; makes nothing and moves nothing.
+    """Finds units and assigns parameters to buckets; allocates nothing and moves nothing.
 
     Raises:
         ArgumentError, UnsupportedError: the options do not fit the module, or the ranks.
@@ -790,7 +793,7 @@ def _assign(
 
 
 def _open(init: Init, module: nn.Module, trainers: _Trainers, rollback: Rollback) -> None:
-    """Opens the source of a module's values, if there is one, on all ranks or none; collective."""
+    """Opens the source of a module's values, if it has one, on all ranks or none; collective."""
     if isinstance(init, WeightSource):
         rollback.call(init.close)
         with trainers.all_or_none():
@@ -799,7 +802,7 @@ def _open(init: Init, module: nn.Module, trainers: _Trainers, rollback: Rollback
 
 
 def _with_buckets(setup: EngineSetup, trainers: _Trainers, rollback: Rollback) -> EngineSetup:
-    """Returns the setup with empty buckets, and a number where backward reduces; collective."""
+    """Returns the setup with empty buckets and, from stage 2, the module's number; collective."""
     if setup.stage > 1:
         setup = replace(setup, number=_join(setup.comm, rollback))
     with trainers.all_or_none():
@@ -813,7 +816,7 @@ def _with_buckets(setup: EngineSetup, trainers: _Trainers, rollback: Rollback) -
 
 
 def _make_store(options: ZeroOptions, trainers: _Trainers, rollback: Rollback) -> DiskChunks | None:
-    """Makes the disk for parameters, if they go to one, on all ranks or none; collective."""
+    """Opens the disk storage of offloaded parameters on all ranks or none; collective."""
     if options.offload_params is None:
         return None
     with trainers.all_or_none():
@@ -833,7 +836,7 @@ def _make_buckets(
 
 
 def _move(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
-    """Fills the buckets with the module's values, and settles what has no bucket; collective."""
+    """Moves the module's values into the buckets, and settles all other tensors; collective."""
     with nullcontext() if setup.store is None else setup.store.keeping_faults():
         move_in(setup, init, rollback)
     for bucket in setup.stored:
@@ -846,9 +849,9 @@ def _attach(setup: EngineSetup, outer: nn.Module, rollback: Rollback) -> None:
     """Makes the engine, and attaches it and all hooks to the module.
 
     Args:
-        setup: of the engine.
-        outer: the module as the caller has it, perhaps what ``torch.compile()`` returned.
-        rollback: registers how to undo it.
+        setup: the engine's setup.
+        outer: the module that the caller has, perhaps a wrapper of ``torch.compile()``.
+        rollback: collects the actions that undo this call.
     """
     engine = ShardEngine(setup)
     rollback.call(engine.close)
@@ -874,8 +877,8 @@ def _check_arguments(module: nn.Module, stage: int, comm: Communicator) -> None:
     ):
         raise ArgumentError(
             f"{where('shard', comm.rank, comm.world_size)}: module: expected one without "
-            "DistributedDataParallel, which would reduce the gradients, too; leave DDP away, since "
-            'shard() takes its place, or pass comm="alone"'
+            "DistributedDataParallel, which would reduce the gradients again; do not use DDP, "
+            'since shard() takes its place, or pass comm="alone"'
         )
 
 
@@ -894,10 +897,10 @@ def _check_not_sharded(module: nn.Module) -> None:
     for name, param in named_parameters(module):
         if owner_of(param) is not None:
             raise ArgumentError(
-                f"shard: parameter {name} is of a module that is sharded already. Of what is put "
-                "into such a module, as adapters are, shard what is new alone, such as an "
-                "nn.ModuleList of the adapters; or call remove_sharding() on the whole, "
-                "and shard() it anew"
+                f"shard: parameter {name} belongs to a module that is sharded already. When you "
+                "put new modules into a sharded one, such as adapters, shard only the new ones, "
+                "such as an nn.ModuleList of the adapters; or call remove_sharding() on the whole "
+                "module, and shard() it again"
             )
 
 
@@ -912,7 +915,7 @@ def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
 
 
 def _join(comm: Communicator, rollback: Rollback) -> int:
-    """Returns the module's number among those the communicator reduces for; collective."""
+    """Returns the module's number among the modules that the communicator reduces; collective."""
     order = module_order(comm)
     number = order.join()
     rollback.call(order.leave, number)
@@ -921,21 +924,21 @@ def _join(comm: Communicator, rollback: Rollback) -> int:
 
 def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     if comm.launches:
-        # A device overlaps on other streams and with copy engines, which need no core of the host.
+        # A device overlaps on other streams and with copy engines, which need no host core.
         return replace(options, overlap=options.overlap is not False)
     if comm.num_nodes > 1:
-        # A wait for the network needs no core either. All do alike, so that calls have one order.
+        # A wait for the network needs no core. All ranks decide equally, so calls have one order.
         return replace(options, overlap=options.overlap is not False)
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
 
 def _check_alike(trainers: _Trainers, setup: EngineSetup, reads: bool) -> None:
-    """Raises MismatchError unless ranks shard alike; collective.
+    """Raises MismatchError unless all ranks have the same layouts and options; collective.
 
     Args:
         trainers: the ranks.
-        setup: what this rank has planned.
-        reads: True if values are read from files.
+        setup: this rank's plan.
+        reads: True if a source reads values from files.
     """
     comm, others, parted = trainers.comm, trainers.others, trainers.parted
     with with_all_stages(comm, others, "shard"):
@@ -950,7 +953,7 @@ def _check_alike(trainers: _Trainers, setup: EngineSetup, reads: bool) -> None:
 def _told(
     describe: Callable[[ShardLayout], dict[str, Any]], setup: EngineSetup, reads: bool
 ) -> dict[str, Any]:
-    """Returns what ranks compare: trainable and frozen parameters, stage and options."""
+    """Returns the descriptions that ranks compare: parameters, stage and options."""
     frozen = describe(setup.frozen.layout)
     chosen = {"stage": setup.stage, "frozen parameters": frozen, "reads weights": reads}
     chosen.update(setup.options.describe())
@@ -961,17 +964,17 @@ def _check_devices(units: Sequence[Unit], comm: Communicator) -> None:
     for name, param in (named for unit in units for named in unit.params.items()):
         if not is_meta(param) and param.device != comm.device:
             raise ArgumentError(
-                f"shard: parameter {name}: expected it on {comm.device}, as the communicator's "
-                f"tensors, got it on {param.device}; move the module there first"
+                f"shard: parameter {name}: expected it on the communicator's {comm.device}, "
+                f"got it on {param.device}; move the module there first"
             )
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Keeps backwards from reducing: they add to this rank's gradients, at any stage.
 
-    The next backward outside, or the step, reduces all gradients. At stages 2 and 3 the full
-    gradients stay in ``p.grad`` until then, which takes memory. At stages 0 and 1 only the step
-    reduces anyway.
+    The next backward outside of the context, or the step, reduces all gradients. At stages 2 and 3
+    the full gradients stay in ``p.grad`` until then, which takes memory. At stages 0 and 1 only the
+    step reduces anyway.
     """
     engine = engine_of(module, "no_sync")
     return engine.no_sync() if engine.reduction is not None else nullcontext()
@@ -982,7 +985,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
     """Records when the engine communicates, and when it waits for communication.
 
     Yields:
-        The profile, empty at first; :meth:`StepProfile.write` makes a file for Chrome and Perfetto.
+        The profile, empty at first; :meth:`StepProfile.write` makes a file for Perfetto and Chrome.
 
     Raises:
         ArgumentError: the module is not sharded.
@@ -998,16 +1001,16 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 
 @normal_tensors()
 def remove_sharding(module: nn.Module) -> nn.Module:
-    """Undoes ``shard()``: removes its hooks, and makes parameters whole; collective.
+    """Undoes ``shard()``: removes its hooks, and gives the parameters back whole; collective.
 
-    Values and dtypes are those of the last step. An optimizer on the parameters cannot be used any
-    more.
+    Parameters keep the values and dtypes of the last step. An optimizer that was built on them can
+    no longer be used.
 
     Returns:
         ``module``.
 
     Raises:
-        ArgumentError: the module is not sharded, or has other values, inside ``exchanged()``.
+        ArgumentError: the module is not sharded, or the call is inside ``exchanged()``.
     """
     engine = engine_of(module, "remove_sharding")
     engine.check_values("remove_sharding")

@@ -1,12 +1,12 @@
-"""The shards of parameters that a rank keeps, to be read and written without unsharding.
+"""The shards of parameters that a rank keeps, for reading and writing without unsharding.
 
 NOTE [What a rank keeps]
-At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has whole parameters,
-and what counts is the share whose optimizer state it keeps, so that what a program computes of its
-shards (an average, a second set of weights) takes a share of the memory at these stages, too. At
-stage 0 it is everything, as are parameters that were frozen when stages 0 to 2 were sharded, which
-lie in no bucket. Of what lies on a disk a shard has a copy, anew whenever its values are asked for;
-those of :func:`writing_shards` are written at its end.
+At stage 3 a rank keeps its share of each parameter. At stages 1 and 2 every rank has whole
+parameters, and its shard is the share whose optimizer state it keeps, so that data which a program
+computes from its shards (an average, a second set of weights) takes a share of the memory also at
+these stages. At stage 0 a shard is the whole parameter, as it is for parameters that were frozen
+when stages 0 to 2 were sharded, which are in no bucket. If parameters are on a disk, ``values`` of
+a shard is a new copy at each access; copies of :func:`writing_shards` are written at its end.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ringcomm.zero.stages.hooks import uncompiled
 from ringcomm.zero.stages.optimizer import refresh_masters
 from ringcomm.zero.stages.sharding import engine_of, is_sharded
 
-# ---- Quantized parameters after writes from outside of a step: masters, and blocks made anew ----
+# ---- Quantized parameters after writes outside of a step: their masters, and new quantization ----
 # See NOTE [Quantized parameters] in ``optim/buckets.py``.
 
 Tensor = torch.Tensor
 
 
 def own_of(bucket: ParamBucket) -> Tensor:
-    """Returns what a rank keeps state for in a bucket: [state chunk elements]."""
+    """Returns the part of a bucket for which a rank keeps state: [state chunk elements]."""
     if isinstance(bucket, ShardedBucket):
         return bucket.own
     assert isinstance(bucket, ReplicatedBucket)
@@ -55,7 +55,7 @@ def own_of(bucket: ParamBucket) -> Tensor:
 
 
 def follow_quantized(engine: ShardEngine) -> None:
-    """Sets masters that do not give their parameters to these; before :func:`requantize`, once."""
+    """Replaces masters that do not give their parameters; once, before :func:`requantize`."""
     for bucket in engine.stored:
         if bucket.compression is not None:
             assert bucket.wide is not None
@@ -63,12 +63,12 @@ def follow_quantized(engine: ShardEngine) -> None:
 
 
 def requantize(engine: ShardEngine) -> bool:
-    """Makes quantized parameters what their masters give, everywhere; collective.
+    """Sets quantized parameters to the values of their masters, on all ranks; collective.
 
-    No rank reads its peers' parameters meanwhile.
+    No rank may read its peers' parameters during this call.
 
     Returns:
-        True if there are any.
+        True if there are quantized parameters.
     """
     quantized = [bucket for bucket in engine.stored if bucket.compression is not None]
     for bucket in quantized:
@@ -80,11 +80,11 @@ def requantize(engine: ShardEngine) -> bool:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The elements [begin, end) of a flattened parameter, which this rank keeps; perhaps none.
+    """Elements [begin, end) of a flattened parameter, which this rank keeps; may be empty.
 
     Attributes:
         name: name of the parameter.
-        begin, end: which elements; of a DTensor, of what this rank has of it.
+        begin, end: the range of elements; for a DTensor, a range of this rank's local tensor.
     """
 
     name: str
@@ -96,23 +96,23 @@ class LocalShard:
     def values(self) -> Tensor:
         """[end - begin], in the parameter's dtype: a view of this rank's memory.
 
-        That is the same for as long as the module is sharded. Of parameters on a disk it is a copy
-        of what is there now, and inside of :func:`writing_shards` the one that is written.
+        The view is the same as long as the module is sharded. For parameters on a disk it is a copy
+        of the current values, and inside :func:`writing_shards` the copy that will be written.
         """
         return self._values()
 
 
 def local_shards(module: nn.Module) -> dict[str, LocalShard]:
-    """Returns by name the shard of each parameter that this rank keeps; needs no other rank.
+    """Returns this rank's shard of each parameter, by name; needs no other rank.
 
-    A step changes their values. They are to be written in :func:`writing_shards` alone.
+    A step changes the shards' values. Write to them only in :func:`writing_shards`.
 
     Args:
         module: the module that ``shard()`` returned.
 
     Raises:
         ArgumentError: the module is not sharded.
-        UnsupportedError: a parameter that lies in no bucket is not contiguous.
+        UnsupportedError: a parameter that is in no bucket is not contiguous.
     """
     engine = engine_of(module, "local_shards")
     engine.refuse_under_way("local_shards")
@@ -129,11 +129,11 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
 
 @contextmanager
 def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
-    """Takes over what is written to the shards inside, in parameters and masters; collective.
+    """Takes over writes to the shards inside, in parameters and masters; collective.
 
-    At its end all ranks have the values. Masters of elements that were written become these values.
-    The module must not run inside. Where ranks keep the same elements (stage 0, frozen parameters
-    below stage 3, and ``state="node"``) all must write them alike.
+    At its end all ranks have the new values, and so have the masters of elements that were written.
+    The module must not run inside. If several ranks keep the same elements (stage 0, frozen
+    parameters below stage 3, and ``state="node"``), all must write the same values.
 
     Args:
         module: the module that ``shard()`` returned.
@@ -142,10 +142,10 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
         The shards, as :func:`local_shards` returns them.
 
     Raises:
-        ArgumentError: the module is not sharded, or the context is inside of ``unsharded()`` or
+        ArgumentError: the module is not sharded, or the context is inside ``unsharded()`` or
             :func:`exchanged`.
         MismatchError: stage 0, and the ranks wrote different values.
-        Exception: what is raised inside, on all ranks, with nothing changed.
+        Exception: an exception raised inside, raised on all ranks, with nothing changed.
     """
     engine = engine_of(module, "writing_shards")
     memory = _Memory(engine, "writing_shards")
@@ -158,21 +158,21 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
 
 @contextmanager
 def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Puts other values into the parameters inside the context, to evaluate with; collective.
+    """Gives parameters other values inside the context, for an evaluation; collective.
 
-    At its end the parameters have their own values again. Masters, gradients and state stay as they
-    are. Steps, checkpoints and whatever else concerns masters are refused inside, on all ranks;
-    ``full_state_dict()`` and ``save_pretrained()`` have the values that were put in. Writes to
+    At its end the parameters have their own values again. Masters, gradients and state stay
+    unchanged. Steps, checkpoints and all other operations on masters are refused inside, on all
+    ranks; ``full_state_dict()`` and ``save_pretrained()`` use the other values. Writes to
     parameters inside are lost.
 
     Args:
         module: the module that ``shard()`` returned.
-        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; of the
-            same parameters on all ranks, also where a shard is empty. The others stay as they are.
+        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; for the
+            same parameters on all ranks, even if a shard is empty. Others stay unchanged.
 
     Raises:
-        ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside of
-            ``unsharded()`` or itself; on all ranks, with nothing changed.
+        ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside
+            ``unsharded()`` or itself; raised on all ranks, with nothing changed.
         MismatchError: the ranks gave values of different parameters, or, at stage 0, different
             values; nothing was changed.
     """
@@ -180,7 +180,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     memory = _Memory(engine, "exchanged")
     with memory.changing() as told:
         memory.check_values(values)
-        # A parameter that one rank leaves out would be of two sets of weights.
+        # If one rank left a parameter out, it would mix two sets of weights.
         told["parameters"] = sorted(values)
         for name, value in values.items():
             with normal_tensors():
@@ -193,7 +193,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
         try:
             engine.change("exchanged")
         finally:
-            # No rank reads any more what its peers are about to change.
+            # From here on no rank reads memory that its peers are about to change.
             engine.comm.barrier()
             memory.put_back()
             publish(engine)
@@ -235,7 +235,7 @@ def _same(values: Tensor) -> Tensor:
 
 
 def _read(engine: ShardEngine, bucket: DiskBucket, name: str, here: slice) -> Tensor:
-    """Returns a copy of a shard on the disk, or that which is being written to."""
+    """Returns a copy of a shard on the disk, or the copy that is being written to."""
     if engine.shard_copies is not None:
         return engine.shard_copies[name]
     with bucket.here():
@@ -249,7 +249,7 @@ def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
         head = where("local_shards", engine.comm.rank, engine.comm.world_size)
         raise UnsupportedError(
             f"{head}: parameter {name}: it was frozen when it was sharded, and its elements do not "
-            "lie in the order of its shape; make it contiguous() before shard()"
+            "have the order of its shape in memory; make it contiguous() before shard()"
         )
     return LocalShard(name, 0, here.numel(), partial(_same, here.view(-1)))
 
@@ -265,15 +265,15 @@ class _Memory:
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Any]]:
-        """Has all ranks write to the shards inside, or puts them back on all; collective.
+        """Lets all ranks write to the shards inside, or restores the shards on all; collective.
 
         Yields:
-            A dict for what must be equal on all ranks, as JSON types.
+            A dict for values that must be equal on all ranks, as JSON types.
         """
         engine = self._engine
         with self._all_or_none():
             engine.check(self._operation)
-            # From here on no rank reads what its peers are about to change.
+            # From here on no rank reads memory that its peers are about to change.
             engine.change(self._operation)
             self._take_shards()
             if isinstance(engine.placement.owner, ShardedStep):
@@ -296,8 +296,8 @@ class _Memory:
             self._write_chunks({name: shard.values for name, shard in self.shards.items()})
         except BaseException as error:
             self.put_back()
-            # A refusal is raised on all ranks. None of them reads a peer's shards before that one
-            # has put them back.
+            # A refusal is raised on all ranks. No rank may read a peer's shards before that peer
+            # has restored them.
             if isinstance(error, Exception) and not engine.comm.aborted:
                 engine.comm.barrier()
             raise
@@ -306,7 +306,7 @@ class _Memory:
     def _take_shards(self) -> None:
         self.shards = local_shards(self._engine.setup.module)
         if self._engine.setup.store is not None:
-            # Each is written to as one tensor, however often it is asked for.
+            # Each shard is written to as one tensor, however often ``values`` is read.
             self.shards = {
                 name: replace(shard, _values=partial(_same, shard.values))
                 for name, shard in self.shards.items()
@@ -316,7 +316,7 @@ class _Memory:
         return all_or_none(self._engine.comm, self._operation, self._engine.mesh)
 
     def check_values(self, values: Mapping[str, Tensor]) -> None:
-        """Raises ArgumentError if values cannot be put into the shards."""
+        """Raises ArgumentError if values do not fit the shards."""
         head = where(self._operation, self._engine.comm.rank, self._engine.comm.world_size)
         for name, value in values.items():
             shard = self.shards.get(name)
@@ -332,14 +332,14 @@ class _Memory:
 
     @normal_tensors()
     def put_back(self) -> None:
-        """Gives the shards the values that they had."""
+        """Restores the earlier values of the shards."""
         for name, values in self._kept.items():
             self.shards[name].values.copy_(values)
         self._write_chunks(self._kept)
 
     @normal_tensors()
     def _write_chunks(self, values: Mapping[str, Tensor]) -> None:
-        """Writes values, by name, to the chunks on this rank's disk; its faults are told later."""
+        """Writes values, by name, to the chunks on this rank's disk; its faults raise later."""
         engine = self._engine
         if engine.setup.store is None:
             return
@@ -356,7 +356,7 @@ class _Memory:
 
     @normal_tensors()
     def follow(self) -> None:
-        """Sets the masters of elements that were written to the parameters."""
+        """Sets the masters of those elements of the parameters that were written to."""
         engine = self._engine
         owner, names = engine.placement.owner, engine.names()
         for number, bucket in enumerate(engine.stored):
@@ -368,7 +368,7 @@ class _Memory:
                 end = begin + shard.end - shard.begin
                 same = shard.values == self._kept[shard.name]
                 if bucket.compression is not None:
-                    # These are the masters, whether or not there is an optimizer yet.
+                    # ``wide`` holds the masters, whether or not there is an optimizer yet.
                     assert bucket.wide is not None
                     first = bucket.state_chunk.begin
                     _follow(bucket.wide[begin - first : end - first], shard.values, same)
@@ -377,12 +377,12 @@ class _Memory:
 
 
 def _follow(master: Tensor, values: Tensor, same: Tensor) -> None:
-    """Sets masters to values, but where these are the same as before."""
+    """Sets masters to the new values, except where these are the same as before."""
     master.copy_(torch.where(same, master, values.to(master.dtype)))
 
 
 def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tensor) -> None:
-    """Has an optimizer's masters of elements of a bucket follow."""
+    """Sets the masters that an optimizer keeps of elements of a bucket; see ``_follow``."""
     for piece in owned.pieces(*span) if owned.state.masters() else ():
         here, there = piece.within(*span)
         state = piece.state
@@ -393,7 +393,7 @@ def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tenso
 
 
 def publish(engine: ShardEngine) -> None:
-    """Gives all copies of the parameters what their ranks have written; collective."""
+    """Sends the values that ranks have written to all copies of the parameters; collective."""
     sharers = sharers_of(engine.comm, engine.options.state)
     assert sharers is not None
     for bucket in _buckets(engine):
@@ -406,7 +406,7 @@ def publish(engine: ShardEngine) -> None:
     engine.comm.barrier()
 
 
-# ---- Parameters made whole, at any stage: to read them, or to give all ranks one rank's changes -
+# ---- Whole parameters, at any stage: to read them, or to give all ranks one rank's changes -------
 
 
 @contextmanager
@@ -415,23 +415,22 @@ def unsharded(
 ) -> Iterator[None]:
     """Makes parameters whole and readable inside the context, at any stage.
 
-    Reading needs no other rank: one rank may do it alone, while no rank steps. With
+    Reading needs no other rank: one rank may do it alone, while no rank takes a step. With
     ``params="world"`` over several nodes it is collective.
 
-    Args:
-        module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter,
-            or several. Of a part only the units that have its parameters are unsharded.
-        write_from: a rank whose changes all ranks take over at the end, which makes the context
-            collective. None: changes are refused at stage 3, and at lower stages stay this rank's
-            own.
+    module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter, or
+        several parameters. For a part, only the units that have its parameters are unsharded.
+        write_from: the rank whose changes all ranks take over at the end, which makes the context
+            collective. None: changes are refused at stage 3, and at lower stages remain on this
+            rank alone.
 
     Raises:
-        ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
-            parameters were changed at stage 3 without ``write_from``, or others than those of a
-            part, or replaced; or ``write_from`` inside ``exchanged()``.
-        MismatchError: the ranks would take over different parameters, or other ranks'.
-        Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
-            anything: changes are gone at stage 3, and at lower stages stay this rank's own.
+        ArgumentError: the module is not sharded, or has no parameter; there is no such rank; at
+            stage 3, parameters were changed without ``write_from``, outside of the given part, or
+            were replaced; or ``write_from`` is used inside ``exchanged()``.
+        MismatchError: the ranks would take over different parameters, or different ranks' changes.
+        Exception: with ``write_from``, an exception raised inside, raised on all ranks. No rank
+            takes over changes: they are lost at stage 3, and remain on this rank alone below.
     """
     engines = _engines_and_params(module)
     if write_from is not None:
@@ -462,7 +461,7 @@ _Engines = Sequence[tuple[ShardEngine, frozenset[int] | None]]
 
 @contextmanager
 def _on_all(engines: _Engines) -> Iterator[None]:
-    """Has what raises inside raise on all ranks of the engines; collective."""
+    """Raises on all ranks of the engines if the body raises on one of them; collective."""
     with ExitStack() as ranks:
         for engine, _ in engines:
             ranks.enter_context(all_or_none(engine.comm, "unsharded", engine.mesh))
@@ -482,12 +481,12 @@ def _check_writing(engines: _Engines, write_from: int) -> None:
 def _engines_and_params(
     module: nn.Module | Tensor | Iterable[Tensor],
 ) -> list[tuple[ShardEngine, frozenset[int] | None]]:
-    """Returns the engines of parameters, each with the ``id`` of its own; None for all that it has.
+    """Returns the engines, each with the ``id`` of its chosen parameters, or None for all of them.
 
-    A module that was put into a sharded one may be sharded by itself.
+    A module that was added to a sharded module may be sharded by itself.
 
     Raises:
-        ArgumentError: a module is not sharded, or there is no parameter of a sharded one.
+        ArgumentError: the module is not sharded, or no parameter belongs to a sharded module.
     """
     if isinstance(module, nn.Module):
         module = uncompiled(module)
@@ -512,7 +511,7 @@ def _engine_of_param(param: Tensor) -> ShardEngine:
         kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
         raise ArgumentError(
             "unsharded: expected a module that shard() returned, a module inside of it, or "
-            f"parameters of it, got {kind}, which is none of its parameters"
+            f"parameters of it, got {kind}, which is not one of its parameters"
         )
     return engine
 
@@ -520,7 +519,7 @@ def _engine_of_param(param: Tensor) -> ShardEngine:
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns ``module.state_dict()`` at any stage, with copies of all tensors and extra state.
 
-    It needs no other rank: one rank may call it alone, while no rank steps. With
+    It needs no other rank: one rank may call it alone, while no rank takes a step. With
     ``params="world"`` over several nodes it is collective.
 
     Raises:
@@ -539,7 +538,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @normal_tensors()
 def _take_changes(engine: ShardEngine, rank: int, only: frozenset[int] | None) -> None:
-    """Gives all ranks one rank's parameters, and their masters with them; collective.
+    """Copies one rank's parameters, and their masters, to all ranks; collective.
 
     Args:
         engine: the engine of the parameters.
@@ -566,7 +565,7 @@ def _take_changes(engine: ShardEngine, rank: int, only: frozenset[int] | None) -
 
 
 def _unshard_again(engine: ShardEngine) -> None:
-    """Unshards once more what is unsharded, since its chunks have changed; perhaps collective."""
+    """Unshards unsharded buckets again, since their chunks have changed; may be collective."""
     for bucket in engine.stored:
         if isinstance(bucket, ShardedBucket) and bucket.is_unsharded:
             bucket.fill()
@@ -576,7 +575,7 @@ def _unshard_again(engine: ShardEngine) -> None:
 def _broadcast(
     engine: ShardEngine, named: Mapping[str, Tensor], rank: int, only: frozenset[int] | None
 ) -> None:
-    """Gives all ranks one rank's unsharded parameters, of which each keeps its own; collective."""
+    """Copies one rank's unsharded parameters to all ranks, which keep their parts; collective."""
     comm = engine.comm
     bucketed: set[int] = set()
     for bucket in (*engine.stored, *engine.setup.stored_frozen):
@@ -596,7 +595,7 @@ def _broadcast(
 
 
 def _changed_in(bucket: ParamBucket, only: frozenset[int] | None) -> list[tuple[int, int]]:
-    """Returns the runs that parameters of these ``id`` fill in a bucket; None for all."""
+    """Returns the ranges of a bucket that the parameters with these ``id`` fill; None for all."""
     chosen = [each for each in bucket.params if only is None or id(each.param) in only]
     if len(chosen) == len(bucket.params):
         return [(0, bucket.layout.elems)]

@@ -1,4 +1,4 @@
-"""The units of a module: the modules that are unsharded as one, and the parameters of each."""
+"""The units of a module: the modules that are unsharded as a whole, and their parameters."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from ringcomm.optim.layout import (
 )
 from ringcomm.zero.stages.options import ModuleDtypes, UnitOptions, Units, ZeroOptions
 
-# ---- The values of parameters that move into buckets: held as tensors, or read from elsewhere ---
+# ---- The values of parameters that move into buckets: held as tensors, or read from elsewhere ----
 
 Tensor = torch.Tensor
 
 
 class Values(Protocol):
-    """The values of what a rank has of a parameter, read by parts.
+    """The values of a rank's part of a parameter, which can be read piece by piece.
 
     Attributes:
-        dtype: that of the parameter as the module has it, before it moves into a bucket.
+        dtype: the parameter's dtype in the module, before it moves into a bucket.
     """
 
     @property
@@ -54,7 +54,7 @@ class Values(Protocol):
 
 
 class HeldValues:
-    """The values of a tensor."""
+    """Values that a tensor holds."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -65,10 +65,10 @@ class HeldValues:
 
 
 class WeightSource(ABC):
-    """Values for a module that is being sharded, which every rank reads for itself.
+    """A source of values for a module that is being sharded; every rank reads for itself.
 
-    It is opened before anything changes, and reads while parameters move. What it cannot read is
-    told in :meth:`settle`, since a rank that raised meanwhile would keep the others waiting.
+    A source is opened before anything changes, and is read while parameters move. Read errors are
+    raised in :meth:`settle`: a rank that raised earlier would keep the other ranks waiting.
     """
 
     @abstractmethod
@@ -76,13 +76,13 @@ class WeightSource(ABC):
         """Finds the values of a module's parameters and persistent buffers.
 
         Raises:
-            CheckpointError: there are none, or they do not fit.
+            CheckpointError: there are no values, or they do not fit.
         """
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Returns a description that is equal on ranks which read the same values."""
+        """Returns a description that is equal on ranks that read the same values."""
 
     @abstractmethod
     def values_of(self, param: Tensor) -> Values | None:
@@ -94,19 +94,19 @@ class WeightSource(ABC):
 
     @abstractmethod
     def initialize(self, module: nn.Module) -> None:
-        """Fills what a module has itself, of which something has no values here.
+        """Fills a module's own parameters and buffers if the source lacks some of their values.
 
         Raises:
-            ArgumentError: nobody has said how.
+            ArgumentError: the source does not define how to initialize the module.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Ends the reading; raises what it has failed with."""
+        """Ends the reading; raises the error of a read that failed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the reading, whatever it has come to."""
+        """Ends the reading, and drops errors of reads."""
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -121,7 +121,7 @@ class Unit:
         module: the module whose calls unshard the unit.
         params: the parameters that belong to this unit and to no unit inside it, by unwrapped name;
             each once, under its first name.
-        options: choices for it.
+        options: the options of this unit.
     """
 
     name: str
@@ -133,11 +133,11 @@ class Unit:
 def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
     """Returns the units of a module, the root first, then in the order of ``named_modules()``.
 
-    A parameter that modules of several units share belongs to the innermost unit around all of
-    them.
+    If modules of several units share a parameter, it belongs to the innermost unit that contains
+    all of these modules.
 
     Raises:
-        ArgumentError: ``rule`` is neither types nor a function, or no module is of its types.
+        ArgumentError: ``rule`` is neither types nor a function, or no module has one of its types.
     """
     chosen = {id(root): Unit("", root)}
     for name, module in _chosen(root, rule):
@@ -149,10 +149,10 @@ def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
 
 
 def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> None:
-    """Gives units the choices of ``options.per_unit``.
+    """Gives units their options from ``options.per_unit``.
 
     Raises:
-        ArgumentError: a name is of no unit.
+        ArgumentError: a name matches no unit.
     """
     by_module = {id(unit.module): unit for unit in units if unit.name}
     for pattern, chosen in options.per_unit.items():
@@ -162,7 +162,7 @@ def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions)
             there = some([unit.name for unit in by_module.values()])
             raise ArgumentError(
                 f"shard: per_unit: expected names of units, but {pattern!r} matches none (a * "
-                f"stands for one part of a name); there are {there}. ZeroOptions(units=) makes "
+                f"matches one part of a name); there are {there}. ZeroOptions(units=) makes "
                 "other modules units"
             )
         for unit in named:
@@ -170,10 +170,10 @@ def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions)
 
 
 def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> frozenset[int]:
-    """Takes parameters that are to be ignored out of their units; returns the ``id`` of each.
+    """Takes ignored parameters out of their units; returns the ``id`` of each of them.
 
     Raises:
-        ArgumentError: a name is of no parameter and of no module that has one.
+        ArgumentError: a name matches no parameter, and no module that has one.
     """
     named = list(named_parameters(root, remove_duplicate=False))
     ignored: set[int] = set()
@@ -184,7 +184,7 @@ def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> f
         if not found:
             raise ArgumentError(
                 f"shard: ignored: expected names of parameters or modules, but {pattern!r} matches "
-                f"none (a * stands for one part of a name); there are "
+                f"none (a * matches one part of a name); there are "
                 f"{some([name for name, _ in named])}"
             )
         ignored |= found
@@ -220,7 +220,7 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
 def _by_function(
     root: nn.Module, rule: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that a function chooses; choosing a wrapper chooses the module inside."""
+    """Yields the modules that a function selects; a selected wrapper selects the module inside."""
     done: set[int] = set()
     for name, module in named_modules(root):
         if id(module) not in done and rule(name, module):
@@ -230,7 +230,7 @@ def _by_function(
 
 
 def _inside_wrappers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules inside a wrapper that have its unwrapped name."""
+    """Yields the modules inside a wrapper that have the same unwrapped name as the wrapper."""
     while wrapped_key(module) is not None:
         module = next(module.children())
         yield module
@@ -262,7 +262,7 @@ def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
 
 
 def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
-    """Returns the units on the way from the root to the module of that name."""
+    """Returns the units on the path from the root to the module of that name."""
     path, module = [chosen[id(root)]], root
     for part in name.split(".") if name else ():
         module = getattr(module, part)
@@ -273,7 +273,7 @@ def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
 
 
 def aliases(root: nn.Module) -> dict[str, str]:
-    """Returns the first unwrapped name of each tied parameter, by its every further name."""
+    """Returns, for every further name of a tied parameter, its first unwrapped name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, param in named_parameters(root, remove_duplicate=False):
@@ -291,9 +291,9 @@ class BucketAssignment:
     """The layout of a module's trainable parameters, or of its frozen ones; equal at every stage.
 
     Attributes:
-        names: names, by parameter index.
+        names: the parameters' names, by parameter index.
         params: parameters, by index.
-        layout: their layout.
+        layout: the layout of these parameters in buckets.
         unit_of: by bucket number, the index of the unit that its parameters belong to.
     """
 
@@ -306,13 +306,13 @@ class BucketAssignment:
 def assign_buckets(
     units: Sequence[Unit], options: ZeroOptions, dtypes: ModuleDtypes, trainable: bool
 ) -> BucketAssignment:
-    """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
+    """Lays out the trainable or the frozen parameters of units; no bucket spans two units.
 
-    Parameters of several dtypes in a unit have buckets of each. Frozen parameters of 8 bits keep
-    their dtype, and those of other dtypes that no optimizer takes are in no bucket.
+    Parameters of several dtypes in a unit get separate buckets for each dtype. Frozen 8-bit
+    parameters keep their dtype; other frozen parameters that no optimizer takes are in no bucket.
 
     Raises:
-        ArgumentError: a trainable parameter is of a dtype that no optimizer takes.
+        ArgumentError: a trainable parameter has a dtype that no optimizer takes.
     """
     named: list[tuple[str, nn.Parameter]] = []
     specs: list[ParamSpec] = []
@@ -325,7 +325,7 @@ def assign_buckets(
                 raise ArgumentError(
                     f"shard: parameter {name}: expected dtype {', '.join(DTYPES)}, got "
                     f"{param.dtype}, which no optimizer steps; freeze it (requires_grad_(False)), "
-                    "and train others beside it, such as adapters"
+                    "and train other parameters, such as adapters"
                 )
             if param.requires_grad == trainable and param.dtype in BUCKET_DTYPES:
                 named.append((name, param))
@@ -343,9 +343,9 @@ def assign_buckets(
 
 
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
-    """Returns the spec of a parameter in its bucket: cast, contiguous, and there even if frozen.
+    """Returns the spec of a parameter in its bucket: cast, contiguous, and present even if frozen.
 
-    It is contiguous so that in checkpoints a shard of a bucket is a shard of the flattened
+    It is contiguous so that, in checkpoints, a shard of a bucket is a shard of the flattened
     parameter.
     """
     shape = tuple(local_of(param).shape)
@@ -364,10 +364,10 @@ def by_optimizer(
 
     Args:
         assignment: the buckets of the trainable parameters.
-        params: parameters in the optimizer's order; frozen ones and repetitions are in no bucket,
-            and padding stands for what is missing.
-        groups: param group of each.
-        names: name of each; "" takes the module's name for it.
+        params: parameters in the optimizer's order. Frozen parameters and repetitions are in no
+            bucket; parameters of a bucket that are missing here become padding.
+        groups: the param group of each parameter.
+        names: the name of each parameter; "" takes its name in the module.
     """
     index_of = {id(param): index for index, param in enumerate(assignment.params)}
     specs: list[ParamSpec] = []

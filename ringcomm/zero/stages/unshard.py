@@ -1,4 +1,4 @@
-"""Unsharding of a unit's parameters at stage 3, when they are needed or ahead of that."""
+"""Unsharding of units' parameters at stage 3, when they are needed or ahead of time."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _flat_of: Callable[[ShardedBucket], torch.Tensor] = attrgetter("flat")
 class Copier(ABC):
     """The base of the classes that fill buckets, if possible while the caller computes."""
 
-    #: True if units are begun together where they are large; see NOTE [Units begun together].
+    #: True if several large units are begun together; see NOTE [Units begun together].
     joins_units = False
 
     @abstractmethod
     def begin(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Starts to fill buckets of one unit, or of several, whose memory was allocated."""
+        """Starts to fill buckets of one or more units; their memory was already allocated."""
 
     @abstractmethod
     def end(self, bucket: ShardedBucket) -> None:
-        """Waits for :meth:`begin`: what the caller does next finds the bucket filled."""
+        """Waits for :meth:`begin`: the caller's next operation finds the bucket filled."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,7 +57,7 @@ class HostCopier(Copier):
             self._pool.submit(int).result()
         except RuntimeError as error:
             # Raised here rather than in a step, where a bucket would wait for a copy for ever.
-            raise no_thread("zero", error, "Stage 3 unshards in one of its own") from error
+            raise no_thread("zero", error, "Stage 3 unshards in a thread of its own") from error
 
     def begin(self, buckets: Sequence[ShardedBucket]) -> None:
         for bucket in buckets:
@@ -132,12 +132,12 @@ class WorldCopier(Copier):
 
 @dataclass(eq=False)
 class _Copies:
-    """The copies of buckets that were begun together.
+    """The copies of buckets that one call of ``begin()`` has started.
 
     Attributes:
-        stream: where they run.
-        done: an event behind them; None: none was recorded.
-        awaited_by: the stream that has waited for them last.
+        stream: the stream on which they run.
+        done: an event after them; None if it was not recorded yet.
+        awaited_by: the stream that waited for them last.
     """
 
     stream: int
@@ -146,12 +146,12 @@ class _Copies:
 
 
 class DeviceCopier(Copier):
-    """A copier that fills buckets by the copy engines, on a stream of its own.
+    """A copier that fills buckets with the device's copy engines, on a side stream.
 
-    Memory is allocated and freed on the caller's stream. The side stream begins behind what that
-    stream had when the memory was allocated, and the caller's stream waits before it uses or frees
-    it, so torch's allocator need not know of the side stream. Where a unit has no more than
-    ``SMALL_BYTES``, all of it is copied by one launch on the caller's stream.
+    Memory is allocated and freed on the caller's stream. The side stream waits for the work that
+    the caller's stream had when the memory was allocated, and the caller's stream waits for the
+    side stream before it uses or frees the memory, so torch's allocator may ignore the side stream.
+    A unit of at most ``SMALL_BYTES`` is copied by one launch on the caller's stream.
     """
 
     joins_units = True
@@ -205,27 +205,28 @@ class DeviceCopier(Copier):
 
 
 class Unsharder:
-    """The buckets of a module's units, unsharded when needed or ahead, and resharded afterwards.
+    """Unshards the buckets of a module's units when needed or ahead, and reshards them afterwards.
 
-    It expects the units in the order in which the last iteration needed them. A wrong guess costs
-    a copy.
+    It expects the units in the order in which the last iteration needed them. A wrong guess costs a
+    copy.
 
     NOTE [Graphs without a hook]
-    A backward unshards a unit again by hooks on the outputs of its module's calls. No hook sees a
-    parameter that is used outside of such a call, as in ``module.encode(x)`` or in ``unsharded()``,
-    nor an output without a tensor that has a graph. The buckets of such parameters stay for as long
-    as a graph refers to them, or until their values change.
+    In backward, hooks on the outputs of a unit's module unshard the unit again. No such hook covers
+    a parameter that is used outside of a call of the module, as in ``module.encode(x)`` or in
+    ``unsharded()``, or an output that contains no tensor with a graph. The buckets of such
+    parameters stay unsharded as long as a graph refers to them, or until their values change.
 
     NOTE [Units begun together]
-    A unit above ``SMALL_BYTES`` is copied on a stream of its own, between two events that are each
-    awaited: four calls of the driver. So further units are begun with it, as long as what is ahead
-    stays within ``AHEAD_BYTES``, and the next ones when less than half of that is ahead.
+    A unit of more than ``SMALL_BYTES`` is copied on a side stream, between two events that are each
+    recorded and awaited: four driver calls. So further units are begun together with it, as long as
+    all units ahead have at most ``AHEAD_BYTES``. The next ones are begun when less than half of
+    this is on its way.
 
     Args:
-        units: with their buckets.
-        comm, options, profile: of the engine.
-        tell_expected: called with the buckets that will be unsharded next, where chunks have to be
-            brought before.
+        units: the units, each with its buckets.
+        comm, options, profile: the engine's.
+        tell_expected: called with the buckets that will be unsharded next, if their chunks have to
+            be read from a disk first.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class Unsharder:
         tell_expected: Callable[[Iterable[ShardedBucket]], None] | None = None,
     ) -> None:
         self._tell_expected = tell_expected
-        # Those that stay from forward to backward, as hooks have it.
+        # The buckets that stay unsharded from forward to backward, as in _UnitHooks.stays.
         self._staying = {
             bucket
             for unit, buckets in units
@@ -245,7 +246,7 @@ class Unsharder:
             if unit.name == "" or stays_after_forward(unit, options)
         }
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
-        # By unit, how many are unsharded ahead of their use while it runs.
+        # By unit, the number of units that are unsharded ahead of their use while this unit runs.
         self._prefetch = {
             id(unit): (options.prefetch if unit.options.prefetch is None else unit.options.prefetch)
             for unit, _ in units
@@ -258,31 +259,31 @@ class Unsharder:
             self._copier = DeviceCopier(comm.engine)
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
-        # By unit, the bytes of those that are begun together.
+        # By unit, the bytes of large units, which are begun together.
         self._large: dict[int, int] = {}
         if self._copier.joins_units:
             sizes = {key: sum(b.size_bytes for b in each) for key, each in self._buckets.items()}
             self._large = {key: size for key, size in sizes.items() if size > SMALL_BYTES}
-        # Dicts for their order: of several errors, the same one is raised each time, and ranks that
-        # unshard together do so alike.
+        # Dicts, since they have an order: of several errors, the same error is raised each time,
+        # and ranks that unshard together use the same order.
         self._coming: dict[ShardedBucket, None] = {}
         self._unsharded: dict[ShardedBucket, None] = {}
         self._pins = 0
-        # Buckets that a forward with gradients has used in unsharded().
+        # Buckets that a forward with gradients has used inside unsharded().
         self._ran: set[ShardedBucket] = set()
-        # See NOTE [Graphs without a hook]; True for those whose views keep their memory.
+        # See NOTE [Graphs without a hook]; True for buckets whose views keep their memory.
         self._unhooked: dict[ShardedBucket, bool] = {}
         # Ranks that unshard together must reshard the same buckets, whatever graphs each rank has.
         self._together = options.params == "world" or options.offload_params is not None
         #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False
-        #: Number of units that run now, one inside another.
+        #: Number of units that are running now, nested in each other.
         self.running = 0
         self._last: list[int] = []
         self._now: list[int] = []
         self._backward_ended = False
         self._told: dict[ShardedBucket, Callable[[], None]] = {}
-        # Buckets that a schedule of a pipeline has asked for; see NOTE [Split backwards].
+        # Buckets that a pipeline schedule has looked up; see NOTE [Split backwards].
         self._for_schedule: set[ShardedBucket] = set()
         # Buckets whose chunks may change before the step; see NOTE [Updates in backward] in
         # ``zero/stages/updates.py``.
@@ -293,7 +294,7 @@ class Unsharder:
                 bucket.asked = ask
 
     def tell(self, bucket: ShardedBucket, settle: Callable[[], None]) -> None:
-        """Has ``settle`` called whenever the bucket has come or gone."""
+        """Has ``settle`` called after each unsharding or resharding of the bucket."""
         self._told[bucket] = settle
 
     def buckets_of(self, unit: Unit) -> tuple[ShardedBucket, ...]:
@@ -303,8 +304,8 @@ class Unsharder:
     def need(self, unit: Unit) -> None:
         """Unshards a unit, and starts to unshard the units that are expected next.
 
-        What a backward has updated already is left out. All gradients of it have come, so that the
-        backward needs it no more, unless it looks a parameter up.
+        Buckets that a backward has updated are left out. All their gradients have come, so that
+        this backward no longer needs them, unless it looks a parameter up.
         """
         key, now = id(unit), self._now
         if not now or now[-1] != key:
@@ -329,14 +330,14 @@ class Unsharder:
         return [bucket for bucket in self._buckets[key] if bucket not in self._closed]
 
     def expect_first(self) -> None:
-        """Tells which buckets the next iteration is expected to unshard first."""
+        """Reports the buckets that the next iteration is expected to unshard first."""
         self._tell(self._now or self._last)
 
     def _tell(self, units: Sequence[int]) -> None:
-        """Tells which buckets will be unsharded next, those of these units."""
+        """Reports that the buckets of these units will be unsharded next."""
         if self._tell_expected is not None:
             buckets = (bucket for key in units for bucket in self._buckets[key])
-            # What is unsharded now is unsharded again, unless it stays.
+            # A bucket that is unsharded now will be unsharded again, unless it stays.
             self._tell_expected(b for b in buckets if not (b.is_unsharded and b in self._staying))
 
     def unshard(self, unit: Unit) -> None:
@@ -347,7 +348,7 @@ class Unsharder:
         """Unshards a bucket; its parameters have values when the call returns.
 
         Raises:
-            ArgumentError: a backward has updated it already.
+            ArgumentError: a backward has updated the bucket already.
         """
         self._unshard([bucket])
 
@@ -359,7 +360,7 @@ class Unsharder:
                 self._end_coming(bucket)
 
     def unshard_for_schedule(self, bucket: ShardedBucket) -> None:
-        """Unshards a bucket, which stays until :meth:`reshard_for_change`."""
+        """Unshards a bucket, and keeps it unsharded until :meth:`reshard_for_change`."""
         self._unshard([bucket])
         self._for_schedule.add(bucket)
 
@@ -369,7 +370,7 @@ class Unsharder:
             bucket.open()
 
     def _start(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Starts to fill what is neither unsharded nor on its way, of the buckets of units."""
+        """Starts to fill the buckets that are neither unsharded nor being filled."""
         begun: list[ShardedBucket] = []
         try:
             for bucket in buckets:
@@ -391,7 +392,7 @@ class Unsharder:
                 self._copier.begin(begun)
 
     def _start_ahead(self, units: Sequence[int], count: int) -> None:
-        """Starts to fill the first ``count`` units, and more; see NOTE [Units begun together]."""
+        """Starts to fill the first ``count`` units, or more; see NOTE [Units begun together]."""
         ahead_bytes = coming_bytes = 0
         missing: list[ShardedBucket] = []
         is_due = False
@@ -435,15 +436,15 @@ class Unsharder:
         """Reshards a bucket in backward, unless a part of a graph still needs its memory."""
         if bucket.is_referred_to:
             return
-        # Else no graph can wait for it: what is neither of these is not awaited.
+        # No graph can wait for any other bucket; see _is_awaited().
         may_wait = bucket in self._unhooked or bucket in self._staying
         if not may_wait or not self._is_awaited(bucket):
             self.reshard(bucket)
 
     def close_bucket(self, bucket: ShardedBucket) -> None:
-        """Unshards a bucket no more until :meth:`reopen`, as ranks are about to change its chunks.
+        """Refuses to unshard a bucket until :meth:`reopen`, as ranks will change its chunks.
 
-        What is unsharded of it stays as it is, for the rest of this backward.
+        If the bucket is unsharded, it stays so with its old values, for the rest of this backward.
 
         Raises:
             ArgumentError: a parameter was written to.
@@ -454,20 +455,20 @@ class Unsharder:
         self._closed.add(bucket)
 
     def reopen(self) -> None:
-        """Called once all ranks have changed the chunks of what was closed."""
+        """Called once all ranks have changed the chunks of the closed buckets."""
         self._closed.clear()
 
     def release(self) -> None:
-        """Called after a backward that made no graph; drops the hold if no graph needs it."""
+        """Called after a backward that made no graph; ends ``held`` if no graph needs a bucket."""
         self.held = self.held and any(bucket.is_in_graph for bucket in self._unsharded)
 
     def keep_for_graph(self, unit: Unit) -> None:
-        """Has a unit stay for graphs that use it without a hook; see the note."""
+        """Keeps a unit unsharded for graphs that use it without a hook; see the class's note."""
         for bucket in self._buckets[id(unit)]:
             self._unhooked.setdefault(bucket, False)
 
     def reshard_all(self) -> None:
-        """Reshards all buckets but those that graphs without a hook need.
+        """Reshards all buckets except those that graphs without a hook need.
 
         Raises:
             ArgumentError: a parameter was written to. The buckets are resharded even so.
@@ -487,9 +488,9 @@ class Unsharder:
         self._reshard_others(set(), viewed)
 
     def _is_awaited(self, bucket: ShardedBucket) -> bool:
-        """Returns whether a graph may need a bucket that no hook unshards."""
+        """True if a graph may need a bucket that no hook would unshard again."""
         if bucket in self._closed:
-            return False  # the values are old
+            return False  # its values are out of date
         unhooked = bucket in self._unhooked
         if not unhooked and (self._together or bucket not in self._staying):
             return False
@@ -498,7 +499,7 @@ class Unsharder:
     def _reshard_others(
         self, kept: Container[ShardedBucket], viewed: Container[ShardedBucket] = ()
     ) -> None:
-        """Reshards all buckets but ``kept``, and leaves the memory of ``viewed`` to their views."""
+        """Reshards all buckets except ``kept``; leaves the memory of ``viewed`` to their views."""
         failed: ArgumentError | DiskError | None = None
         for bucket in [*self._coming, *self._unsharded]:
             try:
@@ -517,7 +518,7 @@ class Unsharder:
         try:
             self._copier.end(bucket)
         except DiskError:
-            # It will not come, on any rank.
+            # The bucket cannot be filled, on any rank.
             self._coming.pop(bucket, None)
             bucket.to_sharded()
             raise
@@ -528,10 +529,10 @@ class Unsharder:
             self._told[bucket]()
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor lies in the memory of an unsharded bucket."""
+        """True if a tensor is in the memory of an unsharded bucket."""
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper):
-            # A DTensor, or what a collective of one has yet to finish: the memory is inside.
+            # A DTensor, or the pending result of a DTensor's collective: the memory is inside.
             inside = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
             return any(self.has(each) for each in inside if isinstance(each, torch.Tensor))
         if not torch._C._has_storage(tensor):
@@ -546,8 +547,8 @@ class Unsharder:
 
     @contextmanager
     def pin(self) -> Iterator[None]:
-        """Keeps buckets from being resharded; the new ones are resharded at the end."""
-        # A forward or backward may be under way, which needs what is unsharded.
+        """Keeps buckets from being resharded; those unsharded inside are resharded at the end."""
+        # A forward or backward may be running that needs the buckets that are unsharded now.
         kept = set(self._unsharded)
         self._pins += 1
         try:
@@ -568,7 +569,7 @@ class Unsharder:
             }
             self._unhooked.update(dict.fromkeys(used, True))
             kept = kept | used
-        # For views in a forward's graph, backward unshards the memory again.
+        # Views in a forward's graph need no memory until backward, which unshards again.
         viewed = {*self._coming, *self._unsharded} - self._ran
         try:
             self._reshard_others(kept, viewed)
@@ -577,10 +578,10 @@ class Unsharder:
                 self._ran.clear()
 
     def is_repeated(self, unit: Unit) -> bool:
-        """Returns whether a call of a unit without the root begins an iteration.
+        """True if a call of a unit, outside of a call of the root, begins an iteration.
 
-        It does after a backward. Otherwise it does when the unit began the current iteration or,
-        without gradients, when the iteration has called the unit before.
+        It does so after a backward. Otherwise it does so when the unit began the current iteration
+        or, without gradients, when the iteration has called the unit before.
         """
         key = id(unit)
         again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now
@@ -592,7 +593,7 @@ class Unsharder:
         self.reshard_all()
 
     def new_iteration(self) -> None:
-        """Begins an iteration, whose units are expected in the order of the one that ends."""
+        """Begins an iteration; its units are expected in the order of the iteration that ends."""
         self._backward_ended = False
         if self._now:
             self._last, self._now = self._now, []
@@ -604,7 +605,7 @@ class Unsharder:
 
 
 def stays_after_forward(unit: Unit, options: ZeroOptions) -> bool:
-    """Returns whether a unit stays unsharded from forward to backward."""
+    """True if a unit stays unsharded from forward to backward."""
     chosen = unit.options.reshard_after_forward
     return not (options.reshard_after_forward if chosen is None else chosen)
 

@@ -1,27 +1,27 @@
 """The updates of buckets while backward runs, with ``AdamWOptions(update="in_backward")``.
 
 NOTE [Updates in backward]
-A bucket is updated right behind the reduction of its gradients, in the communicator's order of
+A bucket is updated right after the reduction of its gradients, in the communicator's order of
 calls, so that no rank keeps a reduced gradient: at stage 2 reduction, update and gathering are one
-pass, and at stage 3 there is one buffer for the gradient of one bucket's chunk. The idea of using a
-gradient as soon as it is there is that of Lv et al., "Full Parameter Fine-tuning for Large Language
+pass, and at stage 3 there is one buffer for the gradient of one bucket's chunk. The idea to use a
+gradient as soon as it has arrived is from Lv et al., "Full Parameter Fine-tuning for Large Language
 Models with Limited Resources" (LOMO), 2023.
 
-It is safe for those who still read the old values. A reduction ends when all ranks have brought
-their gradients, and a rank brings its own only after all nodes that give the bucket's parameters
-gradients have run, and after :meth:`BackwardUpdates.close`. At stage 3 that ends an unsharding
-under way and refuses any other until the step, so that the reduction takes the place of the first
-of the step's two barriers; copies that were unsharded before keep the old values. At stage 2 it
-advances the parameters' versions, so that a node of autograd which has saved one raises, and makes
-whoever computes with one in Python raise; see NOTE [Updated parameters] in
+Code that still reads the old values is safe. A reduction ends when all ranks have contributed their
+gradients, and a rank contributes only after all nodes that give the bucket's parameters gradients
+have run, and after :meth:`BackwardUpdates.close`. At stage 3 ``close`` ends a running unsharding of
+the bucket and refuses any other until the step, so that the reduction replaces the first of the
+step's two barriers; copies that were unsharded before keep the old values. At stage 2 ``close``
+advances the parameters' versions, so that an autograd node that has saved a parameter raises, and
+makes Python code that computes with a parameter raise; see NOTE [Updated parameters] in
 ``zero/stages/resharded.py``.
 
 NOTE [What the ranks agree on]
-Which parameters step is known bucket by bucket. So a small all-reduce before each update has a flag
-for each of its parameters, and the digest of the hyper-parameters, as the step has for all at once.
-A rank that refuses the step, or whose backward raised and whose reductions are made up for, sends
-infinity there: all ranks learn it at the same bucket, update nothing from there on, and raise in
-``optimizer.step()``. If buckets were updated before, the optimizer is partly updated.
+Which parameters take the step becomes known bucket by bucket. So a small all-reduce before each
+update has a flag for each parameter of the bucket, and the digest of the hyper-parameters, as an
+ordinary step has once for all parameters. A rank that refuses the step, or whose backward raised,
+sends infinity as the digest: all ranks see this at the same bucket, update nothing from there on,
+and raise in ``optimizer.step()``. If buckets were updated before, the optimizer is partly updated.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _OPERATION = "optimizer.step"
 class BackwardUpdates:
     """The step of one optimizer that a backward takes, bucket by bucket, on one rank.
 
-    Methods are for the thread that runs backward, apart from :meth:`update`, which runs in the
-    communicator's order of calls. While a call of it may be under way there is no other of them
-    than :meth:`close` and :meth:`abandon`.
+    All methods are for the thread that runs backward, except :meth:`update`, which runs in the
+    communicator's order of calls. While :meth:`update` may be running, only :meth:`close` and
+    :meth:`abandon` may be called.
 
     Args:
         stored: the module's buckets.
         find_owner: returns the optimizer's step, or None if the optimizer is gone.
-        check: called when the step begins; raises if parameters are not where they should be.
+        check: called when the step begins; raises if parameters are not in their slots or buckets.
         unsharder: unshards parameters at stage 3; None at stage 2.
     """
 
@@ -73,20 +73,20 @@ class BackwardUpdates:
         self._find_owner = find_owner
         self._check = check
         self._unsharder = unsharder
-        # From the first backward of a step to its end, what other ranks wait for can be done even
-        # if the optimizer is gone.
+        # Set from the first backward of a step to its end, so that the collectives which other
+        # ranks wait for can be made even if the optimizer is gone.
         self._step: ShardedStep | None = None
         # Numbers of the buckets whose update this step has begun.
         self._closed: set[int] = set()
-        # By bucket and by parameter there, its index in the optimizer; None for one in no group.
+        # By bucket, its parameters' indices in the optimizer; None for a parameter in no group.
         self._indices: list[list[int | None]] = []
         self._frozen: list[int] = []
         self._asked = Asked(_OPERATION)
         self._digest = 0.0
-        # By parameter, whether it takes this step, as far as that is known, and took the last one.
+        # Per parameter, 1.0 if it takes this step, as far as known, and if it took the last step.
         self._active: list[float] = []
         self._last_active: list[float] | None = None
-        # Why this rank, or all ranks, cannot go on; the latter is known at the same bucket on all.
+        # This rank's failure; _all_failed: all ranks failed, which they notice at the same bucket.
         self._failure: Exception | None = None
         self._all_failed = False
         self._counted = False
@@ -118,14 +118,14 @@ class BackwardUpdates:
         return self.under_way and number in self._closed
 
     def begin(self, operation: str, order: Sequence[int]) -> None:
-        """Begins a step: what is decided for all buckets is decided now.
+        """Begins a step, and decides all that holds for every bucket.
 
         Args:
-            operation: named in errors.
+            operation: name of the operation in errors.
             order: the buckets' numbers in the order of the updates.
 
         Raises:
-            ArgumentError: a step is under way, which another backward would add to.
+            ArgumentError: a step is under way, to which another backward would add.
             RingcommError: an earlier step failed halfway.
         """
         if self.changed and self._failure is None:
@@ -151,7 +151,7 @@ class BackwardUpdates:
         owner.offload.begin_step(lambda: self._last_active, order)
 
     def _find_indices(self, owner: ShardedStep) -> None:
-        """Finds the parameters of the buckets in the optimizer, which may have grown."""
+        """Finds the indices of the buckets' parameters in the optimizer, which may have grown."""
         self._active = [0.0] * len(owner.params)
         if self._last_active is not None and len(self._last_active) != len(owner.params):
             self._last_active = None
@@ -165,7 +165,7 @@ class BackwardUpdates:
         comm = self._stored[0].comm
         raise ArgumentError(
             f"{where(operation, comm.rank, comm.world_size)}: gradients come after a backward has "
-            'updated parameters with those that it had (update="in_backward"). Call '
+            'updated parameters with earlier gradients (update="in_backward"). Call '
             "optimizer.step() after each backward, or run all but the last one of a step under "
             "ringcomm.zero.no_sync(module), which adds gradients up; where one backward brings a "
             "parameter's gradient in parts, as reentrant checkpoints of a layer that runs twice "
@@ -173,7 +173,7 @@ class BackwardUpdates:
         )
 
     def abandon(self) -> None:
-        """Called when a backward of this rank has raised, before its reductions are made up for."""
+        """Called when this rank's backward raised, before the rank makes up for its reductions."""
         if self.under_way and len(self._closed) < len(self._stored):
             comm = self._stored[0].comm
             refusal = RingcommError(
@@ -183,17 +183,17 @@ class BackwardUpdates:
             self._asked = Asked(_OPERATION, refusal=self._asked.refusal or refusal)
 
     def close(self, number: int, brought: Sequence[bool]) -> list[float]:
-        """Called before a bucket's gradients go to the other ranks, and may update it there.
+        """Called before a bucket's gradients go to the other ranks, which may update the bucket.
 
         Args:
-            number: of the bucket.
+            number: number of the bucket.
             brought: by parameter of the bucket, whether this rank has a gradient.
 
         Returns:
             By parameter, 1.0 if this rank wants it to take the step.
 
         Raises:
-            ArgumentError: a parameter was written to meanwhile, where that is lost; or the bucket
+            ArgumentError: a parameter was written to, and the change would be lost; or the bucket
                 was updated in this step already.
         """
         if number in self._closed:
@@ -209,7 +209,7 @@ class BackwardUpdates:
             steps = index is not None and (zero or has) and index not in self._frozen
             wanted.append(float(steps))
         if self._asked.refusal is not None:
-            pass  # and so no rank will update it
+            pass  # so no rank will update the bucket
         elif isinstance(stored, ShardedBucket):
             assert self._unsharder is not None
             self._unsharder.close_bucket(stored)
@@ -219,7 +219,7 @@ class BackwardUpdates:
         return wanted
 
     def _mark(self, owner: ShardedStep, number: int) -> None:
-        """Has parameters that may change raise when they are used."""
+        """Makes the parameters that may change raise when they are used."""
         marked = [
             entry
             for entry, index in zip(self._stored[number].params, self._indices[number], strict=True)
@@ -242,16 +242,16 @@ class BackwardUpdates:
     def update(self, number: int, grads: Tensor, wanted: Sequence[float]) -> None:
         """Reduces a bucket's gradients, and updates it; collective.
 
-        Errors are kept for :meth:`end`, since the other ranks go on.
+        Errors are kept for :meth:`end`, since the other ranks continue.
 
         Args:
-            number: of the bucket.
+            number: number of the bucket.
             grads: [bucket elements], in the heap.
-            wanted: what :meth:`close` has returned.
+            wanted: the result of :meth:`close`.
         """
         if self._all_failed:
             return
-        asked = self._asked  # once, since another thread may refuse the step meanwhile
+        asked = self._asked  # read once, since another thread may refuse the step
         try:
             owner = self._owner
             found = self._agree(owner, wanted, asked)
@@ -262,14 +262,14 @@ class BackwardUpdates:
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        # From the next bucket on the others learn it, if they do not know yet.
+        # The other ranks learn of the failure at the next bucket, if they do not know it yet.
         self._asked = Asked(_OPERATION, refusal=self._failure)
 
     def _agree(self, owner: ShardedStep, wanted: Sequence[float], asked: Asked) -> list[float]:
-        """Returns by parameter of a bucket whether it takes the step; collective.
+        """Returns, for each parameter of a bucket, whether it takes the step; collective.
 
         Raises:
-            RingcommError: on all ranks.
+            RingcommError: some rank refuses the step; raised on all ranks.
         """
         comm = owner.setting.comm
         found = list(wanted)
@@ -297,7 +297,7 @@ class BackwardUpdates:
         owner.plan.reduce_update_from(owner.buckets[number], grads)
 
     def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
-        """Advances the steps of parameters, and at the first call of a step the optimizer's."""
+        """Advances parameters' step numbers and, in a step's first call, the optimizer's."""
         table = owner.table
         table.active.copy_(torch.tensor(active, dtype=torch.float64, device="cpu"))
         if self._counted:
@@ -306,24 +306,24 @@ class BackwardUpdates:
         owner.plan.begin(table)
 
     def end_backward(self) -> None:
-        """Called at the end of a backward, when all updates have ended."""
+        """Called at the end of a backward, when all its updates have ended."""
         if self._step is not None:
             self._step.offload.end_step()
 
     # ---- its end --------------------------------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raises what all ranks know to have failed, and ends the step."""
+        """Raises a failure that all ranks know of, and ends the step."""
         failure = self._failure
         if failure is not None and (self._all_failed or self._stored[0].comm.aborted):
             self.reset()
             raise failure
 
     def left(self, some: Sequence[int]) -> list[int]:
-        """Returns the buckets that the step is to update yet.
+        """Returns the numbers of the buckets that the step still has to update.
 
         Args:
-            some: those for which some rank has gradients.
+            some: numbers of the buckets for which some rank has gradients.
         """
         if any(number in self._closed for number in some):
             try:
@@ -336,11 +336,11 @@ class BackwardUpdates:
         return list(some)
 
     def end(self, empty: Sequence[int], brought: Sequence[float]) -> None:
-        """Ends the step, once all updates have; collective.
+        """Ends the step, after all of its updates; collective.
 
         Args:
             empty: parameters without elements, which are in no bucket.
-            brought: by parameter of these, 1.0 where this rank has a gradient.
+            brought: for each of these, 1.0 if this rank has a gradient.
 
         Raises:
             RingcommError: a bucket could not be updated, on this rank or another.
@@ -376,10 +376,10 @@ class BackwardUpdates:
         self._last_active = self._active
 
     def forget(self) -> None:
-        """Called when gradients are to be forgotten.
+        """Called when gradients are about to be dropped.
 
         Raises:
-            ArgumentError: they have updated parameters.
+            ArgumentError: the gradients have updated parameters.
         """
         if not self.under_way:
             return
@@ -393,9 +393,9 @@ class BackwardUpdates:
         self.reset()
 
     def refuse_under_way(self, operation: str) -> None:
-        """Raises ArgumentError while a step is under way; one that has failed ends.
+        """Raises ArgumentError while a step is under way; ends a step that has failed.
 
-        Its optimizer is partly updated, if parameters have changed.
+        The optimizer of a failed step is partly updated, if parameters have changed.
         """
         if self.under_way and self._failure is None and self.changed:
             self._owner.refuse_under_way(operation)
@@ -403,11 +403,11 @@ class BackwardUpdates:
             self.reset()
 
     def reset(self) -> None:
-        """Ends the step on this rank, whether or not it has come to its end."""
+        """Ends the step on this rank, whether or not it is complete."""
         self.end_backward()
         if self._step is not None:
             if self._unsharder is not None:
-                # At stage 2 each update has been counted.
+                # At stage 2, close() has counted each update already.
                 active = zip(self._step.params, self._active, strict=True)
                 self._step.count_change([param for param, steps in active if steps])
             self._step.under_way = False
