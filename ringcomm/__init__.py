@@ -1,8 +1,8 @@
 """Collectives over peer-mapped memory, with the interface of ``torch.distributed``.
 
 ``import ringcomm`` alone loads neither torch nor the native module: every public name is
-loaded at first use. torch itself imports this package while it is being imported (entry
-point group ``torch.backends``), so nothing here may touch torch.
+loaded at first use. torch imports this package during its own import (entry point group
+``torch.backends``), so this file must not use torch. ``comm/`` has the communicators.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _load_native() -> Any:
-    """Serves the first ``from ringcomm import _native``, after which it is in the module."""
+    """Imports the native module at its first use; from then on the import system returns it."""
     try:
         return import_module("ringcomm._native")
     except ImportError as error:

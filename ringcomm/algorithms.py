@@ -1,8 +1,8 @@
-"""The algorithms of collectives, by the names that each operation has for them.
+"""The algorithms of collectives, under the names that each operation uses.
 
-The algorithm that makes each phase of a call in one hop is "one_shot". An all-reduce has two
-phases, a reduce-scatter and an all-gather, so there it is "two_shot". Options that hold for several
-collectives name it "one_shot".
+"one_shot" makes each phase of a call in one hop. An all-reduce has two phases, a reduce-scatter and
+an all-gather, so there the same algorithm is named "two_shot". Options for several collectives name
+it "one_shot".
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ __all__ = ["algorithm_name", "algorithms_of", "spelled"]
 
 
 def algorithms_of(operation: str) -> dict[str, int]:
-    """Returns the code of each algorithm by the name that ``operation`` has for it."""
+    """Returns the code of each algorithm under the name that ``operation`` uses."""
     return _native.ALGORITHMS_OF.get(operation, _native.ALGORITHMS)
 
 
 def algorithm_name(operation: str, code: int) -> str:
-    """Returns the name that ``operation`` has for an algorithm; "" for a code that has none."""
+    """Returns the name that ``operation`` uses for an algorithm; "" if it does not have it."""
     return next((name for name, each in algorithms_of(operation).items() if each == code), "")
 
 
 def spelled(algorithm: str, operation: str) -> str:
-    """Returns the name that ``operation`` has for an algorithm that an option names."""
+    """Converts an algorithm's name in an option to the name that ``operation`` uses."""
     return algorithm_name(operation, _native.ALGORITHMS[algorithm])

@@ -1,7 +1,7 @@
-"""The exceptions of ringcomm, and the one module that words a native fault.
+"""The exceptions of ringcomm, and the texts of errors for native faults.
 
-Every message says the operation, the rank that reports, what was expected, what came and
-what to do.
+Every message has the operation, the reporting rank, what was expected, what was found and what to
+do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RingcommError(RuntimeError):
     """Root of all errors that ringcomm raises.
 
     Attributes:
-        repeats: whether this rank only passes on what another one found, which has the original.
+        repeats: True if this rank only repeats an error that another rank raised itself.
     """
 
     repeats = False
@@ -49,7 +49,7 @@ class MismatchError(RingcommError):
 
 
 class CorruptedError(RingcommError):
-    """A peer's header is damaged: following it would leave that peer's memory."""
+    """A peer's header is damaged: reading the data that it names would leave the peer's memory."""
 
 
 class PeerLost(RingcommError):
@@ -61,7 +61,7 @@ class CollectiveTimeout(RingcommError, TimeoutError):
 
 
 class UnsupportedError(RingcommError, NotImplementedError):
-    """This machine or build cannot do what was asked."""
+    """This machine or build does not support the request."""
 
 
 class AbortedError(RingcommError):
@@ -69,7 +69,7 @@ class AbortedError(RingcommError):
 
 
 class HeapError(RingcommError, MemoryError):
-    """The heap cannot be made, or has no room for the request."""
+    """The heap cannot be made, or has too little free memory for the request."""
 
 
 class RendezvousError(RingcommError):
@@ -77,16 +77,16 @@ class RendezvousError(RingcommError):
 
 
 class CheckpointError(RingcommError):
-    """Saved state is damaged, incomplete, or of another model; what it was for is unchanged."""
+    """Saved state is damaged, incomplete, or of another model; the target is unchanged."""
 
 
 class DiskError(RingcommError):
-    """State on a disk cannot be kept there, or did not come back as it was.
+    """State on a disk cannot be kept there, or was read back changed.
 
     Attributes:
-        path: the folder on the disk, where one is meant.
-        extent: of the scratch file, where the error is of one.
-        offset_bytes: in the scratch file, where the error has an offset.
+        path: the folder on the disk, if the error has one.
+        extent: the extent of the scratch file, if the error has one.
+        offset_bytes: the offset in the scratch file, if the error has one.
     """
 
     path: str | None = None
@@ -95,18 +95,18 @@ class DiskError(RingcommError):
 
 
 class ForkError(RingcommError):
-    """A forked child used something of its parent's, such as a communicator."""
+    """A forked child used an object of its parent, such as a communicator."""
 
 
 def printable(text: str, allowed: str = "\n\t") -> str:
-    """``text`` with nothing in it that a terminal obeys, whoever wrote it."""
+    """Returns ``text`` without control characters, which a terminal would obey."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in allowed else "?" for char in text)
 
 
 def where(operation: str, rank: int, world_size: int) -> str:
-    """The head of every message: which operation, on which rank."""
+    """Returns the head of every message: which operation, on which rank."""
     return f"{operation} on rank {rank} of {world_size}"
 
 
@@ -115,7 +115,7 @@ def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
 
 
 def different_calls(one: str, mine: object, other: str, theirs: object) -> MismatchError:
-    """The error of two ranks that made different calls at the same place in their order."""
+    """Returns the error for two ranks that made different calls at one position in their order."""
     return MismatchError(
         f"the ranks made different calls. {one} called {mine}; {other} called {theirs}. All ranks "
         "must call the same collectives in the same order, with equal sizes, dtypes, ops and roots"
@@ -125,8 +125,8 @@ def different_calls(one: str, mine: object, other: str, theirs: object) -> Misma
 def _corrupt(fault: Mapping[str, Any]) -> CorruptedError:
     return CorruptedError(
         f"the header that {_peer(fault)} published for rank {fault['rank']} is damaged: it points "
-        f"outside of that rank's memory, or cuts the data otherwise than {fault['mine']} does (it "
-        f"reads {fault['theirs']}). Its data were not touched. Look for what else writes into the "
+        f"outside of that rank's memory, or cuts the data differently from {fault['mine']} (it "
+        f"reads {fault['theirs']}). Its data were not touched. Look for other writers to the "
         "memory of that process: a stray pointer, another program, failing memory"
     )
 
@@ -143,10 +143,10 @@ def _refused(fault: Mapping[str, Any]) -> UnsupportedError:
 def _overlap(fault: Mapping[str, Any]) -> ArgumentError:
     return ArgumentError(
         f"rank {fault['rank']} began {fault['mine']} while another call of the communicator was "
-        "under way there: a replay of a graph beside an eager call or beside another replay, on "
-        "another stream. Their data may be mixed. Replay graphs on the stream of the eager calls, "
-        "have one stream wait for the other, or give what runs at the same time another "
-        "communicator"
+        "under way there: a replay of a graph beside an eager call or another replay, on another "
+        "stream. Their data may be mixed. Replay graphs on the stream of the eager calls, make one "
+        "stream wait for the other, or use separate communicators for work that runs at the same "
+        "time"
     )
 
 
@@ -204,11 +204,11 @@ _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
 
 
 def native_missing(package: Path, cause: ImportError) -> ImportError:
-    """The error for a native module that is not built, or not for this Python; says what to do.
+    """Returns the error for a native module that is not built or does not fit this Python.
 
     Args:
         package: the folder of ringcomm's Python files, where the module should be.
-        cause: what Python said.
+        cause: Python's import error.
     """
     version = ".".join(map(str, sys.version_info[:2]))
     built = sorted(path.name for path in package.glob("_native*.so"))
@@ -231,13 +231,13 @@ def native_missing(package: Path, cause: ImportError) -> ImportError:
 
 
 def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:
-    """Turns a native fault record into the exception to raise.
+    """Returns the exception for a native fault record.
 
     Args:
         head: operation and rank of the call that ends, from :func:`where`.
-        fault: ``_native.Comm.fault()``; its ``rank`` is the one where the fault began, which
-            may be a peer. ``hint`` (what this process does that may be the cause), ``story`` (what
-            the awaited rank did last) and ``trace`` (where the records are) may be added.
+        fault: ``_native.Comm.fault()``; its ``rank`` is the rank where the fault began, perhaps a
+            peer. ``hint`` (an action of this process that may be the cause), ``story`` (the awaited
+            rank's last calls) and ``trace`` (the file with the records) may be added.
     """
     told = _BY_KIND[fault["kind"]](fault)
     return type(told)(
@@ -251,9 +251,9 @@ def _seconds(seconds: float) -> str:
 
 
 def waited_for(waited_s: float, awaited: str) -> str:
-    """The words of a wait that lasted as long as the timeout allows: how long, and for what.
+    """Returns how long a wait lasted until its timeout, and what it awaited.
 
-    They are for a sentence that goes on; :func:`timed_out` makes the whole error.
+    The text is a part of a sentence; :func:`timed_out` makes the whole error.
     """
     return f"waited {_seconds(waited_s)}, until its timeout ended, for {awaited}"
 
@@ -267,27 +267,27 @@ def timed_out(
     kind: type[RingcommError] = CollectiveTimeout,
     option: str = "timeout=",
 ) -> RingcommError:
-    """The error of a wait that lasted as long as the timeout allows.
+    """Returns the error for a wait that reached its timeout.
 
     Args:
         waiter: who waited, in which call.
         waited_s: how long, in seconds.
-        awaited: for whom or what.
-        advice: what to do, if not to raise the timeout.
+        awaited: the rank or thing that the wait was for.
+        advice: what to do, apart from raising the timeout.
         kind: class of the error.
-        option: sets the timeout.
+        option: the option that sets the timeout.
     """
     return kind(f"{waiter} {waited_for(waited_s, awaited)}. {advice}, or raise {option}")
 
 
 def look_at(rank: str, *, on_other_node: bool = False) -> str:
-    """The advice of :func:`timed_out` for a wait for one rank."""
+    """Returns the advice of :func:`timed_out` for a wait for one rank."""
     link = ", or the link between the nodes is down" if on_other_node else ""
     return f"It is stopped, late, or never made this call{link}: look at what {rank} does"
 
 
 def not_done(call: str, waited_s: float, state: str = "the call goes on") -> CollectiveTimeout:
-    """The error of ``Work.wait(timeout=...)`` that ended before the call did."""
+    """Returns the error for a ``Work.wait(timeout=...)`` that ended before the call did."""
     return CollectiveTimeout(
         f"{call}: not done after {_seconds(waited_s)} of wait(timeout=...); {state}. Wait again, "
         "or abort the communicator"
@@ -297,7 +297,7 @@ def not_done(call: str, waited_s: float, state: str = "the call goes on") -> Col
 def unusable_error(
     operation: str, rank: int, world_size: int, first: BaseException
 ) -> RingcommError:
-    """The error of every call on a communicator after its first fault."""
+    """Returns the error for every call on a communicator after its first fault."""
     error = AbortedError(
         f"{where(operation, rank, world_size)}: this communicator is unusable since an earlier "
         f"fault. First fault: {type(first).__name__}: {first}"
@@ -307,12 +307,12 @@ def unusable_error(
 
 
 def no_thread(purpose: str, error: BaseException, what_now: str) -> RingcommError:
-    """The error of a thread that did not start.
+    """Returns the error for a thread that did not start.
 
     Args:
-        purpose: what it was for.
-        error: the system's.
-        what_now: what became of the call, and what to do instead.
+        purpose: what the thread was for.
+        error: the system's error.
+        what_now: what happened to the call, and what to do instead.
     """
     return RingcommError(
         f"{purpose}: expected to start a thread, got {error}. {what_now}. For more threads, raise "
@@ -324,7 +324,7 @@ def start_thread(thread: threading.Thread, purpose: str, what_now: str) -> None:
     """Starts ``thread``; see :func:`no_thread`.
 
     Raises:
-        RingcommError: it did not start, and will not.
+        RingcommError: the thread did not start, and never will.
     """
     try:
         thread.start()

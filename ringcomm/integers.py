@@ -1,4 +1,4 @@
-"""Numbers as arguments: what counts as an integer, a list of integers or a real number."""
+"""Checks of number arguments: integers, lists of integers and real numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LEAST, MOST = -(2**63), 2**63 - 1
 def integer(value: Any, *, most: int = MOST, bools: bool = False) -> int | None:
     """Returns the value as an int, or None if it is not an integer of 64 bits.
 
-    Whatever has ``__index__`` is an integer: NumPy's integers, integer tensors of one element, and
-    classes of users. True and False are not, unless ``bools``: ``keep=True`` does not mean 1.
+    Any object with ``__index__`` is an integer: NumPy's integers, integer tensors of one element,
+    and users' classes. True and False are not, unless ``bools`` is set: ``keep=True`` is not 1.
 
     Args:
         value: any object.
-        most: the largest integer that is returned; the least is ``LEAST``.
-        bools: whether True and False, those of NumPy and torch too, are 1 and 0, as a rank may be.
+        most: the largest accepted integer; the least is ``LEAST``.
+        bools: accept True and False, also NumPy's and torch's, as 1 and 0; ranks may be given so.
     """
     number = value if type(value) is int else _index_of(value, bools)
     return number if number is not None and LEAST <= number <= most else None
@@ -33,7 +33,7 @@ def _index_of(value: Any, bools: bool) -> int | None:
     except TypeError:
         return None
     except RuntimeError:
-        # A tensor without data, such as one on the device "meta".
+        # A tensor without data, for example on the device "meta".
         if hasattr(value, "is_meta"):
             return None
         raise
@@ -42,7 +42,7 @@ def _index_of(value: Any, bools: bool) -> int | None:
 def _is_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return True
-    # One element of NumPy or torch.
+    # Zero-dimensional bools of NumPy or torch.
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool") and value.ndim == 0
 
 
@@ -50,9 +50,9 @@ def integers(values: Any, *, bools: bool = False) -> list[int] | None:
     """Returns the integers of an iterable, or None if an element is not an integer of 64 bits.
 
     Args:
-        values: any object; a NumPy array, a range or a tensor of one dimension is as good as a
+        values: any object; a NumPy array, a range or a one-dimensional tensor is as good as a
             list.
-        bools: as of :func:`integer`.
+        bools: as in :func:`integer`.
     """
     if type(values) is not list and not isinstance(values, Iterable):
         return None
@@ -63,7 +63,7 @@ def integers(values: Any, *, bools: bool = False) -> list[int] | None:
             if number is None:
                 return None
             found.append(number)
-    except TypeError:  # of a scalar array or tensor, which is iterable by its type alone
+    except TypeError:  # a scalar array or tensor: its type is iterable, but it is not
         return None
     return found
 
@@ -71,7 +71,7 @@ def integers(values: Any, *, bools: bool = False) -> list[int] | None:
 def real(value: Any) -> float | None:
     """Returns the value as a float, or None if it is neither a real number nor an integer.
 
-    NumPy's numbers count; bool does not.
+    NumPy's numbers are accepted; bools are not.
     """
     if type(value) is float:
         return value

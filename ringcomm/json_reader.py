@@ -1,4 +1,4 @@
-"""JSON and other text from elsewhere, read into checked values."""
+"""Reads JSON and other text from files and peers into checked values."""
 
 from __future__ import annotations
 
@@ -36,38 +36,37 @@ __all__ = [
     "text_of",
 ]
 
-# What ranks post in a store, read as what it is: text that anybody may have written.
-#
-# A store proves nothing: torch's TCPStore asks nobody who he is. So a record is checked field by
-# field, and what it says of memory is checked again in that memory (``_native.Comm.connect``).
+# Records that ranks post in a store. They are untrusted: a store proves nothing, since torch's
+# TCPStore authenticates nobody. So every field of a record is checked, and a statement about memory
+# is checked again in that memory (``_native.Comm.connect``).
 
 T = TypeVar("T")
 
-# The exceptions of code that looks into what may be damaged. RingcommError is a RuntimeError.
+# The exceptions that code may raise when it reads damaged data. RingcommError is a RuntimeError.
 DAMAGE = (
     *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
     MemoryError,
 )
 FORMAT_VERSION = 1
-# A record is some hundred bytes; a topology of many GPUs some hundred thousand.
+# A record has some hundred bytes; a topology of many GPUs some hundred thousand.
 LARGEST_RECORD_BYTES = 4 << 20
 LONGEST_TEXT = 4096
-# What a C++ int and a signed 64-bit integer hold.
+# The largest signed 64-bit integer; below, the largest C++ int.
 LARGEST_NUMBER = 2**63 - 1
 _LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device", "recorder_fd"), 2**31 - 1)
 _LARGEST |= dict.fromkeys(("token", "proof", "recorder_token"), 2**64 - 1)
 
 
 def shown(value: Any) -> str:
-    """A value of unknown size and depth, for a message."""
+    """Returns a value of unknown size and depth, shortened for a message."""
     try:
         return reprlib.repr(value)
-    except (RecursionError, ValueError):  # an integer of too many digits, too
+    except (RecursionError, ValueError):  # ValueError: an integer with too many digits
         return f"a {type(value).__name__} that is too large to show"
 
 
 def in_words(error: BaseException) -> str:
-    """An exception that damage has led to, for a message."""
+    """Describes an exception that damaged data have caused, for a message."""
     return printable(repr(error)[:300])
 
 
@@ -75,28 +74,28 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     """Reads a regular file; never waits for a writer of a pipe.
 
     Raises:
-        OSError: it cannot be opened or read.
-        ValueError: it is no regular file, or is larger than ``most_bytes``; says what it is.
+        OSError: the file cannot be opened or read.
+        ValueError: the path is not a regular file, or larger than ``most_bytes``; says which.
     """
-    # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+    # Without O_NONBLOCK, opening a pipe without a writer would block.
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("no regular file (a pipe must be written to a file first)")
-        # read() allocates the whole size that it gets, so the size is at most that of the file.
+        # read(n) allocates n bytes at once, so n is at most the size of the file plus one.
         content = b"" if status.st_size > most_bytes else file.read(status.st_size + 1)
     if status.st_size > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")
     if len(content) > status.st_size:
-        raise ValueError("more bytes than its size says; it is being written, or no file on a disk")
+        raise ValueError("more bytes than its size says; it is being written, or not on a disk")
     return content
 
 
 def read_json(text: bytes) -> Any:
-    """Parses JSON as its standard has it: no name twice, no NaN, no comments.
+    """Parses strict JSON: no repeated names, no NaN, no comments.
 
     Raises:
-        ValueError: says what is there instead, and where.
+        ValueError: the text is not strict JSON; says what was found, and where.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number)
@@ -122,10 +121,10 @@ def _no_number(text: str) -> None:
 
 
 def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
-    """The fields that ``rank`` posted.
+    """Returns the fields that ``rank`` posted.
 
     Raises:
-        RendezvousError: the text is no record of this version, or says that the rank failed.
+        RendezvousError: the text is not a record of this version, or says that the rank failed.
     """
     record: Any = None
     if len(text) <= LARGEST_RECORD_BYTES:
@@ -150,15 +149,15 @@ def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
 
 
 def number_below(value: Any, limit: int) -> bool:
-    """True if ``value`` is an integer, and no bool, in [0, limit)."""
+    """True if ``value`` is an integer, and not a bool, in [0, limit)."""
     return type(value) is int and 0 <= value < limit
 
 
 def exactly(value: Any, *kinds: type[T]) -> T:
-    """Returns a value whose type is one of ``kinds``, and no subclass.
+    """Returns a value whose type is one of ``kinds``; subclasses do not count.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: the value has another type.
     """
     if type(value) not in kinds:
         raise ValueError(f"expected {kinds[0].__name__}, got {shown(value)}")
@@ -168,13 +167,13 @@ def exactly(value: Any, *kinds: type[T]) -> T:
 def read_fields(
     cls: Any, text: bytes, rank: int, operation: str, hexadecimal: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The values of a dataclass of integers >= 0 and strings, as ``rank`` posted them.
+    """Returns the fields of a dataclass of integers >= 0 and strings, as ``rank`` posted them.
 
     Args:
         cls: the dataclass.
-        text: as posted.
-        rank: who should have posted it.
-        operation: named in errors.
+        text: the posted text.
+        rank: the rank that should have posted it.
+        operation: the name of the operation, for errors.
         hexadecimal: the fields that hold bytes in hexadecimal digits.
 
     Raises:
@@ -212,26 +211,26 @@ def _is_hex(text: str) -> bool:
         return False
 
 
-# JSON of files and peers, read into frozen dataclasses by their annotations.
+# JSON of files and peers, read into frozen dataclasses according to their annotations.
 
 LONGEST_FILE_TEXT = 1 << 16
 _EXPECTED = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
 
 
 def read_object(kind: type[T], data: Any, where: str = "") -> T:
-    """Makes a dataclass of an object as ``json`` has parsed it.
+    """Makes a dataclass from an object that ``json`` has parsed.
 
     Its fields are bools, ints from -1 to 2^64 - 1, floats, strings of printable characters, any of
-    these or None, tuples of them, and dataclasses of all that. A field with a default may be
-    missing, and null where the default is a number.
+    these or None, tuples of them, and dataclasses of all these. A field with a default may be
+    missing; if the default is a number, null is accepted as well.
 
     Args:
         kind: the dataclass.
         data: the object.
-        where: its name in errors; "" for the whole.
+        where: its name in errors; "" for the whole object.
 
     Raises:
-        ValueError: says where something else was expected, and what.
+        ValueError: a value has the wrong type; says where, and what was expected.
     """
     if type(data) is not dict:
         raise _wrong(where, "an object", data)
@@ -289,29 +288,29 @@ def _wrong(where: str, expected: str, got: Any) -> ValueError:
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits (64 bits of SHA-256) that stand for the values."""
+    """Returns 16 hexadecimal digits (64 bits of SHA-256) that identify the values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # Python values as JSON and back, equal in value and type.
 #
-# JSON has no tuples, and no dicts whose keys are not strings. They are written as objects of one
-# member, ``{"$tuple": [...]}`` and ``{"$dict": [[key, value], ...]}``. NaN and infinities are
-# written as Python's ``json`` does.
+# JSON has no tuples, and its keys are strings. So tuples and other dicts are written as objects
+# with one member, ``{"$tuple": [...]}`` and ``{"$dict": [[key, value], ...]}``. NaN and infinities
+# are written as Python's ``json`` writes them.
 
 _SCALARS = (type(None), bool, int, float, str)
 _TUPLE, _DICT = "$tuple", "$dict"
 
 
 def encode(value: object, what: str) -> Any:
-    """Converts ``value`` into what ``json`` can write, with nothing lost.
+    """Converts ``value`` to data that ``json`` can write without loss.
 
     Args:
         value: None, bools, ints, floats, strings, and lists, tuples and dicts of them.
-        what: names it in the error.
+        what: the name of the value in the error.
 
     Raises:
-        UnsupportedError: it holds something else, of a subclass too.
+        UnsupportedError: it holds another type, or a subclass of these types.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -333,10 +332,10 @@ def encode(value: object, what: str) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Undoes :func:`encode`.
+    """Inverse of :func:`encode`.
 
     Raises:
-        ValueError, TypeError: no value was encoded so.
+        ValueError, TypeError: :func:`encode` does not write such data.
     """
     if isinstance(data, list):
         return [decode(each) for each in data]
@@ -354,5 +353,5 @@ def decode(data: Any) -> Any:
 
 
 def text_of(data: Any) -> str:
-    """JSON without blanks; equal data in equal order have equal texts."""
+    """Returns JSON without blanks; equal data in equal order have equal texts."""
     return json.dumps(data, separators=(",", ":"))

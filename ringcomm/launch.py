@@ -1,4 +1,4 @@
-"""Starts ranks as processes of this machine, runs each, and answers for their end."""
+"""Starts ranks as processes of this machine, runs each, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ringcomm.process import available_cores
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # where rank 0 serves the store of this launch
+STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # the port at which rank 0 serves this launch's store
 STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # rank 0 only: the socket, already bound and listening
 POLL_S = 0.05
-SETTLE_S = 0.3  # ranks that fail because of another's end are reaped before blame is laid
+SETTLE_S = 0.3  # collect ranks that fail because of another's end before naming the culprit
 GRACE_S = 3.0
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """``module.run_rank(config)`` on every rank; ``config`` must survive JSON."""
+    """A launch of ``module.run_rank(config)`` on every rank; ``config`` is written as JSON."""
 
     module: str
     config: Mapping[str, object]
@@ -44,14 +44,14 @@ class RankLaunch:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Compute threads per rank so that ranks x threads fill the cores and no more."""
+    """Returns the compute threads per rank with which all ranks together fill the cores."""
     return max(1, available_cores() // ranks)
 
 
 def launch_ranks(start: RankLaunch) -> int:
-    """Starts the ranks and waits for their end, as :func:`run_commands` does; writes no file."""
-    # The socket is bound here and inherited by rank 0, so the port cannot be lost to another
-    # process between choosing and using it.
+    """Starts the ranks and waits for their end, as :func:`run_commands`; writes no file."""
+    # The socket is bound here and inherited by rank 0, so that no other process can take the port
+    # between its choice and its use.
     with socket.create_server(("127.0.0.1", 0), backlog=4 * start.ranks) as listener:
         return run_commands([_command(start, rank, listener) for rank in range(start.ranks)])
 
@@ -59,7 +59,7 @@ def launch_ranks(start: RankLaunch) -> int:
 def rank_variables(
     rank: int, world_size: int, local_rank: int | None = None, local_size: int | None = None
 ) -> dict[str, str]:
-    """A rank in the variables that torchrun sets; all ranks are here by default."""
+    """Returns a rank's torchrun variables; by default all ranks are on this machine."""
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank if local_rank is None else local_rank,
@@ -71,7 +71,7 @@ def rank_variables(
 
 def _command(start: RankLaunch, rank: int, listener: socket.socket) -> RankCommand:
     environment = {
-        # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
+        # All ranks are on this machine: Gloo need not resolve the host's name, which may fail.
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
         **rank_variables(rank, start.ranks),
@@ -89,7 +89,7 @@ def _command(start: RankLaunch, rank: int, listener: socket.socket) -> RankComma
 
 @dataclass(frozen=True)
 class RankCommand:
-    """A process to start, and its name in messages."""
+    """A process to start, and its name for messages."""
 
     name: str
     words: Sequence[str]  # the program and its arguments
@@ -99,10 +99,10 @@ class RankCommand:
 
 @contextmanager
 def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subprocess.Popen[Any]]]:
-    """Starts processes and ends them with the block.
+    """Starts processes, and ends them at the end of the block.
 
-    Ctrl-C reaches this process alone. A rank asks the kernel to end it with this process: see
-    :func:`end_with`. ``how`` is as of ``subprocess.Popen``.
+    Only this process receives Ctrl-C. A rank lets the kernel end it with this process: see
+    :func:`end_with`. ``how`` are arguments of ``subprocess.Popen``.
     """
     processes: list[subprocess.Popen[Any]] = []
     how = {"stdin": subprocess.DEVNULL, "start_new_session": True, **how}
@@ -117,9 +117,9 @@ def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subpro
 
 
 def run_commands(commands: Sequence[RankCommand]) -> int:
-    """Runs ranks to their end: 0, the exit code of one that failed, or 130 after Ctrl-C.
+    """Runs ranks to their end; returns 0, the exit code of a failed rank, or 130 after Ctrl-C.
 
-    When one fails, or on Ctrl-C or SIGTERM, all are ended before this returns.
+    If a rank fails, or on Ctrl-C or SIGTERM, this ends all ranks before it returns.
     """
     with _sigterm():
         try:
@@ -147,7 +147,7 @@ def _supervise(names: Sequence[str], processes: Sequence[subprocess.Popen[Any]])
 
 
 def describe_exit(code: int) -> str:
-    """Words how a failed process ended; the code is negative where a signal ended it."""
+    """Describes how a failed process ended; the code is negative if a signal ended it."""
     if code > 0:
         return f"failed with exit code {code}"
     try:
@@ -157,7 +157,7 @@ def describe_exit(code: int) -> str:
 
 
 def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Leaves no process behind, also when Ctrl-C is pressed again while this runs."""
+    """Ends all processes, even if Ctrl-C is pressed again during this call."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for process in processes:
@@ -176,7 +176,7 @@ def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
 
 @contextmanager
 def _sigterm() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that it too ends the ranks first."""
+    """Treats SIGTERM like Ctrl-C, so that SIGTERM also ends the ranks first."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -188,14 +188,14 @@ def _sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# One rank of a command: started by ``launch.py``, or by torchrun through the command itself.
+# One rank of a command, started by ``launch.py``, or by torchrun through the command itself.
 
 PR_SET_PDEATHSIG = 1
 TIMEOUT = timedelta(minutes=5)
 
 
 def launch_store() -> Store:
-    """The store of ranks that ``launch.py`` started."""
+    """Returns the store of ranks that ``launch.py`` started."""
     from torch.distributed import TCPStore
 
     listen_fd = os.environ.get(STORE_FD_VARIABLE)
@@ -210,11 +210,11 @@ def launch_store() -> Store:
 
 
 def end_with(parent: int) -> None:
-    """Has the kernel end this process when the process ``parent`` ends, however that ends."""
+    """Makes the kernel end this process when the process ``parent`` ends, in whatever way."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the request was in place
+    if os.getppid() != parent:  # the parent ended before the request took effect
         sys.exit(INTERRUPTED)
 
 
@@ -226,17 +226,17 @@ def main() -> int:
     try:
         code: int = importlib.import_module(module).run_rank(json.loads(config))
     except RingcommError as error:
-        # In one write: print() takes two where stderr has no buffer, and ranks share it.
+        # In one write: print() makes two if stderr is unbuffered, and the ranks share stderr.
         sys.stderr.write(f"ringcomm: rank {os.environ['RANK']}: {error}\n")
         return 1
     return code
 
 
 def hide_missing_numpy() -> None:
-    """Hides torch's warning that NumPy is not installed; to be called before torch is imported.
+    """Hides torch's warning that NumPy is not installed; call it before importing torch.
 
-    torch says it in every process that imports it (pytorch issue 125678), and nothing here needs
-    NumPy. A NumPy that is there and does not work is still reported.
+    torch warns in every process that imports it (pytorch issue 125678), but nothing here needs
+    NumPy. A NumPy that is installed but does not work is still reported.
     """
     said = "Failed to initialize NumPy: No module named 'numpy'"
     warnings.filterwarnings("ignore", said, UserWarning)

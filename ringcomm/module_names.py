@@ -1,10 +1,10 @@
-"""Names of modules and their tensors without those of wrappers, and patterns that choose some.
+"""Names of modules and their tensors without wrapper parts, and patterns that select some of them.
 
 NOTE [Names without wrappers]
-``torch.compile()``, activation checkpoints and data parallelism put a module that has no tensors of
-its own between a module and its name. The wrapper may come and go between two runs, so no file and
-no option has its name: a tensor's *unwrapped* name is the one that it has without any wrapper.
-Readers of files accept names with the parts of wrappers, too; see :class:`KnownNames`.
+``torch.compile()``, activation checkpoints and data parallelism wrap a module in another module
+without tensors of its own, which adds a part to the names inside. Wrappers may change from run to
+run, so no file and no option contains their parts: a tensor's *unwrapped* name is its name without
+any wrapper. Readers of files also accept names with wrapper parts; see :class:`KnownNames`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-# How many names a message has at most.
+# The most names that a message lists.
 _NAMED = 5
-# The names under which wrappers keep the module inside: of torch.compile(), of activation
-# checkpoints and of FSDP. No model has modules of these names.
+# The attributes in which wrappers keep the wrapped module: torch.compile(), activation checkpoints
+# and FSDP. No model uses these names.
 _RESERVED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-# The same for data parallelism. A model may have modules of this name.
+# The attribute of data parallelism's wrappers. A model may use this name itself.
 _PARALLEL = "module"
-# How many parts of this name are tried as wrappers', since the number of choices doubles with each.
+# How many "module" parts are tried as wrappers': each doubles the number of combinations.
 _MAX_PARALLEL = 4
 
 
 def wrapped_key(module: nn.Module | None) -> str | None:
-    """Returns the name under which a wrapper has the module inside; None if it is not a wrapper.
+    """Returns the attribute in which a wrapper keeps its module; None if it is not a wrapper.
 
-    A module that has tensors, or other modules, beside the module inside is no wrapper.
+    A module that has tensors, or other modules than the wrapped one, is not a wrapper.
     """
     children = [] if module is None else list(islice(module.named_children(), 2))
     if module is None or len(children) != 1:
@@ -69,7 +69,7 @@ def wrapped_key(module: nn.Module | None) -> str | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Returns the module inside all wrappers, or the module itself."""
+    """Returns the module inside all wrappers; a module without wrappers is returned itself."""
     while wrapped_key(module) is not None:
         module = next(module.children())
     return module
@@ -85,12 +85,12 @@ def unwrapped_name(root: nn.Module, name: str) -> str:
     for index, part in enumerate(parts):
         key = wrapped_key(module)
         if key != part and key is not None and module is not None:
-            # Some wrappers leave themselves out of the names that they give.
+            # Some wrappers omit their own part from the names that they report.
             module = unwrapped(module)
             key = None
         if key is None:
             kept.append(part)
-        # The last part may name a parameter, and looking at one may gather it.
+        # The last part may name a parameter, and reading its attribute may gather it.
         last = index + 1 == len(parts)
         child = None if module is None or last else getattr(module, part, None)
         module = child if isinstance(child, nn.Module) else None
@@ -100,7 +100,7 @@ def unwrapped_name(root: nn.Module, name: str) -> str:
 def named_modules(
     root: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Does ``root.named_modules()`` with unwrapped names; a wrapper has its module's."""
+    """Like ``root.named_modules()``, with unwrapped names; a wrapper has its module's name."""
     for name, module in root.named_modules(remove_duplicate=remove_duplicate):
         yield unwrapped_name(root, name), module
 
@@ -108,16 +108,16 @@ def named_modules(
 def named_parameters(
     root: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Does ``root.named_parameters()`` with unwrapped names."""
+    """Like ``root.named_parameters()``, with unwrapped names."""
     for name, param in root.named_parameters(remove_duplicate=remove_duplicate):
         yield unwrapped_name(root, name), param
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Returns the unwrapped names of a file's tensors, by the names that they have there.
+    """Maps the names of a file's tensors to their unwrapped names.
 
-    No module is known, so that only the parts that no model has are left out. A name that another
-    one would become stays as it is.
+    Without a module only the reserved parts, which no model uses, are removed. A name is kept if
+    its unwrapped form is another tensor's name.
     """
     there = list(names)
     found: dict[str, str] = {}
@@ -130,9 +130,9 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 class KnownNames:
-    """Unwrapped names that are known, found by the names that a file has for them.
+    """A set of known unwrapped names, found by the names in a file.
 
-    A file may be of a run with other wrappers, and have their parts in its names.
+    The file may come from a run with other wrappers, whose parts are in its names.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -157,7 +157,7 @@ class KnownNames:
         return found.removesuffix(end).removesuffix(".")
 
     def find(self, name: str) -> str:
-        """Returns the known name for one of a file, or the file's name if none is known."""
+        """Returns the known name for a file's name, or the file's name if none matches."""
         if name in self._names:
             return name
         parts = [part for part in name.split(".") if part not in _RESERVED]
@@ -174,12 +174,12 @@ class KnownNames:
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that a pattern names, with their names as of ``named_modules()``.
+    """Returns the modules that match a pattern, with their names from ``named_modules()``.
 
     Args:
-        model: the whole.
-        pattern: an unwrapped name, in which a ``*`` stands for any characters of one part. Of a
-            wrapper and the module inside, which have one unwrapped name, the wrapper is found.
+        model: the whole model.
+        pattern: an unwrapped name; a ``*`` matches any characters within one part. A wrapper and
+            its module have the same unwrapped name; then the wrapper is returned.
     """
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -190,34 +190,34 @@ def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Tells whether a pattern names something of this unwrapped name."""
+    """True if a pattern matches this unwrapped name."""
     parts = name.split(".")
     wanted = [part for part in pattern.split(".") if part not in _RESERVED]
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns names for a message: a few, and how many more there are."""
+    """Returns names for a message: the first few, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-# ---- the tensors of a module, against those of a file -------------------------------------------
+# ---- the tensors of a module, compared with those of a file -------------------------------------
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names in which a module and what was loaded into it differ.
+    """Names in which a module differs from the state that was loaded into it.
 
     Attributes:
-        missing_keys: of parameters and persistent buffers that keep the values they had.
-        unexpected_keys: of tensors that the module does not have.
+        missing_keys: parameters and persistent buffers that keep their earlier values.
+        unexpected_keys: loaded tensors that the module does not have.
     """
 
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
 
     def in_words(self, has: str) -> str:
-        """Returns what differs, for an error; ``has`` is "they have", said of what is loaded."""
+        """Describes the difference for an error; ``has`` is "they have", about the loaded state."""
         said = [f"{has} no {some(self.missing_keys)}"] if self.missing_keys else []
         said += [f"the module has no {some(self.unexpected_keys)}"] if self.unexpected_keys else []
         return ", and ".join(said)
@@ -228,8 +228,8 @@ class ModuleNames:
     """The unwrapped names of a module's parameters and persistent buffers.
 
     Attributes:
-        tensors: by first name.
-        first: the first name, by every name.
+        tensors: the tensors, by first name; a tied tensor has several names.
+        first: the first name of a tensor, by each of its names.
         buffers: the first name, by the ``id`` of the module that has the buffer, and its key.
     """
 
@@ -261,12 +261,12 @@ class Chosen:
     """The part of a module that is loaded.
 
     Args:
-        names: of the module.
+        names: the names of the module's tensors.
         only: patterns of modules, parameters and buffers, with everything inside; None for all.
-        operation: named in errors.
+        operation: the name of the operation, for errors.
 
     Raises:
-        ArgumentError: a pattern names nothing.
+        ArgumentError: a pattern matches no name.
     """
 
     def __init__(self, names: Iterable[str], only: Sequence[str] | None, operation: str) -> None:
@@ -287,19 +287,19 @@ class Chosen:
 
 
 def _inside(pattern: str, name: str) -> bool:
-    """Tells whether a pattern names something, or a module around it."""
+    """True if a pattern matches this name, or the name of a module around it."""
     parts = name.split(".")
     return any(matches(pattern, ".".join(parts[:count])) for count in range(1, len(parts) + 1))
 
 
 @dataclass(frozen=True)
 class PartialLoad:
-    """The choice of a checkpoint's tensors for a module that may be another one.
+    """Matches a checkpoint's tensors with those of a module, which may be another model.
 
     Attributes:
-        names: of the module.
+        names: the names of the module.
         chosen: the part that is loaded.
-        strict: refuse a checkpoint that has not all of the part, or more.
+        strict: raise if the checkpoint lacks tensors of the part, or has additional ones.
     """
 
     names: ModuleNames
@@ -309,11 +309,11 @@ class PartialLoad:
     def match(
         self, saved: Collection[str], tied: Mapping[str, str]
     ) -> tuple[dict[str, str], IncompatibleKeys]:
-        """Returns the checkpoint's names by the module's first names, and what differs.
+        """Returns the checkpoint's names by the module's first names, and the differences.
 
         Args:
             saved: the names in the checkpoint.
-            tied: further names there, with the first ones.
+            tied: the first names of tied tensors in the checkpoint, by their other names.
         """
         found: dict[str, str] = {}
         for name, first in self.names.first.items():

@@ -1,6 +1,6 @@
-"""This process: its end, deadlines of its waits, its limits, and the variables it reads.
+"""This process: its end, deadlines of its waits, its limits, and its environment variables.
 
-Control groups limit a process at every level of their hierarchy, so the least limit counts.
+Control groups limit a process at every level of their hierarchy, so the smallest limit counts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def until_exit(destructor: Callable[[T], None]) -> Callable[[T], None]:
     """Makes a ``__del__`` do nothing once the interpreter ends.
 
     By then the interpreter has set globals of modules to None, and a destructor that reads one of
-    them would print ``Exception ignored in``. Communicators and device heaps have been closed
-    before (:func:`multiprocessing.util.Finalize`), and the process gives back everything else.
+    them would print ``Exception ignored in``. Communicators and device heaps were closed earlier
+    (:func:`multiprocessing.util.Finalize`), and the process frees everything else.
     """
-    is_finalizing = sys.is_finalizing  # no global any more
+    is_finalizing = sys.is_finalizing  # a local: the globals may be gone by then
 
     @wraps(destructor)
     def guarded(self: T) -> None:
@@ -51,27 +51,27 @@ def until_exit(destructor: Callable[[T], None]) -> Callable[[T], None]:
     return guarded
 
 
-# ---- Deadlines of waits that poll, which move on while this process does not run ----------------
+# ---- Deadlines of polling waits; time in which this process does not run does not count ----------
 
 
-# A waiter that has not looked at the clock for so long did not run: its process was stopped, or the
-# machine was suspended. kLongestLookNs of protocol/signal.h is the same for native waits.
+# Seconds. A waiter that has not read the clock for this long was not running: its process was
+# stopped, or the machine suspended. kLongestLookNs in protocol/signal.h is the native equivalent.
 LONGEST_LOOK_S = 0.25
 
 
 class Deadline:
-    """The end of a wait that polls.
+    """The deadline of a polling wait.
 
-    Time between two polls that are far apart does not count: the process was stopped, mostly
-    together with its peers.
+    A long time between two polls does not count: the process was stopped, mostly together with
+    its peers.
 
     Args:
         timeout_s: seconds from now on.
-        longest_look_s: the longest time between two looks of a waiter that runs, in seconds.
-            Longer than the default where a look itself blocks, as a connection does.
+        longest_look_s: the longest time between two polls of a running waiter, in seconds. Use
+            more than the default if a poll itself blocks, for example in a connection.
 
     Attributes:
-        timeout_s: as given.
+        timeout_s: the timeout in seconds.
     """
 
     __slots__ = ("_begin_s", "_longest_look_s", "_looked_s", "timeout_s")
@@ -82,7 +82,7 @@ class Deadline:
         self._begin_s = self._looked_s = time.monotonic()
 
     def waited_s(self) -> float:
-        """Returns the seconds that have passed, without those in which this process did not run."""
+        """Returns the seconds that have passed, except those in which this process did not run."""
         now_s = time.monotonic()
         if now_s - self._looked_s > self._longest_look_s:
             self._begin_s += now_s - self._looked_s
@@ -102,7 +102,7 @@ class Deadline:
 
 
 _SELF = Path("/proc/self")
-# Version 1 writes "no limit" as a number of pages near 2^63.
+# Version 1 writes "no limit" as a number near 2^63 bytes.
 _NO_LIMIT = 1 << 62
 
 
@@ -114,8 +114,8 @@ def control_groups(controller: str, process: Path = _SELF) -> list[Path]:
         process: the folder in /proc of the process.
 
     Returns:
-        The folder of its own group and those of the groups around it as far as they are mounted,
-        innermost first, in version 2 and then in version 1.
+        The folder of its own group and those of the enclosing groups, as far as they are mounted,
+        innermost first; first in version 2 and then in version 1.
     """
     try:
         memberships = (process / "cgroup").read_text().splitlines()
@@ -127,10 +127,10 @@ def control_groups(controller: str, process: Path = _SELF) -> list[Path]:
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # cgroup2 is one hierarchy of all controllers; in version 1 each has its own.
+        # cgroup2 is one hierarchy of all controllers; version 1 has one hierarchy per controller.
         points = list(_mount_points(mounts, controller if controllers else ""))
         inside = [each for each in points if Path(group).is_relative_to(each[0])]
-        # A group outside of what is mounted is limited by what is mounted, at least.
+        # A group outside of the mounted groups has at least the limits of the mounted root.
         for root, mounted_at in (inside or points)[:1]:
             folder = mounted_at / (Path(group).relative_to(root) if inside else "")
             around = [each for each in folder.parents if each.is_relative_to(mounted_at)]
@@ -156,7 +156,7 @@ def _unescaped(text: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file of a control group; "" where the group has no such file."""
+    """Returns the text of a control group's file; "" if the group has no such file."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -164,7 +164,7 @@ def _text(path: Path) -> str:
 
 
 def memory_limit_bytes(process: Path = _SELF) -> int | None:
-    """Returns the least memory limit of the process's control groups, or None without one."""
+    """Returns the smallest memory limit of the process's control groups, or None without one."""
     limits = []
     for folder in control_groups("memory", process):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -197,16 +197,16 @@ def free_address_space_bytes() -> int | None:
 
 
 def largest_file_bytes() -> int | None:
-    """Returns RLIMIT_FSIZE (``ulimit -f``), which counts for memory files too, or None."""
+    """Returns RLIMIT_FSIZE (``ulimit -f``), which also limits memory files, or None."""
     limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
 
 
-# ---- The environment variables of ringcomm, and the warning about names that it does not know ---
+# ---- The environment variables of ringcomm, and the warning about unknown names ------------------
 
 
 PREFIX = "RINGCOMM_"
-# docs/reference/environment.md says what each is for.
+# docs/reference/environment.md describes each variable.
 KNOWN = frozenset(
     PREFIX + name
     for name in (
@@ -214,9 +214,9 @@ KNOWN = frozenset(
         *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "NODE_ID", "MASTER_PORT", "THREADS"),
         *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND", "BUILD_BACKEND"),
         "KERNELS",
-        # From the commands to the processes that they start.
+        # Passed from the commands to the processes that they start.
         *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
-        # For the tests.
+        # Used by the tests.
         *("TEST_CASES", "TEST_NODES", "FUZZ", "TSAN", "MODEL_CHECK", "CUDA_COMPILE"),
         *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES"),
     )
@@ -227,12 +227,12 @@ _warned: set[str] = set()
 def warn_of_unknown() -> None:
     """Warns once of each environment variable ``RINGCOMM_*`` that nothing reads.
 
-    The warning names the known variable with the nearest name.
+    The warning names the known variable with the most similar name.
     """
     unknown = {name for name in os.environ if name.startswith(PREFIX)} - KNOWN - _warned
     _warned.update(unknown)
     for name in sorted(unknown):
-        # The common prefix would make all names similar.
+        # Without the prefix, since it would make all names similar.
         endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
         near = get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
         meant = f" Did you mean {endings[near[0]]}?" if near else ""

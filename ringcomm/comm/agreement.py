@@ -1,4 +1,4 @@
-"""Agreement of the ranks: all give the same and succeed, or all of them raise."""
+"""Agreement of ranks: all ranks pass equal data and succeed, or all of them raise."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ringcomm.json_reader import digest_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# A description has some hundred bytes per parameter; a peer that announces more than this is not
-# believed.
+# A description has some hundred bytes per parameter; a peer that announces more than this sends
+# garbage.
 LARGEST_BYTES = 1 << 30
 
 # ---- A few flags of every rank ------------------------------------------------------------------
 
 
 def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
-    """Returns by position whether ``mine`` is true on some rank; collective.
+    """Returns, by position, whether ``mine`` is true on some rank; collective.
 
-    The hosts agree, so that nobody waits for a device.
+    It runs on the host communicator, so that no rank waits for a device.
     """
     if comm.world_size == 1:
         return list(mine)
@@ -46,7 +46,7 @@ def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def _faults_of_host(comm: Communicator) -> Iterator[None]:
-    """Ends ``comm`` when what its ranks do on their hosts inside fails, as a call of its would."""
+    """Ends ``comm``, as its own fault would, if a call on its host communicator fails inside."""
     comm.engine.raise_if_unusable("all_reduce")
     try:
         yield
@@ -54,7 +54,7 @@ def _faults_of_host(comm: Communicator) -> Iterator[None]:
         comm.engine.interrupt()
         raise
     except RingcommError as error:
-        # The fault of the device, if there is one, has ended both.
+        # If the device has a fault, it has ended both communicators.
         comm.engine.raise_if_unusable("all_reduce")
         comm.abort(str(error))
         raise
@@ -64,7 +64,7 @@ def _faults_of_host(comm: Communicator) -> Iterator[None]:
 
 
 class Ranks(Protocol):
-    """The interface of ranks that agree: if one is lost, :meth:`exchange` raises on the others."""
+    """Ranks that can exchange data: if a rank is lost, :meth:`exchange` raises on the others."""
 
     @property
     def rank(self) -> int: ...
@@ -72,7 +72,7 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
     @property
     def name(self) -> str:
-        """This rank, as messages name it."""
+        """This rank's name in messages."""
         ...
 
     def exchange(self, mine: Any) -> list[Any]:
@@ -96,7 +96,7 @@ def gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes
     everyone = torch.empty(comm.world_size * size_bytes, dtype=torch.uint8, device=comm.device)
     comm.all_gather_into_tensor(everyone, padded.to(comm.device))
     comm.engine.finish_host_side()
-    # tolist() rather than numpy(), without which torch also runs. A copy per rank is cheap here.
+    # tolist() works in a torch without NumPy; the copy per rank is small.
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
 
 
@@ -104,7 +104,7 @@ def exchange(comm: Communicator, mine: Any) -> list[Any]:
     """Returns JSON data of every rank, by rank; collective.
 
     Raises:
-        CorruptedError: a rank sent something else; names the rank.
+        CorruptedError: a rank sent something other than JSON data; names the rank.
     """
     text = json.dumps(mine).encode()
     size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
@@ -131,8 +131,8 @@ def read_description(text: bytes, rank: int, operation: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CorruptedError(
-            f"{operation}: what rank {rank} sent is no JSON text ({text[:80]!r}). Do all ranks run "
-            "the same ringcomm?"
+            f"{operation}: rank {rank} sent text that is not JSON ({text[:80]!r}). Do all ranks "
+            "run the same ringcomm?"
         ) from error
 
 
@@ -140,9 +140,9 @@ class ModelRanks:
     """The ranks that train one model together, with JSON data to exchange.
 
     Args:
-        comm: the ranks with the same parts of the model; None for this one alone.
-        mesh: of the parts; None where each rank has the whole. Ranks with the same part follow each
-            other, in the order of their communicator.
+        comm: the ranks with the same parts of the model; None if this rank is the only one.
+        mesh: the mesh of the parts; None if each rank has the whole model. Ranks with the same part
+            are adjacent, in the order of their communicator.
     """
 
     def __init__(self, comm: Communicator | None, mesh: RankMesh | None = None) -> None:
@@ -159,7 +159,7 @@ class ModelRanks:
 
     @property
     def name(self) -> str:
-        """This rank, as messages name it: on a mesh as launchers number ranks."""
+        """This rank's name in messages; on a mesh it is the launcher's number."""
         if self._mesh is None:
             return f"rank {self.rank} of {self.world_size}"
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -177,11 +177,11 @@ class ModelRanks:
 
 
 def ranks_of(comm: Communicator | None, mesh: RankMesh | None) -> ModelRanks | None:
-    """Returns the ranks that train one model together; None for this one alone."""
+    """Returns the ranks that train one model together; None if this rank is the only one."""
     return None if comm is None and mesh is None else ModelRanks(comm, mesh)
 
 
-# ---- All give the same --------------------------------------------------------------------------
+# ---- All ranks have equal data ------------------------------------------------------------------
 
 _SAME_MODEL = "Give all ranks the same parameters, in the same order, and the same options"
 
@@ -194,12 +194,12 @@ def check_agreement(
     Args:
         comm: communicator of the ranks.
         operation: name of the operation, for the error.
-        mine: this rank's data, as of :func:`first_difference`.
+        mine: this rank's data, as described in :func:`first_difference`.
         advice: what to do about a difference.
 
     Raises:
-        MismatchError: the ranks' data differ; raised on every rank, naming rank 0, the lowest rank
-            that differs from it, and the first difference.
+        MismatchError: the ranks' data differ; raised on every rank. It names rank 0, the lowest
+            rank that differs from rank 0, and the first difference.
     """
     digest = bytes.fromhex(digest_of(mine))
     other = first_other(gather_bytes(comm, digest, len(digest)))
@@ -211,15 +211,15 @@ def check_agreement(
 def check_on_mesh(
     comm: Communicator | None, mesh: RankMesh | None, operation: str, mine: Mapping[str, Any]
 ) -> None:
-    """Compares what ranks with different local tensors have in common; collective.
+    """Compares data that ranks with different local tensors must share; collective.
 
     Args:
-        comm: the ranks with the same parts; None for this one alone.
-        mesh: of the parts; None where there are none, and nothing to compare.
-        operation, mine: as of :func:`check_agreement`.
+        comm: the ranks with the same parts; None if this rank is the only one.
+        mesh: the mesh of the parts; None if there is no mesh, so nothing to compare.
+        operation, mine: as in :func:`check_agreement`.
 
     Raises:
-        MismatchError: the ranks' data differ, on every rank.
+        MismatchError: the ranks' data differ; raised on every rank.
     """
     if mesh is None:
         return
@@ -232,7 +232,7 @@ def check_on_mesh(
 
 
 def first_other(values: Sequence[Any]) -> int:
-    """Returns the lowest rank whose value is not rank 0's; 0 where all values are equal."""
+    """Returns the lowest rank whose value differs from rank 0's; 0 if all values are equal."""
     return next((rank for rank, each in enumerate(values) if each != values[0]), 0)
 
 
@@ -245,18 +245,18 @@ def mismatch(
     names: Sequence[str] = (),
     who: str = "the ranks",
 ) -> MismatchError:
-    """The error of ranks that were given different things; names two, and the first difference.
+    """Returns the error for ranks with different data; names two ranks and the first difference.
 
     Args:
         head: the operation and this rank.
-        everyone: what each rank was given, by rank; :func:`first_difference` tells its form.
-        other: a rank that was given something else than rank 0.
+        everyone: the data of each rank, by rank, as described in :func:`first_difference`.
+        other: a rank whose data differ from rank 0's.
         advice: what to do.
-        names: of the ranks; default "rank 0" and so on.
-        who: they are.
+        names: names of the ranks; default "rank 0" and so on.
+        who: a name for all ranks together.
 
     Raises:
-        CorruptedError: a rank sent what is not a description.
+        CorruptedError: the data of a rank are not a description.
     """
     first, second = (names[rank] if names else f"rank {rank}" for rank in (0, other))
     said = difference_in_words(everyone[0], everyone[other], (first, second), head)
@@ -272,13 +272,13 @@ def unequal(
     *,
     kind: type[RingcommError] = MismatchError,
 ) -> RingcommError:
-    """The error of ranks whose values differ, for a caller that has exchanged them itself.
+    """Returns the error for ranks whose values differ; the caller has exchanged the values.
 
     Args:
         head: the operation and this rank.
-        names: of the values of a rank.
+        names: the names of a rank's values.
         rows: the values of each rank, by rank.
-        other: a rank whose values are not rank 0's, such as :func:`first_other` of the rows.
+        other: a rank whose values differ from rank 0's, such as :func:`first_other` of the rows.
         advice: what to do.
         kind: class of the error.
     """
@@ -294,8 +294,8 @@ def difference_in_words(first: Any, other: Any, names: tuple[str, str], operatio
         return _in_words(*first_difference(first, other), names)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptedError(
-            f"{operation}: {names[0]} and {names[1]} differ, and what one of them sent is no "
-            f"description: {error}. Do all ranks run the same ringcomm?"
+            f"{operation}: {names[0]} and {names[1]} differ, and one of them sent data that are "
+            f"not a description: {error}. Do all ranks run the same ringcomm?"
         ) from error
 
 
@@ -304,8 +304,8 @@ def _in_words(label: str, first: Any, other: Any, names: tuple[str, str]) -> str
     return f"{said} and {_short(other)} on {names[1]}"
 
 
-# Sections of a description in the order in which they are compared, and the name of an entry.
-# Parameters come first, since a difference there explains the others.
+# Sections of a description, in the order in which they are compared, and the name of one entry.
+# Parameters come first, since a difference of parameters explains the others.
 _LABELS = {
     "params": "parameter",
     "buckets": "bucket",
@@ -318,8 +318,8 @@ _LABELS = {
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any]:
     """Returns the first difference of two descriptions: its label and both values.
 
-    A description has lists under "groups", of hyper-parameters, and under "modules", a dict under
-    "options", and a layout's description under "layout"; or some of these.
+    A description may have lists under "groups" (hyperparameters) and "modules", a dict under
+    "options", and the description of a layout under "layout".
     """
     sections = [{**each.get("layout", {}), **each} for each in (first, other)]
     for key, label in _LABELS.items():
@@ -349,11 +349,11 @@ def _short(value: Any) -> str:
     return f"{name}({kind} in group {value['group']}{extra})"
 
 
-# ---- All succeed, or none goes on ---------------------------------------------------------------
+# ---- All ranks succeed, or none continues -------------------------------------------------------
 
 
 class RankOutcome(NamedTuple):
-    """How work of all ranks ended on one: the class and text of its exception, or ""."""
+    """How one rank's part of the work ended: the class and text of its exception, or ""."""
 
     name: str
     kind: str
@@ -363,7 +363,7 @@ class RankOutcome(NamedTuple):
 
 @contextmanager
 def _keeping(errors: list[Exception]) -> Iterator[None]:
-    """Keeps an exception, so that the other ranks need not wait for this one to time out."""
+    """Stores an exception instead of raising, so that the other ranks need not time out."""
     try:
         yield
     except Exception as error:
@@ -376,7 +376,7 @@ def outcomes(
     """Returns how work ended on each rank, with JSON data of each rank; collective.
 
     Raises:
-        CorruptedError: a rank sent something else; names the rank.
+        CorruptedError: a rank sent something other than an outcome; names the rank.
     """
     failed = ("", "") if error is None else (type(error).__name__, str(error))
     told = ranks.exchange([ranks.name, *failed, value])
@@ -390,7 +390,7 @@ def outcomes(
 
 @contextmanager
 def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
-    """Checks a load inside the context; at its end all ranks go on, or none; collective.
+    """Checks a load inside the context; at its end all ranks continue, or none; collective.
 
     Yields:
         A list for values that must be equal on all ranks.
@@ -423,18 +423,18 @@ def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
 def all_or_none(
     comm: Communicator | None, operation: str, mesh: RankMesh | None = None
 ) -> Iterator[None]:
-    """Runs work that may fail on one rank alone; at its end all go on, or none; collective.
+    """Runs work that may fail on one rank only; at its end all continue, or none; collective.
 
-    Inside, no rank may wait for another that has failed.
+    Inside, no rank may wait for another rank, which may have failed.
 
     Args:
-        comm: the ranks; None for this one alone.
+        comm: the ranks; None if this rank is the only one.
         operation: name of the operation, for the error.
-        mesh: of ranks that have other parts of the parameters, and go on with these or not.
+        mesh: the mesh whose other ranks have other parts of the parameters; they continue together.
 
     Raises:
         Exception: the exception raised on this rank.
-        RingcommError: another rank's exception, of the same class if that is one of ringcomm's.
+        RingcommError: another rank's exception; of the same class if that is a class of ringcomm.
     """
     errors: list[Exception] = []
     with _keeping(errors):
@@ -450,7 +450,7 @@ def all_or_none(
     told = [] if ranks is None else outcomes(ranks, operation, error)
     if error is not None:
         raise error
-    assert ranks is not None  # else the failure was this rank's
+    assert ranks is not None  # otherwise this rank has failed, and has raised
     kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
     first = next(each for each in told if each.kind)
     failed = kinds.get(first.kind, RingcommError)(

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 
 Device = torch.device | str | int | None
 
-# The messages of the hosts beside a device are small.
+# A host communicator that serves a device communicator sends only small messages.
 _HOST_SEGMENT_BYTES = 4096
 
 
@@ -86,16 +86,16 @@ class Communicator(Collectives, Messages):
 
         Args:
             timeout: how long to wait for peers, here and in every call; default 30 minutes.
-            heap_bytes: capacity of the process's heap, if this is its first use.
-            options: tunables; ``timeout`` wins over theirs.
-            device: None or "cpu" for CPU tensors; "cuda" (the current one of this process),
+            heap_bytes: capacity of the process's heap; used if the process has no heap yet.
+            options: tunables; ``timeout`` overrides ``options.timeout``.
+            device: None or "cpu" for CPU tensors; "cuda" (this process's current GPU),
                 "cuda:1" or a torch.device for tensors of that GPU.
 
         Raises:
             ArgumentError: the variables contradict each other.
-            RendezvousError: a rank is missing; named.
-            UnsupportedError: the ranks run on several nodes, and nothing says where their
-            rendezvous is.
+            RendezvousError: a rank is missing; the error names it.
+            UnsupportedError: the ranks run on several nodes, and no variable names the address of
+                their rendezvous.
             HeapError: no room for the heap.
         """
         options = _options(options, timeout)
@@ -110,7 +110,7 @@ class Communicator(Collectives, Messages):
             device=device,
         )
 
-    # Keywords, most of them optional, as init_process_group() has them: no dataclass.
+    # Not a dataclass: most keywords are optional, and match those of init_process_group().
     @classmethod
     def from_store(  # noqa: PLR0913
         cls,
@@ -131,22 +131,22 @@ class Communicator(Collectives, Messages):
             store: a torch store that all ranks reach (TCPStore, FileStore, HashStore, ...).
             rank: this rank, 0 <= rank < world_size.
             world_size: how many ranks take part.
-            name: tells communicators on one store apart; equal on all ranks.
+            name: distinguishes communicators on one store; equal on all ranks.
             timeout: how long to wait for peers, here and in every call; default 30 minutes.
-            heap_bytes: capacity of the process's heap, if this is its first use.
-            options: tunables, equal on all ranks; ``timeout`` wins over theirs.
+            heap_bytes: capacity of the process's heap; used if the process has no heap yet.
+            options: tunables, equal on all ranks; ``timeout`` overrides ``options.timeout``.
             device: None or "cpu" for CPU tensors; "cuda", "cuda:1" or a torch.device for tensors of
                 that GPU.
-            node_id: names this rank's node, which is else found by mapping memory; None takes
-                RINGCOMM_NODE_ID.
+            node_id: names this rank's node; None: RINGCOMM_NODE_ID. Without a name the ranks find
+                out by mapping each other's memory.
 
         Raises:
             ArgumentError: a bad rank, world size or name.
-            RendezvousError: a rank is missing or failed; named.
+            RendezvousError: a rank is missing or failed; the error names it.
             MismatchError: the ranks disagree on world size or options.
-            UnsupportedError: no transport for the tensors of the device between several nodes; or
-                devices of one node that cannot reach each other.
-            HeapError: no room for the heap or the communicator's region in it.
+            UnsupportedError: no transport between nodes for tensors of the device; or devices of
+                one node cannot reach each other.
+            HeapError: no space for the heap or the communicator's region in it.
         """
         check_name(name)
         ranks = integer(world_size, most=2**31 - 1)
@@ -199,20 +199,20 @@ class Communicator(Collectives, Messages):
 
     @property
     def launches(self) -> bool:
-        """True when calls are launched on a device, and not run by a thread of this process."""
+        """True if calls are launched on a device instead of run by a thread of this process."""
         return self.engine.launches
 
     @property
     def aborted(self) -> bool:
         """True once a fault, :meth:`abort` or :meth:`close` made the communicator unusable here.
 
-        An event on a peer shows in this rank's next call.
+        A fault, abort or close on a peer shows in this rank's next call.
         """
         return self.engine.aborted
 
     @property
     def device(self) -> torch.device:
-        """The device on which the tensors of this communicator's calls lie."""
+        """The device that must hold the tensors of this communicator's calls."""
         return self.engine.device
 
     @property
@@ -230,16 +230,16 @@ class Communicator(Collectives, Messages):
         if not isinstance(self.engine, DeviceCallEngine):
             raise UnsupportedError(
                 f"{where('topology_choice', self._rank, self._world_size)}: expected a "
-                "communicator on devices of one node, whose links decide; the others have no choice"
+                "communicator on devices of one node; for others no topology selects an algorithm"
             )
         return self.engine.device_core.choice
 
     def recording(self) -> Recording:
-        """Returns the last calls of all ranks and whom they wait for, from the flight recorders.
+        """Returns the last calls of all ranks, and for whom they wait, from the flight recorders.
 
         This is local and works at any time before :meth:`close`, also while calls are under way
         and after a fault. The recording is empty with ``CommOptions(records=0)``. On devices it
-        holds what the hosts have seen.
+        only holds what the hosts have seen.
 
         Raises:
             AbortedError: the communicator is closed.
@@ -257,13 +257,13 @@ class Communicator(Collectives, Messages):
     def close(self) -> None:
         """Ends the calls under way, then frees the communicator's memory; may be called repeatedly.
 
-        Calls that move data, asynchronous ones among them, are finished. A call that waits for a
-        peer that does not come, of this or of another thread, ends with AbortedError at once, and
+        Calls that move data, also asynchronous ones, are finished first. A call, of this or of
+        another thread, that waits for a peer that does not come ends with AbortedError at once, and
         so do its peers' calls. Peers need not close at the same time.
 
         Raises:
-            RingcommError: on a device a call failed, and no earlier one has said so. The memory is
-                freed all the same.
+            RingcommError: on a device: a call failed, and no earlier error has reported it. The
+                memory is freed nevertheless.
         """
         self.engine.close()
 
@@ -275,12 +275,12 @@ class Communicator(Collectives, Messages):
 
     @property
     def node(self) -> Communicator:
-        """The communicator of the ranks of this rank's node; where there is one node, this one."""
+        """The communicator of this rank's node; with a single node, this communicator."""
         return self._node or self
 
     @property
     def rail(self) -> tuple[int, ...]:
-        """The ranks with which this one exchanges between nodes, itself included, by node."""
+        """The ranks with which this rank exchanges between nodes, by node, including this rank."""
         return self.node_layout.rail(self.node_layout.local_rank)
 
     @property
@@ -305,8 +305,8 @@ class Communicator(Collectives, Messages):
 
         Args:
             ranks: ranks of this communicator, distinct; order does not matter.
-            name: tells groups of the same ranks apart; equal on all members.
-            timeout: default this communicator's.
+            name: distinguishes groups of the same ranks; equal on all members.
+            timeout: default: this communicator's timeout.
 
         Returns:
             The new communicator, or None on a rank that is not a member.
@@ -332,7 +332,7 @@ class Communicator(Collectives, Messages):
         if self._rank not in members:
             return None
         # The members' ranks are part of the key, so that groups of different ranks that are built
-        # at the same time under the same name have no common rendezvous.
+        # at the same time under the same name have different rendezvous.
         label = name or "group"
         membership = Membership(
             f"{self.name}/{label}:{'.'.join(map(str, members))}",
@@ -358,17 +358,17 @@ class Communicator(Collectives, Messages):
         options: CommOptions,
         device: Device = None,
     ) -> Communicator:
-        """Builds a communicator of some of this one's ranks, whose rendezvous is at another store.
+        """Builds a communicator of some of this one's ranks, whose rendezvous uses another store.
 
-        During the rendezvous each watches the others as this communicator knows them. It may be
-        unusable already.
+        During the rendezvous the members watch each other through this communicator, which may
+        already be unusable.
 
         Args:
-            store: that the members reach.
-            members: ranks of this communicator, this one among them, by rank in the new one.
-            name: as of :meth:`from_store`.
-            options: of the new communicator.
-            device: as of :meth:`from_store`.
+            store: a store that all members reach.
+            members: ranks of this communicator, including this rank, by rank in the new one.
+            name: as in :meth:`from_store`.
+            options: the options of the new communicator.
+            device: as in :meth:`from_store`.
 
         Raises:
             RingcommError: as :meth:`from_store`.
@@ -389,10 +389,10 @@ class Communicator(Collectives, Messages):
         return _build(membership, device)
 
     def on_host(self) -> Communicator:
-        """Returns the communicator of the same ranks for tensors of the CPU; perhaps collective.
+        """Returns the communicator of the same ranks for CPU tensors; the first call is collective.
 
-        That of a device gets one at the first call, with its timeout of then. It ends with this
-        communicator: an abort or a fault of the one ends the calls of the other.
+        A device communicator builds it at the first call, with its current timeout. The two end
+        together: an abort or a fault of either ends the calls of both.
 
         Raises:
             RingcommError: as :meth:`from_store`.
@@ -412,17 +412,17 @@ class Communicator(Collectives, Messages):
         return self._on_host
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Divides the ranks: those of one ``color`` get a communicator of their own.
+        """Divides the ranks: the ranks of each ``color`` get a communicator of their own.
 
         All ranks must call it.
 
         Args:
             color: any integer of 64 bits; None: this rank joins no communicator.
-            key: an integer of 64 bits, which orders the ranks within their colour; ranks with
+            key: an integer of 64 bits, which orders the ranks within their color; ranks with
                 equal keys keep their order.
 
         Returns:
-            The communicator of this rank's colour; None when ``color`` is None.
+            The communicator of this rank's color; None when ``color`` is None.
         """
         checks = self.engine.checks("split")
         color = None if color is None else checks.integer("color", color)
@@ -443,7 +443,7 @@ class Communicator(Collectives, Messages):
         return self._group(checks, members, f"split.{color}", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Copies of what has a communicator, such as a module, share it."""
+        """Returns this communicator, so that a copy of a module shares it with the original."""
         return self
 
     def __enter__(self) -> Communicator:
@@ -456,28 +456,28 @@ class Communicator(Collectives, Messages):
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            # Peers may wait for a call that this rank will not make any more.
+            # Peers may wait for a call that this rank will never make.
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
 
-# The communicators of this process; in a forked child also its parent's.
+# The communicators of this process; in a forked child also those of its parent.
 _communicators: WeakSet[Communicator] = WeakSet()
 
 
 def live_at(identity: int) -> Communicator | None:
-    """Returns the communicator of this process with an ``id()``, or None."""
+    """Returns the communicator of this process whose ``id()`` is ``identity``, or None."""
     while True:
         try:
             found = (each for each in _communicators if id(each) == identity)
             communicator = next(found, None)
-        except RuntimeError:  # another thread built a communicator meanwhile
+        except RuntimeError:  # another thread has built a communicator during the loop
             continue
         return communicator if communicator is not None and communicator.engine in live else None
 
 
 def _build(membership: Membership, device: Device, heap_bytes: int | None = None) -> Communicator:
-    """Builds a communicator on a device as :meth:`Communicator.from_store` takes it."""
+    """Builds a communicator on ``device``, which is as in :meth:`Communicator.from_store`."""
     index = find_device(device, f"communicator {membership.name!r}")
     if index is None:
         return _build_on_host(membership, heap_bytes)
@@ -489,7 +489,7 @@ def _build_on_host(membership: Membership, heap_bytes: int | None = None) -> Com
     if isinstance(met, OneNode):
         engine = HostEngine(met.core, membership.after_rendezvous(met.heaps, met.processes))
         return Communicator(engine, HostMessages(engine, met.core), _one_node(membership))
-    if membership.options.kernels == "triton":  # on all ranks, which have compared it
+    if membership.options.kernels == "triton":  # on all ranks: they have compared their options
         raise UnsupportedError(f"{met.spec.operation}: {TRITON_IS_OF_NODES}")
     membership = replace(membership, processes=met.spec.lookout.processes)
     built = build(membership, met, heap_bytes, _build_on_host)
@@ -507,8 +507,8 @@ def _build_on_device(
     engine = rendezvous_on_device(membership, device, heap_bytes, DeviceCallEngine)
     if engine is not None:
         return Communicator(engine, DeviceMessages(engine), _one_node(membership))
-    # The ranks do not name one machine or node. Which of them are of one node is found on the host;
-    # the devices of each node then prove their links, or say why they cannot be reached.
+    # The ranks did not name one common machine or node. The host finds out which ranks share a
+    # node; the devices of each node then check their links, or raise with the reason.
     met = hold_rendezvous(replace(membership, name=f"{membership.name}.nodes"), None)
     if isinstance(met, OneNode):
         met.core.close()

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 # ---- The default communicator and sub-groups, under the names of ``torch.distributed`` ----------
 # A process has one default communicator, which :func:`init_process_group` makes. A rank thread of a
-# ``LocalWorld`` has its own. Groups are communicators. Ranks in these functions are global, which
-# means ranks of the default communicator.
+# ``LocalWorld`` has its own. Groups are communicators. Ranks in these functions are global: they
+# are ranks of the default communicator.
 
 
 class _NonMember:
@@ -48,7 +48,7 @@ class _NonMember:
 
 
 class GroupMember:
-    """The holder of the value that :func:`new_group` returns on ranks that are not members."""
+    """Holds the value that :func:`new_group` returns on ranks that are not members."""
 
     NON_GROUP_MEMBER = _NonMember()
 
@@ -77,7 +77,7 @@ def thread_default(communicator: Communicator) -> Iterator[None]:
 
 
 def default_communicator(operation: str) -> Communicator:
-    """Returns the communicator that ``group=None`` means; raises when there is none."""
+    """Returns the communicator for ``group=None``; raises if there is none."""
     communicator = _thread.communicator or _process or _of_torchs_default()
     if communicator is None:
         raise RingcommError(
@@ -89,16 +89,16 @@ def default_communicator(operation: str) -> Communicator:
 
 
 def default_places() -> tuple[object, dict[str, Any]]:
-    """Returns where the native module finds the defaults of :func:`default_communicator`.
+    """Returns the places at which the native module reads :func:`default_communicator`.
 
-    A thread's is the attribute ``communicator`` of the first, the process's is named ``_process``
-    in the second.
+    The default of a thread is the attribute ``communicator`` of the first value; the default of
+    the process has the key ``_process`` in the second.
     """
     return _thread, globals()
 
 
 def _of_torchs_default() -> Communicator | None:
-    """Returns the communicator of the default group of ``torch.distributed``, if it has one."""
+    """Returns the communicator of the default group of ``torch.distributed``, or None."""
     return communicator_behind(dist.group.WORLD) if dist.is_initialized() else None
 
 
@@ -106,18 +106,18 @@ _finders: list[Callable[[ProcessGroup], Communicator | None]] = []
 
 
 def find_behind_by(finder: Callable[[ProcessGroup], Communicator | None]) -> None:
-    """Has a function look for the communicator of process groups of torch's own class.
+    """Sets the function that finds the communicator of a process group of torch's own class.
 
-    The package that makes such groups over communicators knows where theirs are.
+    The package that makes such groups over communicators registers it.
     """
     if finder not in _finders:
         _finders.append(finder)
 
 
 def communicator_behind(group: Any) -> Communicator | None:
-    """Returns the host's communicator of a process group of torch, or None.
+    """Returns the host communicator of a process group of torch, or None.
 
-    None: neither the group is of ringcomm nor one of its backends.
+    None: neither the group nor any of its backends is ringcomm's.
     """
     found = getattr(group, "communicator", None)
     if isinstance(found, Communicator):
@@ -134,9 +134,9 @@ def _torchs_default_in_words() -> str:
 
 
 def communicator_of(group: Any, operation: str) -> Communicator:
-    """Returns the communicator behind the ``group`` argument of a module-level function.
+    """Returns the communicator for the ``group`` argument of a module-level function.
 
-    Of a process group of the backend, or a mesh of one dimension, it is that of the host.
+    For a process group of the backend, or a one-dimensional mesh, that is its host communicator.
 
     Raises:
         ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.
@@ -146,7 +146,7 @@ def communicator_of(group: Any, operation: str) -> Communicator:
         return _thread.communicator or default_communicator(operation)
     if isinstance(group, Communicator):
         return group
-    # What new_group() of torch, or of ringcomm, returns on ranks outside of the group.
+    # new_group(), torch's and ringcomm's, returns this on ranks outside of the group.
     of_torch = type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER
     if of_torch or isinstance(group, _NonMember):
         rank = dist.get_rank() if of_torch else default_communicator(operation).rank
@@ -204,10 +204,10 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
     """Makes the default communicator of this process.
 
     Args:
-        backend: None or "ringcomm"; "cuda:ringcomm" without ``device_id`` means this process's
+        backend: None or "ringcomm"; "cuda:ringcomm" without ``device_id`` selects this process's
             current GPU.
-        init_method: "env://", "tcp://HOST:PORT" or "file:///PATH"; None reads what the launcher
-            set (torchrun, MPICH, Open MPI, Slurm), unless ``store`` is given.
+        init_method: "env://", "tcp://HOST:PORT" or "file:///PATH"; None reads the variables that
+            the launcher set (torchrun, MPICH, Open MPI, Slurm), unless ``store`` is given.
         timeout: how long to wait for peers, here and in every call; default 30 minutes.
         world_size: with ``store`` or ``init_method``: how many ranks.
         rank: with ``store`` or ``init_method``: this rank.
@@ -218,8 +218,8 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
             torch.device.
 
     Raises:
-        ArgumentError: contradictory or unusable arguments, or there is a default group already.
-        UnsupportedError: this process has no GPU; says why.
+        ArgumentError: contradictory or unusable arguments, or a default group already exists.
+        UnsupportedError: this process has no GPU; the error says why.
         RingcommError: as :meth:`Communicator.from_store`.
     """
     global _process
@@ -330,10 +330,10 @@ def new_group(
 
     Args:
         ranks: global ranks; None means all.
-        timeout: default that of the default group.
+        timeout: default: the timeout of the default group.
         backend: None or "ringcomm".
         pg_options: None.
-        use_local_synchronization: has no effect, as only members ever take part.
+        use_local_synchronization: has no effect, since only members ever take part.
         group_desc: part of the group's name.
         device_id: None or the device of the default group.
 
@@ -415,7 +415,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
 
 
 def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
-    """Turns a global rank into one of ``communicator``; the message names both worlds."""
+    """Converts a global rank to a rank of ``communicator``; the error names both worlds."""
     ranks = communicator.ranks
     number = integer(global_rank, bools=True)
     if number not in ranks:
@@ -428,8 +428,8 @@ def group_rank(communicator: Communicator, global_rank: Any, operation: str, nam
 
 # ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
 # (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
-# torch has no ``algorithm`` and ``kernels``, so these are keyword-only. Argument checks and errors
-# are those of the :class:`Communicator` method of the same name.
+# torch has no ``algorithm`` and ``kernels``, so these are keyword-only. Arguments are checked as by
+# the :class:`Communicator` method of the same name, with the same errors.
 
 Tensor = torch.Tensor
 
@@ -441,7 +441,7 @@ def root_of(
     global_rank: int | None,
     rank_in_group: int | None,
 ) -> int:
-    """Returns the group rank that ``src``/``group_src`` or ``dst``/``group_dst`` name.
+    """Returns the group rank that ``src`` or ``group_src`` (``dst`` or ``group_dst``) names.
 
     Raises:
         ArgumentError: both or none are given, or the global rank is not in the group.
@@ -647,7 +647,7 @@ def barrier(
 ) -> Work | None:
     """See :meth:`Communicator.barrier`.
 
-    ``device_ids`` is None, or a list of the one device that the group is on.
+    ``device_ids`` is None, or a list with the device of the group.
     """
     communicator = communicator_of(group, "barrier")
     index = communicator.device.index
@@ -667,7 +667,7 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """See :meth:`Communicator.send`; ``dst`` is a global rank, ``group_dst`` one of ``group``."""
+    """See :meth:`Communicator.send`; ``dst`` is a global rank, ``group_dst`` a group rank."""
     communicator = communicator_of(group, "send")
     communicator.send(tensor, root_of(communicator, "send", "dst", dst, group_dst), tag)
 
@@ -679,7 +679,7 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """See :meth:`Communicator.isend`; ``dst`` is a global rank, ``group_dst`` one of ``group``."""
+    """See :meth:`Communicator.isend`; ``dst`` is a global rank, ``group_dst`` a group rank."""
     communicator = communicator_of(group, "isend")
     return communicator.isend(tensor, root_of(communicator, "isend", "dst", dst, group_dst), tag)
 
@@ -699,10 +699,10 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """See :meth:`Communicator.recv`; without ``src`` and ``group_src`` from any rank.
+    """See :meth:`Communicator.recv`; without ``src`` and ``group_src`` it accepts any rank.
 
     Returns:
-        The global rank that sent.
+        The global rank of the sender.
     """
     communicator = communicator_of(group, "recv")
     sender = communicator.recv(tensor, _source(communicator, "recv", src, group_src), tag)
@@ -716,7 +716,7 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """See :meth:`Communicator.irecv`; without ``src`` and ``group_src`` from any rank."""
+    """See :meth:`Communicator.irecv`; without ``src`` and ``group_src`` it accepts any rank."""
     communicator = communicator_of(group, "irecv")
     return communicator.irecv(tensor, _source(communicator, "irecv", src, group_src), tag)
 
@@ -726,14 +726,14 @@ class P2POp:
 
     Args:
         op: :func:`isend` or :func:`irecv` of this package.
-        tensor: sent or received into.
+        tensor: the tensor to send or to receive into.
         peer: global rank of the peer.
-        group: the group; None means the default one.
+        group: the group; None: the default group.
         tag: the message's tag.
         group_peer: rank of the peer in ``group``, instead of ``peer``.
 
     Raises:
-        ArgumentError: ``op`` is something else.
+        ArgumentError: ``op`` is another function.
     """
 
     def __init__(
@@ -779,14 +779,14 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Posts all operations, in any order on the peers, and returns their Works in this order.
+    """Posts all operations; their order may differ between ranks. Returns the Works in this order.
 
-    On devices the messages of a communicator with one tag are one launch, in which none waits for
-    another. Further messages each way with the same rank follow in further launches.
+    On devices the messages of a communicator with one tag run in one launch, where none waits for
+    another. A second message to, or from, the same rank runs in a second launch, and so on.
 
     Raises:
-        ArgumentError: the list is empty or holds something else than P2POp, or one of them has a
-            bad argument. No message between devices was sent then.
+        ArgumentError: the list is empty or holds something other than P2POp, or an entry has a
+            bad argument. Then no message between devices was sent.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):

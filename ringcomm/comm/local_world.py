@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and calls of all of them from one thread."""
+"""Ranks that are threads of one process, and calls of all of them from one thread."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def make_call(
     """Makes a checked call of ``communicator``.
 
     Args:
-        communicator: on a device.
+        communicator: a communicator on a device.
         name: all_reduce, reduce_scatter_tensor or all_gather_into_tensor.
         arguments: tensors, and the op of a reduction.
-        algorithm: as the call takes it.
+        algorithm: as in the call.
 
     Raises:
         ArgumentError: bad argument; a tensor that is not contiguous, which would need a copy after
             the launch; or the algorithm "copy_engine".
     """
     if algorithm == "copy_engine":
-        # Its copies have to wait for the other ranks' launches, which come later here.
+        # Its copies must wait for the other ranks' launches, which here come later.
         communicator.engine.checks(name).fail(
-            'algorithm: expected any but "copy_engine" for all ranks from one thread; run the '
-            "ranks as threads (LocalWorld.run) for that one"
+            'algorithm: expected any but "copy_engine" for all ranks from one thread; for it run '
+            "the ranks as threads (LocalWorld.run)"
         )
     makers: dict[str, Callable[..., Call]] = {
         "all_reduce": communicator._all_reduce_call,
@@ -74,12 +74,11 @@ def make_call(
 def launch_calls(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:
     """Launches one checked call of every rank, from one thread and on its current streams.
 
-    There is one launch for each device. This serves graphs, which one thread captures, timing, and
-    tests.
+    There is one launch per device. It serves timing, tests, and graphs, which one thread captures.
 
     Args:
         communicators: the ranks of a world, all on devices of this process.
-        calls: of the same ranks, whose tensors need no copies.
+        calls: the calls of the same ranks; their tensors must need no copies.
 
     Raises:
         ArgumentError: the ranks' calls cannot share a launch.
@@ -120,17 +119,17 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
 
 @cache
 def _settle_vector_math() -> None:
-    """Makes oneMKL choose its vector functions, before ranks call them at the same time.
+    """Makes oneMKL choose its vector functions before ranks call them at the same time.
 
-    It chooses at the first call of a process. Of first calls at the same time some run functions of
-    low accuracy, whose results are off by some 1e-4 of their size (pytorch/pytorch issue 188792).
+    It chooses at the first call in a process. If several threads make first calls at once, some run
+    functions with relative errors of about 1e-4 (pytorch/pytorch issue 188792).
     """
     torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# Seconds between two looks at the asynchronous calls of a rank that has returned.
+# Seconds between two polls of the asynchronous calls of a rank that has returned.
 BUSY_POLL_S = 0.02
 _ONE_DEVICE = (str, int, torch.device, type(None))
 
@@ -140,7 +139,7 @@ class LocalWorld(Sequence[Communicator]):
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         self._communicators = tuple(communicators)
-        # The native ends whose calls one launch carries, if that is all of them.
+        # The native call objects if one launch carries the calls of all ranks; else empty.
         self._one_launch = _calls_of_one_device(self._communicators)
         _settle_vector_math()
 
@@ -178,15 +177,15 @@ class LocalWorld(Sequence[Communicator]):
 
         In ``fn`` the module-level functions (``ringcomm.all_reduce`` and so on) use that thread's
         communicator. On a device each rank has a stream of its own, ordered after the caller's
-        earlier work and before its later work. When a rank has returned or raised, the calls of
-        other ranks that wait for it, in this world or in a group of its ranks, end with PeerLost.
+        earlier work and before its later work. When a rank has returned or raised, calls of other
+        ranks that wait for it, in this world or in a group of its ranks, raise PeerLost.
         When a rank has raised, the communicators are aborted at the end.
 
         Returns:
             The results by rank.
 
         Raises:
-            BaseException: the first error of a rank that is not a consequence of another rank's.
+            BaseException: the first error of a rank that does not follow from another rank's error.
         """
         turns = [communicator.engine.rank_context() for communicator in self]
         calls = [
@@ -198,7 +197,7 @@ class LocalWorld(Sequence[Communicator]):
 
         def leave(rank: int, error: BaseException) -> None:
             raised[rank] = error
-            # Kernels that wait are told by an abort alone; so is a thread that Ctrl-C is to end.
+            # Only an abort reaches a waiting kernel, or a thread that must end after Ctrl-C.
             if self[rank].launches or isinstance(error, KeyboardInterrupt):
                 self._abort(rank, error)
 
@@ -221,12 +220,12 @@ class LocalWorld(Sequence[Communicator]):
         which may be captured in a graph; on the host each rank gets a thread.
 
         Args:
-            tensors: of each rank, contiguous.
+            tensors: by rank, contiguous.
             op: as in the communicator's method.
             algorithm: as in the communicator's method.
 
         Raises:
-            ArgumentError: bad argument of a rank, or tensors that differ; no rank was disturbed.
+            ArgumentError: a rank's bad argument, or tensors that differ; no rank was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         ends = self._one_launch
@@ -279,7 +278,7 @@ class LocalWorld(Sequence[Communicator]):
         launch_calls(list(self), calls)
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
-        """Refuses tensors that differ between ranks, as the mismatch would end the world."""
+        """Raises for tensors that differ between ranks; in the call they would end the world."""
         for by_rank in zip(*arguments, strict=True):
             if not all(isinstance(each, Tensor) for each in by_rank):
                 continue
@@ -323,7 +322,7 @@ class LocalWorld(Sequence[Communicator]):
 
 
 def _calls_of_one_device(communicators: Sequence[Communicator]) -> list[_native.DeviceCalls]:
-    """Returns the native calls of the ranks; none unless all are on one device."""
+    """Returns the native calls of the ranks; [] unless all ranks are on one device."""
     engines = [each.engine for each in communicators]
     on_device = [each for each in engines if isinstance(each, DeviceCallEngine)]
     if len(on_device) < len(engines) or len({each.device_ref[1] for each in on_device}) > 1:
@@ -346,17 +345,17 @@ def _bind(fn: Callable[[], T], communicator: Communicator, turn: RankContext) ->
 
 
 def _distance(error: BaseException) -> int:
-    """Returns an error's distance from the cause: peers may raise errors before its thread does."""
+    """Ranks an error by its distance from the cause: a peer may raise before the culprit does."""
     if isinstance(error, AbortedError):
-        return 2  # woken by the abort
+        return 2  # raised because of the abort
     return 1 if isinstance(error, RingcommError) and error.repeats else 0
 
 
 class _Leaving:
-    """Tells the ranks of a run which ranks make no more calls.
+    """Informs the ranks of a run which ranks make no more calls.
 
     Args:
-        store: at which the world has met, and the groups of its ranks.
+        store: the store through which the world and the groups of its ranks were built.
     """
 
     def __init__(self, store: Store) -> None:
@@ -364,11 +363,11 @@ class _Leaving:
         self._left: set[int] = set()
 
     def note(self, rank: int, raised: bool) -> bool:
-        """Tells the others that a rank has left; False while calls of it are under way.
+        """Informs the others that a rank has left; returns False while its calls are under way.
 
         Args:
-            rank: which has returned or raised.
-            raised: its calls under way do not matter.
+            rank: the rank that has returned or raised.
+            raised: True if it raised; then its calls under way do not matter.
         """
         engines = engines_at(self._store)
         if not raised and any(each.is_busy() for each in engines if _outermost(each) == rank):
@@ -386,7 +385,7 @@ class _Leaving:
                 engine.set_peer_left(ranks.index(rank), left)
 
     def end(self) -> None:
-        """Takes everything back: the next run has all ranks."""
+        """Marks all ranks as present again, for the next run."""
         for rank in self._left:
             self._tell(rank, False)
 
@@ -397,7 +396,7 @@ def _outermost(engine: CallEngine) -> int:
 
 
 def _stays(rank: int, raised: bool) -> bool:
-    """Notes nothing of a rank that has ended."""
+    """A default for ``note_end`` that does nothing."""
     return True
 
 
@@ -406,12 +405,12 @@ def _run_threads(
     on_error: Callable[[int, BaseException], None],
     note_end: Callable[[int, bool], bool] = _stays,
 ) -> list[T]:
-    """Runs the ranks' calls on threads of their own.
+    """Runs the ranks' calls, each on a thread of its own.
 
     Args:
         calls: by rank.
-        on_error: called with a rank and what its call raised.
-        note_end: called with a rank that has ended, and whether it raised; False: call it again.
+        on_error: called with a rank and the exception that its call raised.
+        note_end: called with an ended rank, and whether it raised; on False called again later.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -452,7 +451,7 @@ def _run_threads(
 
 
 def _await_all(ended: SimpleQueue[int], ranks: int, note_end: Callable[[int], bool]) -> None:
-    """Waits for the end of all ranks, and notes each end at once."""
+    """Waits for the end of all ranks; reports each end to ``note_end`` as it happens."""
     unnoted: list[int] = []
     for _ in range(ranks):
         while True:
@@ -489,19 +488,17 @@ def local_world(
     Args:
         n: number of ranks.
         timeout: how long a call waits for its peers; default 30 minutes.
-        heap_bytes: capacity of the process's heap, if this is its first use.
-        options: tunables; ``timeout`` wins over theirs.
-        device: None for CPU tensors; one device for all ranks, or one for each. Ranks that share a
-            device (at most 8) run in one launch, so each call waits on the host until all of them
-            have made it.
-
-        nodes: the ranks of each node, in the order of the ranks: the threads then do as if they
-            were on as many machines, which talk over the loopback interface. None: on one.
-
+        heap_bytes: capacity of the process's heap; used if the process has no heap yet.
+        options: tunables; ``timeout`` overrides ``options.timeout``.
+        device: None for CPU tensors; one device for all ranks, or one for each rank. Ranks that
+            share a device (at most 8) run in one launch, so each call waits on the host until all
+            of them have made it.
+        nodes: the number of ranks of each node, in the order of the ranks: the threads then behave
+            as if on that many machines, connected by the loopback interface. None: one node.
     Raises:
         ArgumentError: ``n`` is not a positive integer, or there are not ``n`` devices, or ``nodes``
             does not add up to ``n``.
-        HeapError: no room for the heap or the communicators' regions in it.
+        HeapError: no space for the heap or the communicators' regions in it.
         RingcommError: a rank's thread cannot be started.
     """
     ranks = integer(n, most=2**31 - 1)
@@ -531,7 +528,7 @@ def local_world(
         )
 
     def leave(rank: int, error: BaseException) -> None:
-        # A rank whose build failed has already told the others, and nobody reads this then.
+        # A rank whose build failed has already informed the others; this covers all other errors.
         lookout = Lookout(tuple(range(n)), {})
         Rendezvous(RendezvousSpec(store, "local", rank, n, Deadline(0.0), lookout)).fail(error)
 

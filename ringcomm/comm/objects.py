@@ -1,8 +1,8 @@
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
-Objects travel as data (:func:`pack`), and no code can arrive. torch pickles them, and unpickling
-runs code that the sender chose. ``CommOptions(objects="pickle")`` does the same, and every rank
-must ask for it.
+Objects travel as data (:func:`pack`), so no code can arrive. torch pickles objects, and unpickling
+runs code that the sender chose. ``CommOptions(objects="pickle")`` does the same, and must be set on
+every rank.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = [
 
 # ---- Python values as bytes and back, in a format that can name no code: JSON and raw bytes -----
 # A message is ``RCP1``, the length of the JSON text (8 bytes, little endian), the text, and the
-# bytes that it refers to. None, bools, strings, integers of 64 bits and finite floats stand for
-# themselves; everything else is a list that begins with a tag::
+# bytes to which the text refers. None, bools, strings, integers of 64 bits and finite floats are
+# written as JSON values; every other value is a list that begins with a tag::
 #
 #     ["l", ...] ["t", ...] ["s", ...] ["z", ...]   list, tuple, set, frozenset
 #     ["d", [key, value], ...]                      dict; "o": OrderedDict, "n": Counter
@@ -60,10 +60,10 @@ __all__ = [
 #     ["i", "hexadecimal"] ["f", "nan"] ["c", re, im]   int, float, complex
 #     ["b", offset, size] ["a", offset, size]       bytes, bytearray
 #
-# and those of torch and NumPy below.
+# and the tags for torch and NumPy below.
 
 
-# The leaves that belong to torch and NumPy::
+# The tags for values of torch and NumPy::
 #
 #     ["T", dtype, shape, offset, size]             torch.Tensor; "G": one that requires grad
 #     ["P", dtype, shape, offset, size]             torch.nn.Parameter; "Q": one that is frozen
@@ -84,16 +84,16 @@ _NUMPY_KINDS = frozenset(
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 _END = 2**63
-# NumPy's limit, and that of torch's operators.
+# The limit of NumPy and of torch's operators.
 _MOST_DIMS = 64
 
 Keep = Callable[[bytes | bytearray], list[int]]
 
 
 class NotData(Exception):
-    """The error for a value that cannot be sent as data.
+    """Raised for a value that cannot be sent as data.
 
-    ``path`` grows on the way out of the containers, innermost first.
+    ``path`` leads to the value; each container adds its step, the innermost first.
     """
 
     def __init__(self, reason: str) -> None:
@@ -102,10 +102,10 @@ class NotData(Exception):
 
 
 def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
-    """Returns the list that stands for a value of torch or NumPy; None for any other value.
+    """Returns the list that encodes a value of torch or NumPy; None for any other value.
 
     Raises:
-        NotData: ``value`` is one of these but cannot be sent; says what to send instead.
+        NotData: ``value`` comes from torch or NumPy but cannot be sent; says what to send instead.
     """
     kind = type(value)
     if kind is torch.Size:
@@ -116,7 +116,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
         return ["v", value.type, value.index]
     if isinstance(value, torch.Tensor):
         return _tensor_leaf(value, keep)
-    # Without NumPy in sys.modules, no value can be one of NumPy's.
+    # Unless NumPy is in sys.modules, no value can be NumPy's.
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
@@ -149,7 +149,7 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
         raw = bytearray(value.numel() * value.element_size())
         if raw:
             dense = value.detach().resolve_conj().resolve_neg().contiguous()
-            if dense.dtype is torch.bool:  # memory that nobody wrote has other bytes than 0 and 1
+            if dense.dtype is torch.bool:  # uninitialized memory may have bytes other than 0 and 1
                 dense = dense.view(torch.uint8).ne(0)
             torch.frombuffer(raw, dtype=torch.uint8).copy_(dense.view(-1).view(torch.uint8))
     except RecursionError:
@@ -161,7 +161,7 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
 
 
 def _why_not(value: torch.Tensor) -> str:
-    """Returns why the tensor's bytes cannot be sent, and what to do; empty when they can."""
+    """Returns why the tensor's bytes cannot be sent, and what to do; "" if they can be sent."""
     if value.is_nested:
         return "is nested: send value.unbind()"
     if value.is_quantized:
@@ -180,7 +180,7 @@ def _why_not(value: torch.Tensor) -> str:
 
 
 def value_of(tag: str, rest: list[Any], raw: Callable[[Any, Any], memoryview]) -> Any:
-    """Returns the value that :func:`leaf_of` turned into ``[tag, *rest]``.
+    """Returns the value that :func:`leaf_of` encoded as ``[tag, *rest]``.
 
     Raises:
         ValueError: :func:`leaf_of` makes no such list.
@@ -220,7 +220,7 @@ def _exactly(rest: list[Any], count: int) -> list[Any]:
 
 
 def _shape(dims: Any, itemsize: int) -> list[int]:
-    """Checks a shape, so that all sizes that torch or NumPy compute from it fit into 64 bits."""
+    """Checks a shape: all sizes that torch or NumPy compute from it must fit into 64 bits."""
     if type(dims) is not list or len(dims) > _MOST_DIMS:
         raise ValueError(f"expected a shape of at most {_MOST_DIMS} sizes")
     if any(type(dim) is not int or not 0 <= dim < _END for dim in dims):
@@ -249,7 +249,7 @@ def _device(kind: Any, index: Any) -> torch.device:
 def _check_bytes(data: bytearray, size_bytes: int, is_bool: bool) -> None:
     if len(data) != size_bytes:
         raise ValueError(f"expected {size_bytes} bytes for that shape, got {len(data)}")
-    # A bool of any other byte would be neither true nor false.
+    # A bool with any other byte would be neither true nor false.
     if is_bool and data.count(0) + data.count(1) != len(data):
         raise ValueError("expected bools of 0 and 1")
 
@@ -275,7 +275,7 @@ def _from_numpy(tag: str, name: Any, dims: Any, data: bytearray) -> Any:
 MAGIC = b"RCP1"
 _LENGTH_BYTES = 8
 DEEPEST = 100
-# A dict is two lists deep, and a leaf at most three.
+# A dict adds two levels of lists, a leaf at most three.
 _DEEPEST_TEXT = 2 * (DEEPEST + 1) + 3
 _LONGEST_PATH = 200
 _LONGEST_REASON = 300
@@ -325,7 +325,7 @@ class _Packer:
         try:
             for each in value:
                 kind = type(each)
-                # Lists may hold millions of these, so they cost no call.
+                # Inline, since lists may hold millions of these values.
                 if (
                     kind is str
                     or (kind is int and -_SMALL_INT <= each < _SMALL_INT)
@@ -393,8 +393,8 @@ def pack(value: Any, operation: str) -> bytearray:
     """Returns the bytes of ``value``.
 
     Raises:
-        UnsupportedError: ``value`` holds something that is not data; says where and what.
-        RingcommError: this rank has no memory or stack left for it.
+        UnsupportedError: ``value`` holds something that is not data; says where and what it is.
+        RingcommError: this rank has no memory or stack left to pack it.
     """
     packer = _Packer()
     try:
@@ -423,25 +423,25 @@ def _no_room(operation: str, what: str, error: BaseException) -> RingcommError:
 class _Unpacker:
     def __init__(self, blob: memoryview) -> None:
         self._blob = blob
-        self._read = 0  # bytes of it
+        self._read = 0  # bytes of the blob read so far
 
     def _raw(self, at: Any, size: Any) -> memoryview:
         if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
-            raise ValueError("an entry is two sizes")
-        # Entries follow each other, as pack() writes them, so that none is copied twice.
+            raise ValueError("expected an entry of two sizes")
+        # Entries are contiguous and in order, as pack() writes them, so that none is copied twice.
         if at != self._read or at + size > len(self._blob):
-            raise ValueError("an entry lies behind the end, or not behind the one before")
+            raise ValueError("an entry is past the end, or not directly after the previous entry")
         self._read = at + size
         return self._blob[at : at + size]
 
     def value(self, data: Any, depth: int = 0) -> Any:
-        """Returns the value of a part of the text; :meth:`_node` handles the parts with a tag."""
+        """Decodes a part of the text; :meth:`_node` decodes lists, which begin with a tag."""
         return self._node(data, depth) if type(data) is list else data
 
     def _node(self, data: list[Any], depth: int) -> Any:
         tag, rest = data[0] if data else None, data[1:]
         if type(tag) is not str:
-            raise ValueError("a list begins with a tag")
+            raise ValueError("expected a list that begins with a tag")
         if tag in _MAKERS or tag == "D":
             if depth > DEEPEST:
                 raise ValueError(f"nested deeper than {DEEPEST}")
@@ -489,7 +489,7 @@ def _junk(found: Any) -> float:
 
 
 def _too_deep(text: str) -> bool:
-    """True when the text is nested deeper than any that :func:`pack` writes."""
+    """True when the text is nested deeper than any text that :func:`pack` writes."""
     depth = 0
     for mark in re.finditer(r'"(?:[^"\\]|\\.)*"|\[|\]', text):
         depth += {"[": 1, "]": -1}.get(mark.group(), 0)
@@ -502,24 +502,24 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_junk, object_pairs_hook=_junk)
     except RecursionError:
-        # The sender is not to blame if this rank's stack was nearly full.
+        # The sender is not to blame if only this rank's stack was nearly full.
         if _too_deep(text):
             raise ValueError(f"nested deeper than {DEEPEST}") from None
         raise
 
 
 def unpack(raw: memoryview, operation: str, sender: int) -> Any:
-    """Returns the value that :func:`pack` turned into ``raw``.
+    """Returns the value that :func:`pack` encoded as ``raw``.
 
     Raises:
         CorruptedError: :func:`pack` does not write such bytes; names the sender.
         UnsupportedError: the value needs NumPy, which is not installed here.
-        RingcommError: this rank has no memory or stack left for it.
+        RingcommError: this rank has no memory or stack left to unpack it.
     """
     head = len(MAGIC) + _LENGTH_BYTES
     try:
         if bytes(raw[: len(MAGIC)]) != MAGIC or len(raw) < head:
-            raise ValueError("it does not begin with the mark")
+            raise ValueError("it does not begin with RCP1")
         end = head + int.from_bytes(raw[len(MAGIC) : head], "little")
         if end > len(raw):
             raise ValueError("it is cut off")
@@ -527,26 +527,26 @@ def unpack(raw: memoryview, operation: str, sender: int) -> Any:
     except (MemoryError, RecursionError) as error:
         raise _no_room(operation, f"unpack the object of rank {sender}", error) from error
     except UnsupportedError as error:
-        raise UnsupportedError(f"{operation}: what rank {sender} sent: {error}") from None
+        raise UnsupportedError(f"{operation}: the object of rank {sender}: {error}") from None
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
         raise CorruptedError(
-            f"{operation}: what rank {sender} sent is no object in the form of data: "
+            f"{operation}: the bytes of rank {sender} are not an object in the form of data: "
             f"{str(error)[:_LONGEST_REASON]}. Do all "
             "ranks run the same ringcomm, with the same CommOptions.objects?"
         ) from error
 
 
-# A rank whose object cannot be sent tells its peers a negative size instead. Every rank then
-# receives the reason and raises, too.
+# If a rank's object cannot be sent, the rank announces a negative size. Then every rank receives
+# the reason and raises as well.
 
 PICKLE_MAGIC = b"RCK1"
 LONGEST_REFUSAL = 2000
 
 
 class Parcel:
-    """The bytes of an object, and a tensor over them that needs no numpy.
+    """The bytes of an object, and a tensor over them that does not need NumPy.
 
-    With a ``refusal`` the bytes are the text that says why the object cannot be sent.
+    With a ``refusal`` the bytes are the text of the reason why the object cannot be sent.
     """
 
     __slots__ = ("raw", "refusal", "tensor")
@@ -562,7 +562,7 @@ class Parcel:
 
     @property
     def told_size(self) -> int:
-        """The size that the other ranks are told; negative for a refusal."""
+        """The size that this rank announces to the others; negative for a refusal."""
         return -len(self.raw) if self.refusal else len(self.raw)
 
 
@@ -579,14 +579,14 @@ def check_list(called: str, name: str, target: Any, count: int, each: str = "one
 
 
 class Codec:
-    """The conversion and exchange of one call's objects.
+    """Converts and exchanges the objects of one call.
 
     ``where`` names the call and the rank in errors.
     """
 
     def __init__(self, communicator: Communicator, operation: str) -> None:
         self.where = where(operation, communicator.rank, communicator.world_size)
-        # The tensors that hold the bytes are made before a call.
+        # Admits the call now, before it makes the tensors that hold the bytes.
         communicator.engine.admit(operation, ())
         self._communicator = communicator
         self._pickles = communicator.options.objects == "pickle"
@@ -594,7 +594,7 @@ class Codec:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Makes faults of the collectives that move the objects name the call of the user."""
+        """Makes faults of the collectives that move the objects name the user's call."""
         try:
             yield
         except RingcommError as error:
@@ -602,7 +602,7 @@ class Codec:
             raise
 
     def pack(self, obj: Any) -> Parcel:
-        """Returns the object as bytes, or the refusal that every rank is to hear of."""
+        """Returns the object as bytes, or the refusal, which every rank will receive."""
         try:
             raw = self._pickled(obj) if self._pickles else pack(obj, self.where)
             if len(raw) > self._largest:
@@ -619,7 +619,7 @@ class Codec:
     def _pickled(self, obj: Any) -> bytearray:
         try:
             return bytearray(PICKLE_MAGIC + pickle.dumps(obj))
-        except Exception as error:  # whatever the object's own methods raise
+        except Exception as error:  # anything that the object's own methods raise
             raise UnsupportedError(
                 f"{self.where}: a {type(obj).__qualname__} cannot be pickled: "
                 f"{type(error).__name__}: {error}"
@@ -653,12 +653,12 @@ class Codec:
                 f"{self.where}: no memory for the object of {size_bytes} bytes that rank {sender} "
                 "announced. Send less at a time, or lower CommOptions.largest_object_bytes"
             )
-        # The other ranks go on to exchange objects, and must not wait for this one.
+        # The other ranks continue to exchange objects, and must not wait for this rank.
         self._communicator.abort(str(error))
         raise error
 
     def sizes_of_all(self, parcel: Parcel) -> list[int]:
-        """Returns the size of each rank's parcel; raises on all ranks when one has a refusal."""
+        """Returns the size of each rank's parcel; raises on all ranks if any has a refusal."""
         communicator = self._communicator
         told = torch.empty(communicator.world_size, dtype=torch.int64, device="cpu")
         mine = torch.tensor([parcel.told_size], dtype=torch.int64, device="cpu")
@@ -697,8 +697,8 @@ class Codec:
         if mine.refusal:
             raise mine.refusal
         error = UnsupportedError(
-            f"{self.where}: rank {rank} has an object that cannot travel, so no rank's did. It "
-            f"says: {first.raw.decode('utf-8', 'replace')}"
+            f"{self.where}: rank {rank} has an object that cannot travel, so no rank's did. The "
+            f"reason: {first.raw.decode('utf-8', 'replace')}"
         )
         error.repeats = True
         raise error
@@ -758,7 +758,7 @@ def gather_object(
         check_list(codec.where, "object_gather_list", object_gather_list, communicator.world_size)
     parcel = codec.pack(obj)
     sizes = codec.sizes_of_all(parcel)
-    # An exchange instead of a gather, since the objects differ in size.
+    # An all-to-all instead of a gather, since the objects differ in size.
     sent = _to_one(communicator, root, parcel)
     arriving = [size if is_root and rank != root else 0 for rank, size in enumerate(sizes)]
     rooms = codec.exchange(sent, arriving)
@@ -768,7 +768,7 @@ def gather_object(
 
 
 def _to_one(communicator: Communicator, root: int, parcel: Parcel) -> list[Parcel]:
-    """Returns the parcels to send by rank: ``parcel`` to ``root``, unless that is this rank."""
+    """Returns the parcels to send, by rank: ``parcel`` for ``root``, nothing for the others."""
     return [
         parcel if rank == root != communicator.rank else NOTHING
         for rank in range(communicator.world_size)
@@ -786,13 +786,13 @@ def broadcast_object_list(
 
     Args:
         object_list: on all ranks a list of the same length.
-        src: global rank that has the objects.
-        group: the group; None means the default one.
+        src: global rank of the sender.
+        group: the group; None: the default group.
         device: None or a CPU device.
-        group_src: rank in ``group``, instead of ``src``.
+        group_src: rank of the sender in ``group``, instead of ``src``.
 
     Raises:
-        ArgumentError: the list's length differs from that on ``src``.
+        ArgumentError: the list's length differs from the length on ``src``.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     communicator = communicator_of(group, "broadcast_object_list")
@@ -828,14 +828,14 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> None:
-    """Puts entry r of ``scatter_object_input_list`` of ``src`` (default 0) into rank r's output.
+    """Copies entry r of ``scatter_object_input_list`` of ``src`` (default 0) to rank r's output.
 
     Args:
         scatter_object_output_list: a non-empty list; its first entry is replaced.
         scatter_object_input_list: on ``src`` a list of world_size objects; elsewhere ignored.
-        src: global rank that has the objects.
-        group: the group; None means the default one.
-        group_src: rank in ``group``, instead of ``src``.
+        src: global rank of the sender.
+        group: the group; None: the default group.
+        group_src: rank of the sender in ``group``, instead of ``src``.
 
     Raises:
         ArgumentError: a list has the wrong length.
@@ -861,7 +861,7 @@ def scatter_object_list(
         )
         packed = [codec.pack(obj) for obj in scatter_object_input_list or []]
     sizes = codec.sizes_of_root(packed, communicator.world_size, root)
-    # An exchange instead of a scatter, since the objects differ in size.
+    # An all-to-all instead of a scatter, since the objects differ in size.
     mine = [0] * communicator.world_size
     sent = [each if rank != root else NOTHING for rank, each in enumerate(packed)]
     if not is_root:

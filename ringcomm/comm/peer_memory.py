@@ -1,4 +1,4 @@
-"""Peer memory: tensors of the heap as every rank maps them, read without the peers' help."""
+"""Peer memory: heap tensors of all ranks, mapped in this process and read one-sidedly."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Tensor = torch.Tensor
 
 
 class _Mapped(Protocol):
-    """A peer's heap, of the host or of a device."""
+    """A peer's heap on the host or on a device, as mapped in this process."""
 
     base_ptr: int
 
 
-# Maps a mapped heap, an address and a size in bytes to a tensor of bytes.
+# Returns a uint8 tensor over a range of a mapped heap: (heap, address, size in bytes).
 _View = Callable[[_Mapped, int, int], Tensor]
 
 
@@ -34,18 +34,18 @@ _SIZES = ("number of rows", "size in bytes", "size of an element in bytes")
 
 
 def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Tensor, ...]:
-    """Returns the tensors that all ranks passed, by rank, as mapped here; collective.
+    """Returns every rank's ``tensor``, by rank, as mapped in this process; collective.
 
     Reads are one-sided: the ranks must agree by other means, such as ``comm.barrier()``, when no
-    rank writes. The views keep the peers' heaps mapped, but not the peers' tensors alive.
+    rank writes. The views keep the peers' heaps mapped, but do not keep the peers' tensors alive.
 
     Args:
         comm: the ranks.
-        tensor: in the heap, contiguous; of equal shape and dtype on all ranks.
-        operation: named in errors.
+        tensor: contiguous, in the heap; of equal shape and dtype on all ranks.
+        operation: the name of the operation, for errors.
 
     Returns:
-        Tensors like ``tensor``; this rank's is ``tensor`` itself.
+        Tensors like ``tensor``; this rank's entry is ``tensor`` itself.
 
     Raises:
         MismatchError: the ranks' tensors differ in their number of rows, size or dtype.
@@ -73,10 +73,10 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
 
 
 def heap_bases(comm: Communicator) -> tuple[int, ...]:
-    """Returns by rank where the ranks' heaps begin, as mapped here.
+    """Returns, by rank, the addresses at which this process has mapped the ranks' heaps.
 
-    What lies at an offset in a peer's heap is read at that offset from its base, for as long as
-    the communicator lives; as for :func:`peer_tensors` the ranks must agree on when.
+    Data at an offset in a peer's heap can be read at that offset from its base while the
+    communicator lives; as for :func:`peer_tensors` the ranks must agree when to read.
 
     Args:
         comm: ranks of one node, on the host or on devices.
@@ -85,7 +85,7 @@ def heap_bases(comm: Communicator) -> tuple[int, ...]:
 
 
 def is_in_heap(comm: Communicator, tensor: Tensor) -> bool:
-    """True if peers can read the tensor where it lies."""
+    """True if peers can read the tensor in place."""
     engine = comm.engine
     heap = engine.device_core.heap if isinstance(engine, DeviceCallEngine) else process_heap()
     return is_contiguous(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
@@ -105,7 +105,7 @@ def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:
 
 def _on_host(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:
     memory = (ctypes.c_uint8 * size_bytes).from_address(ptr)
-    # The tensor holds the array, and the array the mapping.
+    # The tensor keeps the array alive, and the array the mapping.
     memory.heap = heap  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -114,16 +114,16 @@ def _on_host(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:
 def lent_to_peers(
     comm: Communicator, tensor: Tensor, operation: str
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Gives the tensors that all ranks passed, by rank, to be read within the block; collective.
+    """Yields every rank's ``tensor``, by rank, readable within the block; collective.
 
-    The block ends when all ranks have come to its end: only then may what was lent be written to,
-    or its memory be used again.
+    The block ends once all ranks have reached its end: only then may a rank write to its tensor or
+    reuse its memory.
 
     Args:
         comm: ranks on the host, all of one node.
         tensor: of equal shape and dtype on all ranks, with at least one dimension, in any memory;
-            not to be written to within the block.
-        operation: named in errors.
+            no rank may write to it within the block.
+        operation: the name of the operation, for errors.
 
     Raises:
         MismatchError: the ranks' tensors differ in their number of rows or their size.

@@ -370,7 +370,7 @@ _INSTEAD = {
     "DTensor": "its local tensor, tensor.to_local()",
     "NestedTensor": "tensor.values() and tensor.offsets(), each in a call of its own",
     "MaskedTensor": "tensor.get_data() and tensor.get_mask(), each in a call of its own",
-    "FakeTensor": "a tensor with data; a fake one has its shape and dtype alone",
+    "FakeTensor": "a tensor with data; a fake tensor has only a shape and a dtype",
     "FunctionalTensor": "the tensor outside of functionalization",
 }
 _PACKED = frozenset(

@@ -75,8 +75,8 @@ class Plan:
             async_op: return a Work at once instead of waiting.
 
         Raises:
-                ArgumentError: a tensor has changed and no longer fits the call; nothing was sent,
-                    and peers wait for this rank.
+            ArgumentError: a tensor has changed and no longer fits the call; nothing was sent,
+                and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         engine, again = self._engine, self._again
@@ -125,8 +125,8 @@ class Collectives:
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "two_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
-                compression: the form of the data between nodes, the same on all ranks; None for
-                    ``CommOptions.compression``.
+            compression: the form of the data between nodes, the same on all ranks; None for
+                ``CommOptions.compression``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -268,8 +268,8 @@ class Collectives:
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "one_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
-                compression: the form of the data between nodes, the same on all ranks; None for
-                    ``CommOptions.compression``.
+            compression: the form of the data between nodes, the same on all ranks; None for
+                ``CommOptions.compression``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.

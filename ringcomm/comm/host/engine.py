@@ -122,8 +122,8 @@ class Work:
             timeout: timedelta or seconds; None or zero waits as long as the call takes.
 
         Raises:
-                CollectiveTimeout: ``timeout`` passed first; the call continues.
-                RingcommError: the error that the call raised.
+            CollectiveTimeout: ``timeout`` passed first; the call continues.
+            RingcommError: the error that the call raised.
         """
         try:
             if not self._finished:
@@ -139,8 +139,8 @@ class Work:
         seconds = wait_seconds(timeout)
         if self._refuse_wait():
             raise RingcommError(
-                f"{self._name}: waited for on the thread that is to run it, so it would never "
-                "end. Do not wait for a later call inside a callback of an earlier one"
+                f"{self._name}: waited for on the thread that must run it, so it would never "
+                "end. Do not wait for a later call inside a callback of an earlier call"
             )
         if seconds < 0:
             self._gate.acquire()
@@ -292,7 +292,7 @@ class CallQueue:
             start_thread(
                 thread,
                 f"{self._name}: an asynchronous call",
-                "The call was not made, and the communicator is as good as before: make it "
+                "The call was not made, and the communicator is still usable: make the call "
                 "without async_op=True",
             )
         except Exception:
@@ -649,8 +649,8 @@ class CallEngine(ABC):
 
         Raises:
             ArgumentError: there are no such kernels.
-                UnsupportedError: see :meth:`use_triton`; or the call does not sum in the groups of
-                    ``CommOptions.sum_group_size``.
+            UnsupportedError: see :meth:`use_triton`; or the call does not sum in the groups of
+                ``CommOptions.sum_group_size``.
         """
         kernels = kernels or self.kernels
         if kernels is not None and kernels != NATIVE:
@@ -867,10 +867,10 @@ class CallEngine(ABC):
         """Runs ``fn`` on the worker thread, in order with the collectives.
 
         Args:
-                fn: may call collectives of this communicator, which then run immediately on the
-                    worker thread; returns the output tensors.
-                opname: the name of the operation, for errors.
-                timeout: for the calls that ``fn`` makes; None: the communicator's timeout.
+            fn: may call collectives of this communicator, which then run immediately on the
+                worker thread; returns the output tensors.
+            opname: the name of the operation, for errors.
+            timeout: for the calls that ``fn`` makes; None: the communicator's timeout.
 
         Raises:
             AbortedError: the communicator is unusable.

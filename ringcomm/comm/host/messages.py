@@ -168,9 +168,9 @@ class Messages:
         On a device later work of the current stream may change it.
 
         Args:
-                tensor: any shape and dtype; the receiver's tensor must have as many bytes.
-                dst: a rank of this communicator other than this one.
-                tag: 0 <= tag < 2**31; the receive must name the same tag.
+            tensor: any shape and dtype; the receiver's tensor must have as many bytes.
+            dst: a rank of this communicator other than this one.
+            tag: 0 <= tag < 2**31; the receive must name the same tag.
 
         Raises:
             ArgumentError: bad argument.

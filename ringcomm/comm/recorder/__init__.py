@@ -1,1 +1,1 @@
-"""The flight recorder, which keeps the last calls of every rank of a communicator."""
+"""The flight recorder keeps the last calls of every rank; ``records.py`` defines its records."""

@@ -1,4 +1,4 @@
-"""One rank's view of the flight recorders of its communicator, and what they add to a fault."""
+"""Reads the flight recorders of a communicator's ranks, writes traces, and explains faults."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ VARIABLE = "RINGCOMM_TRACE_DIR"
 OFF = "off"
 FORMAT, VERSION = "ringcomm-trace", 1
 KEPT_TRACES = 32
-# The writer of a file that has not changed for so long has died.
+# Seconds: if an unfinished file has not changed for this long, its writer has died.
 STALE_S = 3600
 LARGEST_BYTES = 256 << 20
 # The year 9999, the last of Python's dates.
 _LATEST_S = 253_402_300_799
-# More than any communicator has; a small file could claim any number.
+# The most ranks that a trace may claim, more than any communicator has.
 _MOST_RANKS = 1 << 16
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
 _UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
-# Ranks that are threads of one process write one trace: more would only slow each other down.
+# Ranks that are threads of one process write one trace: several would only slow each other down.
 _writing = threading.Lock()
 
 
@@ -90,8 +90,8 @@ _writing = threading.Lock()
 class OfNode:
     """The node whose ranks left a trace of a communicator over nodes.
 
-    ``world_id`` identifies the communicator on all nodes, ``node`` is the number of this one in
-    ``nodes``, which are the ranks of each.
+    ``world_id`` identifies the communicator on all nodes; ``node`` is the number of the node;
+    ``nodes`` has the ranks of each node.
     """
 
     world_id: int
@@ -101,9 +101,9 @@ class OfNode:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A recording, the rank and time (seconds since 1970) that wrote it, and the error.
+    """A recording, the rank that wrote it and when (seconds since 1970), and the error.
 
-    Over nodes it has the ranks of one node, as ``of_node`` says.
+    For a communicator over nodes it covers the ranks of one node, which ``of_node`` names.
     """
 
     recording: Recording
@@ -114,7 +114,7 @@ class Trace:
 
     @property
     def level(self) -> NodeLevel | None:
-        """The node and its ranks; None unless the communicator is over nodes."""
+        """The node and its ranks; None unless the communicator spans nodes."""
         if self.of_node is None:
             return None
         node = self.of_node.node
@@ -122,15 +122,15 @@ class Trace:
 
 
 def is_off() -> bool:
-    """True when the user wants no traces."""
+    """True when the user has turned traces off."""
     return os.environ.get(VARIABLE, "") == OFF
 
 
 def directory() -> Path | None:
     """Returns the folder for traces, which may not exist yet; None if traces are turned off.
 
-    The folder is ``RINGCOMM_TRACE_DIR``, or else ``ringcomm-<uid>`` in the system's temporary
-    folder, which must be this user's alone.
+    The folder is ``RINGCOMM_TRACE_DIR``, or by default ``ringcomm-<uid>`` in the system's temporary
+    folder, to which only this user may have access.
 
     Raises:
         RingcommError: the default folder belongs to another user, or is open to others.
@@ -154,7 +154,7 @@ def directory() -> Path | None:
 
 
 def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
-    """Lists the regular files with such names, oldest first; others may remove some meanwhile."""
+    """Lists the regular files with matching names, oldest first; tolerates files that vanish."""
     found = []
     try:
         paths = [path for path in folder.iterdir() if name.fullmatch(path.name)]
@@ -168,7 +168,7 @@ def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_resu
 
 
 def find_newest() -> Path | None:
-    """Returns the newest trace of the current folder, or else of :func:`directory`, or None.
+    """Returns the newest trace in the current folder, else in :func:`directory`, else None.
 
     Raises:
         RingcommError: a folder cannot be read.
@@ -202,7 +202,7 @@ def newest() -> Path:
 
 def text_of(trace: Trace) -> str:
     """Returns the text of a trace's file."""
-    # dataclasses.asdict() takes ten times as long.
+    # dataclasses.asdict() would take ten times as long.
     ranks = [
         {
             **vars(rank),
@@ -223,17 +223,17 @@ def leave(recording: Recording, rank: int, error: str, of_node: OfNode | None = 
     """Writes a trace for this communicator unless another rank has. Never raises.
 
     Args:
-        recording: of its ranks, or of one node's.
-        rank: of the writer.
-        error: what happened.
-        of_node: whose ranks these are where the communicator is over nodes.
+        recording: the recording of its ranks, or of one node's ranks.
+        rank: the writing rank.
+        error: the text of the error.
+        of_node: the node of the ranks, if the communicator spans nodes.
 
     Returns:
-        Text to append to an error message: where the file is, or why there is none.
+        Text to append to an error message: the path of the file, or why there is none.
     """
     if is_off():
         return ""
-    # Both texts may come from the user or a peer, and the reader refuses control characters.
+    # Both texts may come from the user or a peer, and the reader rejects control characters.
     name = printable(recording.communicator, "")[:LONGEST_FILE_TEXT]
     recording = dataclasses.replace(recording, communicator=name)
     try:
@@ -250,7 +250,7 @@ def _write(trace: Trace) -> Path:
     if folder is None:
         raise RingcommError(f"{VARIABLE} was set to {OFF}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory()  # somebody else may have made it meanwhile
+    directory()  # raises if another user has made the folder in the meantime
     node = "" if trace.of_node is None else f".node{trace.of_node.node}"
     safe = re.sub(r"[^\w.-]", "_", trace.recording.communicator, flags=re.ASCII)
     name = f"{safe[: 80 - len(node)]}{node}" or "_"
@@ -262,7 +262,7 @@ def _write(trace: Trace) -> Path:
 
 
 def _publish(text: str, path: Path) -> None:
-    """Writes a file under a name that it gets only once complete; an existing file stays."""
+    """Writes a file that gets its name only once complete; never replaces an existing file."""
     descriptor, unfinished = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -270,7 +270,7 @@ def _publish(text: str, path: Path) -> None:
         try:
             os.link(unfinished, path)
         except FileExistsError:
-            pass  # another rank was first
+            pass  # another rank has written its file first
         except OSError:  # a file system without hard links
             os.rename(unfinished, path)
     finally:
@@ -289,7 +289,7 @@ def prune() -> None:
             if status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_S:
                 old.append(path)
         for path in old:
-            with suppress(OSError):  # others remove them, too
+            with suppress(OSError):  # another process may have removed it
                 path.unlink()
 
 
@@ -297,7 +297,7 @@ def read(path: Path) -> Trace:
     """Reads a trace and checks every field.
 
     Raises:
-        RingcommError: the file cannot be read, is no trace, has another version, or is damaged.
+        RingcommError: the file cannot be read, is not a trace, has another version, or is damaged.
     """
 
     def fail(why: str) -> NoReturn:
@@ -336,7 +336,7 @@ def _check(trace: Trace) -> None:
         raise ValueError(f"it has {world} ranks, of at most {_MOST_RANKS}")
     if not 0 <= trace.written_s <= _LATEST_S:
         raise ValueError(f"written_s {trace.written_s} is out of range")
-    # By rank, whether it can have a record here.
+    # By rank: True while the trace may still have a record of the rank.
     awaited = bytearray([of_node is None]) * world
     if of_node is not None:
         if sorted(rank for ranks in of_node.nodes for rank in ranks) != list(range(world)):
@@ -359,22 +359,22 @@ def _check_records(records: tuple[Record, ...], track: str) -> None:
         if record.track != track or record.number <= before:
             raise ValueError(f"{track} are not in order")
         if record.state not in STATES:
-            raise ValueError(f"state {shown(record.state)} is none")
+            raise ValueError(f"unknown state {shown(record.state)}")
         before = record.number
 
 
-# ---- One rank's view of the flight recorders of its communicator, and what they add to a fault ---
+# ---- Reading flight recorders, and adding their facts to a fault ---------------------------------
 
-# ---- Flight recorders of running processes, read out of their heaps without their help ----------
-# A process holds its own heap and those of its peers as open files. One process is therefore enough
-# to read all ranks, even a rank that was killed. Nothing is written, and no process is stopped.
+# ---- Flight recorders of running processes, read from their heaps without their help -------------
+# A process has its own heap and its peers' heaps open as files. So one process is enough to read
+# all ranks, even a rank that was killed. Reading writes nothing and stops no process.
 
 
 # kernels/host/heap.h
 _HEAP_MAGIC = int.from_bytes(b"RNGHEAP1", "little")
 _HEAP_HEAD = struct.Struct("<QQII")
 _MOST_RECORDERS = 4096
-# proc_pid_stat(5): none, a zombie, dead.
+# States in proc_pid_stat(5): no process, a zombie, dead.
 ENDED = ("", "Z", "X")
 CLOCKS_DIFFER_S = 0.1
 # kernels/include/ringcomm/protocol/call.h: ControlPage
@@ -422,10 +422,10 @@ def running_communicators() -> list[Recording]:
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        with suppress(OSError, RingcommError):  # it ends meanwhile, or takes part in none
+        with suppress(OSError, RingcommError):  # a process that ends, or has no communicator
             if folder.stat().st_uid == os.geteuid():
                 for each in live_recordings([int(folder.name)]):
-                    # Each process has the heaps of its peers, so each shows the communicator.
+                    # Every rank's process has all heaps, so several show one communicator.
                     key = (each.communicator, each.world_id, each.ranks[0].pid)
                     found[key] = each
     return list(found.values())
@@ -437,9 +437,9 @@ def ended_ranks(recording: Recording, pid: int) -> frozenset[int]:
     Zombies count, and so do ranks whose pid now belongs to another process.
 
     Args:
-        recording: a live one, just taken.
-        pid: of a process that it was read from. If that process is in another pid namespace, the
-            ranks' pids mean nothing here, and the result is empty.
+        recording: a live recording, just taken.
+        pid: a process from which it was read. If that process is in another pid namespace, the
+            ranks' pids are meaningless here, and the result is empty.
     """
     try:
         theirs, mine = (os.readlink(f"/proc/{each}/ns/pid") for each in (pid, "self"))
@@ -454,8 +454,8 @@ def _has_ended(rank: RankRecording, taken_ns: int) -> bool:
     if state in ENDED:
         return True
     begun = [each.begin_ns for each in (*rank.collectives, *rank.messages)]
-    # A process that is younger than its first record is another one with the same pid. The margin
-    # is for comparing times of two clocks with ticks of 10 ms.
+    # A process that is younger than its first record is another process with the same pid. The
+    # margin covers the comparison of two clocks, one with ticks of 10 ms.
     return bool(begun) and (taken_ns - min(begun)) / 1e9 > age_s + CLOCKS_DIFFER_S
 
 
@@ -471,7 +471,7 @@ def _state_of(pid: int) -> tuple[str, float]:
 
 
 def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
-    """Yields the token of each heap that a process has open, with a descriptor open meanwhile."""
+    """Yields the token and an open descriptor of each heap that a process has open."""
     folder = Path(f"/proc/{pid}/fd")
     if _state_of(pid)[0] in ENDED:
         raise RingcommError(f"trace: expected a running process, got pid {pid}, which has ended")
@@ -490,7 +490,7 @@ def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
         try:
             descriptor = _open_regular(folder / name)
         except OSError:
-            continue  # closed meanwhile, or a file that cannot be opened again
+            continue  # closed in the meantime, or a file that cannot be opened again
         if descriptor is None:
             continue
         try:
@@ -502,7 +502,7 @@ def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _open_regular(path: Path) -> int | None:
-    """Opens the file behind a descriptor if it is memory or a file without a name."""
+    """Opens the file of a descriptor if it is in memory or an unnamed file, else returns None."""
     if not os.readlink(path).endswith(" (deleted)") or not stat.S_ISREG(path.stat().st_mode):
         return None
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -517,7 +517,7 @@ def _token(descriptor: int) -> int | None:
 
 
 def _recorders(descriptor: int) -> Iterator[FoundRecorder]:
-    """Yields the recorders that a heap lists, except entries that lead nowhere."""
+    """Yields the recorders that a heap lists; skips entries without a valid recorder."""
     count = min(_HEAP_HEAD.unpack(os.pread(descriptor, _HEAP_HEAD.size, 0))[3], _MOST_RECORDERS)
     size_bytes = os.fstat(descriptor).st_size
     table = os.pread(descriptor, 8 * count, _HEAP_HEAD.size)
@@ -527,12 +527,12 @@ def _recorders(descriptor: int) -> Iterator[FoundRecorder]:
         try:
             yield _recorder(descriptor, offset)
         except RingcommError:
-            continue  # its memory was given back meanwhile
+            continue  # the recorder's memory has been freed in the meantime
 
 
 def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     header = read_header(os.pread(descriptor, HEADER_BYTES, offset))
-    # Read twice: a record whose bytes and version are equal both times did not change in between.
+    # Read twice: a record is stable if its bytes and version are equal both times.
     first = os.pread(descriptor, header.memory_bytes, offset)
     second = os.pread(descriptor, header.memory_bytes, offset)
     if len(second) < header.memory_bytes:
@@ -546,7 +546,7 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
 
 
 def _by_world(found: Iterable[FoundRecorder]) -> list[Recording]:
-    """Makes one recording per communicator, and one per rank of those that never connected."""
+    """Makes one recording per communicator; ranks that never connected get one recording each."""
     worlds: dict[tuple[int, int], list[FoundRecorder]] = {}
     for each in found:
         key = (each.header.world_id, 0 if each.header.world_id else each.header.created_ns)
@@ -577,10 +577,10 @@ def _oldest(members: list[FoundRecorder]) -> int:
     return min(each.header.created_ns for each in members)
 
 
-# Reading records and writing a trace may delay the error of a fault by no more than this, even if
-# the file system hangs or a large world has many records.
+# Seconds by which reading records and writing a trace may delay a fault's error, even if the file
+# system hangs or a large world has many records.
 LIMIT_S = 2.0
-# Records read of each rank and track at a fault. Reading more takes too long for what it adds.
+# Records read per rank and track at a fault: a compromise between time and information.
 KEPT_RECORDS = 256
 
 T = TypeVar("T")
@@ -588,7 +588,7 @@ Fault = dict[str, Any]
 
 
 def _both(path: str) -> list[Path]:
-    """Returns a path as it was imported, which frames show, and with its links resolved."""
+    """Returns a path as imported, which is the path in frames, and with its links resolved."""
     return [Path(path).absolute(), Path(path).resolve()]
 
 
@@ -618,7 +618,7 @@ def _is_library(module: object) -> bool:
 
 
 def program_line() -> tuple[str, int]:
-    """Returns file and line of the program from which ringcomm was called on this thread."""
+    """Returns the file and line from which the program called ringcomm on this thread."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__")):
         frame = frame.f_back
@@ -626,7 +626,7 @@ def program_line() -> tuple[str, int]:
 
 
 def at_this_call_site(run: Callable[[], T]) -> Callable[[], T]:
-    """Wraps ``run`` so that on another thread its calls are recorded with this call site."""
+    """Wraps ``run`` so that its calls on another thread are recorded with this call site."""
     site = _native.call_site()
 
     def held() -> T:
@@ -644,12 +644,12 @@ def _ago(then_ns: int, now_ns: int) -> str:
 
 
 def _is_under_way(record: Record) -> bool:
-    # A call that was aborted, or that gave up too, was still running when the fault came.
+    # An aborted or timed-out call was still running when the fault came.
     return record.is_open or record.status in ("aborted", "timeout")
 
 
 def _seen_state(record: Record, now_ns: int) -> str:
-    """Words the state of a call on a device, as far as the host has seen it."""
+    """Describes the state of a device call, as far as the host has seen it."""
     enqueued = f"enqueued {_ago(record.begin_ns, now_ns)} ago"
     if record.state == "captured":
         return f"captured into a graph {_ago(record.begin_ns, now_ns)} ago"
@@ -672,7 +672,7 @@ def _in_words(record: Record, now_ns: int, on_device: bool) -> str:
 
 
 def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int) -> str:
-    """Tells from its records what the awaited rank did, as sentences that end with a blank."""
+    """Describes the awaited rank's last calls, in sentences that each end with a blank."""
     who = f"Rank {peer.rank}"
     lasts = [track[-1] for track in (peer.collectives, peer.messages) if track]
     if not lasts:
@@ -694,8 +694,8 @@ def _story_of_collectives(
     same = peer.collective(fault["sequence"])
     mine = reporter.collective(fault["sequence"])
     if same is not None and mine is not None and same.call != mine.call:
-        # Kernels that wait for different words never read each other's headers, so they time out
-        # instead of reporting the mismatch.
+        # Kernels that wait for different words never read each other's headers, so the calls time
+        # out instead of reporting the mismatch.
         words = _in_words(same, now_ns, peer.on_device)
         return f"{who} has made another call instead: {words}. "
     if same is not None and _is_under_way(same):
@@ -709,7 +709,7 @@ def _story_of_collectives(
 
 
 def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | None) -> None:
-    # The peer may have published an earlier call, instead of which this rank made another one.
+    # The peer's header may belong to an earlier call, for which this rank made a different one.
     number = fault["their_sequence"]
     mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
     parted = mine is not None and theirs is not None and mine.call != theirs.call
@@ -731,7 +731,7 @@ def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | 
 
 
 def _tell(fault: Fault, recording: Recording) -> Fault:
-    """Returns the fault with what the recorders add to it in words."""
+    """Returns a copy of the fault with the descriptions that the recorders add to it."""
     told = dict(fault)
     reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
     if reporter is None:
@@ -750,24 +750,24 @@ _NUMBER = re.compile(r" \(call \d+\)")
 
 
 def _outer(rank: RankRecording) -> RankRecording:
-    """Returns a copy without the calls within the node that calls over nodes are made of."""
+    """Returns a copy without the calls within the node that calls over nodes consist of."""
     inner = rank.inner_calls()
     outer = tuple(each for each in rank.collectives if each.number not in inner)
     return replace(rank, collectives=outer)
 
 
 def last_over_nodes(rank: RankRecording, now_ns: int) -> str:
-    """Returns the last call over nodes of a node's rank in words; "" if it has made none."""
+    """Describes the last call over nodes of a node's rank; "" if the rank has made none."""
     last = _outer(rank).last
     return "" if last is None else _NUMBER.sub("", _in_words(last, now_ns, rank.on_device))
 
 
 def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
-    """Returns a node's fault in the words of the calls over nodes, which the program made.
+    """Describes a fault within a node by the calls over nodes, which the program made.
 
     Args:
-        fault: whose ranks have the numbers of the recording.
-        recording: of the node's ranks, with the calls over nodes and those that they are made of.
+        fault: the fault; its ranks have the numbers of the recording.
+        recording: the node's ranks, with the calls over nodes and the calls within the node.
     """
     if fault["message"]:
         return _tell(fault, recording)
@@ -790,12 +790,12 @@ def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
             told["theirs"] = f"{theirs}{at(theirs)}"
         return told
     told = _tell(told, outer)
-    # These numbers count a node's calls, too.
+    # These numbers also count calls within the node, so a user cannot use them.
     return {**told, "story": _NUMBER.sub("", told.get("story", ""))}
 
 
 class RecorderSource(Protocol):
-    """Gives copies of the recorders of all ranks."""
+    """Copies the recorders of all ranks."""
 
     def recorded(self, rank: int, most: int) -> bytes:
         """Returns a copy of a rank's recorder; empty when it cannot be read."""
@@ -803,11 +803,11 @@ class RecorderSource(Protocol):
 
 
 class Writing:
-    """A trace that a thread writes, since its file system may hang. Raises nothing.
+    """Writes a trace on a thread, since its file system may hang. Raises nothing.
 
     Args:
-        write: writes it, and returns what to add to the error.
-        begin_s: since when the error waits, of ``time.monotonic()``; None: from now on.
+        write: writes the trace, and returns the text to add to the error.
+        begin_s: when the error began to wait, in ``time.monotonic()``; None: now.
     """
 
     def __init__(self, write: Callable[[], str], begin_s: float | None = None) -> None:
@@ -823,7 +823,7 @@ class Writing:
             self._told = f". No trace was written: {trouble}"
 
     def told(self) -> str:
-        """Returns what to add to the error, after ``LIMIT_S`` at most."""
+        """Returns the text to add to the error, after at most ``LIMIT_S``."""
         if self._thread.is_alive():
             self._thread.join(max(self._end_s - time.monotonic(), 0))
         return self._told
@@ -841,9 +841,9 @@ class FlightRecorder:
 
     Args:
         source: copies the recorders; None: nothing is recorded.
-        name: of the communicator.
+        name: the name of the communicator.
         rank_of: rank and world size.
-        locate: translates the call numbers in a kernel's fault into those of the records.
+        locate: translates the call numbers of a kernel's fault to those of the records.
     """
 
     def __init__(
@@ -860,11 +860,11 @@ class FlightRecorder:
         self._made = _native.clock_pair()
 
     def recording(self) -> Recording:
-        """Returns what all ranks have recorded so far; without ranks if nothing is recorded."""
+        """Returns all records of all ranks; without ranks if nothing is recorded."""
         return self.read(self.copies(_native.MAX_RECORDS))
 
     def copies(self, most: int = KEPT_RECORDS) -> list[bytes]:
-        """Returns copies of the recorders that can be read, each with its last ``most`` records."""
+        """Returns copies of the readable recorders, each with its last ``most`` records."""
         if self._source is None:
             return []
         copies = [self._source.recorded(rank, most) for rank in range(self._world_size)]
@@ -872,14 +872,14 @@ class FlightRecorder:
 
     def read(self, copies: list[bytes]) -> Recording:
         """Returns the records in copies that :meth:`copies` made."""
-        # This rank's own clock pair: those in a peer's memory may be damaged.
+        # This rank's own clock pair: a pair in a peer's memory may be damaged.
         clock = Clock(self._made, _native.clock_pair())
         ranks = tuple(read_recorder(copy, clock=clock) for copy in copies)
         world_id = read_header(copies[0]).world_id if copies else 0
         return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
 
     def explained(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
-        """Does what :meth:`traced` does for a fault that may have the call numbers of a kernel."""
+        """Does :meth:`traced`, after translating a kernel's call numbers if necessary."""
         if self._locate is None:
             return self.traced(fault, word)
         try:
@@ -888,10 +888,10 @@ class FlightRecorder:
             return {**fault, "trace": f". Its flight recorders cannot be read: {trouble}"}
 
     def traced(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
-        """Writes a trace file, and returns the fault with what the recorders add to it.
+        """Writes a trace file, and returns the fault with the descriptions from the recorders.
 
-        The user must hear of the fault whatever goes wrong here. So this raises nothing, and
-        returns after at most ``LIMIT_S`` with what is known by then.
+        The user must get the error of the fault even if something fails here. So this raises
+        nothing, and returns after at most ``LIMIT_S`` with what it has found by then.
 
         Args:
             fault: ``_native.Comm.fault()``.

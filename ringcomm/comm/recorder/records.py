@@ -1,4 +1,4 @@
-"""Records of calls, and the reader that takes them out of a flight recorder's memory."""
+"""Records of calls, and the reader that decodes a flight recorder's memory to records."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
-# States on a device.
+# States of calls on a device.
 ENQUEUED, BEGUN, COMPLETED, CAPTURED = "enqueued", "begun", "completed", "captured"
 STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
 _MOST_WAYS = 64
-# States of calls whose end has not been seen.
+# States of calls whose end nobody has seen.
 OPEN = (RUNNING, ENQUEUED, BEGUN)
 _MESSAGES = ("send", "recv")
-# The optimizer's calls take gradients in one dtype and give results in another, so ranks agree on
+# The optimizer's calls take gradients of one dtype and return results of another, so ranks compare
 # the number of elements of the bucket.
 OPTIMIZERS = ("reduce_scatter_norm", "adamw_all_gather", "reduce_scatter_adamw_all_gather")
 
@@ -60,23 +60,23 @@ class Record:
 
     Attributes:
         track: "collectives" or "messages"; the two tracks are not ordered with each other.
-        number: counts the calls of the track from 1. A collective's is equal on all ranks.
+        number: counts the calls of the track from 1; for a collective it is equal on all ranks.
         collective: "all_reduce", "send" and so on.
-        dtype, op: names; "" where the call has none. An optimizer's call names the dtypes of its
+        dtype, op: names; "" if the call has none. An optimizer's call names the dtypes of its
             gradients and its results: "bfloat16 to float32".
-        root: of the call, or the tag of a message or of an optimizer's call; -1: none.
+        root: the root of the call, or the tag of a message or of an optimizer's call; -1: none.
         algorithm, kernels: "one_shot", "native" and so on.
         match_bytes: the size on which all ranks must agree, for an optimizer's call in elements;
             0: none.
-        size_bytes: of the whole buffer, or of the message.
+        size_bytes: the bytes of the whole buffer, or of the message.
         state: "running", "done" or "failed". On a device "enqueued", then "begun" if the host saw
             that, then "completed" or "failed"; or "captured" into a graph, which makes the call
-            whenever it is replayed.
-        status: says how the call failed; "" if it has not.
-        peer: of a message, or awaited by a collective that failed; -1: none.
+            at each replay.
+        status: how the call failed; "" if it has not failed.
+        peer: the peer of a message, or the rank that a failed collective awaited; -1: none.
         begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` is 0 while the call runs. On a
             device the times at which the host enqueued the call and saw that it had ended.
-        site: the call site, "file.py:12"; "" if the user's Python did not make the call.
+        site: the call site, "file.py:12"; "" if the user's Python code did not make the call.
     """
 
     track: str
@@ -104,11 +104,11 @@ class Record:
 
     @property
     def is_open(self) -> bool:
-        """True for a call whose end has not been seen."""
+        """True for a call whose end nobody has seen."""
         return self.state in OPEN
 
     def __str__(self) -> str:
-        """Returns the call in the words of its user, with dtype, op, root, size and algorithm."""
+        """Describes the call as in the user's code, with dtype, op, root, size and algorithm."""
         size = f"{self.size_bytes} bytes"
         if self.collective in _MESSAGES:
             other = "any rank" if self.peer < 0 else f"rank {self.peer}"
@@ -131,9 +131,9 @@ class Record:
 class RankRecording:
     """The records of one rank, oldest first in each track.
 
-    ``waits_for`` is the rank that this one awaits, or awaited when it gave up; -1: none. ``torn``
+    ``waits_for`` is the rank that this rank awaits, or awaited when it gave up; -1: none. ``torn``
     counts records that could not be read whole, because their owner was writing them or died while
-    writing. ``on_device``: the communicator is on a device, where less is known (docs/trace.md).
+    writing. ``on_device``: the communicator is on a device, whose records say less (docs/trace.md).
     """
 
     rank: int
@@ -145,7 +145,7 @@ class RankRecording:
     on_device: bool = False
 
     def waiting_for(self, word: int, world_size: int) -> RankRecording:
-        """Returns a copy whose ``waits_for`` comes from the word in the rank's control page."""
+        """Returns a copy with ``waits_for`` decoded from ``word`` in the rank's control page."""
         return replace(self, waits_for=word - 1 if 0 < word <= world_size else -1)
 
     @property
@@ -154,7 +154,7 @@ class RankRecording:
         return self.collectives[-1] if self.collectives else None
 
     def collective(self, number: int) -> Record | None:
-        """Returns the collective with this number; None if never made here, or overwritten."""
+        """Returns the collective with this number; None if it was never made or is overwritten."""
         return next((each for each in self.collectives if each.number == number), None)
 
     def message(self, number: int) -> Record | None:
@@ -163,7 +163,7 @@ class RankRecording:
     def backward_at(self, number: int) -> str:
         """Returns the last backward up to the collective ``number``; "" if unknown.
 
-        Reductions of gradients by ringcomm's optimizers and sharded modules name it.
+        ringcomm's optimizers and sharded modules store it in their reductions of gradients.
         """
         for record in reversed(self.collectives):
             if record.number <= number and record.collective in OPTIMIZERS and record.root > 0:
@@ -171,7 +171,7 @@ class RankRecording:
         return ""
 
     def inner_calls(self) -> set[int]:
-        """Returns the numbers of the calls that were made within the one before them."""
+        """Returns the numbers of the calls that were made as parts of an earlier call."""
         inner, around = set(), None
         for record in self.collectives:
             if around is not None and (not around.end_ns or record.begin_ns < around.end_ns):
@@ -183,7 +183,7 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class Skip:
-    """``rank`` seems to have left out the call ``number`` that ``other`` made at ``site``."""
+    """``rank`` seems to have omitted the call ``number`` that ``other`` made at ``site``."""
 
     rank: int
     other: int
@@ -196,7 +196,7 @@ class Recording:
     """The flight recorders of a communicator at one moment.
 
     Attributes:
-        communicator: its name.
+        communicator: the communicator's name.
         world_size: its number of ranks.
         world_id: identifies the communicator, equal on all its ranks; 0: unknown.
         taken_ns: when the recording was taken, CLOCK_MONOTONIC.
@@ -223,17 +223,17 @@ class Recording:
         return None
 
     def skipped_call(self) -> Skip | None:
-        """Finds a call that one rank seems to have left out, by the lines that calls were made at.
+        """Finds a call that one rank seems to have omitted, by comparing call sites.
 
-        Calls of one kind and size match whatever lines they come from, so the calls after one that
-        is left out are taken for those before them. From the first call whose lines differ on, the
-        lines of the rank that left it out are then those of a peer one call later. Ranks that make
-        their calls at different lines by intent do not look so.
+        Calls of one kind and size match whatever lines make them. So if a rank omits a call, its
+        next call is matched with the peers' omitted call, and so on: from then on its call sites
+        equal those of a peer one call later. Ranks that intentionally make their calls at different
+        lines do not show this pattern.
         """
         for number, calls in _calls_by_number(self.ranks):
             sites = [call.site for call in calls]
             if len(sites) == len(self.ranks) and all(sites) and len(set(sites)) > 1:
-                # Most ranks have equal lines; more different ones would not help a reader.
+                # Most ranks share their lines; a reader does not need many different sequences.
                 rests: dict[tuple[str, ...], int] = {}
                 for each in self.ranks:
                     if len(rests) < _MOST_WAYS:
@@ -250,7 +250,7 @@ _number = attrgetter("number")
 
 
 def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record]]]:
-    """Yields the numbers of collectives in order, and the records of the ranks that have one."""
+    """Yields the numbers of collectives in order, each with the records of all ranks for it."""
     calls = sorted((each for rank in ranks for each in rank.collectives), key=_number)
     for number, group in groupby(calls, key=_number):
         yield number, list(group)
@@ -260,19 +260,19 @@ def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
     return tuple(each.site for each in rank.collectives if each.number >= number)
 
 
-# Over several nodes each node has a communicator of its own, in whose records the calls over nodes
-# stand before the calls within the node that they are made of. Its name says whose it is.
+# A communicator over nodes has a communicator in each node. There the records of calls over nodes
+# precede the records of the calls within the node that they consist of. Its name tells the node.
 _OF_NODE = re.compile(r"(?s)(.+)/node(\d{1,9}):(\d[\d.-]{0,400})")
 
 
 @dataclass(frozen=True)
 class NodeLevel:
-    """The communicator within a node, of which a communicator over nodes is made.
+    """The communicator within a node that belongs to a communicator over nodes.
 
     Attributes:
-        communicator: the name of the one over nodes.
+        communicator: the name of the communicator over nodes.
         node: the number of the node.
-        ranks: the node's, as the communicator over nodes counts them.
+        ranks: the ranks of the node, as numbered by the communicator over nodes.
     """
 
     communicator: str
@@ -291,7 +291,7 @@ class NodeLevel:
 
     @classmethod
     def of(cls, recording: Recording) -> NodeLevel | None:
-        """Reads what ``str()`` of one made from the name; None for any other communicator."""
+        """Decodes the name that ``str()`` of a NodeLevel made; None for any other name."""
         found = _OF_NODE.fullmatch(recording.communicator)
         if found is None:
             return None
@@ -311,7 +311,7 @@ class NodeLevel:
 
 
 def renumbered(recording: Recording, numbers: Sequence[int]) -> Recording:
-    """Returns a recording whose ranks have other numbers, which are given by rank."""
+    """Returns a recording in which rank r has the number ``numbers[r]``."""
 
     def number(rank: int) -> int:
         return numbers[rank] if 0 <= rank < len(numbers) else rank
@@ -333,11 +333,11 @@ def renumbered(recording: Recording, numbers: Sequence[int]) -> Recording:
 
 
 def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
-    """Enters a kernel's fault into the records of its rank, whose host may not know of it yet.
+    """Adds a kernel's fault to the records of its rank, whose host may not know of it yet.
 
     Args:
-        recording: of all ranks.
-        fault: a kernel's fault record. If it is ``located``, it means exactly the collective
+        recording: the records of all ranks.
+        fault: a kernel's fault record. If it is ``located``, its call is exactly the collective
             ``sequence`` of the rank that reports it. Otherwise nothing changes.
     """
     number, now_ns = fault["sequence"], recording.taken_ns
@@ -345,7 +345,7 @@ def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
     def settled(record: Record) -> Record:
         if record.state not in OPEN or record.number > number:
             return record
-        if record.number < number:  # collectives follow each other
+        if record.number < number:  # collectives complete in order
             return replace(record, state=COMPLETED, end_ns=now_ns)
         status, peer = fault["kind"], fault["peer"]
         return replace(record, state=FAILED, status=status, peer=peer, end_ns=now_ns)
@@ -362,11 +362,11 @@ def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
 
 
 def at(record: Record | None) -> str:
-    """Returns " at" and the call site of a record; "" if that is not known."""
+    """Returns " at" and the call site of a record; "" if the site is unknown."""
     return f" at {record.site}" if record is not None and record.site else ""
 
 
-# The layout below is that of ``kernels/host/recorder.h``.
+# The following layout is defined in ``kernels/host/recorder.h``.
 
 Bytes = bytes | bytearray
 MAGIC = int.from_bytes(b"RINGREC1", "little")
@@ -381,13 +381,13 @@ _TRACKS = ("collectives", "messages")
 _NAMES: dict[str, list[str]] = _native.RECORD_NAMES
 _STATUSES = {code: name for name, code in _native.STATUSES.items()}
 _KERNELS = ("native", "triton")
-# Larger numbers of calls or bytes show that a record is damaged.
+# A larger number of calls or bytes shows that a record is damaged.
 _MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class RecorderHeader:
-    """The beginning of a recorder, which says whose it is and how it is laid out."""
+    """The header of a recorder: its communicator and rank, and its layout."""
 
     capacity: int
     rank: int
@@ -411,12 +411,12 @@ def _fail(why: str) -> NoReturn:
 
 
 def _text(raw: bytes) -> str:
-    """Decodes the text up to the zero byte, without characters that control a terminal."""
+    """Decodes the text up to the zero byte; drops characters that control a terminal."""
     return printable(raw.partition(b"\0")[0].decode("utf-8", "replace"), "")
 
 
 def read_header(memory: Bytes) -> RecorderHeader:
-    """Reads the beginning of a recorder.
+    """Reads the header of a recorder.
 
     Raises:
         RingcommError: there is no recorder, or one of another version.
@@ -449,9 +449,9 @@ def read_header(memory: Bytes) -> RecorderHeader:
 
 @dataclass(frozen=True)
 class Clock:
-    """Turns ticks of records into ns of CLOCK_MONOTONIC, by two moments known in both units.
+    """Converts ticks of records to ns of CLOCK_MONOTONIC, by two moments known in both units.
 
-    Records that are to be compared must be converted with the same clock.
+    Convert records that you want to compare with the same clock.
     """
 
     then: tuple[int, int]
@@ -459,7 +459,7 @@ class Clock:
 
     @classmethod
     def since(cls, header: RecorderHeader) -> Clock:
-        """Returns the clock given by the moment at which a recorder was made, and by now."""
+        """Returns the clock defined by the moment at which a recorder was made, and by now."""
         return cls((header.created_ticks, header.created_ns), _native.clock_pair())
 
     def ns(self, ticks: int) -> int:
@@ -474,7 +474,7 @@ def _name(kind: str, code: int) -> str:
 
 
 def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
-    """Decodes the two fields; an optimizer's call has its results' dtype and a tag as its root."""
+    """Decodes both fields; an optimizer's call has its results' dtype and a tag as its root."""
     if collective in OPTIMIZERS:
         results, tag = _native.results_and_tag(root)
         return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
@@ -500,7 +500,7 @@ def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
 def _record(
     raw: tuple[int | bytes, ...], track: str, created_ticks: int, clock: Clock
 ) -> Record | None:
-    """Makes a record of its fields; None if its owner cannot have written them."""
+    """Makes a record from its fields; None if its owner cannot have written them."""
     numbers = [value for value in raw if isinstance(value, int)]
     _, state, number, match_bytes, collective, dtype, op, root, algorithm, kernels = numbers[:10]
     size_bytes, begin, end, status, peer = numbers[10:]
@@ -540,10 +540,10 @@ def read_recorder(
     Args:
         memory: header and records.
         unstable: indices of records that changed while they were copied.
-        clock: by default made from this recorder's header.
+        clock: default: a clock made from this recorder's header.
 
     Raises:
-        RingcommError: ``memory`` is no recorder, or is cut short.
+        RingcommError: ``memory`` is not a recorder, or is incomplete.
     """
     header = read_header(memory)
     if len(memory) < header.memory_bytes:

@@ -110,7 +110,7 @@ def test_without_numpy_its_arrays_are_refused_in_words(monkeypatch):
     raw = memoryview(pack(numpy.zeros(2), "op"))
     monkeypatch.setitem(sys.modules, "numpy", None)
     assert _round([1]) == [1]
-    with pytest.raises(UnsupportedError, match=r"rank 1 sent: .* NumPy, which is not installed"):
+    with pytest.raises(UnsupportedError, match=r"rank 1: .* NumPy, which is not installed"):
         unpack(raw, "op", 1)
 
 
