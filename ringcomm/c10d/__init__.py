@@ -1,8 +1,8 @@
-"""The ``ringcomm`` backend of ``torch.distributed``.
+"""The ``ringcomm`` backend of ``torch.distributed``; start with ``process_group.py``.
 
 ``register`` is the entry point of the group ``torch.backends``: torch calls it at the end of
-every ``import torch``, so this module loads neither the native module nor the process group.
-``torch.distributed.init_process_group("ringcomm")`` then works with no import of ringcomm.
+every ``import torch``, so this module loads neither the native module nor the process group. So
+``torch.distributed.init_process_group("ringcomm")`` works without an import of ringcomm.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 __all__ = ["register"]
 
-# As BACKEND_NAME of the process group, which this module must not load.
+# Equals BACKEND_NAME of the process group, which this module must not load.
 _NAME = "ringcomm"
 
 
 def register() -> None:
-    """Makes ``"ringcomm"`` known to ``torch.distributed``; calling it again changes nothing.
+    """Registers ``"ringcomm"`` with ``torch.distributed``; calling it again changes nothing.
 
     Never raises: an exception here would make ``import torch`` fail for programs that never
-    use ringcomm. What went wrong is said as a warning.
+    use ringcomm. A failure becomes a warning.
     """
     try:
         import torch.distributed as dist
@@ -42,8 +42,8 @@ def register() -> None:
 def _keep_flight_recorder_off(c10d: Any) -> None:
     """Stops torch 2.15 from attaching its flight recorder (pytorch/pytorch#192233) to our groups.
 
-    The recorder hooks the C++ methods of a group, which a group written in Python does not go
-    through, and attaching it to one fails for want of a C++ backend. Backends in this set get none.
+    The recorder hooks the C++ methods of a group, which a Python group does not use, and attaching
+    it to such a group fails because it has no C++ backend. torch skips the backends in this set.
     """
     without_recorder = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if without_recorder is not None:
@@ -51,7 +51,7 @@ def _keep_flight_recorder_off(c10d: Any) -> None:
 
 
 def _create_process_group(group: Any, pg_options: Any) -> Any:
-    """The creator that ``torch.distributed`` calls on every member of a new group."""
+    """Creates a group's object; ``torch.distributed`` calls it on every member of a new group."""
     from ringcomm.c10d.process_group import create_process_group
 
     return create_process_group(group, pg_options)

@@ -1,9 +1,9 @@
 """Compiles, finds and loads the C++ backend of ``torch.distributed``.
 
-A process group in Python serves a group of torch as a whole. A ``c10d::Backend`` serves some of its
-devices beside other backends, and only C++ can have a subclass of it. The backend binds to one
-Python and one torch, unlike the native module, so a command builds it. The name of the library says
-for what and of which sources it was built. No other library is loaded.
+A process group in Python can only serve a whole group of torch. A ``c10d::Backend`` serves some of
+a group's devices while other backends serve the rest, but only C++ can subclass it. Unlike the
+native module it depends on the versions of Python and torch, so a command builds it for the user.
+The library's name has a hash of versions and sources; no other library is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["BACKEND_VARIABLE", "build", "describe", "find", "is_asked_for", "loa
 COMMAND = "ringcomm build-backend"
 BACKEND_VARIABLE = "RINGCOMM_BACKEND"
 
-_MODULE = "_backend"  # PyInit_ of the library
+_MODULE = "_backend"  # the library exports PyInit_<this name>
 _SOURCE = "kernels/c10d/backend.cpp"
 _SOURCES = (_SOURCE, "kernels/c10d/direct_calls.h")
 _OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -41,7 +41,7 @@ _LOG_LINES = 30
 
 
 def is_asked_for() -> bool:
-    """True if groups of ringcomm alone are to use the C++ backend, too.
+    """True if groups that only ringcomm serves must also use the C++ backend.
 
     Raises:
         ArgumentError: ``RINGCOMM_BACKEND`` has another value than ``native`` or ``python``.
@@ -53,7 +53,7 @@ def is_asked_for() -> bool:
 
 
 def _file_name() -> str:
-    """The name of the library for this Python, this torch and these sources."""
+    """Returns the library's file name for this Python, this torch and these sources."""
     root = source_root()
     torch_of = (torch.__version__, str(torch.version.git_version))
     python_of = f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"
@@ -68,11 +68,11 @@ def _package() -> Path:
 
 
 def find() -> Path | None:
-    """The built library for this Python, this torch and these sources; None: it is not built."""
+    """Returns the built library for this Python, torch and these sources, or None."""
     try:
         name = _file_name()
     except (OSError, UnsupportedError):
-        return None  # a package without its sources
+        return None  # the package was installed without its sources
     beside = _package() / name
     if beside.is_file():
         return beside
@@ -83,11 +83,11 @@ def find() -> Path | None:
 
 
 def describe() -> str:
-    """Says where the library is, and which groups use it.
+    """Describes where the library is, and which groups use it.
 
     Raises:
         ArgumentError: ``RINGCOMM_BACKEND`` has no valid value.
-        UnsupportedError: ``RINGCOMM_BACKEND`` asks for the library, which is not built.
+        UnsupportedError: ``RINGCOMM_BACKEND`` requires the library, which is not built.
     """
     is_native = is_asked_for()
     path = find()
@@ -115,11 +115,11 @@ def _loaded(path: Path) -> ModuleType:
 
 
 def load(what: str, instead: str = "or leave that variable unset") -> Any:
-    """The class of the C++ backend.
+    """Returns the class of the C++ backend.
 
     Args:
-        what: needs it; begins the error.
-        instead: what else the user may do; ends the error.
+        what: the feature that needs it; begins the error.
+        instead: an alternative for the user; ends the error.
 
     Raises:
         UnsupportedError: it is not built for this Python, this torch and these sources.
@@ -139,11 +139,11 @@ def build(force: bool = False) -> Path:
     The library goes into the package, or into the user's cache if the package is not writable.
 
     Args:
-        force: compiles in any case.
+        force: compile even if it is built.
 
     Raises:
-        UnsupportedError: there is no compiler, a header or a folder is missing, or it does not
-            compile; has the beginning of the compiler's log.
+        UnsupportedError: there is no compiler, a header or a folder is missing, or compilation
+            fails; contains the beginning of the compiler's log.
     """
     found = find()
     if found is not None and not force:
@@ -161,7 +161,7 @@ def build(force: bool = False) -> Path:
     name = _file_name()
     lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks may start at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks may build at the same time
         if force or not (folder / name).is_file():
             _compile(compiler, headers, folder / name)
     finally:
@@ -170,7 +170,7 @@ def build(force: bool = False) -> Path:
 
 
 def _headers() -> list[Path]:
-    """The folders of headers of Python and torch."""
+    """Returns the header folders of Python and torch."""
     python = Path(sysconfig.get_path("include"))
     of_torch = Path(torch.__file__).resolve().parent / "include"
     for folder, header, remedy in (
@@ -185,7 +185,7 @@ def _headers() -> list[Path]:
 
 
 def _folder() -> Path:
-    """The folder of the library, which exists and is writable."""
+    """Returns a writable folder for the library; makes it if necessary."""
     package = _package()
     if os.access(package, os.W_OK):
         return package
@@ -227,4 +227,4 @@ def _compile(compiler: str, headers: list[Path], target: Path) -> None:
     of_others = target.name.rpartition(".")[0].rpartition(".")[0]
     for older in target.parent.glob(f"{of_others}.*.so"):
         if older != target:
-            older.unlink()  # of earlier sources; whoever has loaded it keeps it
+            older.unlink()  # built from earlier sources; processes that have loaded it keep it

@@ -59,9 +59,9 @@ __all__ = [
 ]
 
 
-# ---- Work objects that ``torch.distributed`` accepts, over those of the communicator ------------
-# torch's C++ callers (DDP's reducer, ``wait_tensor``) see ``wait`` and ``get_future`` of a Python
-# subclass of ``torch.distributed.Work``; Python callers see every method.
+# ---- Work objects that ``torch.distributed`` accepts, wrapping the communicator's ---------------
+# torch's C++ callers (DDP's reducer, ``wait_tensor``) use ``wait`` and ``get_future`` of a Python
+# subclass of ``torch.distributed.Work``; Python callers use all methods.
 
 
 # Results of torch's ``Work._get_op_type()``, by the communicator's methods.
@@ -89,17 +89,17 @@ OP_TYPES = {
     "batch": int(OpType.COALESCED),
 }
 
-# A kernel that gives up words its own fault, which is better than that its waiter ran out of time.
+# A kernel that gives up reports its own fault, which says more than the timeout of its waiter.
 KERNEL_GRACE = timedelta(seconds=5)
 
 
 @only_inlined_methods
 class CompletedWork(Work):
-    """The work of a call that ran on the caller's thread: nothing is left to wait for.
+    """The work of a call that ran on the caller's thread: there is nothing to wait for.
 
-    A call on a device ran on the caller's current stream, and later work there is behind it.
+    A call on a device ran on the caller's current stream, so later work there follows it.
 
-    Made by :func:`completed`, since an ``__init__`` in Python would double what it costs; a
+    :func:`completed` makes it, since an ``__init__`` in Python would double the cost; a
     ``__dict__`` would add a quarter.
     """
 
@@ -130,7 +130,7 @@ class CompletedWork(Work):
         return self._tensors
 
     def get_future(self) -> Future[list[Tensor]]:
-        # The future records events on the current streams of the devices that it is told of.
+        # The future records events on the current streams of these devices.
         devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
         future: Future[list[Tensor]] = Future(devices=list(devices))
         future.set_result(self._tensors)
@@ -138,11 +138,11 @@ class CompletedWork(Work):
 
 
 def completed(tensors: list[Tensor], op_type: int) -> CompletedWork:
-    """A work that is done.
+    """Returns a work that is done.
 
     Args:
-        tensors: what ``result()`` and the future give back.
-        op_type: of :data:`OP_TYPES`.
+        tensors: the tensors that ``result()`` and the future return.
+        op_type: a value of :data:`OP_TYPES`.
     """
     work = CompletedWork()
     work._tensors = tensors
@@ -156,8 +156,8 @@ class PendingWork(Work):
 
     Args:
         inner: the communicator's work.
-        tensors: what ``result()`` and the future give back once it is done.
-        op_type: of :data:`OP_TYPES`.
+        tensors: the tensors that ``result()`` and the future return once it is done.
+        op_type: a value of :data:`OP_TYPES`.
     """
 
     def __init__(self, inner: CommunicatorWork, tensors: list[Tensor], op_type: int) -> None:
@@ -170,13 +170,13 @@ class PendingWork(Work):
         return self._op_type
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until done and raises what the operation raised.
+        """Blocks until the call is done; raises its error.
 
-        Of a call on a device: makes the current stream wait; only a timeout blocks the caller.
+        For a call on a device it makes the current stream wait; it blocks only with a timeout.
 
         Args:
-            timeout: gives up after this long; None, zero and less wait for the operation's own
-                timeout (torch's C++ callers pass zero for "none").
+            timeout: gives up after this time; None, zero and negative values mean the operation's
+                own timeout (torch's C++ callers pass zero for "none").
         """
         if timeout is not None and timeout <= timedelta(0):
             timeout = None
@@ -205,13 +205,13 @@ class PendingWork(Work):
         return self._inner.source_rank()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the tensors; on failure a C++ waiter sees an error, not a value.
+        """Returns a future of the tensors; on failure a C++ waiter gets an error, not a value.
 
-        That of a call on a device has its value at once, ordered on its consumer's streams.
+        For a call on a device the future has its value at once; its consumer's streams wait.
 
-        ``Future.set_exception`` stores the exception as a value that only Python unwraps, and
-        DDP's reducer would take it for the reduced bucket. A callback that raises makes a
-        future that has failed for C++ as well.
+        ``Future.set_exception`` would store the exception as a value that only Python unwraps, and
+        DDP's reducer would take it for the reduced bucket. A callback that raises makes the future
+        fail for C++ as well.
         """
 
         if isinstance(self._inner, DeviceWork):
@@ -226,11 +226,11 @@ class PendingWork(Work):
 
 @only_inlined_methods
 class BarrierWork(PendingWork):
-    """The work of a barrier on a device: ``wait`` blocks the caller until all ranks have come.
+    """The work of a barrier on a device: ``wait`` blocks until all ranks have come.
 
     Args:
         inner: the communicator's work.
-        timeout: of the barrier, after which its kernel gives up.
+        timeout: the barrier's timeout, after which its kernel gives up.
     """
 
     def __init__(self, inner: CommunicatorWork, timeout: timedelta) -> None:
@@ -244,7 +244,7 @@ class BarrierWork(PendingWork):
 
 @only_inlined_methods
 class WorkGroup(Work):
-    """Several works as one: what ``_end_coalescing`` gives back."""
+    """Several works as one work: the result of ``_end_coalescing``."""
 
     def __init__(self, works: list[Work]) -> None:
         super().__init__()
@@ -282,14 +282,13 @@ class WorkGroup(Work):
         )
 
 
-# ---- Calls of a process group as the modes of torch see them: as operators of ``torch.ops.c10d``
-# torch's own groups make their calls through its dispatcher, so a mode on the stack, such as
-# CommDebugMode, sees each of them. This package's group is in Python, where torch calls it
-# directly.
+# ---- Calls of a process group as torch's modes see them: as operators of ``torch.ops.c10d`` ------
+# torch's own groups make their calls through its dispatcher, so that a mode on the stack, such as
+# CommDebugMode, sees each call. But torch calls this package's group, which is in Python, directly.
 
 
 class Seen(NamedTuple):
-    """One call in the communicator's terms: its method's name and arguments, and its options."""
+    """One call, with the communicator's method name, its arguments and its options."""
 
     group: ProcessGroup
     name: str
@@ -303,11 +302,11 @@ def _lists(tensors: Sequence[Tensor] | None) -> list[list[Tensor]]:
 
 
 def _any_op() -> Any:
-    # Opaque in Python, which can make only this one; the call has its own.
+    # A ReduceOp is opaque in Python, which can make only this default; the call itself has its op.
     return torch.classes.c10d.ReduceOp()
 
 
-# The operator of each method, and how its arguments begin; the group follows at _GROUP.
+# The operator for each method, and the beginning of its arguments; _GROUP marks the group's place.
 _GROUP = object()
 _OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
     "all_reduce": ("allreduce_", lambda t, op: [[t], _GROUP, _any_op(), None]),
@@ -343,7 +342,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below all other modes: makes the call whose operator they have seen."""
+    """The mode below all others: makes the call once the other modes have seen its operator."""
 
     def __init__(self, operator: Any, make: Callable[[], Work]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -356,7 +355,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is not self._operator or self.work is not None:
             return func(*args, **(kwargs or {}))
-        # torch's dispatcher has told autograd of the operator already.
+        # torch's dispatcher has already processed the operator for autograd.
         with torch._C._AutoDispatchBelowAutograd():
             self.work = self._make()
         boxed = self.work.boxed()
@@ -383,11 +382,11 @@ def seen_by_modes(call: Seen, make: Callable[[], Work]) -> Work | None:
     """Makes a call through torch's dispatcher, so that the modes on the stack see its operator.
 
     Args:
-        call: what the operator's arguments say.
+        call: the call, from which the operator's arguments are made.
         make: makes the call; runs below the modes.
 
     Returns:
-        What ``make`` returned; None if a mode did not let the operator through.
+        The result of ``make``; None if a mode did not let the operator through.
     """
     name, arguments = _OPERATORS[call.name]
     operator = getattr(torch.ops.c10d, name).default
@@ -402,28 +401,28 @@ def seen_by_modes(call: Seen, make: Callable[[], Work]) -> Work | None:
     return below.work
 
 
-# Turns the argument forms of ``torch.distributed.ProcessGroup`` into one, and checks tensors.
+# Converts the argument forms of ``torch.distributed.ProcessGroup`` to one form; checks tensors.
 #
-# Every method of torch's class has the form of ``torch.distributed`` itself (lists of tensors and
-# an options object) and older ones (single tensors, ``op`` or ``root``, ``timeout``).
+# Every method of torch's class has the form that ``torch.distributed`` itself uses (lists of
+# tensors and an options object) and older forms (single tensors, ``op`` or ``root``, ``timeout``).
 
 _Options = TypeVar("_Options")
 
 BACKEND_NAME = "ringcomm"
-# What an options object says when the caller gave no timeout.
+# The timeout in an options object if the caller gave none.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 _TORCH_CLASSES = frozenset({Tensor, Parameter})
 
 
 def options(kind: type[_Options], given: Any, timeout: timedelta | None, **fields: Any) -> _Options:
-    """The options object that says what the arguments of an older form say.
+    """Returns the options object that is equivalent to the arguments of an older form.
 
     Args:
-        kind: class of the options, as ``AllreduceOptions``.
-        given: the first of the older arguments (op or root), or None.
-        timeout: for this one call.
-        fields: further arguments by the name of their field; None leaves torch's default.
+        kind: class of the options, such as ``AllreduceOptions``.
+        given: the first argument of the older form (op or root), or None.
+        timeout: the timeout of this call.
+        fields: further arguments by field name; None keeps torch's default.
 
     Raises:
         ArgumentError: ``given`` is neither an options object nor an argument of an older form.
@@ -442,10 +441,10 @@ def options(kind: type[_Options], given: Any, timeout: timedelta | None, **field
 
 
 def single(tensors: Any, operation: str) -> Tensor:
-    """The one tensor of a list, as every CPU backend of torch takes it.
+    """Returns the only tensor of a list; like torch's CPU backends, takes no more.
 
     Raises:
-        ArgumentError: the list has another length.
+        ArgumentError: the list does not have exactly one tensor.
     """
     if isinstance(tensors, Tensor):
         return in_memory(tensors, operation)
@@ -459,11 +458,11 @@ def single(tensors: Any, operation: str) -> Tensor:
 
 
 def in_memory(tensor: Tensor, operation: str) -> Tensor:
-    """A tensor of a class that has its data itself; waits for a functional collective's.
+    """Returns a tensor that holds its data itself; waits for a functional collective's tensor.
 
     Raises:
-        UnsupportedError: the tensor is of a class that stands for data elsewhere (DTensor), or
-            for none (a fake tensor).
+        UnsupportedError: the tensor's class keeps its data elsewhere (DTensor), or has no data (a
+            fake tensor).
     """
     if type(tensor) in _TORCH_CLASSES:
         return tensor
@@ -471,7 +470,7 @@ def in_memory(tensor: Tensor, operation: str) -> Tensor:
 
 
 def in_memory_all(tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
-    """:func:`in_memory` for each tensor of a list."""
+    """Does :func:`in_memory` for each tensor of a list."""
     return [in_memory(tensor, operation) for tensor in tensors]
 
 
@@ -485,13 +484,13 @@ def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
     return tensor
 
 
-# Messages between devices that go out together: torch's coalescing brackets and its batches.
+# Messages between devices that are sent together: torch's coalescing brackets and its batches.
 #
-# Why they have to, and in which launches they go: ``ringcomm.comm.device.messages``.
+# ``ringcomm.comm.device.messages`` explains why, and which messages share a launch.
 
 
 class Posted(NamedTuple):
-    """One message of a batch, and the work that the caller has got for it."""
+    """One message of a batch, and the work that the caller holds for it."""
 
     message: PeerMessage
     work: PendingWork
@@ -499,7 +498,7 @@ class Posted(NamedTuple):
 
 @dataclass
 class Batch:
-    """The calls since ``_start_coalescing``: works of those that run, messages that still wait."""
+    """The calls since ``_start_coalescing``: works of started calls, and messages not yet sent."""
 
     works: list[Work] = field(default_factory=list)
     posted: list[Posted] = field(default_factory=list)
@@ -507,7 +506,7 @@ class Batch:
     def post(
         self, communicator: Communicator, tensor: Tensor, peer: int, tag: int, *, is_send: bool
     ) -> PendingWork:
-        """Takes a message; its work can be waited for once the batch has ended."""
+        """Adds a message; its work can be waited for once the batch has ended."""
         op_type = OP_TYPES["send" if is_send else "recv"]
         work = PendingWork(cast(CommunicatorWork, Unusable(_not_yet)), [tensor], op_type)
         messages = cast(DeviceMessages, communicator.messages)
@@ -518,7 +517,7 @@ class Batch:
 
 
 def _as_int(value: Any) -> Any:
-    """Returns an integer as an int, so that equal ranks are one; the launch refuses others."""
+    """Converts integers to int, so that equal ranks compare equal; the launch checks the rest."""
     number = integer(value, bools=True)
     return value if number is None else number
 
@@ -531,7 +530,7 @@ def _not_yet(name: str) -> RingcommError:
 
 
 def dispatch(posted: list[Posted]) -> list[Work]:
-    """Sends and receives the messages of a batch; one work for each launch."""
+    """Sends and receives the messages of a batch; returns one work per launch."""
     launches = launches_of([each.message for each in posted])
     return [_launch([posted[index] for index in launch]) for launch in launches]
 
@@ -545,7 +544,7 @@ def _launch(posted: list[Posted]) -> Work:
     return PendingWork(inner, received, OP_TYPES["batch"])
 
 
-# How the process group issues one call: inline or queued, with the timeout that it asks for.
+# How the process group makes one call: inline or queued, with the timeout from its options.
 
 _Method = Callable[..., CommunicatorWork | None]
 
@@ -565,22 +564,22 @@ _OPS = {
 
 
 def op_of(opts: Any) -> Any:
-    """The op of an options object, as the constant of ``ReduceOp`` where it is one.
+    """Returns the op of an options object: a constant of ``ReduceOp`` if it equals one.
 
-    Reading ``opts.reduceOp`` makes a new object each time; the communicator finds the constants
-    by identity, without comparing. PREMUL_SUM keeps its object, which has the factor.
+    Reading ``opts.reduceOp`` makes a new object each time, but the communicator finds the constants
+    by identity, which is fast. PREMUL_SUM keeps its object, which has the factor.
     """
     op = opts.reduceOp
     return _OPS.get(hash(op), op)
 
 
 class Calls:
-    """Mixin of the process group: what all its collectives share."""
+    """Mixin of the process group: the code that all its calls share."""
 
     _communicators: Communicators
-    # The engine of the host's communicator.
+    # The engine of the host communicator.
     _host: CallEngine
-    # Communicators.of, found once: each call asks it where its tensors are.
+    # Communicators.of, looked up once: each call uses it to find its tensors' communicator.
     _of: Callable[[Sequence[Tensor], str], Communicator]
     _sequence: int
     _coalescing: Batch | None
@@ -593,14 +592,14 @@ class Calls:
         method: _Method,
         *args: Any,
     ) -> Work:
-        """Runs one collective as its options say.
+        """Runs one collective as its options specify.
 
         Args:
-            opts: with ``asyncOp`` and ``timeout``.
-            communicator: of the call's tensors.
+            opts: an options object with ``asyncOp`` and ``timeout``.
+            communicator: the communicator for the call's tensors.
             tensors: the outputs, for the work's result and future.
-            method: of the communicator; its last argument asks for an asynchronous call.
-            args: its arguments but the last.
+            method: a method of the communicator; its last argument selects an asynchronous call.
+            args: its arguments except the last.
         """
         name = method.__name__
         if is_watched():
@@ -627,19 +626,19 @@ class Calls:
         args: tuple[Any, ...],
         make: Callable[[], Work],
     ) -> Work:
-        """Makes a call below the modes of torch; ``opts`` is None for a message."""
+        """Makes a call below torch's modes; ``opts`` is None for a message."""
         admit_keys(where(name, communicator.rank, communicator.world_size))
         how = (True, UNSET_TIMEOUT) if opts is None else (opts.asyncOp, opts.timeout)
         work = seen_by_modes(Seen(cast(ProcessGroup, self), name, args, *how), make)
-        # A mode that keeps the operator to itself has made the call, or wants none.
+        # A mode that does not pass the operator on has made the call itself, or suppresses it.
         return completed([], OP_TYPES[name]) if work is None else work
 
     def _made(self, status: int, engine: CallEngine, name: str, tensors: list[Tensor]) -> Work:
-        """Returns the work of a collective that a native call has made; raises its fault."""
+        """Returns the work of a collective that a native call has made; raises if it failed."""
         if status > 0:
             raise engine.fault(name)
         self._sequence += 1
-        # As completed() does, without a further call in the path of small collectives.
+        # Inlined from completed(), to save a Python call on small collectives.
         work = CompletedWork()
         work._tensors = tensors
         work._op_type = OP_TYPES[name]
@@ -653,13 +652,13 @@ class Calls:
         name: str,
         calls: Callable[[], Any],
     ) -> Work:
-        """Runs several calls of the communicator as one collective, in their turn in the order.
+        """Runs several calls of the communicator as one collective, in order with other calls.
 
         Args:
-            opts: with ``asyncOp`` and ``timeout``, which holds for each of the calls.
-            communicator: of the call's tensors.
+            opts: an options object with ``asyncOp`` and ``timeout``, which applies to each call.
+            communicator: the communicator for the call's tensors.
             tensors: the outputs.
-            name: of the operation, for messages.
+            name: the name of the operation, for messages.
             calls: makes the calls, synchronously; the communicator chooses the thread.
         """
         if is_watched():
@@ -693,9 +692,9 @@ class Calls:
 def _admit(
     communicator: Communicator, name: str, written: list[Tensor], args: Sequence[Any] = ()
 ) -> None:
-    """Admits a call that the communicator's own thread makes, where that is another one."""
+    """Admits a call that the communicator will make on another thread."""
     if communicator.launches:
-        return  # it runs here, and is admitted there
+        return  # the call runs on this thread, and is admitted there
     tensors = (tensor for each in args for tensor in (each if type(each) is list else [each]))
     taken = {id(tensor) for tensor in written}
     communicator.engine.admit(

@@ -34,7 +34,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError
 
 __all__ = ["CoalescedCollectives", "GroupCollectives", "sparse_all_reduce"]
 
-# All-reduce of sparse COO tensors, as Gloo has it: sums whose ranks differ in non-zeros.
+# All-reduce of sparse COO tensors, as in Gloo: sums whose ranks have different non-zeros.
 
 _LONGEST_SHAPE = 64  # dimensions that fit into a header; torch itself stops at 64
 
@@ -44,12 +44,12 @@ def sparse_all_reduce(
 ) -> None:
     """Sums a sparse tensor over all ranks, in place; the result is coalesced.
 
-    Three all-gathers: what each rank has, all indices, all values. The sum runs in rank order,
-    so all ranks get equal bits.
+    Three all-gathers: each rank's number of non-zeros, all indices, all values. The sum runs in
+    rank order, so all ranks get equal bits.
 
     Args:
-        host: of the group, for what each rank has: the caller needs it on the host.
-        communicator: of the tensor's device; may be ``host``.
+        host: the group's host communicator, for the numbers, which the caller needs on the host.
+        communicator: the communicator of the tensor's device; may be ``host``.
         tensor: sparse COO, of one shape and dtype on all ranks, with any number of non-zeros.
         op: only SUM.
 
@@ -107,7 +107,7 @@ def _counts_of_non_zeros(communicator: Communicator, mine: Tensor, where: str) -
 
 
 def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> list[Tensor]:
-    """The rows of every rank, by rank; all but the first dimension are equal."""
+    """Returns the rows of every rank, by rank; all dimensions but the first are equal."""
     outputs = [rows.new_empty(count, *rows.shape[1:]) for count in counts]
     communicator.all_gather(outputs, rows.contiguous())
     return outputs
@@ -115,21 +115,21 @@ def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> li
 
 # The collectives of the process group, in the argument forms of ``torch.distributed``.
 #
-# Ranks and roots are ranks of the group. ``opts.asyncOp`` false, which is what
-# ``torch.distributed`` passes for ``async_op=False``, runs the call on the caller's thread;
-# otherwise it runs in order on the communicator's worker thread. Calls on a device return when they
-# are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
+# Ranks and roots are ranks of the group. If ``opts.asyncOp`` is false (``torch.distributed`` passes
+# false for ``async_op=False``), the call runs on the caller's thread; otherwise it runs in order on
+# the communicator's worker thread. Calls on a device return when they are enqueued, in the order of
+# the caller's current stream; with ``asyncOp`` they run concurrently with that stream.
 
 # NOTE [Plain calls]
-# ``torch.distributed`` mostly asks for a synchronous call of one CPU tensor with the group's own
+# ``torch.distributed`` mostly makes a synchronous call of one CPU tensor with the group's own
 # timeout. Python functions and torch's properties would take longer than such a call of 4 KiB
 # itself. So the native module reads the options and the tensors and makes the call. For any other
-# call it does nothing and answers NOT_FAST. The methods then read their arguments, find the
-# communicator, and offer the call to a device in the same way.
+# call it does nothing and returns NOT_FAST. Then the method reads its arguments, finds the
+# communicator, and in the same way offers the call to a device.
 
 
 class GroupCollectives(Calls):
-    """Mixin of the process group: everything that all members of the group call together."""
+    """Mixin of the process group: the collectives of all members."""
 
     _rank: int
 
@@ -208,7 +208,7 @@ class GroupCollectives(Calls):
 
     @staticmethod
     def _one_list(lists: Any, tensors: Any, operation: str) -> list[Tensor]:
-        # The older form passes single tensors where the other passes lists of one.
+        # The older form passes single tensors, the current form lists of one tensor.
         return in_memory_all(lists if isinstance(tensors, Tensor) else lists[0], operation)
 
     def all_gather_single(
@@ -387,7 +387,7 @@ class GroupCollectives(Calls):
 
 
 class CoalescedCollectives(GroupCollectives):
-    """Mixin of the process group: one call, many tensors."""
+    """Mixin of the process group: the collectives that take several tensors."""
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         if not isinstance(opts, AllreduceCoalescedOptions):

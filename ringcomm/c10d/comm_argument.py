@@ -1,10 +1,10 @@
-"""The ranks that an argument ``comm`` means: the one module that reads it.
+"""Finds the ranks that an argument ``comm`` specifies; no other module interprets it.
 
 NOTE [Groups of other backends]
-A group of another backend has no communicator. The first call for it builds one of the same ranks
-over the group's store, which all members must therefore make; later calls find it again. It goes
-with the group: torch keeps the Python object of a group until ``destroy_process_group()``, and
-the table below holds it weakly. What is still in use, as by an optimizer, lives as long as that.
+A group of another backend has no communicator. The first call for such a group builds one of the
+same ranks over the group's store, so all members must make that call; later calls find it again.
+It is dropped with the group: torch keeps a group's Python object until ``destroy_process_group()``,
+and the table below holds it weakly. An object that uses it, such as an optimizer, keeps it alive.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ __all__ = ["ALONE", "CommArgument", "find_communicator", "find_device_type"]
 
 # ---- Meshes of the ranks of a job whose inner axes stay within nodes ----------------------------
 
-#: The axes that a mesh may have, from the outermost to the innermost: the further in, the more
-#: often its ranks exchange something. Stages of a pipeline send activations, replicas sum gradients
-#: once a step; "cp" shares the tokens of a sequence, "ep" experts, and "tp" each matrix product.
+#: The axes that a mesh may have, from the outermost to the innermost: the ranks of inner axes
+#: communicate more often. Pipeline stages send activations, replicas sum gradients once per step;
+#: "cp" shares the tokens of a sequence, "ep" experts, and "tp" each matrix product.
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
 
 
 def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     """Makes the ``DeviceMesh`` of all ranks, its axes placed for locality; collective.
 
-    Ranks of one node come one after the other, in the order of nodes, whatever numbers the launcher
-    gave them, and the innermost axes ("tp", then "cp", then "dp") take neighbours. So an axis is
-    within nodes if it and those inside it fit there. ``mesh["tp"]`` goes to ``parallelize_module``,
+    Ranks of one node are adjacent, in the order of nodes, whatever numbers the launcher gave them,
+    and the innermost axes ("tp", then "cp", then "dp") connect neighbors. So an axis stays within
+    nodes if it and the axes inside it fit there. ``mesh["tp"]`` goes to ``parallelize_module``,
     ``mesh["dp"]`` to ``optim.AdamW(comm=)`` and ``zero.shard(comm=)``.
 
     Args:
-        device: "cpu" or "cuda", the type of the tensors; None is that of the default group.
-        axes: sizes by name, of ``AXES``, in any order; one may be -1, for what the others leave.
-            An axis of one rank is an axis, too.
+        device: "cpu" or "cuda", the type of the tensors; None: the default group's type.
+        axes: sizes by name, names from ``AXES`` in any order; one size may be -1, for all remaining
+            ranks. An axis of one rank is allowed.
 
     Raises:
-        ArgumentError: there is no such axis, or the sizes do not multiply to the number of ranks,
-            on all ranks alike; or no such device.
+        ArgumentError: an unknown axis, or the product of the sizes is not the number of ranks
+            (raised on all ranks); or an unknown device.
         UnsupportedError: the device is "cuda", and torch finds none.
-        MismatchError: the ranks ask for different axes.
+        MismatchError: the ranks pass different axes.
         RingcommError: there is no default group of ``torch.distributed``.
     """
     if not dist.is_initialized():
@@ -74,7 +74,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
         )
     group = dist.group.WORLD
     assert group is not None
-    # A value that is not an integer stays as it is, and all ranks refuse it.
+    # A value that is not an integer is kept: then all ranks raise for it.
     read = {name: integer(size) for name, size in axes.items()}
     axes = {name: axes[name] if size is None else size for name, size in read.items()}
     _check_same(axes, group)
@@ -89,9 +89,9 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
 
 
 def _check_same(axes: dict[str, int], group: dist.ProcessGroup) -> None:
-    """Compares what all ranks ask for; collective, so that all of them raise or none."""
+    """Compares the axes of all ranks; collective, so that all ranks raise or none."""
     sizes = [axes.get(name, 0) for name in AXES]
-    # The sum stands for what is no size of an axis, which _sizes() then refuses on all ranks alike.
+    # The checksum covers invalid names and sizes, for which _sizes() then raises on all ranks.
     asked = [integer(size) or 0 for size in sizes]
     asked.append(zlib.crc32(repr(sorted(axes.items())).encode()))
     mine = torch.tensor(asked, dtype=torch.int64, device=_device_type(group))
@@ -148,7 +148,7 @@ def _sizes(axes: dict[str, int], rank: int, world_size: int) -> dict[str, int]:
 
 
 def _nodes(group: dist.ProcessGroup) -> list[int]:
-    """Returns the node of each rank; all are of one where the backend does not know."""
+    """Returns the node of each rank; 0 for all if the backend does not know the nodes."""
     ours = behind(group)
     if ours is None:
         return [0] * group.size()
@@ -194,22 +194,22 @@ _built: MutableMapping[dist.ProcessGroup, Communicators] = WeakKeyDictionary()
 def find_communicator(
     comm: CommArgument, operation: str, device: torch.device | None
 ) -> Communicator | None:
-    """The communicator that ``comm`` means; collective, see NOTE [Groups of other backends].
+    """Returns the communicator for ``comm``; collective, see NOTE [Groups of other backends].
 
-    None means ringcomm's default group, else that of ``torch.distributed``, else this rank alone.
+    None means ringcomm's default group, else torch.distributed's, else this rank alone.
 
     Args:
-        comm: what the user gave.
-        operation: named in errors.
-        device: where the tensors are; None or the meta device where there are none yet.
+        comm: the user's argument.
+        operation: the name of the operation, for errors.
+        device: the device of the tensors; None or the meta device if there are none yet.
 
     Returns:
-        The communicator; None when this rank is alone.
+        The communicator; None if this rank is alone.
 
     Raises:
-        ArgumentError: this rank is not in the group, a mesh has several dimensions, ``comm`` is
-            something else, or is None and a launcher has started ranks that have no group.
-        UnsupportedError: the ranks of a group run on several machines, or this process has no such
+        ArgumentError: this rank is not in the group, a mesh has several dimensions, ``comm`` has
+            another type, or is None although a launcher has started several ranks.
+        UnsupportedError: the ranks of a group run on several machines, or this process lacks the
             device.
         RingcommError: the members could not connect.
     """
@@ -225,7 +225,7 @@ def find_communicator(
 
 
 def find_device_type(comm: CommArgument, operation: str) -> str:
-    """The type of device that the tensors of ``comm`` are on, "cpu" without one; connects nothing.
+    """Returns the device type of the tensors for ``comm``, or "cpu"; connects nothing.
 
     Raises:
         ArgumentError: as :func:`find_communicator`, except for a launcher's ranks.
@@ -237,7 +237,7 @@ def find_device_type(comm: CommArgument, operation: str) -> str:
 
 
 def _named(comm: Any, operation: str) -> tuple[_Group, str | None]:
-    """The group, or None for this rank alone; and the device type of the mesh that it is of."""
+    """Returns the group, or None for this rank alone; and the device type of its mesh, or None."""
     if comm is None:
         if is_initialized():
             return communicator_of(None, operation), None
@@ -248,7 +248,7 @@ def _named(comm: Any, operation: str) -> tuple[_Group, str | None]:
         return _axis(comm, operation), comm.device_type
     if isinstance(comm, dist.ProcessGroup):
         return comm, None
-    # What new_group() of torch, or of ringcomm, returns on ranks outside of the group.
+    # new_group(), torch's and ringcomm's, returns this on ranks outside of the group.
     if type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER:
         raise _not_a_member(operation, "GroupMember.NON_GROUP_MEMBER")
     if isinstance(comm, Communicator) or comm is GroupMember.NON_GROUP_MEMBER:
@@ -280,7 +280,7 @@ def _not_a_member(operation: str, got: str) -> ArgumentError:
 
 
 def _check_alone(operation: str) -> None:
-    """Raises when there should be others: each rank alone would train a model of its own."""
+    """Raises if a launcher has started several ranks: each would train a model of its own."""
     launched = read_environment()
     if launched.world_size > 1:
         raise ArgumentError(
@@ -293,7 +293,7 @@ def _check_alone(operation: str) -> None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:
-    """Returns the device type of a group's tensors, as far as the group can tell."""
+    """Returns the device type of a group's tensors, as far as the group knows it."""
     bound = group.bound_device_id
     if bound is not None:
         return bound
@@ -303,7 +303,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device | str:
 def _over(
     group: dist.ProcessGroup, operation: str, device: torch.device | str
 ) -> Communicator | None:
-    """The group's communicator of a device; None for a group of this rank that has none."""
+    """Returns the group's communicator for a device; None for a single-rank group without one."""
     ours = behind(group)
     if ours is not None:
         return ours.communicator_on(device)

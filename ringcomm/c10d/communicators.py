@@ -1,4 +1,4 @@
-"""The communicators of one process group: the host's, and one for each device in use."""
+"""The communicators of one process group: one for the host, and one for each device in use."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _Made = TypeVar("_Made", bound="Communicators")
 class Communicators:
     """Finds the communicator for the tensors of a call.
 
-    That of a device is built at the first call with tensors there. Every member of the group makes
-    that call, which is why building it needs no agreement of its own. A first call that only some
-    members make, as a message is, waits for the others: bind the device instead
-    (``init_process_group(device_id=...)``), or let a collective come first.
+    The communicator of a device is built at the first call with tensors there. If all members of
+    the group make that call, building needs no further agreement. A first call by only some
+    members, such as a message, would wait for the others: bind the device instead
+    (``init_process_group(device_id=...)``), or call a collective first.
 
     Args:
-        store: seen by the members of the group only.
+        store: a store that only the members of the group use.
         host: the communicator for CPU tensors; closed with this object.
     """
 
@@ -54,17 +54,17 @@ class Communicators:
         options: CommOptions | None,
         split_from: tuple[Communicator, Sequence[int]] | None = None,
     ) -> _Made:
-        """Builds those of a group called ``name``, in which torch allows blanks.
+        """Builds the communicators of a group called ``name``, which may contain blanks.
 
         Args:
-            store: seen by the members only.
-            rank: of this process in the group.
-            world_size: of the group.
-            name: of the group.
-            timeout: of the group.
-            options: of the group but for the timeout.
-            split_from: a communicator that the members are split from, if any, and their ranks in
-                it, by rank in the group.
+            store: a store that only the members use.
+            rank: the rank of this process in the group.
+            world_size: the size of the group.
+            name: the name of the group.
+            timeout: the timeout of the group.
+            options: the options of the group, except the timeout.
+            split_from: the communicator from which the members are split, if any, and their ranks
+                in it, by rank in the group.
         """
         name = "_".join(name.split()) or "unnamed"
         if split_from is None:
@@ -79,12 +79,12 @@ class Communicators:
 
     @classmethod
     def over(cls, group: ProcessGroup, user: str, options: CommOptions) -> Communicators:
-        """Builds those of the ranks of a group of another backend, by a rendezvous over its store.
+        """Builds the communicators for the ranks of another backend's group, over its store.
 
         Args:
-            group: of torch; all its members call.
-            user: for what; part of the name.
-            options: theirs, the timeout included.
+            group: a group of torch; all its members must call this.
+            user: the user of the communicators; part of their name.
+            options: the options of the communicators, including the timeout.
         """
         return cls.rendezvous(
             group.get_group_store(),
@@ -96,11 +96,11 @@ class Communicators:
         )
 
     def of(self, tensors: Sequence[Tensor], operation: str) -> Communicator:
-        """The communicator of the device that all of a call's tensors are on.
+        """Returns the communicator for the device of a call's tensors.
 
         Raises:
-            ArgumentError: they are on several devices, or on one of a kind that is not served.
-            UnsupportedError: this process has no such device; says why.
+            ArgumentError: the tensors are on several devices, or on a kind that is not supported.
+            UnsupportedError: this process lacks the device; says why.
             RingcommError: the members could not connect their devices.
         """
         for tensor in tensors:
@@ -109,7 +109,7 @@ class Communicators:
         return self.host
 
     def is_on_host(self, tensor: Tensor, operation: str) -> bool:
-        """True if the tensor is one for the host's communicator; connects no device."""
+        """True if the host communicator serves the tensor; connects no device."""
         return self._device_of(tensor, operation) is None
 
     def _elsewhere(self, tensors: Sequence[Tensor], operation: str) -> Communicator:
@@ -124,7 +124,7 @@ class Communicators:
         return self.host if device is None else self.on_device(device, operation)
 
     def _device_of(self, tensor: Tensor, operation: str) -> int | None:
-        """Ordinal of the device that holds the tensor; None for the host."""
+        """Returns the index of the device that holds the tensor; None for the host."""
         if tensor.is_cpu:
             return None
         if not tensor.is_cuda:
@@ -135,10 +135,10 @@ class Communicators:
         return tensor.get_device()
 
     def on_device(self, device: int, operation: str) -> Communicator:
-        """The communicator of a device of this process, built now if this is its first use.
+        """Returns the communicator of a device of this process; builds it at the first use.
 
         Raises:
-            UnsupportedError: this process has no such device; says why.
+            UnsupportedError: this process lacks the device; says why.
             RingcommError: the members could not connect their devices.
         """
         communicator = self._by_device.get(device)
@@ -156,7 +156,7 @@ class Communicators:
                 f"{self._checks(operation)}: the process group was aborted or shut down; "
                 "make a new one"
             )
-        # Counted, since one device has different ordinals in different processes.
+        # Named by a count, since one device has different numbers in different processes.
         return host.group_at(
             self._store,
             range(host.world_size),
@@ -169,7 +169,7 @@ class Communicators:
         return where(operation, self.host.rank, self.host.world_size)
 
     def devices(self) -> list[int]:
-        """The devices that this group has been used on."""
+        """Returns the devices on which this group has been used."""
         return list(self._by_device)
 
     def _all(self) -> list[Communicator]:
@@ -184,6 +184,6 @@ class Communicators:
             communicator.abort(reason)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # the last is closed first, and one that fails stops no other
+        with ExitStack() as stack:  # closes in reverse order; a failing close stops no other
             for communicator in self._all():
                 stack.callback(communicator.close)

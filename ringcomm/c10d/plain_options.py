@@ -1,8 +1,8 @@
 """Finds the fields of torch's options objects in memory, for native code to read.
 
 The native calls ``*_for_torch`` read the options of a call from memory. An offset is used only if
-it alone agrees with torch for all probes. If an offset of a class is not found, its calls take the
-path that reads each field through torch.
+no other offset agrees with torch for all probes. If an offset of a class is not found, calls with
+that class read each field through torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ringcomm import _native
 __all__ = ["read_from_memory"]
 
 _WORD_BYTES = 8
-# The values, as torch/csrc/distributed/c10d/Types.hpp has them up to the last field that is read.
+# Bytes of the C++ objects, up to the last field that is read, in torch's c10d/Types.hpp.
 _VALUE_BYTES: dict[Any, int] = {
     AllgatherOptions: 16,
     AllreduceOptions: 48,
     ReduceScatterOptions: 48,
 }
 _PROBED_OPS = (ReduceOp.MAX, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.BXOR)
-# Neither the flags nor the timeouts change in step with the ops or with each other.
+# Chosen so that flags, timeouts and ops never change in step: no other offset can match.
 _PROBED_FLAGS = (True, False, False, True, True)
 _PROBED_MS = (0x1234567, 7, 0x7654321, 0x20301, 86_400_000)
 
@@ -48,7 +48,7 @@ def _probes(kind: Any) -> Iterable[Any]:
 
 
 def _value_of(options: Any) -> int:
-    """Returns the address of the value, which a pybind11 object points to behind its header."""
+    """Returns the address of the C++ object: a pybind11 object has it after its header."""
     return ctypes.c_uint64.from_address(id(options) + object.__basicsize__).value
 
 
@@ -57,7 +57,7 @@ def _only(offsets: set[int]) -> int | None:
 
 
 def _find(kind: Any, size: int) -> tuple[int, int, int] | None:
-    """Returns the offsets of the timeout, ``asyncOp`` and the op (-1: none); None: not found."""
+    """Returns the offsets of timeout, ``asyncOp`` and op (-1: none), or None if not found."""
     timeouts, flags, ops = set(range(0, size, _WORD_BYTES)), set(range(size)), set(range(size))
     for options, milliseconds in zip(_probes(kind), _PROBED_MS, strict=True):
         value = (ctypes.c_uint8 * size).from_address(_value_of(options))
@@ -85,5 +85,5 @@ def _is_read(kind: Any, size: int) -> bool:
 
 @cache
 def read_from_memory() -> frozenset[Any]:
-    """Has native calls read options from memory; returns the classes whose objects they read."""
+    """Makes native calls read options from memory; returns the classes that they can read."""
     return frozenset(kind for kind, size in _VALUE_BYTES.items() if _is_read(kind, size))

@@ -77,26 +77,26 @@ from ringcomm.rendezvous.same_node import Lookout
 __all__ = ["behind", "create_process_group"]
 
 
-# ---- The barriers of the process group: on the host, on devices, and one that says who is missing
+# ---- The barriers of the process group: on the host, on devices, and the monitored barrier ------
 
 _CPU = torch.device("cpu")
 
 
 class Barriers(Calls):
-    """Mixin of the process group."""
+    """Mixin of the process group: its barriers."""
 
     bound_device_id: torch.device | None
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Waits for all members.
 
-        On a device if one is named (``device_ids``) or bound (``device_id`` of
-        ``init_process_group``): every member has then come there behind its current stream's
-        earlier work, and the caller blocks until that is so. Else on the host.
+        If a device is named (``device_ids``) or bound (``device_id`` of ``init_process_group``),
+        the barrier runs there, after the earlier work of every member's current stream, and blocks
+        the caller until all members have reached it. Otherwise it runs on the host.
         """
         if not isinstance(opts, BarrierOptions):
             opts = options(BarrierOptions, opts, timeout)
-        # First the usual case: reading a device's type takes longer than comparing devices.
+        # The usual case first: reading a device's type takes longer than comparing devices.
         device = None if opts.device == _CPU else self._barrier_device(opts)
         if device is None:
             host = self._communicators.host
@@ -109,7 +109,7 @@ class Barriers(Calls):
         else:
             inner = communicator.engine.submit(_barrier_of(communicator), "barrier", timeout=limit)
         if cuda.current().is_capturing(device):
-            # The event of a capture never passes: a graph is ordered, nobody waits for it here.
+            # An event in a capture never completes: the graph is ordered, and the host cannot wait.
             work: PendingWork = PendingWork(inner, [], OP_TYPES["barrier"])
         else:
             work = BarrierWork(inner, communicator.timeout if limit is None else limit)
@@ -121,7 +121,7 @@ class Barriers(Calls):
     def _barrier_device(self, opts: Any) -> int | None:
         device: torch.device | None = opts.device
         if device is None:
-            # Only callers of the group itself leave it open; torch.distributed.barrier decides.
+            # torch.distributed.barrier sets the device; only direct callers of the group do not.
             ids = opts.device_ids
             device = torch.device("cuda", ids[0]) if ids else self.bound_device_id
         if device is None or device.type == "cpu":
@@ -139,10 +139,10 @@ def _barrier_of(communicator: Communicator) -> Callable[[], list[Tensor]]:
 
 # ``monitored_barrier``: a barrier that names the ranks that did not come.
 #
-# It runs over the group's store, not over the communicator: it has to tell who is missing while
-# ranks hang inside a collective, and a rank that does not come must leave the communicator usable.
+# It uses the group's store, not the communicator: it must name missing ranks while ranks hang
+# inside a collective, and a rank that does not come must leave the communicator usable.
 #
-# Keys, below the round's prefix; a round is one call, counted alike on every rank:
+# Keys, below the prefix of the round; a round is one call, and every rank counts its rounds:
 # ``here/<rank>``  that rank has come        (writer: the rank, reader: rank 0)
 # ``verdict``      "pass", or who is missing (writer: rank 0, readers: the other ranks)
 
@@ -153,10 +153,10 @@ class MonitoredBarrier:
     """The monitored barriers of one process group.
 
     Args:
-        store: seen by the members of the group only.
-        rank: group rank of the caller.
-        world_size: members of the group.
-        lookout: over the members.
+        store: a store that only the members of the group use.
+        rank: the caller's rank in the group.
+        world_size: the number of members.
+        lookout: the lookout over the members.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, lookout: Lookout) -> None:
@@ -170,7 +170,7 @@ class MonitoredBarrier:
         """Blocks until every rank of the group has called.
 
         Args:
-            timeout: the longest that rank 0 waits for the others, and they for rank 0.
+            timeout: the longest that rank 0 waits for the others, and the others for rank 0.
             wait_all_ranks: rank 0 reports all ranks that did not come, not only the first.
 
         Raises:
@@ -178,7 +178,7 @@ class MonitoredBarrier:
             PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, when
                 rank 0 did not come, has ended or reported a failure.
         """
-        # What an earlier attempt left in the store must not count as having come.
+        # Posts of an earlier attempt in the store must not count.
         prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
         self._round += 1
         if self._rank == 0:
@@ -208,7 +208,7 @@ class MonitoredBarrier:
     ) -> NoReturn:
         what = f"{_ranks(missing)} failed to pass monitoredBarrier"
         if missing != ended:
-            # Gloo's words.
+            # The wording of Gloo.
             what += f" in {_ms(timeout)} ms"
         if ended:
             what += f"; of {_ranks(ended).lower()} the process has ended"
@@ -244,7 +244,7 @@ class MonitoredBarrier:
             ) from cause
 
     def _verdict(self, key: str, timeout: timedelta) -> str:
-        """Waits for what rank 0 says, or returns why it does not."""
+        """Waits for rank 0's verdict, or returns why there is none."""
         deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
         while not self._store.check([key]):
             why = ""
@@ -268,19 +268,19 @@ def _ms(timeout: timedelta) -> int:
 
 
 # ---- Send and receive of the process group, in the argument forms of ``torch.distributed`` ------
-# Between CPU tensors a message is found by its tag. Between devices messages match in order, and
-# their tags must agree; a receive there names its sender.
+# Between CPU tensors messages are matched by tag. Between devices they are matched in order, and
+# their tags must agree; a receive on a device names its sender.
 
-# torch asks a group for an asynchronous message even where its function waits for it at once: that
-# message needs no work, and no thread of ours that gets it on its way meanwhile.
+# torch requests an asynchronous message from the group even if its function waits for it at once:
+# such a message needs neither a work nor a thread of ours that drives it.
 _WAITING = {
     unwrap(function).__code__ for function in (torch.distributed.send, torch.distributed.recv)
 }
 
 
 def _is_waited_for() -> bool:
-    """Returns whether ``torch.distributed.send()`` or ``recv()`` has made the group's call."""
-    # Behind this function, the group's, and isend() or irecv().
+    """True if ``torch.distributed.send()`` or ``recv()`` has made the group's call."""
+    # The frames in between: this function, the group's method, and isend() or irecv().
     frame = sys._getframe(2).f_back
     return frame is not None and frame.f_code in _WAITING
 
@@ -335,15 +335,15 @@ class PeerToPeer(Calls):
         return self._collected(PendingWork(received, [tensor], OP_TYPES["recv from any source"]))
 
     def is_on_host(self, tensor: Tensor, operation: str) -> bool:
-        """True if the host's communicator serves the tensor."""
+        """True if the host communicator serves the tensor."""
         return self._communicators.is_on_host(tensor, operation)
 
     def batch(self, ops: Sequence[P2POp]) -> Work:
-        """Sends and receives of devices, none of which waits for another; one work for all.
+        """Sends and receives between devices, none of which waits for another; returns one work.
 
         Args:
-            ops: of this group. Messages between two ranks keep their order, which must be the
-                same on both.
+            ops: messages of this group. Messages between two ranks keep their order, which must be
+                the same on both ranks.
 
         Raises:
             ArgumentError: bad argument; no message was sent.
@@ -353,7 +353,7 @@ class PeerToPeer(Calls):
         self._start_coalescing(device)
         try:
             for op in ops:
-                # By torch's own functions, which see a complex tensor as one of real numbers.
+                # By torch's own functions, which pass a complex tensor as real numbers.
                 peer: dict[str, Any] = {
                     "group_dst" if op.op is isend else "group_src": op.group_peer
                 }
@@ -364,7 +364,7 @@ class PeerToPeer(Calls):
         return self._end_coalescing(device)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begins to collect the calls that follow.
+        """Begins to collect the following calls.
 
         Collectives, and messages of CPU tensors, run at once; messages of devices wait for the end.
         """
@@ -373,7 +373,7 @@ class PeerToPeer(Calls):
         self._coalescing = Batch()
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """One work for all calls since ``_start_coalescing``."""
+        """Returns one work for all calls since ``_start_coalescing``."""
         if self._coalescing is None:
             raise ArgumentError("_end_coalescing: there was no _start_coalescing")
         batch, self._coalescing = self._coalescing, None
@@ -381,26 +381,26 @@ class PeerToPeer(Calls):
         return WorkGroup(works) if works else completed([], OP_TYPES["batch"])
 
 
-# ---- Makes a process group from what ``torch.distributed`` hands to a backend's creator ---------
+# ---- Makes a process group from the arguments of ``torch.distributed`` for a backend's creator --
 
 
 def create_process_group(
     group: Any, pg_options: Any, kind: type[Communicators] = Communicators
 ) -> Any:
-    """Returns the object that makes the calls of this rank; every member of the new group calls it.
+    """Returns the object that makes this rank's calls; every member of the new group calls it.
 
     Args:
         group: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout,
             group_id.
-        pg_options: a ``ringcomm.CommOptions`` or None. Its timeout yields to the group's.
-        kind: how the group finds its communicators.
+        pg_options: a ``ringcomm.CommOptions`` or None. The group's timeout overrides its timeout.
+        kind: the class that finds the group's communicators.
 
     Returns:
-        A process group, which torch takes for the whole group. If other devices name another
-        backend: a backend for the devices that name ringcomm.
+        A process group, which torch uses for all devices. If other devices name another
+        backend: a C++ backend for the devices that name ringcomm.
 
     Raises:
-        ArgumentError: ``pg_options`` is something else.
+        ArgumentError: ``pg_options`` has another type.
         UnsupportedError: the group mixes ringcomm with another backend, and the C++ backend is
             not built.
         RendezvousError: the members did not find each other within the timeout.
@@ -409,9 +409,9 @@ def create_process_group(
     others = _other_backends(config)
     native = _native_backend(config, others)
     if native is not None and (made := _backend_behind(outer)) is not None:
-        return made  # for another device of the same group
+        return made  # made for another device of the same group
     if others and isinstance(pg_options, BackendOfTorch.Options):
-        pg_options = None  # of another backend: torch hands the same ones to each
+        pg_options = None  # options for another backend: torch passes the same to each backend
     if pg_options is not None and not isinstance(pg_options, CommOptions):
         raise ArgumentError(
             f"init_process_group on rank {group.group_rank} of {group.group_size}: pg_options of "
@@ -435,7 +435,7 @@ def create_process_group(
     made._set_group_name(group.group_id)
     find_behind_by(_communicator_behind)
     if outer is not None and outer.name() == _UNDEFINED:
-        # As torch means to do for a plugin, but does not recognise: it would warn in the end.
+        # torch does this for plugins, but does not recognize ours, and would warn at the end.
         outer._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     return native(made, _Splits(native), _direct_calls(communicators.host))
 
@@ -445,11 +445,11 @@ _UNDEFINED = "undefined"
 
 
 def _being_made(frame: FrameType | None) -> tuple[BackendConfig | None, Any]:
-    """Returns the backends that torch makes a group of, and the group.
+    """Returns the backends of the group that torch is making, and the group.
 
-    torch takes a process group that a creator returns as the whole group, for all devices, and
-    drops the other backends without a word. The creator is not told of them, so this reads them
-    where torch keeps them: local variables of ``_new_process_group_helper``.
+    If a creator returns a process group, torch uses it as the whole group, for all devices, and
+    drops the other backends without a warning. torch does not pass their names to the creator, so
+    this reads them from local variables of torch's ``_new_process_group_helper``.
     """
     while frame is not None:
         config = frame.f_locals.get("backend_config")
@@ -471,7 +471,7 @@ def _other_backends(config: BackendConfig | None) -> dict[str, str]:
 
 
 def _native_backend(config: BackendConfig | None, others: dict[str, str]) -> Any:
-    """Returns the class of the C++ backend, if the group needs it or the user asks for it.
+    """Returns the class of the C++ backend, if the group needs it or the user requests it.
 
     Raises:
         UnsupportedError: it is not built.
@@ -490,9 +490,9 @@ def _native_backend(config: BackendConfig | None, others: dict[str, str]) -> Any
 
 
 def _backend_behind(group: Any) -> Any:
-    """Returns the C++ backend of ringcomm that a group of torch has for some device; or None."""
+    """Returns the C++ backend of ringcomm that a torch group has for some device, or None."""
     if type(group) is not dist.ProcessGroup:
-        return None  # a class of Python serves all its devices itself
+        return None  # a Python group serves all its devices itself
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -502,14 +502,14 @@ def _backend_behind(group: Any) -> Any:
 
 
 def behind(group: Any, device: torch.device | None = None) -> ProcessGroup | None:
-    """Returns the process group of ringcomm that makes the calls of a group of torch.
+    """Returns the process group of ringcomm that makes the calls of a torch group.
 
     Args:
-        group: of any backends.
-        device: of the calls' tensors; None: of any kind.
+        group: a group of any backends.
+        device: the device of the calls' tensors; None: any device.
 
     Returns:
-        None where another backend makes them.
+        None if another backend makes the calls.
     """
     if isinstance(group, ProcessGroup):
         return group
@@ -524,9 +524,9 @@ def behind(group: Any, device: torch.device | None = None) -> ProcessGroup | Non
 
 
 def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
-    """Returns the default group's communicator and the members of a group that torch makes of it.
+    """Returns the default group's communicator, and ``members``: they will be split from it.
 
-    None where the default group itself is made, or is of other backends.
+    Returns None if the default group itself is being made, or has another backend.
     """
     world = dist.group.WORLD if members and dist.is_initialized() else None
     parent = behind(world)
@@ -534,13 +534,13 @@ def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
 
 
 def _communicator_behind(group: Any) -> Communicator | None:
-    """Returns the host's communicator of a group, if ringcomm makes its calls."""
+    """Returns the host communicator of a group, if ringcomm makes its calls."""
     ours = behind(group)
     return None if ours is None else ours.communicator
 
 
 class _Splits:
-    """Makes the C++ backends of some members of a group; only they call it.
+    """Makes the C++ backends of a group's subgroups; only the members of the subgroup call it.
 
     Args:
         native: the class of the backends.
@@ -556,10 +556,10 @@ class _Splits:
         """Returns the backend of a new group.
 
         Args:
-            group: of all ranks.
+            group: the group that is split.
             store: of the new group. torch splits once for each type of device, with one store.
-            ranks: of ``group``, by rank in the new one.
-            timeout: of the new group.
+            ranks: the members' ranks in ``group``, by rank in the new group.
+            timeout: the timeout of the new group.
         """
         if self._latest is None or self._latest[0] is not store:
             child = group.split_group(ranks, timeout)
@@ -575,10 +575,10 @@ _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 def _direct_calls(host: Communicator) -> tuple[Any, ...]:
-    """Returns how the C++ backend makes calls without Python: see NOTE [Direct calls].
+    """Returns what the C++ backend needs for calls without Python: see NOTE [Direct calls].
 
-    The C functions, or None where the core has none, codes of types and ops, and what makes an
-    error.
+    These are the C functions (None if the core has none), the codes of types and ops, and the
+    function that makes an error.
     """
     engine = host.engine
     functions = None if engine.kernels else getattr(engine.fast, "direct_calls", None)
@@ -606,8 +606,8 @@ def admit_ringcomm_to_batches() -> None:
     """Lets ``torch.distributed.batch_isend_irecv`` batch the messages of groups of ringcomm.
 
     That function opens a coalescing bracket only for groups of exactly torch's own class, and
-    makes all other groups send and receive one by one. From now on it hands messages between
-    devices to groups of ringcomm as a whole; all else goes to the original.
+    makes all other groups send and receive one by one. The replacement passes messages between
+    devices to ringcomm's groups as a whole, and everything else to the original.
     """
     _batch_isend_irecv.__doc__ = _of_torch.__doc__
     distributed_c10d.batch_isend_irecv = _batch_isend_irecv
@@ -618,9 +618,9 @@ def admit_ringcomm_to_monitored_barrier() -> None:
     """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
 
     Up to torch 2.14 that function raises for every backend that is not named gloo, before it
-    asks the group; later versions ask for a group with a CPU backend (pytorch/pytorch#189070).
-    Where the test for the name is still there, calls for groups of ringcomm go straight to the
-    group and all other calls to the original function.
+    calls the group; later versions accept a group with a CPU backend (pytorch/pytorch#189070).
+    If torch still tests the name, calls for ringcomm's groups go directly to the group and all
+    other calls to the original function.
     """
     original = distributed_c10d.monitored_barrier
     if "GLOO" not in original.__code__.co_names:
@@ -648,18 +648,18 @@ def admit_ringcomm_to_monitored_barrier() -> None:
 class ProcessGroup(  # type: ignore[misc]
     CoalescedCollectives, PeerToPeer, Barriers, torch.distributed.ProcessGroup
 ):
-    """A process group of torch, over a communicator of the host and one of each device in use.
+    """A process group of torch, over a host communicator and one for each device in use.
 
-    A call goes where its tensors are. What has no tensors, as a barrier or an object, stays on the
-    host unless a device is named or bound.
+    A call runs where its tensors are. Calls without tensors, such as barriers, and calls with
+    objects run on the host unless a device is named or bound.
 
-    torch takes it for the group and for its backend alike, so it answers to both. It has no
-    method ``new_group``: torch would then make all subgroups through it, also those that ask for
+    torch uses it both as the group and as its backend, so it implements both interfaces. It has no
+    method ``new_group``: otherwise torch would make all subgroups through it, even those for
     another backend.
 
     Args:
-        store: seen by the members of the group only.
-        communicators: of this group; the group closes them in ``shutdown``.
+        store: a store that only the members of the group use.
+        communicators: the communicators of this group; ``shutdown`` closes them.
     """
 
     supports_splitting = True
@@ -670,7 +670,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     def __init__(self, store: Store, communicators: Communicators) -> None:
         host = communicators.host
-        # The constructor with a store makes a group that cannot be subclassed in Python.
+        # The constructor without a store: the other makes a group that Python cannot subclass.
         super().__init__(host.rank, host.world_size)  # type: ignore[call-arg]
         read_from_memory()
         self._store = store
@@ -690,14 +690,14 @@ class ProcessGroup(  # type: ignore[misc]
 
     @property
     def communicator(self) -> Communicator:
-        """The host's communicator, for calls that ``torch.distributed`` has no name for."""
+        """The host communicator, for calls that ``torch.distributed`` does not offer."""
         return self._communicators.host
 
     def communicator_on(self, device: torch.device | str | int) -> Communicator:
-        """The communicator of a device; the first call for it is one of all members.
+        """Returns the communicator of a device; all members must make the first call for it.
 
         Raises:
-            ArgumentError: no device of this process.
+            ArgumentError: this process has no such device.
             UnsupportedError: this process has no devices; says why.
             RingcommError: the members could not connect their devices.
         """
@@ -735,7 +735,7 @@ class ProcessGroup(  # type: ignore[misc]
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    # torch's C++ asks for these four by these names.
+    # torch's C++ code calls these four methods by these names.
     def getGroupName(self) -> str:
         return self._name
 
@@ -754,13 +754,13 @@ class ProcessGroup(  # type: ignore[misc]
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device | str) -> ProcessGroup:  # type: ignore[override]
-        """This group, which is its own backend.
+        """Returns this group, which is its own backend.
 
         Raises:
-            UnsupportedError: for a device that is neither the CPU nor a GPU.
+            UnsupportedError: the device is neither the CPU nor a GPU.
         """
         if not _is_served(device):
-            # torch's own words, by which callers recognise the case.
+            # torch's own wording, by which callers recognize the case.
             raise UnsupportedError(
                 f"No backend type associated with device type {torch.device(device).type}: "
                 f"{BACKEND_NAME} serves tensors of the CPU and of CUDA devices"
@@ -771,7 +771,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     @property
     def options(self) -> None:
-        """The options that a split hands to its child: none, so the child takes the defaults."""
+        """The options that a split passes to its child: None, so the child uses the defaults."""
         return None
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
@@ -780,20 +780,20 @@ class ProcessGroup(  # type: ignore[misc]
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """A tensor of ``size`` elements in the heap, which collectives move without a copy.
+        """Returns a heap tensor of ``size`` elements, which collectives move without a copy.
 
-        FSDP2 takes its buffers from here after
+        FSDP2 allocates its buffers here after
         ``set_allocate_memory_from_process_group_for_comm(True)``.
         """
         self._get_backend(device)
         return memory.empty(size, dtype=dtype, device=device)
 
     def get_group_store(self) -> Store:
-        """The store of this group's members."""
+        """Returns the store of this group's members."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long the calls that follow wait for their peers."""
+        """Sets how long later calls wait for their peers."""
         self._communicators.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -803,7 +803,7 @@ class ProcessGroup(  # type: ignore[misc]
         self._sequence = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """Returns how many collectives this rank has issued on the group."""
+        """Returns how many collectives this rank has made on the group."""
         return self._sequence
 
     def monitored_barrier(
@@ -826,18 +826,18 @@ class ProcessGroup(  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> ProcessGroup | None:
-        """A group of some members of this one; only they take part.
+        """Makes a group of some members of this one; only they take part.
 
         Args:
-            new_ranks: ranks of this group, in the order of their ranks in the new one.
-            timeout: of the new group; None takes this group's.
+            new_ranks: ranks of this group, in the order of their ranks in the new group.
+            timeout: the timeout of the new group; None: this group's timeout.
             opts: a ``ringcomm.CommOptions`` or None.
-            group_name: of the new group; None makes one from the ranks.
+            group_name: the name of the new group; None: a name made from the ranks.
             group_desc: free text.
-            device_types: the new group serves CPU and CUDA tensors whichever of them are given.
+            device_types: CPU or CUDA or both; the new group serves both in any case.
 
         Returns:
-            The new group, or None when this rank is not in ``new_ranks``.
+            The new group, or None if this rank is not in ``new_ranks``.
         """
         new_ranks = CallChecks("split_group", self._rank, self._size).ranks("new_ranks", new_ranks)
         for device in device_types or ():
@@ -869,19 +869,19 @@ class ProcessGroup(  # type: ignore[misc]
         return self._split_count
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: a split concerns its members only."""
+        """Does nothing: a split concerns only its members."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Binds the group to a device and connects it there; all members call it.
+        """Binds the group to a device and connects it there; all members must call this.
 
-        torch calls this where ``init_process_group`` was given a ``device_id``.
+        torch calls this if ``init_process_group`` got a ``device_id``.
         """
         if device is not None and device.type != "cpu":
             self._communicators.on_device(device.index, "init_process_group")
             self.bound_device_id = device
 
     def _wait_for_pending_works(self) -> None:
-        """Blocks until everything that was issued on this rank is done."""
+        """Blocks until all calls of this rank are done."""
         self._communicators.host.engine.submit(list, "wait for pending works").wait()
         for device in self._communicators.devices():
             cuda.current().synchronize(device)

@@ -1,1 +1,1 @@
-"""The rendezvous of the ranks of one machine: environment variables, stores, heap handles."""
+"""How the ranks of one machine find each other: environment variables, stores, heap handles."""

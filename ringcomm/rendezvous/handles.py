@@ -1,9 +1,9 @@
 """The exchange of handles, by which the ranks of a new communicator find each other's heaps.
 
-Everything goes through a torch store as JSON text, checked field by field on arrival. Two
-rounds: each rank posts its handle and reads all others; then each rank posts whether it could
-map them all. A rank that fails posts its error, so that its peers fail at once instead of waiting,
-with the words of the rank that failed first.
+All data pass through a torch store as JSON text, and every field is checked on arrival. There are
+two rounds: each rank posts its handle and reads all others; then each rank posts whether it could
+map all heaps. A rank that fails posts its error, so that its peers fail at once instead of waiting,
+with the message of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.same_node import Lookout
 
-# ---- File descriptors: errors when the process has none left, and handing one to another process
+# ---- File descriptors: errors when the process has none left, and sending one to another process
 # A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their device
-# anew, and ``pidfd_getfd`` needs the right to trace the other process, which Yama mostly denies. So
-# they are sent as SCM_RIGHTS of a Unix socket.
+# again, and ``pidfd_getfd`` needs the permission to trace the other process, which Yama mostly
+# denies. So they are sent as SCM_RIGHTS over a Unix socket.
 
 _NONE_LEFT = {
     errno.EMFILE: "this process has no file descriptor left. Its limit is {limit} (ulimit -n): "
@@ -64,10 +64,10 @@ def _words_of(number: int) -> str:
 
 
 def _spare(count: int) -> OSError | None:
-    """Returns the error of opening ``count`` more descriptors, or None: they can be opened."""
+    """Returns the error of opening ``count`` more descriptors, or None if that works."""
     opened: list[int] = []
     try:
-        # Of a file that a process has always: a duplicate of another one may be none.
+        # "/" always exists; duplicating a descriptor needs one to start with.
         opened.extend(os.open("/", os.O_PATH | os.O_CLOEXEC) for _ in range(count))
     except OSError as error:
         return error
@@ -78,7 +78,7 @@ def _spare(count: int) -> OSError | None:
 
 
 def shortage_of(error: BaseException | None) -> str:
-    """Returns the name of an exhausted resource in an error or its causes, or ""."""
+    """Returns a sentence on the exhausted resource in an error or its causes, or ""."""
     texts = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE)}
     seen, known = error, set[int]()
     while seen is not None and id(seen) not in known:  # a chain of causes may be circular
@@ -88,7 +88,7 @@ def shortage_of(error: BaseException | None) -> str:
         for text, number in texts.items():
             if text in str(seen):
                 return _words_of(number)
-        # These do not say why a file could not be opened.
+        # These exceptions hide why a file could not be opened, so try to open a descriptor.
         if isinstance(seen, (ImportError, socket.gaierror)) and (spare := _spare(1)) is not None:
             return shortage_of(spare)
         seen = seen.__cause__ or seen.__context__
@@ -97,10 +97,10 @@ def shortage_of(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def forming(operation: str) -> Iterator[None]:
-    """Words the errors of a process that runs out of descriptors inside.
+    """Converts errors inside that come from exhausted descriptors.
 
     Args:
-        operation: what is formed, on which rank.
+        operation: the communicator that is built, and the rank.
 
     Raises:
         RendezvousError: no descriptor is left; names ``ulimit -n``.
@@ -108,7 +108,7 @@ def forming(operation: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A heap without memory has words of its own.
+        # A heap without memory has an error text of its own.
         no_memory = isinstance(error, HeapError) and not _is_of_descriptors(error)
         shortage = "" if no_memory else shortage_of(error)
         if not shortage:
@@ -121,15 +121,15 @@ def _is_of_descriptors(error: HeapError) -> bool:
 
 
 def need_descriptors(count: int, operation: str, purpose: str) -> None:
-    """Checks that so many descriptors can be opened, for code that cannot tell when it cannot.
+    """Checks that ``count`` descriptors can be opened, for code that does not report a shortage.
 
     Args:
-        count: how many.
-        operation: named in the error.
+        count: the number of descriptors.
+        operation: the name of the operation, for the error.
         purpose: what they are for.
 
     Raises:
-        RendezvousError: they cannot; names ``ulimit -n``.
+        RendezvousError: they cannot be opened; names ``ulimit -n``.
     """
     error = _spare(count)
     if error is not None:
@@ -148,21 +148,21 @@ class DescriptorInbox:
     """A socket to which another process, or thread, may send one descriptor.
 
     Attributes:
-        name: for :func:`send_descriptor`; the kernel chooses it, and it is no file.
+        name: the address for :func:`send_descriptor`, chosen by the kernel; it is not a file.
     """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        # The kernel then says who sent a message.
+        # The kernel then reports the sender of a message.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("")
         self.name: bytes = self._socket.getsockname()
 
     def receive(self, sender_pid: int, wait_s: float) -> int | None:
-        """Returns the descriptor, which is the caller's to close; None: it did not come in time.
+        """Returns the descriptor, which the caller must close, or None if it does not come in time.
 
-        What another process than ``sender_pid`` of this user sends is dropped: everyone on the
-        machine can find the name.
+        Messages from other processes than ``sender_pid`` of this user are dropped: every process
+        on the machine can find the name.
         """
         self._socket.settimeout(wait_s)
         room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS)
@@ -187,10 +187,10 @@ class DescriptorInbox:
 
 
 def send_descriptor(name: bytes, descriptor: int) -> None:
-    """Sends a copy of ``descriptor`` to the inbox of that name.
+    """Sends a copy of ``descriptor`` to the inbox with the address ``name``.
 
     Raises:
-        OSError: there is no such inbox in this network namespace.
+        OSError: this network namespace has no such inbox.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         # Not send_fds(), which ignores its address (https://github.com/python/cpython/issues/107898).
@@ -198,13 +198,13 @@ def send_descriptor(name: bytes, descriptor: int) -> None:
         sender.sendmsg([_PAYLOAD], [rights], 0, name)
 
 
-# A store has no wait that Ctrl-C can interrupt, so it is polled: often at first, since ranks
-# mostly arrive together, then less and less.
+# A wait of a store cannot be interrupted by Ctrl-C, so the store is polled: often at first, since
+# ranks mostly arrive together, then less often. Seconds between two polls.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
-# In which ranks post first.
+# The stages in which ranks post first.
 FIRST_STAGES = ("device", "heap")
-# The end of rank 0 mostly ends the store, so it waits this long for its peers to read why.
+# Seconds. When rank 0 ends, its store mostly ends, so it waits for its peers to read its error.
 LINGER_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
 MOST_NODE_ID_CHARS = 200
@@ -222,7 +222,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """The members of one rendezvous, their store, its deadline, and who watches them."""
+    """The members of one rendezvous, their store, its deadline, and their lookout."""
 
     store: Store
     name: str
@@ -238,13 +238,13 @@ class RendezvousSpec:
 
 @dataclass(frozen=True)
 class HeapHandle:
-    """The address of a rank's heap and of its region, and what all ranks must agree on.
+    """The address of a rank's heap and of its region, and the values on which ranks must agree.
 
-    ``host``, ``boot`` and ``pid_namespace`` say which ranks may be able to map each other, unless
-    ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and
-    stands in the region, which only this user's processes read. ``cpus``, ``cores``,
-    ``torch_threads`` and ``threads`` (0: none is named) decide how many threads ranks use.
-    ``numa_nodes`` are those that the heap is bound to, and decide about sums in two levels.
+    ``host``, ``boot`` and ``pid_namespace`` show which ranks may be able to map each other; the
+    user's ``node_id`` overrides them. ``proof`` is random in every communicator and is also
+    stored in the region, which only this user's processes can read. ``cpus``, ``cores``,
+    ``torch_threads`` and ``threads`` (0: not set) determine how many threads ranks use.
+    ``numa_nodes`` are the NUMA nodes of the heap, and determine whether sums use two levels.
     """
 
     rank: int
@@ -269,49 +269,49 @@ class HeapHandle:
 
     @property
     def machine(self) -> tuple[str, ...]:
-        """The facts that only ranks which may map each other's memory have in common.
+        """Facts that are equal for all ranks that may be able to map each other's memory.
 
-        Host names are not part of it: they may be cut, and be equal on different machines.
+        Host names are not included: they may be truncated, and be equal on different machines.
         """
         return (self.node_id,) if self.node_id else (self.boot, self.pid_namespace)
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> HeapHandle:
-        """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
+        """Reads the handle that ``rank`` posted; raises RendezvousError if it is not valid."""
         return cls(**read_fields(cls, text, rank, operation))
 
 
 def launch_attempt() -> str:
-    """Returns the attempt of an elastic launch of this process; part of every key in a store.
+    """Returns the number of this attempt of an elastic launch; it is part of every store key.
 
-    torchrun's store outlives its attempts (``--max-restarts``), with the keys of those before.
+    torchrun's store survives its attempts (``--max-restarts``), with the keys of earlier attempts.
     """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
 def attempts_differ() -> bool:
-    """Tells whether ranks of one attempt may be told different numbers of it.
+    """True if ranks of one attempt may have different numbers for it.
 
-    Each of torchrun's agents counts the restarts that its own ranks caused, not those of others.
+    Each agent of torchrun counts only the restarts that its own ranks caused.
     """
     nodes = os.environ.get("GROUP_WORLD_SIZE") or "1"
     return bool(os.environ.get("TORCHELASTIC_RUN_ID")) and nodes != "1"
 
 
 def named_node() -> str:
-    """Returns the node that the user has named for this rank, or ""."""
+    """Returns the node name that the user has set for this rank, or ""."""
     return os.environ.get(NODE_ID_VARIABLE, "")[:MOST_NODE_ID_CHARS]
 
 
 @cache
 def machine_identity() -> tuple[str, str, str]:
-    """Host name, boot id and PID namespace: equal for ranks that can map each other's heaps."""
+    """Returns host name, boot id and PID namespace: equal for ranks that may map each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
 
 
 def machine_of(node_id: str) -> str:
-    """Returns a word that only ranks which may map each other's memory have in common.
+    """Returns a word that is equal for all ranks that may map each other's memory.
 
     Args:
         node_id: the name of this rank's node, or "".
@@ -321,7 +321,7 @@ def machine_of(node_id: str) -> str:
 
 
 def host_and_port(store: Any) -> tuple[str, int] | None:
-    """Returns the address of a torch store's server, or None for a store that has none."""
+    """Returns the address of a torch store's server, or None for a store without one."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -336,7 +336,7 @@ def store_address(store: Any) -> str:
 
 @contextlib.contextmanager
 def _asking(spec: RendezvousSpec) -> Iterator[None]:
-    """Words the error of a store that is asked inside."""
+    """Converts the errors of store operations inside."""
     try:
         yield
     except RuntimeError as error:
@@ -353,7 +353,7 @@ def _asking(spec: RendezvousSpec) -> Iterator[None]:
 
 
 def _look_up(spec: RendezvousSpec, key: str) -> bytes | None:
-    """Returns the value of ``key``, or None if there is none yet."""
+    """Returns the value of ``key``, or None if the store does not have it yet."""
     with _asking(spec):
         return spec.store.get(key) if spec.store.check([key]) else None
 
@@ -365,16 +365,16 @@ def _write(spec: RendezvousSpec, key: str, value: str) -> None:
 
 # NOTE [Agreeing on a rendezvous]
 #
-# Where no number of the attempt is common to all ranks, rank 0 draws one for each rendezvous. Every
-# rank says hello with a word that it has drawn, rank 0 answers with its number and the words that
-# it has read, and a rank takes the number once its own word is among them. So what an attempt
-# before has left answers nobody: no rank finds its word there. Rank 0 reads again the words of
-# those that have not taken the number, and goes on when all have. torchrun ends all ranks of an
-# attempt before it starts the next.
+# If the ranks do not all know the same number of their attempt, rank 0 draws a number for each
+# rendezvous. Every other rank draws a word and posts it as a hello; rank 0 posts an answer with its
+# number and the words that it has read; a rank takes the number once the answer has its own word.
+# So an answer left by an earlier attempt has no effect: no rank finds its word there. Rank 0
+# rereads the words of the ranks that have not taken the number, and continues when all have.
+# torchrun ends all ranks of an attempt before it starts the next attempt.
 
 
 def _agree(spec: RendezvousSpec) -> str:
-    """Returns a word that is common to the ranks of this rendezvous and to no other one."""
+    """Returns a word that is equal for all ranks of this rendezvous and unique to it."""
     here, mine = f"ringcomm/{spec.name}", secrets.token_hex(8)
     others = list(range(1, spec.world_size))
     words: dict[str, str] = {}
@@ -406,11 +406,11 @@ def _agree(spec: RendezvousSpec) -> str:
 def _wait_for(
     spec: RendezvousSpec, missing: list[int], pause_s: float, hint: Callable[[], str] = str
 ) -> None:
-    """Sleeps before the next look for what ``missing`` ranks post.
+    """Sleeps before the next poll for the posts of the ``missing`` ranks.
 
     Raises:
         PeerLost, AbortedError: as :meth:`Lookout.look`.
-        RendezvousError: after the deadline, with what ``hint`` adds.
+        RendezvousError: the deadline has passed; the message includes ``hint()``.
     """
     spec.lookout.look(missing, spec.operation)
     if spec.deadline.is_over():
@@ -426,7 +426,7 @@ def _wait_for(
 
 
 class Announced(Protocol):
-    """The part of a handle that all ranks must agree on."""
+    """The part of a handle on which all ranks must agree."""
 
     @property
     def rank(self) -> int: ...
@@ -443,7 +443,7 @@ class Announced(Protocol):
 
 
 def check_announced(spec: RendezvousSpec, mine: Announced, theirs: Announced, rank: int) -> None:
-    """Checks what ``rank`` announced against what this rank did.
+    """Compares the handle that ``rank`` announced with this rank's.
 
     Raises:
         MismatchError: the ranks disagree on world size or options.
@@ -466,7 +466,7 @@ def check_one_machine(spec: RendezvousSpec, mine: Announced, theirs: Announced) 
     """Checks that two ranks on devices are on one machine.
 
     Raises:
-        UnsupportedError: two ranks cannot share memory; both addresses are named.
+        UnsupportedError: two ranks cannot share memory; names both machines.
     """
     operation, rank = spec.operation, theirs.rank
     if (theirs.host, theirs.boot) != (mine.host, mine.boot):
@@ -483,7 +483,7 @@ def check_one_machine(spec: RendezvousSpec, mine: Announced, theirs: Announced) 
 
 
 def members_of(handles: Sequence[HeapHandle]) -> int:
-    """A positive number of 63 bits that stands for all handles of a communicator."""
+    """Returns a positive number of 63 bits that identifies all handles of a communicator."""
     everyone = {str(rank): asdict(handle) for rank, handle in enumerate(handles)}
     return int(digest_of(everyone), 16) >> 1 or 1
 
@@ -493,9 +493,9 @@ class Rendezvous:
 
     def __init__(self, spec: RendezvousSpec) -> None:
         self._spec = spec
-        # Each rank counts its own arrivals at this name, so that keys of an earlier
-        # communicator of the same name on the same store are never read again. The counts of an
-        # attempt that failed may differ.
+        # Each rank counts its arrivals under this name, so that keys of an earlier communicator
+        # with the same name in the same store are never read again. After an attempt that failed
+        # the counts may differ.
         self._arrivals, self._arrival = "", 0
         if attempts_differ():
             self._prefix = f"ringcomm/{spec.name}/{_agree(spec)}"
@@ -508,14 +508,14 @@ class Rendezvous:
 
     @property
     def prefix(self) -> str:
-        """Begins the keys of this rendezvous in the store."""
+        """The beginning of all keys of this rendezvous in the store."""
         return self._prefix
 
     def handles(self, mine: HeapHandle) -> list[HeapHandle]:
-        """Posts this rank's handle and returns those of all ranks, by rank.
+        """Posts this rank's handle and returns the handles of all ranks, by rank.
 
         Raises:
-            RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
+            RendezvousError: a rank is missing at the deadline, failed, or posted junk; named.
             MismatchError: the ranks disagree on world size or options.
         """
         operation = self._spec.operation
@@ -529,7 +529,7 @@ class Rendezvous:
                     f"{theirs.pid}; this one is {mine.pid}). Give every rank a number of its own, "
                     "and every job a store of its own"
                 )
-            # Before the others have come, since whoever finds a difference ends.
+            # Before all handles have come, since a rank that finds a difference ends at once.
             check_announced(self._spec, mine, theirs, rank)
             if (theirs.boot, theirs.pid_namespace) == (mine.boot, mine.pid_namespace):
                 self._spec.lookout.learn(rank, theirs.pid)
@@ -548,12 +548,12 @@ class Rendezvous:
         """Posts ``record`` and returns what all ranks posted in this stage, by rank, as text.
 
         Args:
-            stage: its name.
-            record: of this rank.
-            read: called with each rank and text as soon as it is there.
+            stage: the name of the stage.
+            record: the record of this rank.
+            read: called with each rank and text as soon as the text arrives.
 
         Raises:
-            RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
+            RendezvousError: a rank is missing at the deadline, failed, or posted junk; named.
         """
         self._post(stage, record)
         return self._collect(stage, read)
@@ -563,11 +563,11 @@ class Rendezvous:
         _write(self._spec, f"{self._prefix}/{stage}/{self._spec.rank}", text)
 
     def _collect(self, stage: str, read: Callable[[int, bytes], None] | None = None) -> list[bytes]:
-        """Waits for what every rank posts in a stage; returns it by rank.
+        """Waits for the posts of all ranks in a stage; returns them by rank.
 
         Args:
-            stage: its name.
-            read: called with each rank and text as soon as it is there.
+            stage: the name of the stage.
+            read: called with each rank and text as soon as the text arrives.
         """
         spec = self._spec
         missing = list(range(spec.world_size))
@@ -588,8 +588,8 @@ class Rendezvous:
             try:
                 _wait_for(spec, missing, pause_s, partial(self._came_twice, missing))
             except (PeerLost, AbortedError):
-                self._look_for_told()  # whose end may have a cause that it told
-                # What a rank posted before its end counts.
+                self._look_for_told()  # the ended rank may have posted the cause of its end
+                # A post that a rank made before its end counts.
                 if all(self._has_posted(stage, rank) for rank in missing):
                     continue
                 raise
@@ -599,7 +599,7 @@ class Rendezvous:
         return _look_up(self._spec, f"{self._prefix}/{stage}/{rank}") is not None
 
     def _came_twice(self, missing: list[int]) -> str:
-        """Returns a hint where two processes seem to have one rank, or ""; a blank ends it."""
+        """Returns a hint, with a trailing blank, if two processes seem to have one rank, or ""."""
         if not self._arrivals:
             return ""
         store, few, fewer = self._spec.store, self._spec.rank, self._arrival
@@ -618,13 +618,13 @@ class Rendezvous:
         )
 
     def look_for_failures(self, awaited: Iterable[int]) -> None:
-        """Raises if a rank has failed; for waits in which peers post nothing.
+        """Raises if a rank has failed; for waits during which peers post nothing.
 
         Args:
-            awaited: the ranks without which this one cannot go on.
+            awaited: the ranks without which this rank cannot continue.
 
         Raises:
-            RendezvousError: a rank has said that it failed; named.
+            RendezvousError: a rank has reported a failure; named.
             PeerLost, AbortedError: as :meth:`Lookout.look`.
         """
         self._look_for_told()
@@ -635,7 +635,7 @@ class Rendezvous:
             raise
 
     def _look_for_told(self) -> None:
-        """Raises the error of a rank that has said that it failed."""
+        """Raises the error of a rank that has reported a failure."""
         spec = self._spec
         text = _look_up(spec, f"{self._prefix}/failed")
         rank = (text or b"").decode(errors="replace")
@@ -652,17 +652,17 @@ class Rendezvous:
         handles: Sequence[HeapHandle] = (),
         unreached: Mapping[int, str] = MappingProxyType({}),
     ) -> list[dict[int, str]]:
-        """Says that this rank is ready and returns when all are; raises when one failed.
+        """Posts that this rank is ready, and returns when all are; raises when a rank failed.
 
         Args:
-            handles: as this rank read them, to be compared; none: nothing is.
+            handles: the handles as this rank read them, to be compared; none: no comparison.
             unreached: the ranks of this machine that this rank cannot map, with the reasons.
 
         Returns:
-            What each rank could not reach, by rank.
+            By rank, the ranks that it could not reach.
 
         Raises:
-            RendezvousError: a rank failed, or read another handle of a rank than this one; named.
+            RendezvousError: a rank failed, or read another handle for some rank; named.
         """
         saw = [digest_of(asdict(handle)) for handle in handles]
         here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}
@@ -688,17 +688,17 @@ class Rendezvous:
         return everyone
 
     def fail(self, error: BaseException) -> bool:
-        """Tells the peers, whatever they wait for, that this rank cannot take part.
+        """Tells the peers, in whatever stage they wait, that this rank cannot take part.
 
-        Only the first failure is told: others mostly follow from it. Rank 0 waits a moment for the
-        peers that have come to hear of it.
+        Only the first failure is posted, since later ones mostly follow from it. Rank 0 waits
+        briefly for the peers that have already arrived to read it.
 
         Returns:
             False if the store does not answer.
         """
         spec = self._spec
         told = str(error).removeprefix(f"{spec.operation}: ")
-        # Of a store that is gone, often with the rank that held it: the error that is being
+        # The store may be gone, often with the rank that served it. The error that is being
         # reported matters more.
         with contextlib.suppress(RuntimeError):
             if not spec.store.check([f"{self._prefix}/failed"]):
@@ -711,7 +711,7 @@ class Rendezvous:
         return False
 
     def _wait_for_ends(self) -> None:
-        """Waits until the peers that have come have ended, too, but not for long."""
+        """Waits briefly until the peers that have arrived have ended as well."""
         store, here = self._spec.store, self._prefix
         peers = [
             rank
@@ -730,7 +730,7 @@ _FAILED = re.compile(r": rank (\d+) failed: (\w+): ")
 
 
 def _told_by(error: RendezvousError, rank: int, spec: RendezvousSpec) -> RingcommError:
-    """Returns the error that a rank has posted, as every member raises it."""
+    """Returns the error that a rank has posted, in the form in which every member raises it."""
     text = str(error)
     kind = _FAILED.search(text)
     named = f": {spec.lookout.named(rank)} failed: "
@@ -742,7 +742,7 @@ def _told_by(error: RendezvousError, rank: int, spec: RendezvousSpec) -> Ringcom
 
 
 def _unreached_of(record: Any, rank: int, spec: RendezvousSpec) -> dict[int, str]:
-    """Reads which ranks ``rank`` could not reach."""
+    """Reads from a record which ranks ``rank`` could not reach."""
     found = {}
     for key, why in record.items() if isinstance(record, dict) else ():
         if not (key.isdecimal() and len(key) < 10 and int(key) < spec.world_size):

@@ -1,7 +1,7 @@
-"""A rank as its launcher has started it: its environment, or an address for ranks of several nodes.
+"""Reads a rank's launch environment, and finds the store for ranks of several nodes.
 
-Importing this module does not load torch: the process that starts the ranks of a command has no
-other use for it.
+Importing this module does not load torch: the process that starts a command's ranks does not need
+it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 # What the launcher's environment variables say about this rank.
-
-# Launcher, rank, world size, ranks on this node; the first launcher whose two are set wins.
-# torchrun first: it may itself have been started by one of the others.
+#
+# Launcher, rank, world size, ranks on this node; the first launcher whose rank and world size are
+# both set is used. torchrun comes first: another launcher may have started torchrun itself.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -38,10 +38,10 @@ LAUNCHERS = (
 )
 
 
-# Descriptors that a store needs beside its connections to ranks.
+# Descriptors that a store needs in addition to its connections to ranks.
 SPARE_DESCRIPTORS = 4
 
-# How to set variables on all ranks, by launcher; HOST is rank 0's.
+# How to set variables on all ranks, by launcher; HOST is the host of rank 0.
 SETTING = {
     "Open MPI": "Start them with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
     "MPICH": "Start them with mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
@@ -53,13 +53,13 @@ class LaunchedRank:
     """This rank as its launcher has started it.
 
     Attributes:
-        launcher: its name.
-        rank: of this process.
-        world_size: how many ranks there are.
-        local_world_size: how many of them are on this node; all, where the launcher does not say.
-        has_master: there are a MASTER_ADDR and a MASTER_PORT.
+        launcher: the name of the launcher.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        local_world_size: the ranks on this node; all ranks, if the launcher does not set it.
+        has_master: MASTER_ADDR and MASTER_PORT are set.
         job: the launcher's name for the launch, or "".
-        address: where the rendezvous of several nodes is without MASTER_ADDR, if that is known.
+        address: the rendezvous address for several nodes without MASTER_ADDR, if known.
     """
 
     launcher: str
@@ -72,19 +72,19 @@ class LaunchedRank:
 
     @property
     def is_here(self) -> bool:
-        """All ranks are on this node, as far as the launcher says."""
+        """True if all ranks are on this node, as far as the launcher tells."""
         return self.local_world_size == self.world_size
 
     def store(self, timeout_s: float) -> Store:
-        """A store that all ranks of the launch reach.
+        """Returns a store that all ranks of the launch reach.
 
         Raises:
-            RendezvousError: it cannot be reached in time.
-            UnsupportedError: the ranks are spread over several machines, and nothing says where
-                their rendezvous is.
+            RendezvousError: the store cannot be reached in time.
+            UnsupportedError: the ranks are on several machines, and no variable names the address
+                of their rendezvous.
         """
         operation = where(f"communicator from {self.launcher}", self.rank, self.world_size)
-        # torch's server has a connection to each rank, and cannot say when it has none left.
+        # torch's server has a connection to each rank, and does not report a shortage.
         needed = SPARE_DESCRIPTORS + (self.world_size if self.rank == 0 else 0)
         with forming(operation):
             if self.world_size > 1:
@@ -111,7 +111,7 @@ class LaunchedRank:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> LaunchedRank:
-    """Finds rank and world size in the environment; without a launcher it is a world of one.
+    """Reads rank and world size from the environment; without a launcher the world has one rank.
 
     Raises:
         ArgumentError: a variable cannot be read, or the rank is outside the world.
@@ -149,14 +149,14 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchedRa
 
 
 def _is_of_srun(variables: Mapping[str, str]) -> bool:
-    """Tells whether srun set the variables of PMI, as with --mpi=pmi2: Hydra says more."""
+    """True if srun set the PMI variables, as with --mpi=pmi2; Hydra sets more of them."""
     return "MPI_LOCALNRANKS" not in variables and variables.get("SLURM_PROCID") == variables.get(
         "PMI_RANK"
     )
 
 
 def launched_world() -> str | None:
-    """Returns what torchrun, mpirun or Slurm set, such as "WORLD_SIZE=2", or None."""
+    """Returns the world size that torchrun, mpirun or Slurm set, as "WORLD_SIZE=2", or None."""
     for _, rank, size, _ in LAUNCHERS:
         if os.environ.get(rank) and os.environ.get(size):
             return f"{size}={os.environ[size]}"
@@ -165,8 +165,8 @@ def launched_world() -> str | None:
 
 def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
-    # As torch does it for env://, but for the server's wait for all others. A server of torchrun's
-    # outlives the ranks.
+    # As torch does for env://, except that the server does not wait for all others. A server of
+    # torchrun outlives the ranks.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launched.rank == 0 and not of_agent
     try:
@@ -195,17 +195,16 @@ def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
         ) from error
 
 
-# ---- The rendezvous of several nodes where a launcher knows it, and no MASTER_ADDR says so ------
-# The address follows from variables that the launcher sets on every rank: those of Slurm, and of
-# Open MPI up to version 4. The store is rank 0's, which checks that it is on the host that all
-# others call.
+# ---- The rendezvous address of several nodes if the launcher sets it, without MASTER_ADDR --------
+# The address follows from variables that Slurm, and Open MPI up to version 4, set on every rank.
+# Rank 0 serves the store, and checks that it is on the host to which all others connect.
 
 PORT_VARIABLE = "RINGCOMM_MASTER_PORT"
-# Below the ports that Linux gives to connections by itself (from 32768).
+# Below the ephemeral ports of Linux, which it assigns to connections itself (from 32768 on).
 FIRST_PORT, PORTS = 20000, 10000
-# Jobs that share a host mostly have ids close to each other, and few steps.
+# Jobs on one host mostly have adjacent ids and few steps.
 PORTS_PER_JOB = 31
-# Beyond, int() may refuse with an error of its own.
+# With more digits int() may raise an error of its own.
 MOST_DIGITS = 20
 MOST_HOSTS = 1 << 16
 SHOWN_CHARS = 200
@@ -217,9 +216,9 @@ class MasterAddress:
 
     Attributes:
         host: a name or an IPv4 address.
-        port: of TCP.
-        source: the variable that says so, in words.
-        is_here: this rank runs on that host.
+        port: a TCP port.
+        source: describes the variable from which it was derived.
+        is_here: True if this rank runs on that host.
     """
 
     host: str
@@ -240,7 +239,7 @@ def port_of(job: int, step: int, variables: Mapping[str, str]) -> int:
     """Returns the port of a step of a job: 20000 to 29999, or RINGCOMM_MASTER_PORT.
 
     Raises:
-        ArgumentError: RINGCOMM_MASTER_PORT is no port.
+        ArgumentError: RINGCOMM_MASTER_PORT is not a port.
     """
     if not variables.get(PORT_VARIABLE):
         return FIRST_PORT + (PORTS_PER_JOB * job + step) % PORTS
@@ -259,13 +258,13 @@ def port_in(variables: Mapping[str, str], name: str) -> int:
 
 
 def hosts_of(text: str) -> list[str]:
-    """Expands a host list of Slurm's, such as ``node[01-03,7],gpu5``, in its order.
+    """Expands a host list of Slurm, such as ``node[01-03,7],gpu5``, in its order.
 
     Raises:
-        ArgumentError: it is no such list.
+        ArgumentError: the text is not a host list.
     """
     hosts: list[str] = []
-    # A comma inside brackets meets their end before another beginning.
+    # Do not split at a comma inside brackets: a closing bracket follows it before an opening one.
     for part in re.split(r",(?![^\[]*\])", text):
         if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", part, re.ASCII):
             raise _no_list(text, f"{part[:SHOWN_CHARS]!r} is no name")
@@ -278,7 +277,7 @@ def hosts_of(text: str) -> list[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    """Expands what stands in brackets; numbers keep the width of the first of their range."""
+    """Expands the text inside brackets; numbers keep the width of the first of their range."""
     numbers: list[str] = []
     for each in ranges.split(","):
         found = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", each, re.ASCII)
@@ -299,10 +298,10 @@ def _no_list(text: str, why: str) -> ArgumentError:
 
 
 def tasks_on(text: str, node: int) -> int:
-    """Reads the tasks of a node from a list of Slurm's such as ``2(x3),1``: 2 on nodes 0 to 2.
+    """Reads the tasks of a node from a list of Slurm such as ``2(x3),1``: 2 on nodes 0 to 2.
 
     Raises:
-        ArgumentError: it is no such list, or has no such node.
+        ArgumentError: the text is not a task list, or lacks the node.
     """
     begin = 0
     for each in text.split(","):
@@ -319,7 +318,7 @@ def tasks_on(text: str, node: int) -> int:
 
 
 def tasks_here(variables: Mapping[str, str], tasks: int) -> int:
-    """Returns how many of a step's tasks run on this node of Slurm's.
+    """Returns how many of a step's tasks run on this Slurm node.
 
     Raises:
         ArgumentError: a variable cannot be read.
@@ -361,16 +360,16 @@ _JOB = "OMPI_MCA_ess_base_jobid"
 
 
 def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
-    """Returns the host of an mpirun that says its address, which is one address and IPv4; or None.
+    """Returns mpirun's host if mpirun reports exactly one address, which is IPv4; else None.
 
-    Of several addresses one may lead nowhere (a bridge of containers), and none says so.
+    One of several addresses may be unreachable (a bridge of containers), and none is marked so.
     """
     uri = re.fullmatch(
         r"\d+\.0;tcp://(\d+\.\d+\.\d+\.\d+):\d+", variables.get(_LAUNCHER_URI, ""), re.ASCII
     )
     if uri is None or not variables.get(_JOB) or not variables.get(_DAEMON_URI):
         return None
-    # The lower half numbers the programs that one mpirun starts.
+    # The lower 16 bits number the programs that one mpirun starts.
     family, number = divmod(integer(variables, _JOB), 1 << 16)
     port = port_of(family, number, variables)
     source = f"the host of mpirun by {_LAUNCHER_URI}={uri[0]}"
@@ -381,7 +380,7 @@ def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
 # ---- the store there ----------------------------------------------------------------------------
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
-# A host that is down answers no connection, and resolvers give up after 5 to 30 seconds.
+# Seconds. A host that is down answers no connection, and resolvers give up after 5 to 30 s.
 ATTEMPT_S, LONGEST_ATTEMPT_S = 10.0, 60.0
 
 
@@ -398,13 +397,13 @@ def open_store(
     Args:
         address: host and port.
         world_size: how many ranks use it; a server does not wait for them, since the rendezvous
-            does, which knows who is missing.
-        timeout_s: how long to wait for the server; and the timeout of the store's operations.
+            does, which can name missing ranks.
+        timeout_s: how long to wait for the server, and the timeout of the store's operations.
         serves: this process is the server.
-        multi_tenant: a server that this process has at that port already is shared.
+        multi_tenant: share a server that this process already has at that port.
 
     Raises:
-        OSError: nobody answered in time.
+        OSError: no server answered in time.
         RuntimeError, ValueError: torch cannot make the store.
     """
     if not serves:
@@ -422,31 +421,31 @@ def open_store(
 
 
 def _await_server(address: tuple[str, int], deadline: Deadline) -> None:
-    """Waits until somebody listens there; torch itself may try for twice its timeout."""
+    """Waits until a server listens at the address; torch itself may try for twice its timeout."""
     pause_s = FIRST_RETRY_S
     while True:
         try:
             attempt_s = min(max(deadline.left_s(), FIRST_RETRY_S), ATTEMPT_S)
             socket.create_connection(address, timeout=attempt_s).close()
             return
-        except OSError:  # also of a name that is not known yet
+        except OSError:  # also raised for a name that is not known yet
             if deadline.left_s() <= pause_s:
                 raise
         time.sleep(pause_s)
         pause_s = min(pause_s * 2, LAST_RETRY_S)
 
 
-# A server that has started stays: another rank may be about to call it for its next communicator.
+# A server is never closed: another rank may be about to connect for its next communicator.
 _stores: dict[tuple[str, int], Store] = {}
 
 
 def store_at(
     address: MasterAddress, launcher: str, rank: int, world_size: int, timeout_s: float
 ) -> Store:
-    """A store at an address that was derived; rank 0 serves it.
+    """Returns a store at an address that was derived; rank 0 serves it.
 
     Raises:
-        RendezvousError: rank 0 is on another host, or nobody answers there in time.
+        RendezvousError: rank 0 is on another host, or no server answers there in time.
     """
     key = (address.host, address.port)
     if key in _stores:

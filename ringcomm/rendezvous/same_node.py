@@ -1,13 +1,12 @@
-"""Finding the ranks of one launch on one machine without a launcher's store (mpirun, srun).
+"""Finds the ranks of one launch on one machine without a launcher's store (mpirun, srun).
 
-Rank 0 makes a TCPStore on the loopback interface and hands its port out over a Unix socket, whose
-name follows from what all ranks of a launch share: the user, and the launcher that started them.
-The socket lies in a folder that only this user can enter, so that no other user can take its
-sockets.
+Rank 0 makes a TCPStore on the loopback interface and sends its port over a Unix socket. The name of
+the socket follows from two facts that all ranks of a launch share: the user, and the launcher that
+started them. The socket is in a folder that only this user can enter, so no other user can take it.
 
 Rank 0 also listens at an abstract socket of the same name, which needs no folder: ranks in
-containers that share the network and not the folder find it there, and warn. Another user may hold
-that name, so each side asks the kernel who is at the other end.
+containers that share the network but not the folder find it there, and warn. Another user may own
+that name, so each side asks the kernel for the user at the other end.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ if TYPE_CHECKING:
 __all__ = ["LOOPBACK", "Lookout", "Parent", "store_on_node"]
 
 
-# ---- Watches the members of a rendezvous for ranks that cannot come any more --------------------
-# A rank that ends without a word posts nothing, so that the others would wait for it until the
-# timeout. But they know processes: those of the communicator that they build a group of, and those
-# of the handles that have come.
+# ---- Watches the members of a rendezvous for ranks that can no longer come ----------------------
+# A rank that ends without an error posts nothing, so the others would wait for it until the
+# timeout. But they know some processes: those of the parent communicator of a group, and those of
+# the handles that have arrived.
 
 
 LOOK_S = 0.01
-# A process loses its connections before it counts as ended.
+# Seconds. A process loses its connections before it counts as ended.
 ENDS_S = 0.5
 
 
@@ -58,23 +57,23 @@ class Parent(Protocol):
     def raise_if_unusable(self, name: str) -> None: ...
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
-        """Returns who of ``ranks``, of the outermost communicator, makes no call here any more.
+        """Returns those of ``ranks``, in the outermost communicator, that make no more calls here.
 
-        The values say why, as the end of a sentence.
+        The values are the reasons, as the ends of sentences.
         """
         ...
 
 
 class Lookout:
-    """What a rank knows of the other members' processes.
+    """A rank's knowledge of the other members' processes.
 
     Args:
         ranks: the members' ranks in the outermost communicator, by rank in the new one.
-        processes: those known already, by rank in the outermost communicator.
-        parent: what the new communicator is a part of; None: nothing.
+        processes: the processes known already, by rank in the outermost communicator.
+        parent: the parent of the new communicator; None: it has none.
 
     Attributes:
-        processes: those known by now, of this machine and not of this process.
+        processes: the known processes on this machine, except this process.
     """
 
     def __init__(
@@ -89,12 +88,12 @@ class Lookout:
         self.processes = dict(processes)
 
     def learn(self, rank: int, pid: int) -> None:
-        """Notes the process of a member that is on this machine and in this PID namespace."""
+        """Stores the process of a member that is on this machine and in this PID namespace."""
         if pid != os.getpid() and self._ranks[rank] not in self.processes:
             self.processes[self._ranks[rank]] = _native.Process(pid, with_descriptor=False)
 
     def named(self, rank: int) -> str:
-        """Names a member, also by its rank in the outermost communicator where that differs."""
+        """Names a member; if its outermost rank differs, with both numbers."""
         world_rank = self._ranks[rank] if rank < len(self._ranks) else rank
         return f"rank {rank}" if world_rank == rank else f"rank {world_rank} (rank {rank} here)"
 
@@ -105,13 +104,13 @@ class Lookout:
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(first)}{more}"
 
     def look(self, awaited: Iterable[int], operation: str) -> None:
-        """Raises if one of the members that are awaited cannot come, or this rank cannot go on.
+        """Raises if an awaited member cannot come any more, or this rank cannot continue.
 
-        Called often; looks 100 times a second.
+        Called often, but looks only 100 times per second.
 
         Raises:
-            PeerLost: its process has ended, or it has closed or left the parent; named.
-            AbortedError: the parent is unusable here, as after a close.
+            PeerLost: a member's process has ended, or it has closed or left the parent; named.
+            AbortedError: the parent is unusable on this rank, for example closed.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
@@ -133,11 +132,11 @@ class Lookout:
         return (rank for rank in members if self._has_ended(self._ranks[rank]))
 
     def ended(self) -> list[int]:
-        """Returns the outermost ranks whose processes have ended, or are about to."""
+        """Returns the outermost ranks whose processes have ended, or are about to end."""
         return self._ended_of(self.processes)
 
     def raise_if_ended(self, rank: int, operation: str) -> None:
-        """Raises PeerLost if the process of a member has ended, or is about to.
+        """Raises PeerLost if the process of a member has ended, or is about to end.
 
         Waits up to ``ENDS_S`` for the end: a process loses its files before it counts as ended.
         """
@@ -165,31 +164,31 @@ class Lookout:
 
 LOOPBACK = "127.0.0.1"
 RETRY_S, ACCEPT_S = 0.005, 0.1
-# The owner of a socket that is so old and refuses connections was killed.
+# Seconds. A socket of this age that refuses connections belonged to a process that was killed.
 STALE_S = 3600
-# Ranks ask as soon as they are connected.
+# Seconds. A rank sends its request as soon as it is connected.
 ASKS_WITHIN_S = 1.0
 _REQUEST = b"?"
 _PORT = struct.Struct("!H")
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MASTER = "set MASTER_ADDR and MASTER_PORT on all ranks"
-# Every rank counts its rendezvous, so that the second one of a process has a name of its own.
+# Every rank counts its rendezvous, so that each rendezvous of a process has a name of its own.
 _rendezvous_numbers = count()
 
 
 def store_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -> Store:
-    """A store shared by the ranks of one launch on this machine.
+    """Returns a store shared by the ranks of one launch on this machine.
 
     Args:
         rank: this rank.
         world_size: how many ranks take part.
         timeout_s: seconds.
-        job: the launcher's name for this launch; "" when it has none, and the ranks must then be
+        job: the launcher's name for this launch; "" if it has none: then the ranks must be
             children of one process.
 
     Raises:
         RendezvousError: the ranks did not find each other within ``timeout_s`` seconds, or another
-            process holds the socket of the rendezvous.
+            process owns the socket of the rendezvous.
     """
     operation = where("communicator from the launcher", rank, world_size)
     sockets = LaunchSockets.of(job or _parent(), next(_rendezvous_numbers), operation)
@@ -224,10 +223,10 @@ class LaunchSockets:
     """The sockets at which the ranks of one launch find each other.
 
     Attributes:
-        folder: only this user's; None where there is none.
+        folder: a folder of this user only; None if there is none.
         refused: why there is no folder; "" if there is one.
-        name: of the socket in the folder.
-        operation: named in errors.
+        name: the name of the socket in the folder.
+        operation: the name of the operation, for errors.
     """
 
     folder: Path | None
@@ -237,8 +236,8 @@ class LaunchSockets:
 
     @classmethod
     def of(cls, job: str, number: int, operation: str) -> LaunchSockets:
-        """Returns the sockets of a launch; makes the folder where there is none."""
-        # Names of sockets are short, and a launcher's name for a job need not be.
+        """Returns the sockets of a launch; makes the folder if it does not exist."""
+        # A socket's name must be short, but a launcher's job name may be long, so hash it.
         digest = hashlib.sha256(job.encode()).hexdigest()[:24]
         name = f"rendezvous-{digest}-{number}.sock"
         folder = folder_of_user()
@@ -254,13 +253,13 @@ class LaunchSockets:
 
     @property
     def shown(self) -> str:
-        """The sockets in words."""
+        """Describes the sockets for an error."""
         path = f"{self.folder / self.name}" if self.folder is not None else "no folder"
         return f"{path} and at the abstract socket @{self.abstract[1:]}"
 
 
 def folder_of_user() -> Path:
-    """Returns the folder of sockets: in XDG_RUNTIME_DIR, or else in the temporary folder."""
+    """Returns the folder of sockets: in XDG_RUNTIME_DIR, else in the temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime:
         with suppress(OSError):
@@ -272,13 +271,13 @@ def folder_of_user() -> Path:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[str]:
-    """Opens a folder of this user alone, and yields a short path to it.
+    """Opens a folder of this user only, and yields a short path to it.
 
-    The path leads to the folder that was looked at, whatever takes its name afterwards.
+    The path leads to the folder that was checked, even if another folder takes its name.
 
     Raises:
-        OSError: there is no such folder, and it cannot be made; or it is another user's, or open
-            to others. The text says whose.
+        OSError: the folder does not exist and cannot be made, belongs to another user, or is open
+            to others. The message names its owner.
     """
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
@@ -298,14 +297,14 @@ def opened(folder: Path) -> Iterator[str]:
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Returns pid and uid of the process at the other end, as the kernel knows them."""
+    """Returns pid and uid of the process at the other end, as reported by the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
     return pid, uid
 
 
 def _holder(address: str) -> str:
-    """Says who listens at an address; "" if nobody does."""
+    """Describes the process that listens at an address; "" if there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(address)
@@ -319,15 +318,15 @@ def _holder(address: str) -> str:
 
 
 def serve(sockets: LaunchSockets, world_size: int, timeout_s: float) -> Store:
-    """Serves a store, and tells the other ranks its port in the background."""
+    """Serves a store, and sends its port to the other ranks in the background."""
     with ExitStack() as undo:
         listeners = _listen(sockets, world_size)
         for listener in listeners:
             undo.callback(listener.close)
         from torch.distributed import TCPStore
 
-        # Listening before torch does confines the store to the loopback interface; by itself it
-        # would listen on all of them.
+        # Passing torch a socket that listens already confines the store to the loopback
+        # interface; otherwise torch would listen on all interfaces.
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         server.bind((LOOPBACK, 0))
         server.listen(world_size)
@@ -354,7 +353,7 @@ def serve(sockets: LaunchSockets, world_size: int, timeout_s: float) -> Store:
 
 
 def _listen(sockets: LaunchSockets, world_size: int) -> list[socket.socket]:
-    """Listens in the folder first: who finds the abstract socket has no such folder."""
+    """Listens in the folder first: a rank that then misses it there uses the abstract socket."""
     listeners = []
     if sockets.folder is not None:
         with opened(sockets.folder) as short:
@@ -371,7 +370,7 @@ def _listen(sockets: LaunchSockets, world_size: int) -> list[socket.socket]:
     try:
         listeners.append(_listener(sockets.abstract, sockets, world_size))
     except RendezvousError:
-        # Whoever holds it, ranks that share the folder do not need it.
+        # Ranks that share the folder do not need the abstract socket, whoever owns it.
         if not listeners:
             raise
     return listeners
@@ -385,7 +384,7 @@ def _listener(address: str, sockets: LaunchSockets, world_size: int) -> socket.s
         except OSError as error:
             if error.errno != errno.EADDRINUSE or _holder(address) or address[0] == "\0":
                 raise
-            os.unlink(address)  # of a rank 0 that was killed
+            os.unlink(address)  # left by a rank 0 that was killed
             listener.bind(address)
         listener.listen(world_size)
     except OSError as error:
@@ -423,7 +422,7 @@ def hand_out(
     peers: int,
     timeout_s: float,
 ) -> None:
-    """Tells ``peers`` ranks of this user the port, for ``timeout_s`` seconds at most."""
+    """Sends the port to ``peers`` ranks of this user, for at most ``timeout_s`` seconds."""
     deadline = Deadline(timeout_s, 3 * ASKS_WITHIN_S)
     with ExitStack() as end, selectors.DefaultSelector() as selector:
         end.callback(_remove, sockets)
@@ -435,7 +434,7 @@ def hand_out(
                 with suppress(OSError), key.fileobj.accept()[0] as connection:  # type: ignore[union-attr]
                     connection.settimeout(ASKS_WITHIN_S)
                     is_peer = credentials(connection)[1] == os.geteuid()
-                    # Not asked by a process that only looks who listens here.
+                    # A process that only checks who listens here sends no request.
                     if is_peer and connection.recv(len(_REQUEST)) == _REQUEST:
                         connection.sendall(_PORT.pack(port))
                         peers -= 1
@@ -445,11 +444,11 @@ def hand_out(
 
 
 def ask_port(sockets: LaunchSockets, deadline: Deadline) -> int:
-    """Asks rank 0 for the port of its store, again and again until the deadline."""
+    """Asks rank 0 for the port of its store, repeatedly until the deadline."""
     strangers: set[str] = set()
     while not deadline.is_over():
         with _connected(sockets.abstract, strangers) as outside:
-            # Rank 0 listens in the folder first. So it is not in this one if it is not there now.
+            # Rank 0 listens in the folder first: if it is not there now, it uses another folder.
             port = _asked_in_folder(sockets, deadline, strangers)
             if port is None and outside is not None:
                 port = _answer(outside, deadline)
@@ -493,7 +492,7 @@ def _warn_of_no_folder(sockets: LaunchSockets) -> None:
 def _connected(address: str, strangers: set[str]) -> Iterator[socket.socket | None]:
     """Yields a connection to this user's process at an address; None if there is none.
 
-    Another user's process that listens there is added to ``strangers``.
+    If a process of another user listens there, adds it to ``strangers``.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ACCEPT_S)
@@ -501,7 +500,7 @@ def _connected(address: str, strangers: set[str]) -> Iterator[socket.socket | No
             connection.connect(address)
             pid, uid = credentials(connection)
         except OSError:
-            yield None  # rank 0 is not there yet
+            yield None  # rank 0 does not listen yet
             return
         if uid != os.geteuid():
             strangers.add(f"process {pid} of user {uid}")
@@ -511,7 +510,7 @@ def _connected(address: str, strangers: set[str]) -> Iterator[socket.socket | No
 
 
 def _answer(connection: socket.socket, deadline: Deadline) -> int | None:
-    """Asks for the port; None if rank 0 does not answer, as it has ended."""
+    """Asks for the port; returns None if rank 0 does not answer because it has ended."""
     try:
         connection.sendall(_REQUEST)
         while not deadline.is_over():
