@@ -1,8 +1,8 @@
 """Tensors in the symmetric heap: memory of this process that its peers map.
 
-``host_heap`` has the heap in the host's memory and maps those of other processes; ``device_heap``
-has the heap on each GPU and maps those of other ranks' GPUs. ``ringcomm.offload.scratch`` has a
-rank's file on a disk.
+``host_heap`` has the heap in host memory and maps other processes' heaps; ``device_heap`` has the
+heap on each GPU and maps those of other ranks' GPUs; ``numa`` chooses the nodes of the heap.
+``ringcomm.offload.scratch`` has a rank's file on a disk.
 """
 
 from __future__ import annotations
@@ -54,58 +54,58 @@ def _tensor(
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
-    """A tensor in the heap, not initialised. Collectives move it without a staging copy.
+    """Returns an uninitialized tensor in the heap. Collectives move it without a staging copy.
 
     Args:
         size: the shape, as integers or one sequence: ``empty(2, 3)`` or ``empty((2, 3))``.
-        dtype: any torch dtype; None takes ``torch.get_default_dtype()``.
-        device: whose heap: None or "cpu" for the host's, "cuda", "cuda:1" or a torch.device for
-            that GPU's, which is made at its first use with ``RINGCOMM_CUDA_HEAP_BYTES`` bytes.
+        dtype: any torch dtype; None: ``torch.get_default_dtype()``.
+        device: the heap's device: None or "cpu" for the host, "cuda", "cuda:1" or a torch.device
+            for a GPU, whose heap is made at its first use with ``RINGCOMM_CUDA_HEAP_BYTES`` bytes.
 
     Returns:
-        A contiguous tensor. Its space is used again once the tensor and all its views are gone
-        and, on a GPU, the work is done that the current stream had by then. A GPU tensor that
-        is used on further streams must outlive that use.
+        A contiguous tensor. Its memory is reused once the tensor and all its views are gone and,
+        on a GPU, the current stream's work from before that moment is done. A GPU tensor that is
+        used on other streams must outlive that use.
 
     Raises:
         ArgumentError: the shape, dtype or device is not usable.
-        HeapError: the heap has no room; names need, free space and remedy.
+        HeapError: the heap has too little free memory; names need, free memory and remedy.
         UnsupportedError: there is no such device here, or its current stream is capturing a graph.
     """
     return _tensor(size, dtype, device, "ringcomm.empty")
 
 
 def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
-    """Makes a tensor as :func:`empty` does, filled with zeros."""
+    """Returns a tensor as :func:`empty` does, filled with zeros."""
     tensor = _tensor(size, dtype, device, "ringcomm.zeros")
     if tensor.numel():
-        # As bytes: not every dtype has a fill kernel, and zero is all zero bits in each of them.
+        # As bytes: not every dtype has a fill kernel, and all zero bits are zero in each of them.
         tensor.view(-1).view(torch.uint8).zero_()
     return tensor
 
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Turns gradients and inference mode off, so that tensors made inside can be written to later.
+    """Turns gradients and inference mode off: tensors made inside can be changed in place later.
 
-    A tensor that is made under ``torch.inference_mode()`` refuses in-place writes outside of it.
+    torch refuses in-place writes to a tensor made under ``torch.inference_mode()`` outside of it.
     """
-    # Leaving inference mode turns gradients on.
+    # Leaving inference mode turns gradients on, so turn them off after it.
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def heap_stats(device: object = None) -> dict[str, int]:
-    """State of this process's heap in bytes; makes the heap if there is none yet.
+    """Returns the state of this process's heap in bytes; makes the heap if there is none yet.
 
     Args:
-        device: whose heap, as in :func:`empty`.
+        device: the heap's device, as in :func:`empty`.
 
     Returns:
         ``capacity_bytes`` (address space; on a GPU memory), ``committed_bytes`` (physical memory
         held), ``used_bytes`` (in tensors and communicators), ``free_bytes``,
         ``largest_free_bytes`` (the largest tensor that fits now) and, on the host only,
-        ``huge_bytes`` (what huge pages back).
+        ``huge_bytes`` (the bytes in huge pages).
     """
     index = find_device(device, "ringcomm.heap_stats")
     if index is not None:

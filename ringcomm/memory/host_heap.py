@@ -1,4 +1,4 @@
-"""The heap of this process in the host's memory, and those of other processes mapped beside it."""
+"""The heap of this process in host memory, and the mapped heaps of other processes."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from ringcomm.process import (
 )
 from ringcomm.rendezvous.launchers import read_environment
 
-# ---- Memory that was freed: whether the C library keeps it, or gives it back to the system ------
+# ---- Freed memory: whether the C library keeps it, or returns it to the system ------------------
 
 # NOTE [Freed memory]
-# A backward frees a gradient as soon as it is reduced, and stage 3 a unit's parameters as soon as
-# they were used. glibc's malloc returns such memory to the system once the top of the heap holds
-# more free memory than twice the largest allocation that was ever freed, and the system zeroes it
-# page by page when it is allocated again. A step of a GPT of 25 M FP32 parameters takes 2,500 to
-# 10,000 page faults, of 3 us each on a virtual machine, and 1.06 (stage 2) to 1.18 (stage 3) times
-# as long as without them.
+# A backward frees a gradient as soon as it is reduced, and stage 3 frees a unit's parameters as
+# soon as they were used. glibc's malloc returns such memory to the system once the top of the heap
+# has more free memory than twice the largest allocation that was ever freed, and the system zeroes
+# it page by page when it is allocated again. With that, a step of a GPT of 25 M FP32 parameters
+# takes 2,500 to 10,000 page faults, 3 us each on a virtual machine, and 1.06 (stage 2) to 1.18
+# (stage 3) times as long.
 #
-# The rule counts allocations of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So one of that
-# size is allocated and freed, without touching its pages, and the bound is at its highest: at most
-# 64 MiB stay with the process that malloc would have returned. A threshold set in the environment
-# or by mallopt() switches the rule off and stays in force, and other allocators are unaffected.
+# The rule counts allocations of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So one allocation
+# of that size is made and freed, without touching its pages, which sets the limit to its maximum:
+# at most 64 MiB more stay with the process. A threshold set in the environment or by mallopt()
+# turns the rule off and stays in force; other allocators are not affected.
 
 # The largest allocation that glibc's rule counts, less the overhead that malloc and torch add.
 _LARGEST_BYTES = (32 << 20) - (64 << 10)
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep the memory that backward frees; see NOTE [Freed memory]."""
+    """Makes glibc keep the memory that backward frees; see NOTE [Freed memory]."""
     torch.empty(_LARGEST_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def give_back_freed() -> None:
-    """Gives the system the memory that was freed and that the C library keeps for later.
+    """Returns to the system freed memory that the C library keeps for later.
 
-    It keeps allocations of less than 32 MiB for the thread that made them, and gradients come in
-    autograd's: of a GPT of 202 M bfloat16 parameters on 2 ranks, 470 MiB a rank were lost so.
-    Other C libraries than glibc have no such call, and nothing is done.
+    The library keeps freed allocations of less than 32 MiB for the thread that made them, and
+    gradients are made in autograd's threads: for a GPT of 202 M bfloat16 parameters on 2 ranks that
+    cost 470 MiB per rank. C libraries other than glibc have no such call; nothing is done then.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -62,20 +62,20 @@ def give_back_freed() -> None:
 # The heap of this process, and tensors in it.
 #
 # A process has one heap, made at first use and shared by all its communicators. Its capacity is
-# only address space: pages are committed when memory is handed out. The file behind it has no name
-# from the start, so nothing is left behind however the process ends.
+# only address space: pages are committed when memory is allocated. The file behind it never has a
+# name, so nothing is left behind, however the process ends.
 
 HEAP_BYTES_VARIABLE = "RINGCOMM_HEAP_BYTES"
 HEAP_DIR_VARIABLE = "RINGCOMM_HEAP_DIR"
 SMALLEST_HEAP_BYTES = 2 << 20
-# What 47 bits of addresses can hold; no kernel maps more.
+# 47 bits of addresses, the most that the kernel maps.
 LARGEST_HEAP_BYTES = 1 << 47
 MOST_DIGITS = 20
 _SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class _ProcessHeap:
-    """The heap that this process holds; replaced as a whole in a forked child."""
+    """The heap of this process; a forked child replaces the whole object."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -87,8 +87,8 @@ _inherited: list[_ProcessHeap] = []
 
 
 def _forget_heap_in_child() -> None:
-    # The pages are still the parent's. The child keeps the objects so that no destructor gives
-    # the parent's memory back, and makes a heap of its own at first use.
+    # The pages still belong to the parent. The child keeps the objects so that no destructor frees
+    # the parent's memory, and makes a heap of its own at first use.
     global _process
     _inherited.append(_process)
     _process = _ProcessHeap()
@@ -106,7 +106,7 @@ def parse_bytes(text: str, name: str) -> int:
     stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
     digits = stripped.rstrip("kmgt")
     unit = _SIZE_SUFFIXES.get(stripped[len(digits) :])
-    # int() refuses some thousand digits with an error of its own.
+    # int() raises an error of its own for thousands of digits.
     if unit is None or not digits.strip().isdecimal() or len(digits) > MOST_DIGITS:
         raise ArgumentError(
             f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text[:80]!r}"
@@ -115,16 +115,16 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def default_heap_bytes(world_size: int = 1) -> int:
-    """Returns the heap's size where nobody gives one: half of what this process may use.
+    """Returns the default size of the heap: half of the memory that this process may use.
 
-    That is memory, of the machine or of the control groups around the process. Under a limit of the
-    address space (``ulimit -v``) the half is shared by the ranks of the node, since each of them
-    maps the heaps of all. A limit on the size of files (``ulimit -f``) and the size of the file
-    system of ``RINGCOMM_HEAP_DIR`` are limits of the whole heap.
+    The limit is the machine's memory or that of the process's control groups. Under a limit of the
+    address space (``ulimit -v``) the ranks of the node share the half, since each of them maps all
+    heaps. A limit on the size of files (``ulimit -f``) and the size of the file system of
+    ``RINGCOMM_HEAP_DIR`` limit the whole heap.
 
     Args:
-        world_size: ranks of the communicator that the heap is made for, for when no launcher says
-            how many ranks run on this node.
+        world_size: ranks of the communicator that needs the heap, used if no launcher says how many
+            ranks run on this node.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sizes = [min(memory_bytes, memory_limit_bytes() or memory_bytes) // 2]
@@ -139,17 +139,17 @@ def default_heap_bytes(world_size: int = 1) -> int:
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
     if directory:
         sizes += _size_of(directory)
-    # Whole pages: a size from a limit need not be.
+    # Round to whole pages, since a limit need not be a multiple.
     whole = min(sizes) // SMALLEST_HEAP_BYTES * SMALLEST_HEAP_BYTES
     return max(whole, SMALLEST_HEAP_BYTES)
 
 
 def _size_of(directory: str) -> list[int]:
-    """Returns the size of a folder's file system; nothing where it has no limit, or no folder."""
+    """Returns [size of a folder's file system]; [] if it has no limit or the folder is missing."""
     try:
         status = os.statvfs(directory)
     except OSError:
-        return []  # making the heap there raises the error
+        return []  # the later attempt to make the heap there raises the error
     return [status.f_blocks * status.f_frsize] if status.f_blocks else []
 
 
@@ -171,15 +171,15 @@ def _wanted_heap_bytes(heap_bytes: int | None, world_size: int) -> int:
 
 
 def process_heap(heap_bytes: int | None = None, world_size: int = 1) -> _native.Heap:
-    """The heap of this process, made now if this is the first use.
+    """Returns the heap of this process; makes it at the first use.
 
     Args:
-        heap_bytes: capacity in bytes; None takes ``RINGCOMM_HEAP_BYTES``, or else
+        heap_bytes: capacity in bytes; None: ``RINGCOMM_HEAP_BYTES``, else
             :func:`default_heap_bytes`.
-        world_size: ranks of the communicator that the heap is made for.
+        world_size: ranks of the communicator that needs the heap.
 
     Raises:
-        HeapError: it cannot be made, or it exists already and is smaller than asked.
+        HeapError: it cannot be made, or it exists already and is smaller than requested.
         ArgumentError: the size is not usable.
     """
     process = _process
@@ -246,10 +246,10 @@ def _advice(code: int | None, directory: str) -> str:
 
 
 def allocate(size_bytes: int, operation: str) -> _native.Allocation:
-    """An allocation of the process's heap; its space is free again when the object dies.
+    """Returns an allocation of the process's heap, which is freed when the object dies.
 
     Raises:
-        HeapError: there is no room; names ``operation``, need, free space and remedy.
+        HeapError: too little free memory; names ``operation``, need, free memory and remedy.
     """
     heap = process_heap()
     try:
@@ -259,12 +259,12 @@ def allocate(size_bytes: int, operation: str) -> _native.Allocation:
 
 
 def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapError:
-    """Words why something does not fit into ``heap``, and what to do about it.
+    """Returns the error for an allocation that does not fit into ``heap``, with advice.
 
     Args:
-        operation: what was being done.
+        operation: the operation that allocates.
         heap: the heap that is full.
-        error: of the native allocation; its text names the need.
+        error: the error of the native allocation; its text names the need.
     """
     free_bytes = heap.capacity_bytes - heap.used_bytes
     head = f"{operation}: {error.strerror}; {free_bytes} of the heap's {heap.capacity_bytes} bytes "
@@ -286,7 +286,7 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
     return HeapError(f"{head}are free. {advice}")
 
 
-# The heaps of other processes, mapped here once each however many communicators use them.
+# The heaps of other processes, each mapped once, however many communicators use it.
 
 
 class HeapAddress(Protocol):
@@ -305,10 +305,10 @@ class HeapAddress(Protocol):
 
 
 class MappedHeap:
-    """One peer's heap as mapped in this process; unmapped when the last user lets go.
+    """One peer's heap as mapped in this process; unmapped when its last user is gone.
 
-    ``mapping`` is the native object, ``base_ptr`` its address here; ``pid`` is 0 when the "peer"
-    is a thread of this process.
+    ``mapping`` is the native object, ``base_ptr`` its address in this process; ``pid`` is 0 if the
+    peer is a thread of this process.
     """
 
     __slots__ = ("__weakref__", "base_ptr", "mapping", "pid")
@@ -336,16 +336,16 @@ os.register_at_fork(after_in_child=_forget_mappings_in_child)
 
 
 def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHeap:
-    """The heap that ``handle`` names, mapped into this process.
+    """Returns the heap that ``handle`` names, mapped into this process.
 
     Args:
-        handle: as received from the peer.
-        own: the heap of this process; a peer that is a thread of it needs no mapping.
-        operation: named in errors.
+        handle: the handle, as received from the peer.
+        own: the heap of this process; a peer that is a thread of this process needs no mapping.
+        operation: the name of the operation, for errors.
 
     Raises:
         UnsupportedError: the kernel does not let this process map the peer's memory.
-        RendezvousError: the peer is gone, or is not who it said.
+        RendezvousError: the peer is gone, or its identity is not as announced.
     """
     if handle.token == own.token:
         return MappedHeap(own, pid=0)

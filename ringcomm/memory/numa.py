@@ -1,9 +1,9 @@
-"""The NUMA nodes of this machine, and the ones on which this process's heap shall lie.
+"""The NUMA nodes of this machine, and the nodes to which this process's heap is bound.
 
-A processor reaches the memory of its own node faster than the memory of others. Linux takes a page
-from the node of the thread that touches it first. For most of the heap that is a thread of its own
-rank, but a peer that reads memory that nobody has written yet touches it first, too. So the heap of
-a process that may only use the cores of some nodes is bound to them (mbind(2)) before any touch.
+A processor reaches the memory of its own node faster than other memory. Linux allocates a page on
+the node of the thread that touches it first. Mostly that is a thread of the heap's own rank, but a
+peer that reads memory before it is written also touches it first. So if a process may only use the
+cores of some nodes, its heap is bound to these nodes (mbind(2)) before any touch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class NodeTopology:
     """The NUMA nodes of a machine that are online.
 
     Attributes:
-        cpus: by node, its CPUs that are online; a node that is only memory has none.
+        cpus: by node, its online CPUs; a node with only memory has none.
         with_memory: the nodes that have memory.
-        distances: by node, the relative time of an access to each node (10: its own).
+        distances: by node, the relative access time to each node (10: its own memory).
     """
 
     cpus: Mapping[int, frozenset[int]]
@@ -34,7 +34,7 @@ class NodeTopology:
     distances: Mapping[int, Mapping[int, int]]
 
     def nodes_of(self, cpus: Collection[int]) -> tuple[int, ...]:
-        """Returns the nodes on which some of the CPUs lie, ascending."""
+        """Returns the nodes of the given CPUs, ascending."""
         return tuple(sorted(node for node, own in self.cpus.items() if not own.isdisjoint(cpus)))
 
     @property
@@ -43,18 +43,18 @@ class NodeTopology:
         return tuple(node for node, cpus in sorted(self.cpus.items()) if cpus)
 
     def nearest_memory(self, node: int) -> int:
-        """Returns the node itself if it has memory, or else the nearest node that has some."""
+        """Returns the node itself if it has memory, else the nearest node that has some."""
         return min(self.with_memory, key=lambda each: (self.distances[node][each], each))
 
 
 def read_topology(folder: Path = SYSTEM_FOLDER) -> NodeTopology:
-    """Reads the nodes from the kernel's folder of them; of a machine with one node, one file.
+    """Reads the nodes from the kernel's folder; with a single node, reads only one file.
 
     Raises:
-        OSError: a file of a node that is online cannot be read.
-        ValueError: a file has another format; named.
+        OSError: a file of an online node cannot be read.
+        ValueError: a file has another format; names the file.
     """
-    # A kernel without NUMA has no such folder.
+    # A kernel without NUMA does not have the folder.
     online = _numbers(folder / "online") if (folder / "online").exists() else frozenset({0})
     if len(online) == 1:
         return NodeTopology(dict.fromkeys(online, frozenset()), online, {})
@@ -63,7 +63,7 @@ def read_topology(folder: Path = SYSTEM_FOLDER) -> NodeTopology:
     for node in in_order:
         path = folder / f"node{node}" / "distance"
         row = path.read_text().split()
-        # One number for each node that is online.
+        # One number for each online node.
         if len(row) != len(in_order) or not all(each.isdecimal() for each in row):
             raise ValueError(f"{path}: expected {len(in_order)} distances, got {row}")
         distances[node] = dict(zip(in_order, map(int, row), strict=True))
@@ -78,11 +78,11 @@ def read_topology(folder: Path = SYSTEM_FOLDER) -> NodeTopology:
 
 
 def _numbers(path: Path) -> frozenset[int]:
-    """Returns the numbers of a list such as ``0-3,8``; the file of an empty list is empty.
+    """Returns the numbers of a list such as ``0-3,8``; an empty list is an empty file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it has another format.
+        ValueError: the file has another format.
     """
     text = path.read_text().strip()
     found: set[int] = set()
@@ -97,10 +97,10 @@ def _numbers(path: Path) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class NodeBinding:
-    """The nodes on which this process's heap shall lie.
+    """The nodes to which this process's heap is bound.
 
     Attributes:
-        nodes: what the heap is bound to; none: each page lies where it is first touched.
+        nodes: the nodes; none: the first touch of each page determines its node.
         reason: why there are none, as the end of a sentence.
     """
 
@@ -109,10 +109,10 @@ class NodeBinding:
 
 
 def own_binding(folder: Path = SYSTEM_FOLDER) -> NodeBinding:
-    """Returns where the heap of this process shall lie, from its affinity mask as of now.
+    """Returns the nodes for the heap of this process, from its current affinity mask.
 
-    A process whose CPUs lie on all nodes that have CPUs is bound to none: its threads run anywhere,
-    and each touches what it works on. Neither is a process whose user has set a memory policy.
+    A process whose CPUs are on all nodes with CPUs is not bound: its threads run anywhere, and each
+    touches the memory that it works on. Nor is a process whose user has set a memory policy.
     """
     try:
         machine = read_topology(folder)
@@ -131,14 +131,14 @@ def own_binding(folder: Path = SYSTEM_FOLDER) -> NodeBinding:
 
 
 def bytes_by_node(ptr: int, maps: Path = _MAPS) -> dict[int, int]:
-    """Returns the bytes of a mapping that this process has touched, by the node where they lie.
+    """Returns the bytes of a mapping that this process has touched, by node.
 
     Args:
-        ptr: where the mapping begins.
+        ptr: the beginning of the mapping.
         maps: the kernel's file of the process's mappings by node.
 
     Returns:
-        Nothing where the kernel has no such file, or the file no such mapping.
+        An empty dict if the kernel lacks the file, or the file lacks the mapping.
     """
     if not maps.exists():
         return {}

@@ -1,1 +1,1 @@
-"""Scratch files: a rank's file on a disk, and memory whose content is in it."""
+"""Scratch files: a rank's unnamed file on a disk, and memory whose content is kept in the file."""

@@ -1,8 +1,8 @@
-"""State on a disk: one unnamed file a rank, in extents that threads write and read past the cache.
+"""State on a disk: one unnamed file per rank, in extents that bypass the page cache.
 
-What is in the file is of use to this process alone, and only while it runs. So the file has no name
-from the start: however the process ends, the disk's space is free again. Every extent has
-checksums in RAM (``kernels/host/scratch.h``), and whatever a disk can do wrong ends in a
+Only this process uses the file's content, and only while it runs. So the file never has a name:
+however the process ends, the disk's space is free again. Threads read and write the extents. Every
+extent has checksums in RAM (``kernels/host/scratch.h``), and every failure of a disk ends in a
 :class:`DiskError`.
 """
 
@@ -29,10 +29,10 @@ from ringcomm.integers import integer, real
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-# Of statfs(2): file systems whose files are in RAM, which is what a disk is to save.
+# Codes of statfs(2) for file systems that keep files in RAM, which offloading is meant to save.
 _IN_RAM = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
-# How long a transfer is waited for where no rank waits for this one.
+# Seconds that a rank waits for a transfer if no other rank waits for this rank.
 DEFAULT_TIMEOUT_S = 900.0
 
 _OTHER_FOLDER = "Name a folder on a local disk, with ext4 or XFS"
@@ -40,16 +40,16 @@ _OTHER_FOLDER = "Name a folder on a local disk, with ext4 or XFS"
 
 @dataclass(frozen=True)
 class Disk:
-    """Where state is kept on a disk, and how much RAM that takes.
+    """A folder on a disk for a rank's state, and the RAM that is used with it.
 
     Attributes:
-        path: a folder on a disk. Each rank has a file in it, which has no name and is gone with the
+        path: a folder on a disk. Each rank has an unnamed file in it, which vanishes with the
             process.
-        buffer_bytes: what a rank has of RAM for what is on its way to or from the disk.
+        buffer_bytes: a rank's RAM for data on the way to or from the disk.
         resident_bytes: how much of a rank's state stays in RAM.
-        timeout_s: how long a rank waits for one transfer. None is half of what the other ranks wait
-            for this one (:attr:`Communicator.timeout`), who so learn of a disk that hangs by its
-            error; without others it is 15 minutes.
+        timeout_s: seconds that a rank waits for one transfer. None: half of the time for which the
+            other ranks wait for this one (:attr:`Communicator.timeout`), so that they learn of a
+            hanging disk by its error; 15 minutes if there are no other ranks.
     """
 
     path: str | os.PathLike[str]
@@ -79,14 +79,14 @@ class Disk:
 
 
 class PagedBuffer:
-    """Memory for transfers: zeros, in whole pages, in huge ones where the system has them.
+    """Zero-initialized memory for transfers, in whole pages, huge ones if the system has them.
 
     Args:
-        size_bytes: what it has; its pages are taken when they are first touched.
+        size_bytes: the size; pages are allocated when they are first touched.
 
     Attributes:
-        memory: uint8 [size_bytes], which begins a page; what is left of its last page is its own,
-            too.
+        memory: uint8 [size_bytes], starts at a page boundary; no other object uses the rest of its
+            last page.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -105,7 +105,7 @@ class PagedBuffer:
         _native.advise_huge_pages(self.memory.data_ptr(), size_bytes)
 
     def drop_pages(self) -> None:
-        """Gives its pages to the system; it is of zeros again."""
+        """Returns its pages to the system; the memory then reads as zeros again."""
         self._mapped.madvise(mmap.MADV_DONTNEED, self._begin, rounded_up(self.memory.nbytes))
 
 
@@ -115,7 +115,7 @@ def aligned_buffer(size_bytes: int) -> torch.Tensor:
 
 
 def rounded_up(size_bytes: int) -> int:
-    """Returns the bytes of the whole pages that ``size_bytes`` take, in memory and in the file."""
+    """Returns ``size_bytes`` rounded up to whole pages, in memory and in the file."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -133,7 +133,7 @@ def _refused(what: str, path: str, reason: str, advice: str) -> DiskError:
 
 
 def _why_not_opened(path: str, error: OSError) -> tuple[str, str]:
-    """Returns the reason why a folder takes no unnamed file for direct I/O, and what to do."""
+    """Returns why a folder does not support an unnamed file for direct I/O, and what to do."""
     cause = error.strerror or str(error)
     if error.errno in {errno.ENOENT, errno.ENOTDIR}:
         return cause, "Make the folder before"
@@ -159,7 +159,7 @@ def _open_unnamed(path: str, what: str) -> int:
         os.close(folder)
     if in_ram is not None:
         raise _refused(what, path, f"it is a {in_ram}, whose files take RAM", _OTHER_FOLDER)
-    # O_EXCL: nobody can give the file a name later.
+    # O_EXCL: no process can give the file a name later.
     flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -180,14 +180,14 @@ def _open_unnamed(path: str, what: str) -> int:
 
 @dataclass(frozen=True)
 class _Hang:
-    """A transfer that was not over after so many seconds; see :class:`ScratchFile`."""
+    """A transfer that was not done after ``after_s`` seconds; see :class:`ScratchFile`."""
 
     request: _native.ScratchRequest
     after_s: float
 
 
 class _File:
-    """Holds what a :class:`ScratchFile` has to close, and the memory that threads still use."""
+    """The resources that a :class:`ScratchFile` must close, and the memory that threads use."""
 
     def __init__(self, descriptor: int, timeout_s: Callable[[], float]) -> None:
         self.descriptor = descriptor
@@ -201,18 +201,18 @@ class _File:
 
     @property
     def limit_s(self) -> float:
-        """How long a transfer is waited for: not at all while one hangs."""
+        """Seconds that a transfer is waited for: 0 while a transfer hangs."""
         return 0.0 if self.hang is not None else self._timeout_s()
 
     @property
     def hang(self) -> _Hang | None:
-        """The first transfer that was late, while it is not over."""
+        """The first transfer that was late, until it is done."""
         if self._hang is not None and self._hang.request.done():
             self._hang = None
         return self._hang
 
     def is_late(self, request: _native.ScratchRequest, after_s: float) -> None:
-        """Notes that a transfer hangs, unless one does already."""
+        """Notes that a transfer hangs, unless another transfer already does."""
         if self.hang is None:
             self._hang = _Hang(request, after_s)
 
@@ -226,12 +226,12 @@ class _File:
         _release_what_is_over()
 
     def release_if_over(self) -> None:
-        """Frees what a closed file has, once its transfers are over."""
+        """Frees the resources of a closed file, once its transfers are done."""
         if not self.pool.close(0.0, self):
             return
         try:
             _hanging.remove(self)
-        except KeyError:  # by another thread
+        except KeyError:  # another thread has removed it
             return
         self._release()
 
@@ -241,8 +241,8 @@ class _File:
         os.close(self.descriptor)
 
     def leave_to_parent(self) -> None:
-        # The child lets go of the file at once: the disk's space must not wait for its end. The
-        # native pool, whose threads are the parent's, knows by itself not to be touched.
+        # The child closes the descriptor at once, so that the disk's space is not held until the
+        # child ends. The native pool, whose threads are the parent's, checks the process itself.
         self.inherited = True
         self.is_open = False
         if not self._is_released:
@@ -256,8 +256,8 @@ class _File:
 
 
 _files: weakref.WeakSet[_File] = weakref.WeakSet()
-# Those that were closed while a transfer hung. Its memory must not be used for anything else, nor
-# the number of its descriptor, until it is over.
+# Files that were closed while a transfer hung. Until it is done, nothing else may use its memory or
+# the number of its descriptor.
 _hanging: set[_File] = set()
 
 
@@ -278,21 +278,21 @@ os.register_at_fork(after_in_child=_leave_files_to_parent)
 class ScratchFile:
     """One unnamed file of this rank on a disk, in extents.
 
-    Transfers that share an extent, or bytes of memory, run in the order of their submission, all
-    others side by side. After a fault on an extent every later transfer of it raises the first
-    one. In a forked child it cannot be used. It closes with its ``with`` statement, by
-    :meth:`close`, or when nothing refers to it.
+    Transfers that share an extent, or bytes of memory, run in the order of their submission; all
+    others run in parallel. After a fault on an extent every later transfer of it raises the first
+    fault. A forked child cannot use it. It is closed by its ``with`` statement, by :meth:`close`,
+    or by the garbage collector.
 
-    Nothing ends a system call that a disk does not answer. A wait for it raises after
-    ``timeout_s``, and until it ends all others raise at once. Its memory is kept until then.
+    A system call that a disk does not answer cannot be ended. A wait for it raises after
+    ``timeout_s``; until it ends all other waits raise at once, and its memory is kept.
 
     Args:
-        folder: on a disk; a folder in RAM is refused.
-        what: what is kept in the file, as errors name it: "optimizer state of rank 3".
+        folder: a folder on a disk; a folder in RAM is refused.
+        what: the name of the content, for errors: "optimizer state of rank 3".
         timeout_s: returns how many seconds a transfer is waited for.
 
     Raises:
-        DiskError: the folder takes no such file; says why, and what to do.
+        DiskError: the folder does not support such a file; says why, and what to do.
     """
 
     def __init__(
@@ -317,12 +317,12 @@ class ScratchFile:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that the disk has brought."""
+        """Bytes that were read from the disk."""
         return self._counter("bytes_read")
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that the disk has taken."""
+        """Bytes that were written to the disk."""
         return self._counter("bytes_written")
 
     @property
@@ -341,7 +341,7 @@ class ScratchFile:
 
     @staticmethod
     def buffer(size_bytes: int) -> torch.Tensor:
-        """Returns memory for transfers, of zeros: uint8 [bytes]; see :func:`aligned_buffer`."""
+        """Returns zeroed memory for transfers: uint8 [bytes]; see :func:`aligned_buffer`."""
         return aligned_buffer(size_bytes)
 
     def add_extent(self, size_bytes: int) -> int:
@@ -354,7 +354,7 @@ class ScratchFile:
             The extent's number, from 0.
 
         Raises:
-            DiskError: the disk has no room; names path, wanted and free bytes.
+            DiskError: the disk has too little space; names the path, wanted and free bytes.
         """
         self._expect_open("add_extent")
         if size_bytes < 1:
@@ -372,9 +372,9 @@ class ScratchFile:
         """Begins to write ``memory`` into an extent, from its start.
 
         Args:
-            extent: of :meth:`add_extent`.
+            extent: a number from :meth:`add_extent`.
             memory: contiguous uint8 on the CPU, in whole pages (:func:`aligned_buffer`), no longer
-                than the extent. It must not change until the transfer is over.
+                than the extent. It must not change until the transfer is done.
         """
         return self._begin("write", extent, memory)
 
@@ -382,16 +382,16 @@ class ScratchFile:
         """Begins to read an extent into ``memory``.
 
         Args:
-            extent: of :meth:`add_extent`.
-            memory: as for :meth:`write`, with as many bytes as the extent's last write had.
+            extent: a number from :meth:`add_extent`.
+            memory: as for :meth:`write`, with as many bytes as the last write of the extent.
         """
         return self._begin("read", extent, memory)
 
     def close(self) -> None:
-        """Gives up what is not begun, waits for what is under way, and frees the disk's space.
+        """Cancels transfers that have not begun, waits for the others, and frees the disk's space.
 
-        It waits for ``timeout_s`` at most, and not at all where a transfer hangs already. What
-        hangs then keeps its memory and the disk's space until it ends, or else the process does.
+        It waits for at most ``timeout_s``, and not at all if a transfer already hangs. A hanging
+        transfer keeps its memory and the disk's space until it ends or the process ends.
         """
         if self._file.inherited:
             return
@@ -475,7 +475,7 @@ class ScratchFile:
 
 
 class Transfer:
-    """A read or write under way. Its memory is kept until it is over, and must be left alone."""
+    """A read or write under way. It keeps its memory alive; do not touch that until it is done."""
 
     def __init__(
         self,
@@ -492,14 +492,14 @@ class Transfer:
         self._key = key
 
     def done(self) -> bool:
-        """Returns whether it is over, well or not."""
+        """True if the transfer is done, successfully or not."""
         return self._request.done()
 
     def wait(self) -> None:
-        """Returns when the bytes are where they are to be; may be called again.
+        """Returns when the transfer has succeeded; may be called again.
 
         Raises:
-            DiskError: they are not; says operation, path, extent, offset, cause and what to do.
+            DiskError: it failed; names operation, path, extent, offset, cause and what to do.
         """
         scratch = self._scratch
         scratch._expect_owner(f"{self._operation} of extent {self._extent}")
@@ -529,7 +529,7 @@ class Transfer:
         return error
 
     def _lateness(self) -> tuple[str, str]:
-        """Returns what is said of a transfer that is not over, and what to do."""
+        """Returns the message and the advice for a transfer that is not done in time."""
         advice = (
             "The disk hangs, or is too slow: look at its health (dmesg, smartctl) and at what else "
             "uses it, name a folder on another one, or wait for longer with Disk(timeout_s=). What "
@@ -542,7 +542,7 @@ class Transfer:
 
 
 def _cause(result: dict[str, Any]) -> tuple[str, str]:
-    """Returns how a transfer ended otherwise than well, and what to do."""
+    """Returns the cause of a failed transfer, and what to do."""
     health = "Look at the disk's health (dmesg, smartctl), and name a folder on another one"
     end = result["end"]
     if end == "failed":
@@ -561,21 +561,21 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-# ---- Chunks whose content lies in a scratch file while nobody needs it --------------------------
-# A chunk has a range of addresses for good, so whoever knows it finds its content there whenever it
-# is in memory; but it has pages only then. What a chunk needs in pages it takes from one that
-# leaves, as the system moves them between ranges of addresses (mremap): a page that is given back
-# and taken anew has to be zeroed, which made reads of 4 MiB 0.75 times as fast (Xeon family 6 model
-# 207, 2 virtual cores, a disk of 2 GB/s).
+# ---- Chunks whose content is in a scratch file while they are not needed ------------------------
+# A chunk keeps its range of addresses, so that its content is always found there while it is in
+# memory; but only then the range has pages. A chunk takes its pages from a chunk that leaves, by
+# moving them between ranges of addresses (mremap): a page that is freed and allocated again must be
+# zeroed, which made reads of 4 MiB 0.75 times as fast (Xeon family 6 model 207, 2 virtual cores, a
+# disk of 2 GB/s).
 #
-# Order. :meth:`DiskChunks.here` brings a chunk and keeps it for as long as the context lasts; what
-# was changed is written when it ends, in the background. Chunks that were used stay until others
-# need the room, the one that was used longest ago leaves first. :meth:`DiskChunks.expect` is told
-# the order of what will be needed next, and reads ahead what has room there.
+# Order. :meth:`DiskChunks.here` reads a chunk and keeps it while the context lasts; changes are
+# written in the background when the context ends. Used chunks stay until others need the memory;
+# the least recently used leaves first. :meth:`DiskChunks.expect` gets the order in which chunks
+# will be needed next, and reads ahead as many as fit.
 
 Tensor = torch.Tensor
 
-# Of mremap(2): the old range stays mapped, without pages (Linux 5.7).
+# Flags of mremap(2); DONTUNMAP: the old range stays mapped, without pages (Linux 5.7).
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 
 
@@ -583,10 +583,10 @@ class DiskChunk:
     """Memory of one chunk.
 
     Attributes:
-        size_bytes: of the chunk, in whole pages.
-        memory: uint8 [bytes], whose content counts while :attr:`in_use`.
-        users: number of contexts that keep it in memory.
-        is_resident: True if it never leaves.
+        size_bytes: the bytes of the chunk, in whole pages.
+        memory: uint8 [bytes]; its content is valid while :attr:`in_use`.
+        users: the number of contexts that keep it in memory.
+        is_resident: True if it never leaves memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -595,14 +595,14 @@ class DiskChunk:
         self.memory = self._buffer.memory
         self.users = 0
         self.is_resident = False
-        #: The extent with its content; None before it has any, and of a resident one.
+        #: The extent with its content; None before it has one, and for a resident chunk.
         self.extent: int | None = None
-        #: True if there is content in the extent; it is of zeros before.
+        #: True once the extent has content; before, the content is zeros.
         self.written = False
-        #: True if it has pages, with its content, which may be on its way.
+        #: True if it has pages with its content, which may still be under way.
         self.has_pages = False
         self.changed = False
-        #: False from when it is expected to when it is used.
+        #: False from :meth:`DiskChunks.expect` until it is used.
         self.was_used = True
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
@@ -613,14 +613,14 @@ class DiskChunk:
         return self.users > 0
 
     def take_pages(self, other: DiskChunk) -> bool:
-        """Takes the pages of another chunk if they fit, which has none then."""
+        """Takes the pages of ``other`` if the sizes match; ``other`` then has none."""
         if other.size_bytes != self.size_bytes or not _moved(other.memory, self.memory):
             return False
         other.has_pages = False
         return True
 
     def give_pages_back(self) -> None:
-        """Gives its pages to the system."""
+        """Returns its pages to the system."""
         self._buffer.drop_pages()
         self.has_pages = False
 
@@ -630,7 +630,7 @@ _mremap.restype = ctypes.c_void_p
 
 
 def _moved(source: Tensor, target: Tensor) -> bool:
-    """Moves pages between ranges of addresses of one size; False if this system cannot."""
+    """Moves pages between address ranges of equal size; False if this system cannot."""
     size = ctypes.c_size_t(source.nbytes)
     flags = ctypes.c_int(_MAYMOVE | _FIXED | _DONTUNMAP)
     there = ctypes.c_void_p(target.data_ptr())
@@ -642,22 +642,22 @@ class DiskChunks:
     """The chunks of one rank, in a scratch file.
 
     Args:
-        disk: where the file is, and how much RAM it takes.
-        what: what is kept in it, as errors name it.
+        disk: the folder of the file, and the RAM to use.
+        what: the name of the content, for errors.
 
     Attributes:
-        fault: the first error of the disk; nothing is brought any more.
-        held_bytes: what chunks take of RAM, without those that are resident.
-        most_held_bytes: the most that has been.
+        fault: the first error of the disk; after it nothing is read any more.
+        held_bytes: the RAM of chunks that are not resident.
+        most_held_bytes: the largest value of ``held_bytes`` so far.
     """
 
     def __init__(self, disk: Disk, what: str) -> None:
         self.file = ScratchFile(disk.path, what)
         self._buffer_bytes = disk.buffer_bytes
         self._resident_bytes = disk.resident_bytes
-        # Unsharding may run in a thread of the communicator, beside a forward that reads ahead.
+        # A thread of the communicator may unshard chunks while a forward reads ahead.
         self._lock = threading.RLock()
-        # Those with pages that may leave, the one that was used longest ago first.
+        # Chunks with pages that may leave, the least recently used first.
         self._present: dict[DiskChunk, None] = {}
         self._keeping = threading.local()
         self.fault: RingcommError | None = None
@@ -665,10 +665,10 @@ class DiskChunks:
         self.most_held_bytes = 0
 
     def reserve(self, chunks: Sequence[DiskChunk]) -> None:
-        """Takes the space that chunks need, of which the last ones are resident.
+        """Reserves space for chunks; the last ones become resident if they fit.
 
         Raises:
-            DiskError: the disk has no room.
+            DiskError: the disk has too little space.
         """
         left = self._resident_bytes
         for chunk in reversed(chunks):
@@ -684,15 +684,15 @@ class DiskChunks:
 
     @contextmanager
     def here(self, chunk: DiskChunk, write: bool = False, anew: bool = False) -> Iterator[None]:
-        """Has a chunk in memory inside the context, from any thread.
+        """Keeps a chunk in memory inside the context, on any thread.
 
         Args:
             chunk: the chunk.
-            write: what is changed inside is kept.
-            anew: all that counts of it is written inside, so that it need not be read.
+            write: changes made inside are kept.
+            anew: the chunk is completely overwritten inside, so it need not be read.
 
         Raises:
-            DiskError: it cannot be read, or a fault came before; not in :meth:`keeping_faults`.
+            DiskError: it cannot be read, or an earlier fault; not in :meth:`keeping_faults`.
         """
         self._enter(chunk, write, anew)
         try:
@@ -704,7 +704,7 @@ class DiskChunks:
         """Keeps the chunks that will be needed next, and begins to read them.
 
         Args:
-            chunks: in the order in which they will be needed; as many count as the buffers take.
+            chunks: in the order of need; only as many as fit into the buffers are read ahead.
         """
         with self._lock:
             if self.fault is not None:
@@ -728,10 +728,10 @@ class DiskChunks:
 
     @contextmanager
     def keeping_faults(self) -> Iterator[None]:
-        """Keeps errors of the disk in :attr:`fault`, where this thread raises none inside.
+        """Stores errors of the disk in :attr:`fault`, and raises none on this thread inside.
 
-        The rank goes on with the calls that others wait for, without what is lost. It writes
-        nothing any more.
+        So the rank can continue the calls for which others wait, without the lost data. After a
+        fault it writes nothing.
         """
         before = self._keeps_faults
         self._keeping.on = True
@@ -745,12 +745,12 @@ class DiskChunks:
         return getattr(self._keeping, "on", False)
 
     def raise_fault(self) -> None:
-        """Raises the first error of the disk, if there was any."""
+        """Raises the first error of the disk, if there was one."""
         if self.fault is not None:
             raise self.fault
 
     def wait(self) -> None:
-        """Waits for the writes that are under way; their errors are kept."""
+        """Waits for the writes under way; stores their errors in :attr:`fault`."""
         with self._lock:
             for chunk in list(self._present):
                 self._end_write(chunk)
@@ -773,13 +773,13 @@ class DiskChunks:
                         self._begin(chunk, reads=chunk.written and not anew)
                     self._touch(chunk, was_used=True)
                     if write:
-                        # What is being written must not change.
+                        # Memory that is being written must not change.
                         self._end_write(chunk)
             except BaseException:
                 chunk.users -= 1
                 raise
             coming = chunk.coming
-        # Whoever reads ahead meanwhile need not wait for this.
+        # Waits without the lock, so that a thread that reads ahead is not blocked.
         self._end(coming)
         with self._lock:
             if chunk.coming is coming:
@@ -805,7 +805,7 @@ class DiskChunks:
                     self._keep(error)
 
     def _begin(self, chunk: DiskChunk, reads: bool) -> None:
-        """Gives a chunk pages, and begins to read it."""
+        """Gives a chunk pages, and begins to read it if ``reads``."""
         chunk.has_pages = True
         self.held_bytes += chunk.size_bytes
         self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
@@ -822,11 +822,11 @@ class DiskChunks:
         self._present[chunk] = None
 
     def _make_room(self, chunk: DiskChunk, must: bool) -> bool:
-        """Has other chunks leave until one can come; what is in use stays, whatever it takes.
+        """Makes other chunks leave until ``chunk`` fits; chunks in use always stay.
 
         Args:
-            chunk: the one that shall come.
-            must: also wait for writes, and give up what was read ahead.
+            chunk: the chunk that needs memory.
+            must: also wait for writes, and drop chunks that were read ahead.
         """
         leaving: list[DiskChunk] = []
         left = self.held_bytes + chunk.size_bytes
@@ -838,7 +838,7 @@ class DiskChunks:
                 left -= other.size_bytes
         if left > self._buffer_bytes and not must:
             return False
-        # A chunk that was never written is of zeros, as new pages are.
+        # A chunk that was never written consists of zeros, as new pages do.
         needs = chunk.written
         for other in leaving:
             self._end_read(other)
@@ -854,7 +854,7 @@ class DiskChunks:
         """Yields the chunks that may leave, those first that are needed least."""
         idle = [each for each in self._present if not each.in_use]
         used = [each for each in idle if each.was_used]
-        # Asked once: a write may end at any moment.
+        # Queried once: a write may end at any moment.
         writing = {each for each in used if each.going is not None and not each.going.done()}
         yield [each for each in used if each not in writing]
         if must:

@@ -1,9 +1,9 @@
-"""Triton kernels of your own that communicate: the device library, and kernels made of it.
+"""Write Triton kernels that communicate: the device library, and fused kernels built with it.
 
-On the host, :class:`Context` knows what a kernel needs of a communicator and hands out symmetric
-memory. In kernels, the functions below move data between ranks and order it; ``docs/triton.md``
-shows how. :func:`all_gather_matmul`, :func:`matmul_reduce_scatter` and
-:func:`reduce_scatter_rms_norm` are such kernels.
+On the host, :class:`Context` provides the arguments that kernels need, and symmetric memory. In
+kernels, the functions below move data between ranks and order it; ``docs/triton.md`` shows how.
+:func:`all_gather_matmul`, :func:`matmul_reduce_scatter` and :func:`reduce_scatter_rms_norm` are
+such kernels. Start with ``context.py``.
 """
 
 from __future__ import annotations

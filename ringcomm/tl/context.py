@@ -38,24 +38,24 @@ __all__ = [
 ]
 
 
-# What a kernel needs of a communicator, and memory that the kernels of all ranks reach.
+# The arguments that a kernel needs, and memory that the kernels of all ranks reach.
 
 T = TypeVar("T")
 
 _TWO_NUMBERS = struct.Struct("<qq")
-# Memory that a peer may still touch, of contexts that ended without all ranks' consent.
+# Memory of contexts that ended without all ranks' consent, so that a peer may still use it.
 _abandoned: list[object] = []
-# By a kernel and which of its parameters are addresses: the kernel, and what is launched for it.
+# Key: a kernel's id and the names of its address parameters. Value: the kernel, its launch form.
 _launched: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
 class Symmetric:
-    """A tensor that every rank has a copy of, where the kernels of all ranks reach it.
+    """A tensor of which every rank has a copy that the kernels of all ranks can reach.
 
     Attributes:
         tensor: this rank's copy.
-        ptrs: int64 [world]: addresses of all ranks' copies as this rank's kernels use them.
+        ptrs: int64 [world]: the addresses of all ranks' copies for this rank's kernels.
     """
 
     tensor: torch.Tensor
@@ -63,7 +63,7 @@ class Symmetric:
 
 
 def _with_int64(function: FunctionType, names: tuple[str, ...]) -> FunctionType:
-    """A copy of the function whose parameters ``names`` are annotated as int64."""
+    """Returns a copy of the function whose parameters ``names`` are annotated as int64."""
     copy = FunctionType(
         function.__code__,
         function.__globals__,
@@ -78,14 +78,14 @@ def _with_int64(function: FunctionType, names: tuple[str, ...]) -> FunctionType:
 
 
 def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
-    """The kernel, compiled once for all values of the parameters ``addresses``.
+    """Returns the kernel in a form that compiles once for all values of ``addresses``.
 
-    Triton compiles anew (seconds) for an address that is a multiple of 16 where others were not,
-    and for one below 2^31, which it takes for an int32, while the peers wait. The kernels
-    themselves see whether addresses are aligned.
+    Triton would compile again (seconds, while the peers wait) for an address that is a multiple of
+    16 after others that were not, and for one below 2^31, which it takes for an int32. The kernels
+    themselves check whether addresses are aligned.
     """
     if not isinstance(kernel, JITFunction) or not addresses:
-        return kernel  # it is the interpreter's, or the user's own wrapper of one
+        return kernel  # the interpreter's kernel, or the user's own wrapper of a kernel
     names = tuple(kernel.arg_names[at] if isinstance(at, int) else at for at in addresses)
     key = id(kernel), names
     if key not in _launched:
@@ -105,27 +105,27 @@ def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
 
 
 class Context:
-    """One rank's means to run kernels of its own that communicate; made on all ranks alike.
+    """Lets a rank launch its own kernels that communicate; all ranks make it in the same way.
 
-    It owns the memory that it hands out. :meth:`close`, or the end of the ``with`` block, gives it
-    back once all ranks are there: no peer's kernel can touch it any more then. Memory of a context
-    that ends otherwise (an exception, a fault, no close at all) stays until the process ends.
+    It owns the memory that it allocates. :meth:`close`, or the end of the ``with`` block, frees it
+    once all ranks are there: then no peer's kernel can use it any more. If the context ends in
+    another way (an exception, a fault, no close) its memory stays until the process ends.
 
     A communicator's collectives and a context's kernels are separate: on a GPU order them by the
     stream, on the host by the program.
 
     Args:
-        comm: whose ranks communicate.
+        comm: the communicator of the ranks.
         blocks: the largest grid of a launch. All blocks of a launch must run at once, since they
-            wait for each other, so on a GPU there are at most as many as multiprocessors, divided
-            by the ranks that share it, which is the default; on the host it is 8. Equal on all
+            wait for each other. So on a GPU the limit and default is the number of multiprocessors
+            divided by the ranks that share the GPU; on the host the default is 8. Equal on all
             ranks.
 
     Attributes:
         comm: the communicator.
         blocks: the largest grid.
-        geometry: what kernels take as their constexpr argument ``G``.
-        table_ptr: what kernels take as ``table``.
+        geometry: the kernels' constexpr argument ``G``.
+        table_ptr: the kernels' argument ``table``.
 
     Raises:
         UnsupportedError: Triton kernels cannot run here. On the host they run in Triton's
@@ -136,7 +136,7 @@ class Context:
 
     def __init__(self, comm: Communicator, blocks: int | None = None) -> None:
         self.comm = comm
-        self._closed = True  # until there is something to close
+        self._closed = True  # close() does nothing until construction is complete
         target = self._target = comm.engine.kernel_target("ringcomm.tl.Context")
         most = target.most_blocks
         wanted = target.default_blocks if blocks is None else integer(blocks)
@@ -154,7 +154,7 @@ class Context:
         device = comm.device
         self._state = torch.zeros(self.blocks * state_bytes, dtype=torch.uint8, device=device)
         table = target.table_with(self._state.data_ptr())
-        # clone(): aligned, which the buffer of a bytearray need not be.
+        # clone() gives aligned memory; the buffer of a bytearray may be unaligned.
         self._table = torch.frombuffer(bytearray(table), dtype=torch.uint8).clone().to(device)
         self.table_ptr: int = self._table.data_ptr()
         self._heaps = target.heaps
@@ -165,14 +165,14 @@ class Context:
 
     @property
     def timeout_ns(self) -> int:
-        """The deadline of one wait, which is the communicator's."""
+        """The deadline of one wait in nanoseconds: the communicator's timeout."""
         return self.comm.timeout // timedelta(microseconds=1) * 1000
 
     def _where(self, operation: str) -> str:
         return where(operation, self.comm.rank, self.comm.world_size)
 
     def _agree(self, operation: str, what: str, number: int, own: int = 0) -> list[int]:
-        """Checks that ``number`` is equal on all ranks, and returns what each has as ``own``."""
+        """Checks that ``number`` is equal on all ranks; returns each rank's ``own``."""
         mine = _TWO_NUMBERS.pack(number, own)
         told = map(_TWO_NUMBERS.unpack, gather_bytes(self.comm, mine, len(mine)))
         numbers, owns = zip(*told, strict=True)
@@ -185,16 +185,16 @@ class Context:
     # ---- memory -------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Symmetric:
-        """Symmetric memory, not initialised. All ranks call it, with equal arguments.
+        """Allocates symmetric memory, uninitialized. All ranks must call it with equal arguments.
 
         Raises:
-            HeapError: the heap has no room.
-            MismatchError: another rank asked for another size.
+            HeapError: the heap has too little free memory.
+            MismatchError: another rank requested another size.
         """
         return self._allocate(memory.empty, shape, dtype)
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Symmetric:
-        """Makes memory like :meth:`empty`, zeros on every rank before any rank can reach it."""
+        """Like :meth:`empty`; each rank's copy is zeroed before any rank can reach it."""
         return self._allocate(memory.zeros, shape, dtype)
 
     def _allocate(
@@ -219,11 +219,11 @@ class Context:
         return Symmetric(whole[: prod(shape)].view(shape), ptrs)
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
-        """Returns what ``make`` returned at the first call for ``key``; for words of one's kernels.
+        """Returns the result of ``make`` from the first call with ``key``; for a kernel's words.
 
         Args:
-            key: names it in this context.
-            make: may allocate, and then all ranks must come here alike.
+            key: names the object in this context.
+            make: may allocate symmetric memory; then all ranks must make this call.
         """
         if key not in self._kept:
             self._kept[key] = make()
@@ -236,18 +236,18 @@ class Context:
         """Runs a kernel: on torch's current stream of a GPU, or in Triton's interpreter.
 
         Args:
-            kernel: what ``@triton.jit`` made.
+            kernel: a function decorated by ``@triton.jit``.
             grid: at most ``blocks`` programs in all.
             args: tensors are passed as their addresses (int64), never as tensors: Triton's
-                interpreter would write whole storages back, over what peers have stored there.
-                They must lie on the communicator's device. A kernel is compiled once wherever
-                they lie; ask ``is_aligned`` in it what a wide access needs to know.
+                interpreter would write whole storages back, over data that peers have stored there.
+                They must be on the communicator's device. A kernel is compiled once for all
+                addresses; in the kernel, use ``is_aligned`` before a wide access.
             constants: by name: constexpr arguments and Triton's own, such as ``num_warps``.
 
         Raises:
-            ArgumentError: the grid is too large, or a tensor is elsewhere.
+            ArgumentError: the grid is too large, or a tensor is on another device.
             RingcommError: on the host, a wait of the kernel gave up. On a GPU the launch returns
-                early, and :meth:`check` or the next launch raises it.
+                early, and :meth:`check` or the next launch raises the error.
         """
         name = getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
         self.comm.engine.raise_if_unusable(name)
@@ -267,7 +267,7 @@ class Context:
             with self._target.launching():
                 launched[tuple(grid)](*passed, **named)
         except BaseException as error:
-            # Peers wait for what this rank was about to signal.
+            # Peers wait for signals that this rank will not send any more.
             self.comm.abort(f"{name} was interrupted by {type(error).__name__}: {error}")
             raise
         if not self.comm.launches:
@@ -281,17 +281,17 @@ class Context:
                 f"{self._where(name)}: expected tensors on {self.comm.device}, got one on "
                 f"{arg.device}. Copy it there"
             )
-        # An empty tensor has no address, and a small number would be another type to Triton.
+        # An empty tensor has address 0, which Triton would give another type: pass any address.
         address = arg.data_ptr() or self.table_ptr
         return interpreted_int64(address) if IS_INTERPRETED else address
 
     def check(self, name: str = "check") -> None:
-        """Raises what made the communicator unusable, if anything did.
+        """Raises the error that made the communicator unusable, if there is one.
 
-        On a GPU it waits for the device first: kernels that were launched have ended then.
+        On a GPU it first waits for the device: then all launched kernels have ended.
 
         Args:
-            name: of the operation, for the error.
+            name: the name of the operation, for the error.
         """
         if not self.comm.aborted:
             self.comm.engine.finish_host_side()
@@ -300,7 +300,7 @@ class Context:
     # ---- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for all ranks, then gives the memory back; a second call does nothing.
+        """Waits for all ranks, then frees the memory; a second call does nothing.
 
         Raises:
             RingcommError: a rank did not come, or the communicator is unusable. The memory stays
@@ -343,25 +343,25 @@ class Context:
             self._abandon()
 
 
-# ---- Communication fused with computation: kernels made of the device library -------------------
+# ---- Communication fused with computation: kernels built with the device library ----------------
 
 Tensor = torch.Tensor
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Choices, not swept: how many blocks pull rows, or sum them, into how many chunks these are cut,
-# and the tiles of a GPU, by the size of an element, and of the interpreter.
+# Choices, not swept: the blocks that pull or sum rows, the chunks into which they cut them, and the
+# tile sizes: on a GPU by the bytes of an element, and in the interpreter.
 _MOVING_BLOCKS = 16
 _MOVING_BLOCKS_ON_HOST = 2
 _CHUNKS_PER_BLOCK = 4
 _TILES = {2: (128, 128, 64), 4: (64, 64, 32)}
 _TILES_ON_HOST = (32, 32, 64)
-# A row is held in the registers of one block.
+# One block holds a whole row in its registers.
 LARGEST_ROW = 16384
 _WIDE_ROW = 8192
 
 
 class _Site:
-    """Checks the arguments of one call, and words what is wrong with them."""
+    """Checks the arguments of one call, and makes the errors for them."""
 
     def __init__(self, context: Context, operation: str) -> None:
         self._context = context
@@ -371,7 +371,7 @@ class _Site:
         return ArgumentError(f"{self._head}: {text}")
 
     def symmetric(self, name: str, given: Any) -> Tensor:
-        """This rank's copy of a matrix that peers read where it lies."""
+        """Checks a matrix that peers read in place; returns this rank's copy."""
         if not isinstance(given, Symmetric):
             raise self.fail(
                 f"{name}: expected what Context.empty() or zeros() returned, which peers can read, "
@@ -386,7 +386,7 @@ class _Site:
         return tensor
 
     def contiguous(self, name: str, given: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A contiguous tensor of this rank's own."""
+        """Returns ``given`` after checking that it is contiguous and of this shape and dtype."""
         if tuple(given.shape) != shape or given.dtype != like.dtype or not given.is_contiguous():
             raise self.fail(
                 f"{name}: expected a contiguous tensor {shape} of {like.dtype}, got "
@@ -395,7 +395,7 @@ class _Site:
         return given
 
     def rows_to_norm(self, partials: Tensor, world: int) -> tuple[int, int]:
-        """How many rows are a rank's, and how long they are."""
+        """Returns the number of rows per rank, and the elements per row."""
         n, d = partials.shape[0] // world, partials.shape[1]
         if n * world != partials.shape[0] or d == 0:
             raise self.fail(
@@ -412,12 +412,12 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Words:
-    """The words by which a product's blocks synchronise; they are never reset.
+    """The words by which the blocks of a fused kernel synchronize; they are never reset.
 
     Attributes:
-        ranks: between ranks.
-        chunks: between blocks, of chunks that have arrived, or are stored.
-        epochs: of each block that counts calls there.
+        ranks: words between ranks.
+        chunks: words between blocks, for chunks that have arrived or are stored.
+        epochs: call counts of the blocks that keep one.
     """
 
     ranks: Symmetric
@@ -454,7 +454,7 @@ def _moving_blocks(checks: _Site, context: Context) -> int:
 
 
 def _shape_of_blocks(context: Context, moving: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The constants of a product's kernel."""
+    """Returns the constants of a matrix product's kernel."""
     tiles = _TILES[dtype.itemsize] if context.comm.launches else _TILES_ON_HOST
     return {
         "DTYPE": _DTYPES[dtype],
@@ -468,16 +468,16 @@ def _shape_of_blocks(context: Context, moving: int, dtype: torch.dtype) -> dict[
 
 
 def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
-    """``torch.cat(every rank's a) @ b``, computed on the rows that are there while others arrive.
+    """Computes ``torch.cat(every rank's a) @ b``, on arrived rows while other rows arrive.
 
     Products are summed in FP32 and rounded once. All ranks call it, in the same order. On a GPU it
-    runs on the current stream and can be captured into a graph, after a first call without one.
+    runs on the current stream and can be captured into a graph after one uncaptured call.
 
     Args:
-        context: of this rank; all its blocks take part.
-        a: [m, k], from ``context.empty``; of one shape and dtype on all ranks. It is read in target
-            and may be written again once the work is done.
-        b: [k, n], of any strides, with its own n on each rank; of the same dtype.
+        context: this rank's context; all its blocks take part.
+        a: [m, k], from ``context.empty``; of one shape and dtype on all ranks. It is read in place
+            and may be overwritten once the work is done.
+        b: [k, n], with any strides; n may differ between ranks; of the same dtype.
 
     Returns:
         [world * m, n], rank by rank.
@@ -521,22 +521,22 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
 
 
 def matmul_reduce_scatter(context: Context, a: Tensor, b: Tensor, inbox: Symmetric) -> Tensor:
-    """This rank's rows of the sum over all ranks of ``a @ b``, sent while others are multiplied.
+    """Returns this rank's rows of the sum of ``a @ b`` over ranks; sends rows while multiplying.
 
     Products are summed in FP32 and rounded, then summed over ranks in FP32 in rank order, and
-    rounded: the bits of ``reduce_scatter_tensor`` of them. All ranks call it, in the same order. On
-    a GPU it runs on the current stream and can be captured into a graph, after a first call without
-    one.
+    rounded: the same bits as ``reduce_scatter_tensor`` of the products. All ranks call it, in the
+    same order. On a GPU it runs on the current stream and can be captured into a graph after one
+    uncaptured call.
 
     Args:
-        context: of this rank, with equally many blocks on all ranks; all of them take part.
-        a: [world * m, k], contiguous, with its own k on each rank.
-        b: [k, n], of any strides, of the same dtype.
+        context: this rank's context, with equally many blocks on all ranks; all of them take part.
+        a: [world * m, k], contiguous; k may differ between ranks.
+        b: [k, n], with any strides, of the same dtype.
         inbox: [world * m, n], from ``context.empty``; of one shape and dtype on all ranks. Peers
-            store their products there, and nothing else may use it meanwhile.
+            store their products there; nothing else may use it during the call.
 
     Returns:
-        [m, n]: rows rank * m and following.
+        [m, n]: the rows from rank * m on.
 
     Raises:
         ArgumentError: an argument does not fit; a plain tensor as ``inbox`` is refused.
@@ -593,24 +593,23 @@ def reduce_scatter_rms_norm(
     residual: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> Tensor:
-    """The RMS norm of this rank's rows of the sum of all ranks' ``x``.
+    """Returns the RMS norm of this rank's rows of the sum of all ranks' ``x``.
 
-    The sum is taken in FP32 in rank order, with ``residual`` last, and stays in FP32 until the
-    normalised row is rounded. All ranks call it, in the same order. On a GPU it runs on the current
-    stream and can be captured into a graph, after a first call without one.
+    The sum is computed in FP32 in rank order, with ``residual`` last, and stays in FP32 until the
+    normalized row is rounded. All ranks call it, in the same order. On a GPU it runs on the current
+    stream and can be captured into a graph after one uncaptured call.
 
     Args:
-        context: of this rank, with equally many blocks on all ranks.
+        context: this rank's context, with equally many blocks on all ranks.
         x: [world * n, d], from ``context.empty``; of one shape and dtype on all ranks, d up to
-            16384. It is read in target and may be written again once the work is done.
-        weight: [d], of the same dtype, as is the result.
+            16384. It is read in place and may be overwritten once the work is done.
+        weight: [d], of the same dtype as ``x``, as is the result.
         eps: added to the mean square of a row.
         residual: [n, d], added to the sum.
-        summed: [n, d], receives the sum, with the residual and rounded; may be ``residual``.
+        summed: [n, d], receives the sum, with the residual, rounded; may be ``residual``.
 
     Returns:
-        [n, d], the normalised rows.
-
+        [n, d], the normalized rows.
     Raises:
         ArgumentError: an argument does not fit; a plain tensor as ``x`` is refused, not copied.
         UnsupportedError: the rows are too long.
