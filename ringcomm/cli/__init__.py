@@ -1,8 +1,8 @@
 """The ``ringcomm`` command: one module of this package per subcommand, and ``output``.
 
 A subcommand is a module ``ringcomm.cli.<name>`` with ``add_arguments(parser)`` and
-``run(args) -> int``. Only the one that was asked for is imported, so that ``ringcomm --help``
-does not pay for torch.
+``run(args) -> int``. Only the requested subcommand is imported, so that ``ringcomm --help``
+does not wait for torch. Start with ``main()`` below.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Subcommand(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the command table: ``forwards`` marks a command that hands its options on."""
+    """An entry of the command table; ``forwards``: the command passes all its options on."""
 
     summary: str
     forwards: bool = False
@@ -57,7 +57,7 @@ COMMANDS = {
     "train": Entry("train a small byte-level GPT data-parallel"),
 }
 
-# What the package depends on: missing where a wheel was installed without its dependencies.
+# The package's dependencies, which are missing if a wheel was installed without them.
 REQUIRED = ("torch", "safetensors", "jinja2")
 
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except RingcommError as error:
-        # In one write, as ranks of a launcher share stderr.
+        # In one write, since the ranks of a launcher share stderr.
         sys.stderr.write(f"ringcomm {namespace.command}: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Says whether nobody reads stdout any more, as in ``ringcomm estimate | head``.
+    """True if nobody reads stdout any more, as in ``ringcomm estimate | head``.
 
-    What is left in its buffer then goes nowhere, or the interpreter would report it at its end.
+    Then the rest of the buffer is discarded: otherwise the interpreter would report it at exit.
     """
     stdout = sys.stdout.fileno()
     state = select.poll()
@@ -123,7 +123,7 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
     module: Subcommand | None = None
     for name, entry in COMMANDS.items():
         if entry.forwards:
-            # With no prefix character "-b 4K" parses as words, which the command passes on.
+            # Without prefix characters "-b 4K" parses as words, which the command passes on.
             subparser = subparsers.add_parser(
                 name, help=entry.summary, add_help=False, prefix_chars="\0"
             )
@@ -136,7 +136,7 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
 
 
 def module_of(command: str) -> str:
-    """Returns the name of a command's module, in this package."""
+    """Returns the name of a command's module in this package."""
     return command.replace("-", "_")
 
 
@@ -149,9 +149,9 @@ def table_lines(
     """Returns the lines of a table: columns as wide as their longest cell, two blanks between.
 
     Args:
-        rows: of equally many cells.
-        right: whether cells end, rather than begin, at one place; for all columns, or for each.
-        widths: the least width of each column, for a table whose rows are printed as they come.
+        rows: rows with equally many cells.
+        right: whether cells are right-aligned; for all columns, or for each.
+        widths: the least width of each column, for a table whose rows are printed one by one.
     """
     cells = list(rows)
     if not cells:

@@ -1,4 +1,4 @@
-"""``ringcomm bench``: starts the benchmark harness, which runs by itself."""
+"""``ringcomm bench``: starts the benchmark harness in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the harness with the options as given, and returns its exit status."""
+    """Runs the harness with the given options, and returns its exit status."""
     return run_harness(*args.arguments)
 
 
 def run_harness(*words: str) -> int:
-    """Runs the harness, the first word naming a bench; returns its exit status."""
+    """Runs the harness, whose first word names a benchmark; returns its exit status."""
     with subprocess.Popen([sys.executable, "-m", "ringcomm.bench", *words]) as harness:
         while True:
             try:
                 return harness.wait()
             except KeyboardInterrupt:
-                # The terminal interrupts the harness as well: let it stop its ranks first.
+                # The terminal also interrupts the harness: wait until it has stopped its ranks.
                 continue

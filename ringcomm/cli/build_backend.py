@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the backend for this Python and this torch, and prints where it is.
+    """Builds the backend for this Python and this torch, and prints its path.
 
     Raises:
         UnsupportedError: it cannot be built; says why.

@@ -1,4 +1,4 @@
-"""``ringcomm convert``: other libraries' checkpoints as ringcomm's, and those as safetensors."""
+"""``ringcomm convert``: converts other checkpoints to ringcomm's, and ringcomm's to safetensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and says what was written."""
+    """Converts a checkpoint, and prints the files that it wrote."""
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     folder = _own(args.source, args.step)
     if folder is None:
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own(source: Path, step: int | None) -> Path | None:
-    """Returns the folder of a checkpoint of ringcomm's, or None if it is of another library."""
-    # Path.is_file() raises where nobody can look; the search for steps then says why.
+    """Returns the folder of a ringcomm checkpoint, or None if it is another library's."""
+    # Path.is_file() raises for an unreadable folder; the search for steps reports the reason.
     if os.path.isfile(source / "checkpoint.json"):
         return source
     checkpoints = Checkpoints(source)

@@ -26,9 +26,9 @@ class DemoRun:
     """One run of the harness.
 
     Attributes:
-        title: what it shows, in a line.
-        bench: its name.
-        words: its command line.
+        title: one line that says what the run shows.
+        bench: the name of the benchmark.
+        words: the benchmark's command line.
     """
 
     title: str
@@ -37,7 +37,7 @@ class DemoRun:
 
 
 def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
-    """Returns the runs that make up the demo, all of two ranks."""
+    """Returns the runs that make up the demo, all with two ranks."""
     pace = "--peers gloo --placement usual"
     pace += " -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -e 64M -f 128 -r 9"
     heap = f"reduce_scatter all_gather all_reduce --tensors heap {pace}"
@@ -45,7 +45,7 @@ def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
     if not quick:
         found.append(DemoRun("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
     text = () if data is None else ("--data", data)
-    # The number of parameters is that of the model, whose two ends have one weight.
+    # The parameters of the model, whose embedding and output layer share their weights.
     small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3)
     models = [("A GPT of 0.8 M parameters", 128, 4, 4, 15), ("A GPT of 6 M", 320, 5, 5, 9)]
     for title, width, depth, heads, rounds in [small] if quick else models:
@@ -70,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all comparisons, and tells at the end whether every result was right.
+    """Runs all comparisons, and prints at the end whether every result was right.
 
     Raises:
-        ArgumentError: this is a rank of a launcher's, or a path is wrong.
+        ArgumentError: this process is a launcher's rank, or a path is wrong.
     """
     if launched_world() is not None:
         raise ArgumentError(
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_all(chosen: Sequence[DemoRun]) -> tuple[dict[str, int], dict[str, Any]]:
-    """The exit status of each run that failed, and the report of each that wrote one."""
+    """Returns the exit status of each run that failed, and the report of each that wrote one."""
     failed, documents = {}, {}
     with tempfile.TemporaryDirectory(prefix="ringcomm-demo-") as folder:
         for number, each in enumerate(chosen):

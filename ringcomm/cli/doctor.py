@@ -1,4 +1,4 @@
-"""``ringcomm doctor``: looks at the machine, tries two ranks, says what is wrong."""
+"""``ringcomm doctor``: checks the machine, tests two ranks, and reports problems."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ringcomm.launch import RankCommand, describe_exit, end_with, started
 from ringcomm.memory import numa
 from ringcomm.process import available_cores, memory_limit_bytes
 
-# What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
+# The checks of ``ringcomm doctor``: each reads one fact and reports its effect on collectives.
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SCHEMA = 1
 SELF_TEST_S = 60.0
 SELF_TEST_ELEMS = 100_003  # several segments and a tail
 RANK_TIMEOUT_S = 30.0
-# torch, staging and tensors of a small run; below this a training process is likely to be killed.
+# For torch, staging and tensors of a small run; with less a training process is likely killed.
 LITTLE_MEMORY_BYTES = 2 << 30
 LARGE_TENSOR_BYTES = 32 << 20
 
@@ -87,7 +87,7 @@ def check_cores() -> Finding:
 
 
 def check_threads() -> Finding:
-    """The threads of a process that is a rank alone on its cores."""
+    """Reports the threads of a process that is the only rank on its cores."""
     from ringcomm import _native
     from ringcomm.comm.host.options import CommOptions
     from ringcomm.comm.host.threads import COUNTS_TORCHS_THREADS, THREADS_VARIABLE, named_threads
@@ -113,7 +113,7 @@ def check_threads() -> Finding:
 
 
 def check_backend() -> Finding:
-    """The C++ backend of ``torch.distributed``, and what serves groups of ringcomm alone."""
+    """Reports the C++ backend of ``torch.distributed``, and what serves ringcomm's own groups."""
     from ringcomm.c10d.backend import describe
     from ringcomm.errors import RingcommError
 
@@ -124,7 +124,7 @@ def check_backend() -> Finding:
 
 
 def check_graphs() -> Finding:
-    """Says how compiled graphs make the collectives of ``ringcomm.functional``."""
+    """Reports how compiled graphs make the collectives of ``ringcomm.functional``."""
     from ringcomm.functional.in_graph import describe
 
     value, advice = describe()
@@ -132,7 +132,7 @@ def check_graphs() -> Finding:
 
 
 def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
-    """``meminfo`` is the text of /proc/meminfo, ``limit_bytes`` what the control group allows."""
+    """Checks free memory: by the text of /proc/meminfo and the control group's limit."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     total, available = (int(fields[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     limit = "none" if limit_bytes is None else gib(limit_bytes)
@@ -150,7 +150,7 @@ def check_shm(directory: str) -> Finding:
 
 
 def check_heap(shmem_setting: str) -> Finding:
-    """Tries the heap. ``shmem_setting`` is the text of transparent_hugepage/shmem_enabled."""
+    """Tests the heap. ``shmem_setting`` is the text of transparent_hugepage/shmem_enabled."""
     import ringcomm
     from ringcomm.memory.host_heap import HEAP_DIR_VARIABLE
 
@@ -170,7 +170,7 @@ def check_heap(shmem_setting: str) -> Finding:
 
 
 def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Iterator[Finding]:
-    """The NUMA nodes of the machine, those whose CPUs this process may use, and sums over them."""
+    """Reports the machine's NUMA nodes, the nodes of this process's CPUs, and sums over nodes."""
     try:
         machine = numa.read_topology(folder)
     except (OSError, ValueError) as error:
@@ -207,7 +207,7 @@ def _check_nodes(machine: numa.NodeTopology) -> Finding:
 
 
 def check_heap_nodes(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
-    """Tells to which nodes the heap is bound, or why to none, and where touched memory lies."""
+    """Reports the nodes to which the heap is bound, or why to none, and where its pages are."""
     from ringcomm.memory.host_heap import process_heap
 
     heap = process_heap()
@@ -233,7 +233,7 @@ def _named_nodes(nodes: Sequence[int]) -> str:
 
 
 def _refusal(reader: str, *arguments: str) -> str:
-    """Says why the program ``reader`` does not print "found" in a process; empty: it does."""
+    """Returns why ``reader``, run in another process, does not print "found"; "" if it does."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", reader, *arguments],
         capture_output=True,
@@ -249,7 +249,7 @@ _OPENER = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().d
 
 
 def check_descriptor_paths() -> Finding:
-    """Checks that one process can map another's memory through /proc/<pid>/fd, as ranks do."""
+    """Checks that a process can map another one's memory through /proc/<pid>/fd, as ranks do."""
     descriptor = os.memfd_create("ringcomm-doctor")
     try:
         os.write(descriptor, b"found")
@@ -279,7 +279,7 @@ print("found")
 
 
 def check_single_copy() -> Finding:
-    """Checks whether one process can copy out of another (process_vm_readv)."""
+    """Checks whether a process can copy out of another one (process_vm_readv)."""
     found = ctypes.create_string_buffer(b"found")
     reason = _refusal(_COPIER, str(os.getpid()), str(ctypes.addressof(found)))
     if not reason:
@@ -292,7 +292,7 @@ def check_single_copy() -> Finding:
 
 
 def _run_rank(store_path: str, rank: int) -> None:
-    """One rank of the self-test: ``python -m ringcomm.cli.doctor STORE RANK``.
+    """Runs one rank of the self-test: ``python -m ringcomm.cli.doctor STORE RANK``.
 
     Raises:
         RuntimeError: a result is wrong.
@@ -321,7 +321,7 @@ def _run_rank(store_path: str, rank: int) -> None:
 
 
 def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
-    """Two ranks, one all-reduce and one reduce-scatter each on plain and heap tensors."""
+    """Runs two ranks: an all-reduce and a reduce-scatter, each on plain and on heap tensors."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-doctor-") as directory:
         words = [sys.executable, "-m", "ringcomm.cli.doctor", f"{directory}/store"]
         commands = [RankCommand(f"rank {rank}", [*words, str(rank)]) for rank in range(2)]
@@ -339,13 +339,13 @@ def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
     return Finding("self-test", OK, "2 ranks exchanged and summed what they should")
 
 
-# What ``ringcomm doctor`` says of GPUs. A machine without one is as good as any.
+# The checks of GPUs. A machine without a GPU is not at fault.
 
 LOADING_VARIABLE = "CUDA_MODULE_LOADING"
 
 
 def check_devices() -> Iterator[Finding]:
-    """The devices that collectives can use, or why there are none."""
+    """Reports the devices that collectives can use, or why there are none."""
     try:
         runtime = cuda.current()
         count = runtime.device_count()
@@ -430,7 +430,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Iterable[Finding]:
-    """All checks but the self-test; what needs the native module only where it loads."""
+    """Yields all checks except the self-test; some only if the native module loads."""
     yield from check_versions()
     native = check_native()
     yield native
@@ -454,14 +454,14 @@ def examine() -> Iterable[Finding]:
 
 
 def json_text(findings: Sequence[Finding]) -> str:
-    """The findings as JSON."""
+    """Returns the findings as JSON."""
     works = all(finding.verdict != FAIL for finding in findings)
     told = {"schema": SCHEMA, "works": works, "findings": [asdict(each) for each in findings]}
     return json.dumps(told, indent=1)
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """The report, columns aligned; advice stands below its finding."""
+    """Returns the lines of the report, with aligned columns; advice is below its finding."""
     rows = []
     for finding in findings:
         rows.append((finding.verdict, finding.name, finding.value))

@@ -1,4 +1,4 @@
-"""``ringcomm estimate``: memory, traffic and time of a step, from the forms of docs/estimate.md."""
+"""``ringcomm estimate``: memory, traffic and time of a step; docs/estimate.md has the formulas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse_positive(text: str) -> float:
     return number
 
 
-# Options by name: reader or choices (None for a flag), default (... where required), help.
+# Options by name: reader or choices (None for a flag), default (``...``: required), help.
 Options = dict[str, tuple[Any, Any, str]]
 MODEL: Options = {
     "params": (parse_count, None, "trained parameters, such as 7.5B, 125M or 1.3e9"),
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate; returns 2 for options that do not go together."""
+    """Prints the estimate; returns 2 for options that exclude each other."""
     try:
         tables = {"memory": _memory, "step": _step, "experts": _experts}[args.subject](args)
     except RingcommError as error:
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(title: str, rows: list[Row]) -> str:
-    """Aligns rows in columns under a title."""
+    """Returns a title and rows, aligned in columns."""
     names = [name.replace("_bytes", "").replace("_", " ") for name in rows[0]]
     cells = [names, *([_cell(*each) for each in row.items()] for row in rows)]
     has_bytes = any(name.endswith("_bytes") for name in rows[0])
@@ -173,7 +173,7 @@ def _table(title: str, rows: list[Row]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Words a value: three significant digits, or all digits before the point."""
+    """Formats a value: three significant digits, or all digits before the decimal point."""
     if value is None or isinstance(value, bool):
         return {None: "?", True: "yes", False: "no"}[value]
     if name.endswith("_bytes"):
@@ -255,7 +255,7 @@ def build_on_meta(named: str) -> nn.Module:
     try:
         with torch.device("meta"):
             built = operator.attrgetter(name)(import_module(module))()
-    except Exception as error:  # the callable is the user's: it can raise anything
+    except Exception as error:  # the user's callable can raise anything
         first_line = str(error).strip().partition("\n")[0]
         raise ArgumentError(f"--module {named}: {type(error).__name__}: {first_line}") from error
     finally:
@@ -317,7 +317,7 @@ def _stages(args: argparse.Namespace) -> tuple[int, ...]:
 def _outside(
     args: argparse.Namespace, training: forms.Training, compute_s: float | None = None
 ) -> list[Row]:
-    """Returns the bytes that a rank has outside memory, or moves in a step, and the times."""
+    """Returns a rank's bytes outside memory, its traffic with the disk per step, and its times."""
     rates = (args.disk_read, args.disk_write) if args.subject == "step" else (None, None)
     if None in rates and rates != (None, None):
         raise ArgumentError("--disk-read and --disk-write: expected both or none")
@@ -366,7 +366,7 @@ def _step(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def _check_network(args: argparse.Namespace) -> None:
-    """Raises ArgumentError where the rate between nodes is missing, or has no use."""
+    """Raises ArgumentError if the rate between nodes is missing, or has no effect."""
     if args.network is None:
         if args.nodes > 1 and args.bandwidth is not None:
             raise ArgumentError(

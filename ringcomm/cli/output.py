@@ -1,4 +1,4 @@
-"""Files and folders that a command writes at its end: refused before its work, told at the end."""
+"""Output files and folders of a command: checked before its work, written and named at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["why_no_file", "why_no_folder", "write_file"]
 
 
 def why_no_file(path: str) -> str | None:
-    """Says why no file can be written at ``path``, or returns None; writes nothing."""
+    """Returns why a file cannot be written at ``path``, or None; writes nothing."""
     mode, why = _look_at(path)
     if why is not None:
         return why
@@ -25,15 +25,15 @@ def why_no_file(path: str) -> str | None:
 
 
 def why_no_folder(path: str, *, with_parents: bool) -> str | None:
-    """Says why files cannot be written in a folder that may have to be made, or returns None.
+    """Returns why files cannot be written in a folder that may not exist yet, or None.
 
     Args:
-        path: of the folder; nothing is made.
-        with_parents: whether those above it may have to be made, too.
+        path: the path of the folder; this function does not make it.
+        with_parents: True if the command can also make the folders above it.
     """
     mode, why = _look_at(path)
     if mode is None and why is None and not with_parents:
-        return why_no_file(path)  # a folder is made where a file can be
+        return why_no_file(path)  # a folder can be made where a file can
     while mode is None and why is None:
         path = os.path.dirname(os.path.abspath(path))
         mode, why = _look_at(path)
@@ -55,21 +55,21 @@ def write_file(option: str, path: str | os.PathLike[str], text: str) -> None:
 
 
 def _look_at(path: str) -> tuple[int | None, str | None]:
-    """Returns the mode of what is there, if anything, or else why nobody can look."""
+    """Returns the mode of the file at ``path``, if any, and the reason if it cannot be checked."""
     try:
         return os.stat(path).st_mode, None
     except FileNotFoundError:
         return None, None
     except OSError as error:
         return None, f"cannot be written: {error.strerror}"
-    except ValueError as error:  # no name that a file can have
+    except ValueError as error:  # the path is not a valid file name
         return None, f"cannot be written: {error}"
 
 
 def _refusal(path: str) -> str | None:
-    """Says that this user may not write a file, or into a folder, or returns None."""
+    """Returns why this user may not write the file, or into the folder; or None."""
     rights = os.W_OK | os.X_OK if os.path.isdir(path) else os.W_OK
-    # Files are opened with the rights of the effective user.
+    # Files are opened with the permissions of the effective user.
     if os.access(path, rights, effective_ids=os.access in os.supports_effective_ids):
         return None
     return f"cannot be written: {os.strerror(errno.EACCES)}"

@@ -1,4 +1,4 @@
-"""``ringcomm report``: one HTML page of a run, which opens from a disk and fetches nothing."""
+"""``ringcomm report``: writes one HTML page about a run; the page needs no server or network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_POINTS = 1000
 
 @dataclass(frozen=True)
 class Text:
-    """Lines that stand as they are, folded away under a title if there is one."""
+    """Lines of preformatted text; with a title, they are folded away under it."""
 
     text: str
     folded: str = ""
@@ -43,7 +43,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. ``shares`` says by row and column, from 0 to 1, how far a cell is filled."""
+    """Rows of text. ``shares`` has, by row and column, the filled part of a cell, from 0 to 1."""
 
     title: str
     columns: Sequence[str]
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps, or over sizes in bytes, on a logarithmic axis.
+    """Lines over steps, or over sizes in bytes on a logarithmic axis.
 
     Points are in the order of the horizontal axis; a value that is not finite leaves a gap.
     """
@@ -67,7 +67,7 @@ class Chart:
 
     @property
     def ends(self) -> tuple[float, float, float, float]:
-        """The first and last value of the horizontal axis, and of the vertical one."""
+        """The first and last value of the horizontal axis, then of the vertical axis."""
         points = [point for line in self.lines.values() for point in line]
         values = [y for _, y in points if math.isfinite(y)] or [0.0]
         low, high = min(0.0, *values), max(0.0, *values)
@@ -75,13 +75,13 @@ class Chart:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """The names of the first and the last position on the horizontal axis."""
+        """The labels of the first and the last position on the horizontal axis."""
         first, last, _, _ = self.ends
         return (size(first), size(last)) if self.over_sizes else (f"{first:g}", f"{last:g}")
 
     @property
     def paths(self) -> list[tuple[str, str]]:
-        """The name of each line, and its path in SVG; of long lines points are left out."""
+        """The name of each line, and its path in SVG; long lines omit points."""
         scale = math.log2 if self.over_sizes else float
         first, last, low, high = self.ends
         begin, span = scale(first), scale(last) - scale(first) or 1.0
@@ -91,7 +91,7 @@ class Chart:
             for x, y in line[:: -(-len(line) // MOST_POINTS)]:
                 across, is_there = WIDTH * (scale(x) - begin) / span, math.isfinite(y)
                 if is_there:
-                    # Without the second command a point alone would have no length, and no dot.
+                    # "h0" makes a single point visible: without it the path would have no length.
                     path += f"{pen}{across:.1f} {HEIGHT * (high - y) / (high - low):.1f}h0"
                 pen = "L" if is_there else "M"
             found.append((name, path))
@@ -103,7 +103,7 @@ Panel = Text | Table | Chart
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page, which shows one file or several that belong together."""
+    """A part of the page, which shows one file or several related files."""
 
     title: str
     files: Sequence[str]
@@ -112,7 +112,7 @@ class Section:
 
 
 def duration(seconds: float) -> str:
-    """A duration of a readable size."""
+    """Formats a duration with a readable unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if abs(seconds) * factor >= 1.0:
             return f"{seconds * factor:.4g} {unit}"
@@ -120,14 +120,14 @@ def duration(seconds: float) -> str:
 
 
 def size(size_bytes: float) -> str:
-    """Says "4 KiB" for 4096: takes the largest unit of which there is one at least."""
+    """Formats a size, such as "4 KiB" for 4096, with the largest unit not above it."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 1 << shift:
             return f"{size_bytes / (1 << shift):.3g} {unit}"
     return f"{size_bytes:.0f} B"
 
 
-# Who waited for whom, as far as the records of calls tell it.
+# Which rank waited for which other rank, as far as the records of calls show it.
 
 FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 MOST_PAIRS = 200
@@ -135,7 +135,7 @@ MOST_PAIRS = 200
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait of ``rank``. The recorder told of it, or it follows from when ranks began the call."""
+    """A wait of ``rank``, either recorded or derived from the times at which ranks began a call."""
 
     rank: int
     awaited: int
@@ -144,13 +144,13 @@ class Wait:
 
 
 def waits_of(recording: Recording, expected: int) -> list[Wait]:
-    """All waits of a recording that has ``expected`` ranks, if none is missing.
+    """Returns all waits of a recording; ``expected`` is its number of ranks if none is missing.
 
-    A call that has not ended, or failed, waits for the rank that the recorder names. A collective
-    that ended on all ranks waited, on each rank, until the last one began it: for the root alone
-    where only the root gives, and on the root alone where only that takes. Finished messages are
-    left out, and calls on devices, of which hosts do not know when they ran. Where a rank is
-    missing nobody knows which one was last.
+    A call that has failed or not ended waits for the rank that the recorder names. A collective
+    that ended on all ranks waited, on each rank, until the last rank began it. If only the root
+    sends, all others waited for the root; if only the root receives, the root alone waited.
+    Finished messages are omitted, and so are calls on devices, whose hosts do not know when they
+    ran. If a rank's records are missing, the last rank is unknown.
     """
     ranks = [rank for rank in recording.ranks if not rank.on_device]
     found = [wait for rank in ranks for wait in _told(rank, recording.taken_ns)]
@@ -168,7 +168,7 @@ def waits_of(recording: Recording, expected: int) -> list[Wait]:
 
 
 def _told(rank: RankRecording, taken_ns: int) -> Iterator[Wait]:
-    """Yields the waits of a rank that its own records name a peer for."""
+    """Yields the waits for which a rank's own records name a peer."""
     running = [each for each in rank.collectives if each.state == "running"]
     innermost = max(running, key=lambda each: each.begin_ns, default=None)
     for record in (*rank.collectives, *rank.messages):
@@ -202,7 +202,7 @@ def _of_arrivals(calls: dict[int, Record]) -> Iterator[Wait]:
 
 
 def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Panel]:
-    """Ranks by the time that others waited for them, and pairs of ranks."""
+    """Returns tables of the ranks by the time that others waited for them, and of rank pairs."""
     if not waits:
         return [Text("No rank is known to have waited for another one.")]
     by_rank: dict[int, list[Wait]] = {rank: [] for rank in ranks}
@@ -224,7 +224,7 @@ def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Panel]:
 def _waits(
     title: str, names: list[str], waits: list[tuple[list[str], list[Wait]]], note: str
 ) -> Table:
-    """A row for each entry, longest first."""
+    """Returns a table with a row for each entry, longest first."""
     sums = [
         (sum(w.seconds for w in each), sum(w.seconds for w in each if w.is_told), each, name)
         for name, each in waits
@@ -240,7 +240,7 @@ def _waits(
 
 
 def of_traces(group: Sequence[tuple[Path, Trace]]) -> Section:
-    """The section of the trace files of one communicator, over nodes one of each node."""
+    """Returns the section for one communicator's trace files; over nodes, one file per node."""
     traces = [trace for _, trace in group]
     panels: list[Panel] = []
     if traces[0].of_node is not None:
@@ -257,7 +257,7 @@ def of_traces(group: Sequence[tuple[Path, Trace]]) -> Section:
         last = "\n".join(report(trace.recording, SHOWN_CALLS, level=trace.level))
         panels.append(Text(last, folded=f"the last calls: ringcomm trace {path.name}"))
     name = traces[0].recording.communicator
-    written_s = min(max(0.0, traces[0].written_s), 4e10)  # beyond the year 9999 there is no date
+    written_s = min(max(0.0, traces[0].written_s), 4e10)  # after the year 9999 dates fail
     facts = [
         ("ranks", str(traces[0].recording.world_size)),
         ("written", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_s))),
@@ -268,7 +268,7 @@ def of_traces(group: Sequence[tuple[Path, Trace]]) -> Section:
 
 
 def of_processes(recording: Recording, ended: Collection[int], pids: Sequence[int]) -> Section:
-    """The section of a communicator of running processes."""
+    """Returns the section for a communicator of running processes."""
     last = "\n".join(report(recording, SHOWN_CALLS, ended))
     panels: list[Panel] = [
         Text("\n".join(verdict(recording, ended))),
@@ -299,7 +299,7 @@ KINDS_OF_SPANS = ("compute", "wait", "communication")
 
 
 def of_profile(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> Section:
-    """The section of profiles of one run, of which each file has ranks of its own."""
+    """Returns the section for the profiles of one run; each file has other ranks."""
     spans = [span for _, of_file in files for span in of_file]
     kinds: dict[int, dict[str, float]] = {}
     waits: dict[tuple[int, str], list[float]] = {}
@@ -334,7 +334,7 @@ def of_profile(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> Sec
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row of a benchmark, with those fields of ``bench/report.py`` that the page shows."""
+    """A row of a benchmark: the fields of ``bench/report.py`` that the page shows."""
 
     system: str
     collective: str
@@ -355,11 +355,11 @@ class ShownRow:
     ratio_high: float | None = None
     wrong: int | None = None
     rounds: int = 0
-    held_bytes: float | None = None  # of a small model less than nothing
+    held_bytes: float | None = None  # may be negative for a small model
     note: str = ""
 
 
-# The heads of columns whose fields have a unit, or several words, in their names.
+# Column heads for fields whose names contain a unit or several words.
 HEADS = {
     "size_bytes": "size (bytes)",
     "time_us": "time (us)",
@@ -377,7 +377,7 @@ HEADS = {
 def of_benchmark(
     path: Path, title: str, facts: Mapping[str, str], rows: Sequence[ShownRow]
 ) -> Section:
-    """A chart of bandwidths or times over size for each collective, and a table of its rows."""
+    """Returns a chart of bandwidth or time over size per collective, and a table of all rows."""
     panels: list[Panel] = []
     wrong = [row for row in rows if row.wrong]
     if wrong:
@@ -392,7 +392,7 @@ def of_benchmark(
 
 
 def _over_size(collective: str, rows: Sequence[ShownRow]) -> Iterator[Chart]:
-    """Yields a chart, if a line of it has several sizes."""
+    """Yields a chart if at least one of its lines has several sizes."""
     names = ("placement", "dtype", "mode", "ranks")
     varied = [name for name in names if len({_cell(row, name) for row in rows}) > 1]
     has_bandwidth = any(row.busbw_gbps for row in rows)
@@ -408,7 +408,7 @@ def _over_size(collective: str, rows: Sequence[ShownRow]) -> Iterator[Chart]:
 
 
 def _rows(name: str, rows: Sequence[ShownRow]) -> Table:
-    """All rows, without columns of which every cell is empty."""
+    """Returns a table of all rows, without columns in which every cell is empty."""
     kept = [each.name for each in fields(ShownRow) if any(_cell(row, each.name) for row in rows)]
     cells = [[_cell(row, name) for name in kept] for row in rows]
     most = max(row.time_us or 0.0 for row in rows) or 1.0
@@ -438,7 +438,7 @@ class ShownMemory:
 
 @dataclass(frozen=True)
 class ShownOutcome:
-    """The outcome of a training run, as far as the page shows it."""
+    """The part of a training run's outcome that the page shows."""
 
     first_step: int
     losses: tuple[float, ...]
@@ -451,7 +451,7 @@ class ShownOutcome:
 
 
 def of_training(path: Path, options: Mapping[str, str], outcome: ShownOutcome) -> Section:
-    """Losses, step times and memory over the steps."""
+    """Returns the section for losses, step times and memory over the steps."""
     facts = [
         *((name, value) for name, value in options.items() if value not in ("none", "False")),
         ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"),
@@ -474,7 +474,7 @@ def of_training(path: Path, options: Mapping[str, str], outcome: ShownOutcome) -
     return Section(f"Training run {path.name}", [str(path)], facts, drawn)
 
 
-# ---- The files of a report: which kind each is, by its content, and what it holds, checked -------
+# ---- The files of a report: their kinds, detected by content, and their checked contents ---------
 
 T = TypeVar("T")
 EXPECTED = "a trace of a fault, a profile of steps, or what bench, demo or train write with --json"
@@ -486,16 +486,16 @@ Profile = tuple[Path, Sequence[Mapping[str, Any]]]
 def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
     """Reads files, and the ``*.json`` of folders.
 
-    Returns the sections, and the files of folders that are none of a run, with why.
+    Returns the sections, and the files of folders that are not files of a run, with the reasons.
 
     Raises:
-        ArgumentError: a file is of none of the kinds, or is damaged, or a folder has none of a run.
+        ArgumentError: a file has no known kind or is damaged, or a folder has no file of a run.
         RingcommError: a trace is damaged.
     """
     taken = Taken([], [], [])
     left_out: list[str] = []
     for path in paths:
-        # Path.is_dir() raises where nobody can look; reading the file then says why.
+        # Path.is_dir() raises for an unreadable path; reading the file then reports the reason.
         if not os.path.isdir(path):
             _take(path, taken)
             continue
@@ -513,7 +513,7 @@ def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
     found = [of_traces(group) for group in by_communicator(taken.traces)]
     runs: dict[tuple[Path, str], list[Profile]] = {}
     for path, spans in taken.profiles:
-        # Of the ranks of a run, as rank0.json and rank1.json.
+        # Groups the files of a run's ranks, such as rank0.json and rank1.json.
         runs.setdefault((path.parent, path.stem.rstrip("0123456789")), []).append((path, spans))
     found += map(of_profile, runs.values())
     return found + taken.sections, left_out
@@ -529,7 +529,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Taken:
-    """The contents of the files read so far. Several traces or profiles may be of one run."""
+    """The contents of the files read so far. Several traces or profiles may belong to one run."""
 
     traces: list[tuple[Path, Trace]]
     profiles: list[Profile]
@@ -554,7 +554,7 @@ def _take(path: Path, taken: Taken) -> None:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        # Losses that are no numbers are written as NaN, which read_json() refuses.
+        # A loss that is not a number is written as NaN, which read_json() would reject.
         data = json.loads(read_bounded(path, LARGEST_BYTES))
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
@@ -567,27 +567,27 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _known(kind: type[T], data: Any, where: str) -> T:
-    """Reads an object's fields, of which later versions may write more; numbers are measurable."""
+    """Reads an object's known fields, ignoring those of later versions; checks its numbers."""
     if type(data) is not dict:
         raise ValueError(f"{where}: expected an object, got {shown(data)}")
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     found = read_object(kind, {name: data[name] for name in data if name in names}, where)
     for name, value in vars(found).items():
-        # Differences of numbers are numbers, too.
+        # Differences of numbers must also be finite.
         if type(value) is float and not abs(value) <= LARGEST_NUMBER:
             raise ValueError(f"{where}.{name}: expected a number that can be measured, got {value}")
     return found
 
 
 def _items(data: Any, where: str) -> list[tuple[str, Any]]:
-    """The items of a list, each with its position."""
+    """Returns the items of a list, each with its position."""
     if type(data) is not list:
         raise ValueError(f"{where}: expected a list, got {shown(data)}")
     return [(f"{where}[{index}]", each) for index, each in enumerate(data)]
 
 
 def _facts(data: Any, where: str) -> dict[str, str]:
-    """Names and scalars as text, those of inner objects with the outer name before them."""
+    """Returns names and scalars as text; names of inner objects get the outer name as prefix."""
     if type(data) is not dict or len(data) > MOST_FACTS:
         raise ValueError(f"{where}: expected an object of at most {MOST_FACTS}, got {shown(data)}")
     found: dict[str, str] = {}
@@ -641,7 +641,7 @@ def _profile(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
     spans = []
     for where, each in _items(data["traceEvents"], "traceEvents"):
         if type(each) is dict and each.get("ph") == "M":
-            continue  # names a process
+            continue  # a metadata event that names a process
         span = _known(ProfileSpan, each, where)
         if span.cat not in KINDS_OF_SPANS:
             raise ValueError(
@@ -652,7 +652,7 @@ def _profile(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
     taken.profiles.append((path, spans))
 
 
-# By the entries that only this kind has.
+# Kinds are detected by entries that only one kind has.
 KINDS: Sequence[tuple[set[str], Callable[[Path, Mapping[str, Any], Taken], None]]] = (
     ({"provenance", "rows"}, _benchmark),
     ({"passed", "runs"}, _demo),
@@ -661,7 +661,7 @@ KINDS: Sequence[tuple[set[str], Callable[[Path, Mapping[str, Any], Taken], None]
 )
 
 
-# ---- ringcomm report: one HTML page of a run, which opens from a disk and fetches nothing --------
+# ---- The command ---------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -682,11 +682,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page; 0 also when it shows a fault.
+    """Writes the page; returns 0 even if the page shows a fault.
 
     Raises:
-        ArgumentError: a file is of no kind that is known, or the page cannot be written.
-        RingcommError: a trace is damaged, or a process has no recorder to read.
+        ArgumentError: a file has no known kind, or the page cannot be written.
+        RingcommError: a trace is damaged, or a process has no readable recorder.
     """
     sections = [
         of_processes(recording, ended_ranks(recording, args.pid[0]), args.pid)
@@ -708,7 +708,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:
-    """The HTML text of sections and of what was left out; escapes all text, and runs no script."""
+    """Returns the page with all text escaped and no scripts; ``left_out`` are the omitted files."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

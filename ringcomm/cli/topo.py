@@ -1,4 +1,4 @@
-"""``ringcomm topo``: what connects the GPUs, and what ringcomm makes of it."""
+"""``ringcomm topo``: shows the links between GPUs, and the algorithm and rings that they select."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringcomm.comm.device.topology import (
 from ringcomm.errors import ArgumentError
 from ringcomm.process import available_cores
 
-# More make a table that nobody reads.
+# A limit for a readable table.
 MOST_RANKS = 65536
 
 
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints matrix, rings and algorithm; returns 2 for a file or placement that makes no sense.
+    """Prints matrix, rings and algorithm; returns 2 for an invalid file or placement.
 
-    A machine without a GPU is no error: its ranks run on CPUs, and the choice is for them.
+    A machine without a GPU is not an error: its ranks run on CPUs, and the choice is for them.
     """
     try:
         topology = load(args.file) if args.file else read_machine()
@@ -89,10 +89,10 @@ def _order_note(topology: Topology, environment: Mapping[str, str]) -> list[str]
 
 
 def _placements(topology: Topology, args: argparse.Namespace) -> list[str | None]:
-    """The GPU of each rank; None for ranks on CPUs.
+    """Returns the GPU of each rank; None for ranks on CPUs.
 
     Raises:
-        ArgumentError: a GPU is not there, or the number of ranks is not positive.
+        ArgumentError: a GPU does not exist, or the number of ranks is not positive.
     """
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         wanted = "at least 1" if args.ranks < 1 else f"at most {MOST_RANKS}"
@@ -163,7 +163,7 @@ def _matrix(topology: Topology) -> list[str]:
 
 
 def _legend(topology: Topology) -> list[str]:
-    """Returns the legend of the words that the matrix uses."""
+    """Returns the legend of the symbols that the matrix uses."""
     connections = [each for _, _, each in topology.connections()]
     kinds = {each.kind for each in connections}
     through = {each.level for each in connections if each.kind in ("pcie", "refused")}

@@ -1,4 +1,4 @@
-"""``ringcomm trace``: what the ranks of a communicator did last, and where they diverge."""
+"""``ringcomm trace``: shows the ranks' last calls, and where the ranks diverge."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# ---- Recordings as text: the ranks in turn, what each does now, and where they diverge -----------
+# ---- Recordings as text: each rank's calls, what each rank does now, and where they diverge ------
 
 
 HERE = ">"
@@ -53,13 +53,13 @@ def report(
     ended: Collection[int] = frozenset(),
     level: NodeLevel | None = None,
 ) -> list[str]:
-    """The lines of a report.
+    """Returns the lines of a report.
 
     Args:
-        recording: of one communicator.
-        last: how many collectives, and how many messages, to show of each rank; 0: all.
+        recording: the recording of one communicator.
+        last: how many collectives, and how many messages, to show per rank; 0: all.
         ended: ranks whose processes are known to have ended.
-        level: the node and its ranks, where the communicator is over nodes; None: as its name says.
+        level: the node and its ranks, if the communicator spans nodes; None: taken from its name.
     """
     lines = verdict(recording, ended, level)
     is_nested = (level or NodeLevel.of(recording)) is not None
@@ -74,9 +74,9 @@ def verdict(
     ended: Collection[int] = frozenset(),
     level: NodeLevel | None = None,
 ) -> list[str]:
-    """The lines of a report above the tables of calls: what each rank does, where they diverge.
+    """Returns the lines above the tables of calls: what each rank does, where the ranks diverge.
 
-    The arguments are those of :func:`report`.
+    The arguments are the same as in :func:`report`.
     """
     is_file = level is not None
     level = level or NodeLevel.of(recording)
@@ -104,7 +104,7 @@ def _count(ranks: int) -> str:
 
 
 def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
-    """Says in a line what a rank does at the moment, or did when its process ended."""
+    """Describes in one line what a rank does now, or did when its process ended."""
     who, verb = f"rank {rank.rank} (pid {rank.pid})", "is"
     if rank.rank in ended:
         who, verb = f"{who}, whose process has ended,", "was"
@@ -133,7 +133,7 @@ def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
 
 
 def _enqueued(rank: RankRecording, taken_ns: int) -> str:
-    """Says what the host of a rank on a device enqueued last, and what of that is still open."""
+    """Describes a device rank's last enqueued call, and the first call that is still open."""
     records = [*rank.collectives, *rank.messages]
     if not records:
         return "has made no call"
@@ -156,7 +156,7 @@ def _enqueued(rank: RankRecording, taken_ns: int) -> str:
 
 
 def _divergence(recording: Recording) -> list[str]:
-    """Says where the ranks diverge, and who has come how far."""
+    """Describes where the ranks diverge, and how far each rank has come."""
     lines = []
     diverged = recording.divergence()
     if diverged is not None:
@@ -187,7 +187,7 @@ def _divergence(recording: Recording) -> list[str]:
 
 
 def _counts(recording: Recording) -> dict[int, int]:
-    """Collectives begun, by rank."""
+    """Returns the number of collectives begun, by rank."""
     return {each.rank: each.last.number if each.last else 0 for each in recording.ranks}
 
 
@@ -221,7 +221,7 @@ def _table(
 
 
 _COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
-# The host knows no more than when it enqueued a call, and when it saw that the call had ended.
+# For devices the host only knows when it enqueued a call and when it saw that the call had ended.
 _DEVICE_COLUMNS = (" ", "call", "enqueued", "end seen", "state", "what", "where")
 
 
@@ -262,20 +262,20 @@ def _at(record: Record) -> str:
 
 
 def _seconds(ns: int) -> str:
-    """A duration of a readable size; clocks of other machines may make it negative."""
+    """Formats a duration with a readable unit; it may be negative between machines' clocks."""
     if abs(ns) < 1_000_000:
         return f"{ns / 1e3:.1f} us"
     return f"{ns / 1e6:.1f} ms" if abs(ns) < 1_000_000_000 else f"{ns / 1e9:.1f} s"
 
 
-# Traces of one communicator over nodes, of which each node has left a file.
+# Traces of one communicator over nodes: each node has left a file.
 
 
 def over_nodes(traces: Sequence[Trace]) -> list[str]:
-    """The lines that say whom the ranks of all nodes waited for.
+    """Returns lines that say for whom the ranks of all nodes waited.
 
     Args:
-        traces: of one communicator over nodes, from one node or several.
+        traces: traces of one communicator over nodes, from one node or several.
     """
     seen = {trace.of_node.node: trace for trace in traces if trace.of_node is not None}
     nodes = next(trace.of_node.nodes for trace in seen.values() if trace.of_node is not None)
@@ -300,9 +300,9 @@ def _named(rank: int, node_of: Mapping[int, int]) -> str:
 
 
 def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
-    """Says in a line what a rank did, and whom it awaited, when its communicator failed."""
+    """Describes in one line a rank's call, and the rank that it awaited, at the failure."""
     who = _named(rank.rank, node_of)
-    # The first call without a good end is the one over nodes; those that it is made of follow it.
+    # The first unsuccessful call is the call over nodes; the calls that it consists of follow.
     open_ = next((each for each in rank.collectives if each.status or each.is_open), None)
     if open_ is not None:
         text = f"{who} was in {_call(open_)}"
@@ -311,13 +311,13 @@ def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
         return text + _at(open_)
     if not rank.collectives:
         return f"{who} had made no collective call"
-    # A call over nodes ends after those that it is made of.
+    # A call over nodes ends after the calls that it consists of.
     last = max(rank.collectives, key=lambda each: each.end_ns)
     return f"{who} was in no collective call; last: {_call(last)}{_at(last)}"
 
 
 def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> list[str]:
-    """Says which ranks all others waited for in the end, going from rank to awaited rank."""
+    """Follows each rank's wait to its end; says which ranks all others waited for."""
     waits = {rank: each.waits_for for rank, each in known.items() if each.waits_for >= 0}
     waiting: dict[int, list[int]] = {}
     ends: dict[int, tuple[int, ...]] = {}
@@ -330,7 +330,7 @@ def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> 
         if last in ends:
             end = ends[last]
         else:
-            # The circle at the end of the way, or whoever waited for nobody.
+            # The end of the path: a cycle of waits, or a rank that waited for nobody.
             gone = list(way)
             end = tuple(sorted(gone[gone.index(last) :])) if last in way else (last,)
         ends.update(dict.fromkeys(way, end))
@@ -355,7 +355,7 @@ def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> 
 
 
 def aligned(traces: Sequence[Trace]) -> list[Recording]:
-    """Returns recordings of several machines on the clock of the first, by their wall clocks."""
+    """Returns recordings of several machines, moved to the first one's clock by wall clocks."""
     first, shifted = traces[0], []
     for trace in traces:
         recording = trace.recording
@@ -383,14 +383,14 @@ def _shifted(recording: Recording, shift_ns: int) -> Recording:
 
 # Recordings as a Chrome trace: all ranks on one time line.
 #
-# The format is that of the Trace Event Format document of the Chromium project: X events with
-# ``ts`` and ``dur`` in microseconds, a process per rank, a thread per track.
+# The format is the Trace Event Format of the Chromium project: X events with ``ts`` and ``dur`` in
+# microseconds, one process per rank, one thread per track.
 
 _THREADS = {"collectives": 0, "messages": 1}
 
 
 def chrome_text(recordings: Sequence[Recording]) -> str:
-    """The JSON text. Of several communicators, each has processes of its own."""
+    """Returns the JSON text; each communicator's ranks are processes of their own."""
     events: list[dict[str, Any]] = []
     base = 0
     for recording in recordings:
@@ -417,9 +417,9 @@ def _events(recording: Recording, base: int) -> Iterator[dict[str, Any]]:
 
 
 def _event(record: Record, pid: int, taken_ns: int, on_device: bool) -> dict[str, Any]:
-    """One call. A call that runs ends where the recording does, and says so.
+    """Returns the event of one call. A running call ends with the recording, and is marked.
 
-    On a device it lasts from when its host enqueued it to when that saw its end.
+    On a device the event lasts from when the host enqueued the call to when it saw its end.
     """
     end_ns = record.end_ns or taken_ns
     args = {"call": str(record), "number": record.number, "state": record.state}
@@ -479,11 +479,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recordings; 0 also when they show a fault.
+    """Prints the recordings; returns 0 even if they show a fault.
 
     Raises:
-        ArgumentError: options that do not go together, or an output that cannot be written.
-        RingcommError: a file is no trace, or a process has no recorder to read.
+        ArgumentError: options that exclude each other, or an output that cannot be written.
+        RingcommError: a file is not a trace, or a process has no readable recorder.
     """
     if args.file and args.pid:
         raise ArgumentError("expected FILEs or --pid, got both")
@@ -512,10 +512,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_arguments(last: int) -> tuple[list[Recording], list[str]]:
-    """Lists what runs, and reads the newest trace; returns recordings and what to print.
+    """Lists running communicators, reads the newest trace; returns recordings and lines to print.
 
     Raises:
-        RingcommError: there is neither.
+        RingcommError: there are neither communicators nor a trace.
     """
     running = [_running(each) for each in running_communicators()]
     parts = []
@@ -535,7 +535,7 @@ def _running(recording: Recording) -> str:
 
 
 def _whose(path: Path) -> str:
-    """Says where a trace lies, how old it is, and which process wrote it."""
+    """Describes a trace's folder, its age, and the process that wrote it."""
     trace = read(path)
     writer = trace.recording.rank(trace.written_by)
     where = "of this folder" if path.parent == Path() else f"of {path.parent}"
@@ -545,7 +545,7 @@ def _whose(path: Path) -> str:
 
 
 def by_communicator(files: Sequence[tuple[Path, Trace]]) -> list[list[tuple[Path, Trace]]]:
-    """Groups files of traces: those of one communicator over nodes belong together."""
+    """Groups trace files: all files of one communicator over nodes form a group."""
     groups: dict[object, list[tuple[Path, Trace]]] = {}
     for path, trace in files:
         key = path if trace.of_node is None else trace.of_node.world_id
@@ -554,7 +554,7 @@ def by_communicator(files: Sequence[tuple[Path, Trace]]) -> list[list[tuple[Path
 
 
 def _of_files(paths: Sequence[Path], last: int) -> tuple[list[Recording], list[str]]:
-    """Reads files; returns recordings and what to print, those of one communicator together."""
+    """Reads files; returns recordings and lines to print, grouped by communicator."""
     recordings: list[Recording] = []
     parts = []
     for group in by_communicator([(path, read(path)) for path in paths]):

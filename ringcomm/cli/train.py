@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the ranks and waits for them, or is one of a launcher's.
+    """Starts the ranks and waits for them, or runs as a launcher's rank.
 
     Raises:
-        ArgumentError: an option is wrong; before any rank is started.
+        ArgumentError: an option is wrong; raised before any rank is started.
     """
     options = Options(**{each.name: getattr(args, each.name) for each in fields(Options)})
     outside = launched_world()
@@ -78,13 +78,13 @@ def run_rank(options: Mapping[str, Any]) -> int:
         if comm.device.type == "cuda":
             torch.cuda.set_device(comm.device)
         train(Options(**options), comm)
-        # Rank 0 holds the store: it must not leave while others still talk to it.
+        # Rank 0 serves the store: it must not exit while others still use the store.
         comm.barrier()
     return 0
 
 
 def _check(options: Options, ranks: int) -> None:
-    """Raises ArgumentError where ``ranks`` ranks cannot run with the options and their files."""
+    """Raises ArgumentError if ``ranks`` ranks cannot run with the options and their files."""
     check(options, ranks)
     _check_paths(options)
     read_corpus(options.data, options.context)

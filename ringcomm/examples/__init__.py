@@ -1,1 +1,1 @@
-"""Programs that train with ringcomm, and that its commands run."""
+"""Programs that train with ringcomm, for its commands; ``train_gpt.py`` is the trainer."""

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ringcomm import ArgumentError
 
-HEAD_BYTES = 8192  # a zero byte among these makes a file binary
-LIMIT_BYTES = 32 << 20  # more than these small models see in a day of CPU time
+HEAD_BYTES = 8192  # a file with a zero byte among these is binary
+LIMIT_BYTES = 32 << 20  # more than these small models process in a day of CPU time
 HELD_OUT_SHARE = 0.05
 SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "test", "tests", "idlelib"})
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, both uint8 tensors of one dimension."""
+    """Bytes for training and held-out bytes, both one-dimensional uint8 tensors."""
 
     train: Tensor
     held_out: Tensor
@@ -33,8 +33,8 @@ class Corpus:
 
 
 def draw(text: Tensor, seed: int, index: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Returns tokens and targets (B, T) int64, which depend on nothing but the arguments."""
-    # Two draws of one seed must not overlap, hence a generator seeded by both numbers.
+    """Returns tokens and targets (B, T) int64, which depend only on the arguments."""
+    # The generator's seed combines both numbers, so that two draws with one seed do not overlap.
     generator = torch.Generator().manual_seed((seed << 32) + index)
     starts = torch.randint(text.numel() - shape[1], (shape[0], 1), generator=generator)
     window = text[starts + torch.arange(shape[1] + 1)].long()  # (B, T + 1)
@@ -42,11 +42,11 @@ def draw(text: Tensor, seed: int, index: int, shape: tuple[int, int]) -> tuple[T
 
 
 def read_corpus(data: str | None, context: int) -> Corpus:
-    """Reads up to 32 MiB of text, of a folder its text files in sorted order; holds out 5 %.
+    """Reads up to 32 MiB of text, from a folder its text files in sorted order; holds out 5 %.
 
-    Raises ArgumentError where a file cannot be read, or there is too little text for the context.
+    Raises ArgumentError if a file cannot be read, or there is too little text for the context.
     """
-    # Path.expanduser() raises for a user that there is not.
+    # Path.expanduser() raises for an unknown user.
     root = Path(os.path.expanduser(sysconfig.get_path("stdlib") if data is None else data))
     content, count = bytearray(), 0
     for path in _files_of(root, python_only=data is None):
@@ -74,9 +74,9 @@ def _unreadable(error: OSError, path: str | Path) -> ArgumentError:
 
 
 def _text_of(path: Path, most_bytes: int) -> bytes:
-    """Reads the beginning of a text file, and nothing of a binary file."""
+    """Reads the beginning of a text file; returns b"" for a binary file."""
     with path.open("rb") as file:
-        # Files that a kernel makes up, as in /proc, have no size; some wait for events for ever.
+        # Generated files, as in /proc, have size 0; reading some of them would wait forever.
         if os.fstat(file.fileno()).st_size == 0:
             return b""
         head = file.read(min(most_bytes, HEAD_BYTES))
@@ -84,9 +84,9 @@ def _text_of(path: Path, most_bytes: int) -> bytes:
 
 
 def _files_of(root: Path, python_only: bool) -> Iterator[Path]:
-    """Finds a file itself, or the text files of a folder in sorted order.
+    """Yields the file itself, or the text files of a folder in sorted order.
 
-    Raises ArgumentError where there is neither, or a folder cannot be read.
+    Raises ArgumentError if the path does not exist, or a folder cannot be read.
     """
     try:
         is_file = stat.S_ISREG(os.stat(root).st_mode)
@@ -94,7 +94,7 @@ def _files_of(root: Path, python_only: bool) -> Iterator[Path]:
         raise ArgumentError(f"--data {root}: no such file or folder") from error
     except OSError as error:
         raise _unreadable(error, root) from error
-    except ValueError as error:  # no name that a file can have
+    except ValueError as error:  # the path is not a valid file name
         raise ArgumentError(f"--data {root}: cannot be read: {error}") from error
     if is_file:
         yield root
@@ -103,7 +103,7 @@ def _files_of(root: Path, python_only: bool) -> Iterator[Path]:
     def fail(error: OSError) -> NoReturn:
         raise _unreadable(error, error.filename) from error
 
-    # A pipe or a device has no files.
+    # For a pipe or a device, which have no files, the loop is empty.
     for folder, inner, names in os.walk(root, onerror=fail) if os.path.isdir(root) else ():
         skipped = SKIPPED_FOLDERS if python_only else frozenset()
         inner[:] = sorted(name for name in inner if name[0] != "." and name not in skipped)

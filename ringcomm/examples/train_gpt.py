@@ -1,8 +1,8 @@
 """Trains a byte-level GPT on text, data-parallel, with ringcomm.zero: what ``ringcomm train`` runs.
 
-It reads from top to bottom: options, model, sharding and a step, checkpoints, memory, and the run
-with its report. A copy of it runs by itself: torchrun --nproc-per-node 2 train_gpt.py --steps 50.
-Shapes in comments: B sequences, T positions, D width, H heads, K = D / H.
+Read it from top to bottom: options, model, sharding and a step, checkpoints, memory, and the run
+with its report. A copy of this file runs alone: torchrun --nproc-per-node 2 train_gpt.py --steps
+50. Shapes in comments: B sequences, T positions, D width, H heads, K = D / H.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringcomm.examples.corpus import Corpus, draw, read_corpus
 from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.zero.checkpoint import Checkpoints
 
-# Options, and their command line, which ``ringcomm train`` has, too.
+# Options and their command line, which ``ringcomm train`` shares.
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,7 +44,7 @@ def flag(default: Any, text: str, choices: Collection[str] | None = None) -> Any
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The size of a GPT; ``context`` is in bytes, each of them a token."""
+    """The size of a GPT; ``context`` is in bytes, and each byte is a token."""
 
     width: int = flag(128, "channels of the model")
     depth: int = flag(4, "layers of the model")
@@ -108,7 +108,7 @@ def argument(name: str) -> str:
 
 
 def check(options: Options, ranks: int) -> None:
-    """Raises ArgumentError where ``ranks`` ranks cannot run with the options."""
+    """Raises ArgumentError if ``ranks`` ranks cannot run with the options."""
     for name in ("steps", "batch", "accum", "save_every"):
         value = getattr(options, name)
         expect(value >= 1, f"{argument(name)} must be at least 1, got {value}")
@@ -205,7 +205,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. A fixed ``torch.manual_seed`` before it gives all ranks the same weights.
+    """The model. With the same ``torch.manual_seed`` before it, all ranks get the same weights.
 
     With ``checkpoints_activations`` forward keeps only the inputs of layers, and backward computes
     the rest again. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
@@ -247,11 +247,11 @@ class GPT(nn.Module):
             else:
                 x = block(x, cos, sin)
         logits = self.head(norm(x))  # (B, T, 256)
-        # With 16-bit weights, too, the loss is FP32: its last digits tell runs apart.
+        # The loss is FP32 even with 16-bit weights, so that its last digits distinguish runs.
         return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
 
 
-# Sharding, and a step.
+# Sharding and the training step.
 
 
 class Trainer:
@@ -290,7 +290,7 @@ class Trainer:
             group["lr"] = self._learning_rate(index)
         total = torch.zeros((), device=self.comm.device)
         for number, (tokens, targets) in enumerate(self._rows(self.corpus.train, index)):
-            is_last = number == options.accum - 1  # it reduces gradients
+            is_last = number == options.accum - 1  # the last micro-batch reduces gradients
             with nullcontext() if is_last else zero.no_sync(self.module):
                 with self.profile.span("forward", kind="compute"):
                     loss = self.module(tokens, targets) / options.accum
@@ -307,7 +307,7 @@ class Trainer:
         return total
 
     def _learning_rate(self, index: int) -> float:
-        """Returns the rate of a step: warm-up over 5 % of them, then a cosine down to a tenth."""
+        """Returns the rate of a step: 5 % of all steps warm up, then a cosine down to a tenth."""
         peak, steps = self.options.learning_rate, self.options.steps
         warm_up = max(1, int(steps * 0.05))
         if index < warm_up:
@@ -340,7 +340,7 @@ class Trainer:
         return total / self.comm.world_size
 
 
-# Checkpoints. Only these options must stay: with others, losses would be those of another run.
+# Checkpoints. A resumed run must keep these options: otherwise its losses would differ.
 
 SHARED = ("width", "depth", "heads", "context", "tied", "batch", "steps", "learning_rate", "seed")
 
@@ -348,8 +348,8 @@ SHARED = ("width", "depth", "heads", "context", "tied", "batch", "steps", "learn
 def resume(trainer: Trainer) -> tuple[list[float], float | None]:
     """Loads the latest checkpoint if the options say so; collective.
 
-    Returns the losses of the steps before, and the loss on held-out text before step 0, if known.
-    Raises ArgumentError where a checkpoint is there without ``resume``, or is of another run.
+    Returns the losses of the earlier steps, and the loss on held-out text before step 0, if known.
+    Raises ArgumentError if a checkpoint exists but ``resume`` is not set, or is from another run.
     """
     options = trainer.options
     found = Checkpoints(options.save) if options.save else None
@@ -370,9 +370,9 @@ def resume(trainer: Trainer) -> tuple[list[float], float | None]:
 
 
 def held_bytes(device: torch.device, *, trim: bool = False) -> int:
-    """Returns what this rank holds, in the heap and elsewhere; ``trim`` takes unused memory out.
+    """Returns the bytes that this rank holds, in the heap and elsewhere; ``trim`` skips free ones.
 
-    On the CPU RssAnon counts (proc_pid_status(5)): the resident set has the heaps of peers, too.
+    On the CPU it reads RssAnon (proc_pid_status(5)): the resident set includes the peers' heaps.
     """
     if device.type != "cpu":
         return ringcomm.heap_stats(device)["used_bytes"] + torch.cuda.memory_allocated(device)
@@ -383,7 +383,7 @@ def held_bytes(device: torch.device, *, trim: bool = False) -> int:
 
 
 def gathered(comm: Communicator, values: list[int]) -> list[list[int]]:
-    """Returns the values of all ranks, as many on each, by rank; collective."""
+    """Returns the values of all ranks, by rank, equally many from each; collective."""
     own = torch.tensor([values], device=comm.device)
     found = own.repeat(comm.world_size, 1)
     comm.all_gather_into_tensor(found, own)
@@ -397,7 +397,7 @@ def train(options: Options, comm: Communicator) -> None:
     """Trains on every rank of ``comm``; rank 0 prints and writes the record; collective.
 
     Raises:
-        ArgumentError: the options do not go with the checkpoints that are there.
+        ArgumentError: the options do not match the existing checkpoints.
         MismatchError: the ranks have read different text.
         RingcommError: see ``zero.shard``, ``zero.save`` and ``zero.load``.
     """
@@ -405,7 +405,7 @@ def train(options: Options, comm: Communicator) -> None:
     texts = gathered(comm, [corpus.checksum, corpus.train.numel()])
     if any(each != texts[0] for each in texts):
         raise MismatchError(f"--data: expected one text on all ranks, got (crc, bytes) {texts}")
-    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that are no model's
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that are not the model's
     before_bytes = held_bytes(comm.device, trim=True)
     torch.manual_seed(options.seed)
     gpt = GPT(options)
@@ -456,13 +456,13 @@ def train(options: Options, comm: Communicator) -> None:
 
 
 def tokens_per_s(options: Options, steps_s: list[float]) -> float:
-    """Returns the speed of all ranks without the first step, which sets things up."""
+    """Returns the tokens per second of all ranks without the first step, which includes setup."""
     timed = steps_s[1:] or steps_s
     return options.batch * options.context * len(timed) / sum(timed)
 
 
 def report(options: Options, ranks: int, outcome: dict[str, Any]) -> None:
-    """Prints the outcome of a run, and writes the record of it."""
+    """Prints the outcome of a run, and writes its record."""
     before, after = outcome["held_out_before"], outcome["held_out_after"]
     bits = after / math.log(2)
     print(f"held-out loss {before:.4f} -> {after:.4f} nats per byte ({bits:.3f} bits)")
@@ -497,7 +497,7 @@ def main() -> None:
     with Communicator.from_env(device=options.device) as comm:
         check(options, comm.world_size)
         train(options, comm)
-        comm.barrier()  # rank 0 holds the store of the ranks, so it leaves last
+        comm.barrier()  # rank 0 serves the store of the ranks, so it leaves last
 
 
 if __name__ == "__main__":
