@@ -221,6 +221,18 @@ def expected_values(case: Case) -> torch.Tensor:
     raise NotImplementedError(f"expected_values of bench/cases.py does not know {name}")
 
 
+def needed_buffers(collective: str, world: int) -> int | None:
+    """How many buffers a collective reads and writes in the memory of a GPU that holds all ranks.
+
+    In the larger of a rank's two buffers. Each rank reads what its result needs once, and writes
+    its result once. reduce_scatter: a chunk of every rank in, one out. all_gather: the same bytes
+    in and out. all_reduce, in place: a reduce-scatter, then the other chunks in and out. None for
+    any other collective.
+    """
+    counts = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
+    return counts.get(collective)
+
+
 def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:
     """Elements of ``outputs`` that differ from what they must be; 0 on a rank without output."""
     if not case.has_output:

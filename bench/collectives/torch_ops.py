@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..cases import REDUCTIONS, Case, CaseBuffers, Prepared
+from ..cases import REDUCTIONS, Case, CaseBuffers, Prepared, needed_buffers
 from ..devices import ONE_GPU_MODES
 from ..timing import Call, Device
 from .systems import PeerSetup, System, Unavailable
@@ -32,17 +32,14 @@ _WIDENING = ("sum", "prod")
 
 
 def needed_bytes(collective: str, size_bytes: int, world: int) -> int:
-    """Bytes that a collective reads and writes in the memory of one GPU that holds all its ranks.
+    """The bytes of :func:`needed_buffers`, in buffers of ``size_bytes``.
 
-    ``size_bytes`` is the larger of a rank's two buffers. Each rank reads what its result needs
-    once, and writes its result once. reduce_scatter: a chunk of every rank in, one out. all_gather:
-    the same bytes in and out. all_reduce, in place: a reduce-scatter, then the other chunks in and
-    out. Raises :class:`Unavailable` for any other collective.
+    Raises :class:`Unavailable` for a collective that is not counted.
     """
-    sizes = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
-    if collective not in sizes:
+    buffers = needed_buffers(collective, world)
+    if buffers is None:
         raise Unavailable(f"the bytes of {collective} are not counted")
-    return sizes[collective] * size_bytes
+    return buffers * size_bytes
 
 
 class Copies(System):

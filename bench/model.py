@@ -1,0 +1,333 @@
+"""A roofline of our calls on one GPU that all ranks share: ``python -m bench.model``.
+
+A call takes max(host, fixed + the sum over its parts of bytes / min(memory, in flight / latency)).
+The host's part is measured: it is what the same call takes with few bytes. Bytes are counted in the
+algorithms, and what a multiprocessor has in flight is read from machine code
+(tests/support/cuda_loop_measures.py). The eight other numbers are :class:`Constants`, fitted on
+every second recorded row of a system; the rows between are predicted. Which numbers there are was
+chosen with all rows in sight. Conversely fitted, the same form predicts 55 of 56 rows within a
+tenth, and a step of eight ranks in one pass 16 % too long.
+
+Left aside, by rules that know no prediction:
+
+not modelled    Triton's kernels and torch's fused AdamW, whose loops nobody has counted, and an
+                optimizer's two passes, of which the first has loops of several kinds.
+host            a call that took less than 1.3 times as long as with a quarter of the bytes.
+unsettled       the median is more than a tenth above the fastest round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from ringcomm.cli import table_lines
+
+from .cases import needed_buffers
+from .device_steps import COPY, SEPARATE, SHARD, STEP, SUBJECT
+from .report import Row, read, size_label
+
+RECORDED = Path(__file__).parent / "results" / "gpu-nvidia-h100-80gb-hbm3-2026-11-26.csv"
+FROM_BYTES = 16 << 20
+KIB = 1024
+MULTIPROCESSORS = 132
+# A rank leaves these to messages between ranks.
+FOR_MESSAGES = 2
+STATE_BYTES = 6 * 4  # two moments and a parameter in FP32, in and out, of an element
+HOST_BOUND, SETTLED = 1.3, 1.1
+RING, TORCH = "ringcomm:ring", "torch"
+# Of "one_shot" the recorded rows say "direct".
+ONE_SHOT = (SUBJECT, "ringcomm:direct", "ringcomm:one_shot")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted.
+
+    Attributes:
+        memory: bytes per microsecond that the memory takes and gives at most.
+        latency_us: of a load, where few are in flight.
+        multiprocessor: bytes per microsecond by which more in flight add to that latency.
+        trip_us: what a call takes beside its bytes, for each rank and each hop behind the first.
+        torch_us: what an operation of torch takes beside its bytes.
+        hand_over: what it costs that a chunk is handed from rank to rank within a call, in the cost
+            of reading it once.
+        forward: the same of a ring's all-gather, which adds nothing to what it hands over.
+        read_again: what it costs to read what another rank reads too, in the cost of a first read.
+    """
+
+    memory: float
+    latency_us: float
+    multiprocessor: float
+    trip_us: float
+    torch_us: float
+    hand_over: float
+    forward: float
+    read_again: float
+
+
+H100 = Constants(2.934e6, 0.574, 27.93e3, 4.24, 3.46, 0.926, 0.845, 0.725)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """KiB that a multiprocessor has in flight at most, by loop.
+
+    Attributes:
+        reduce: a reduction, by dtype.
+        copy: a copy.
+        shard: an update with no peers, of both blocks that a multiprocessor holds.
+        sources: a step's loop over its peers' gradients.
+        state: the rest of a step.
+    """
+
+    reduce: Mapping[str, float]
+    copy: float
+    shard: float
+    sources: float
+    state: float
+
+
+# The loops of the recorded rows, which RINGCOMM_KERNELS=serial selects.
+SERIAL = InFlight({"float": 32, "bfloat16": 16}, copy=32, shard=72, sources=8, state=24)
+
+
+def blocks(ranks: int) -> int:
+    """Returns how many blocks all ranks of one GPU have together, one for a multiprocessor."""
+    alone = MULTIPROCESSORS if ranks == 1 else 0
+    return alone or (MULTIPROCESSORS // ranks - FOR_MESSAGES) * ranks
+
+
+def bytes_per_us(kib: float, ranks: int, constants: Constants = H100) -> float:
+    """Returns what ``kib`` in flight on each multiprocessor move, at most what the memory does."""
+    latency_us = constants.latency_us + kib * KIB / constants.multiprocessor
+    return min(constants.memory, blocks(ranks) * kib * KIB / latency_us)
+
+
+def device_us(row: Row, constants: Constants = H100, in_flight: InFlight = SERIAL) -> float | None:
+    """Predicts the device's time of a row; None for a system that is not modelled."""
+    if row.collective in (SHARD, STEP):
+        return _optimizer_us(row, constants, in_flight)
+    buffers = _buffers(row.collective, row.system, row.ranks, constants)
+    if buffers is None:
+        return None
+    if row.system in (COPY, TORCH):
+        operations = 2 if (row.collective, row.system) == ("all_reduce", TORCH) else 1
+        return operations * constants.torch_us + buffers * row.size_bytes / constants.memory
+    # The copies of an all-reduce count as its reductions do.
+    kib = in_flight.copy if row.collective == "all_gather" else in_flight.reduce[row.dtype]
+    speed = bytes_per_us(kib, row.ranks, constants)
+    trips = row.ranks + _hops(row.collective, row.system, row.ranks) - 1
+    return trips * constants.trip_us + buffers * row.size_bytes / speed
+
+
+def _hops(collective: str, system: str, world: int) -> int:
+    each = world - 1 if system == RING else 1
+    return 2 * each if collective == "all_reduce" else each
+
+
+def _buffers(collective: str, system: str, world: int, constants: Constants) -> float | None:
+    """Counts the bytes of a call in buffers of its size, with what handing over costs."""
+    hops, needed = world - 1, needed_buffers(collective, world)
+    gathered = world + 1 + hops * constants.read_again
+    if needed is None:
+        return None
+    if system == COPY:
+        return needed
+    if system == TORCH:  # of an all-reduce the sum goes to a buffer of its own first
+        return needed + (2 if collective == "all_reduce" else 0)
+    if system in ONE_SHOT:
+        if collective == "all_gather":
+            return gathered
+        return needed + (constants.hand_over if collective == "all_reduce" else 0)
+    if system == RING:
+        reduced = 3 * world - 1 + hops * constants.hand_over
+        forwarded = hops * (1 + constants.read_again + constants.forward)
+        return {
+            "reduce_scatter": reduced,
+            "all_gather": gathered + hops * constants.forward,
+            "all_reduce": reduced + forwarded,
+        }[collective]
+    return None
+
+
+def _optimizer_us(row: Row, constants: Constants, in_flight: InFlight) -> float | None:
+    """As :func:`device_us`, of updates of 16-bit parameters with FP32 masters."""
+    elems, world, wide = row.count, row.ranks, row.size_bytes // row.count
+    fixed_us = world * constants.trip_us
+
+    def us(bytes_each: float, kib: float, ranks: int = world) -> float:
+        return elems * bytes_each / bytes_per_us(kib, ranks, constants)
+
+    shard_us = us(STATE_BYTES + 2 * wide, in_flight.shard, 1)
+    if row.system == COPY:
+        bytes_each = STATE_BYTES + 2 * wide
+        return constants.torch_us + elems * bytes_each / constants.memory
+    if row.system == SUBJECT and row.collective == SHARD:
+        return fixed_us + shard_us
+    if row.system == SUBJECT:
+        # A rank reads its own gradient beside the state, and waits for no store.
+        sources_us = us(wide * (world - 1), in_flight.sources)
+        stored_us = elems * wide * world / constants.memory
+        return fixed_us + sources_us + us(STATE_BYTES + wide, in_flight.state) + stored_us
+    if row.system == SEPARATE:
+        gathered = world + 1 + (world - 1) * constants.read_again
+        reduced_us = us(wide * (world + 1), in_flight.reduce[row.dtype])
+        return 3 * fixed_us + reduced_us + shard_us + us(wide * gathered, in_flight.copy)
+    return None
+
+
+def bound_us(row: Row, copy_bytes_per_us: float) -> float | None:
+    """Returns what a copy of the bytes that a row's call must move takes.
+
+    None for a system that is not ours.
+    """
+    wide = row.size_bytes // max(row.count, 1)
+    if row.system not in (*ONE_SHOT, SEPARATE):
+        return None
+    if row.collective in (SHARD, STEP):
+        each = {SHARD: 2 * wide, STEP: 2 * wide * row.ranks}[row.collective] + STATE_BYTES
+        return row.count * each / copy_bytes_per_us
+    needed = needed_buffers(row.collective, row.ranks)
+    return None if needed is None else needed * row.size_bytes / copy_bytes_per_us
+
+
+# ---- rows ----------------------------
+
+DEVICE, HOST, UNSETTLED, NOT_MODELLED = "device", "host", "unsettled", "not modelled"
+Key = tuple[str, str, int, str, str, int]
+
+
+def _key(row: Row, size_bytes: int) -> Key:
+    return row.collective, row.system, row.ranks, row.placement, row.dtype, size_bytes
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A recorded row and its prediction; ``kind`` says what limited it, or why it is left aside."""
+
+    row: Row
+    kind: str
+    host_us: float
+    constants: Constants = H100
+
+    @property
+    def us(self) -> float:
+        return max(self.host_us, device_us(self.row, self.constants) or 0.0)
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is above the row, as a share of it."""
+        assert self.row.time_us
+        return self.us / self.row.time_us - 1
+
+
+def recorded(path: Path = RECORDED) -> list[Predicted]:
+    """Returns the rows of a record from 16 MiB on, call by call, in its order."""
+    rows = [row for row in read(path).rows if row.time_us and not row.graph_calls]
+    times = {_key(row, row.size_bytes): row.time_us or 0.0 for row in rows}
+    found = []
+    for row in rows:
+        if row.size_bytes < FROM_BYTES:
+            continue
+        few = times.get(_key(row, FROM_BYTES // 4), 0.0)
+        quarter = times.get(_key(row, row.size_bytes // 4), 0.0)
+        found.append(Predicted(row, kind_of(row, quarter), few))
+    return found
+
+
+def kind_of(row: Row, quarter_us: float) -> str:
+    """Says what limited a row; ``quarter_us`` is the time of a quarter of its bytes."""
+    assert row.time_us and row.best_us
+    if device_us(row) is None:
+        return NOT_MODELLED
+    if row.time_us < HOST_BOUND * quarter_us:
+        return HOST
+    return DEVICE if row.time_us <= SETTLED * row.best_us else UNSETTLED
+
+
+def halves(rows: Sequence[Predicted]) -> tuple[list[Predicted], list[Predicted]]:
+    """Returns the rows that the constants are fitted on, every second of a system, and the rest."""
+    seen: Counter[str] = Counter()
+    fit: list[Predicted] = []
+    between: list[Predicted] = []
+    for each in rows:
+        seen[each.row.system] += 1
+        (between if seen[each.row.system] % 2 else fit).append(each)
+    return fit, between
+
+
+def limited_by_device(rows: Iterable[Predicted]) -> list[Predicted]:
+    return [each for each in rows if each.kind == DEVICE]
+
+
+# ---- fit ----------------------------
+
+
+def loss(rows: Sequence[Predicted], constants: Constants) -> float:
+    """Sums up fourth powers of logarithms, so that the largest errors weigh most."""
+    predictions = (replace(each, constants=constants) for each in rows)
+    return sum(math.log1p(each.error) ** 4 for each in predictions)
+
+
+def fitted(rows: Sequence[Predicted], start: Constants = H100, step: float = 0.1) -> Constants:
+    """Returns the constants with the least loss near ``start``, each to a thousandth of itself."""
+    best = start
+    least = loss(rows, best)
+    while step > 1e-3:
+        before = least
+        for move in _moves(step):
+            tried = move(best)
+            found = loss(rows, tried)
+            if found < least:
+                best, least = tried, found
+        step = step if least < before else step / 2
+    return best
+
+
+def _moves(step: float) -> list[Callable[[Constants], Constants]]:
+    """Ways to change constants: one, or two together."""
+    names = [field.name for field in fields(Constants)]
+    factors = [1 + step, 1 / (1 + step)]
+    alone: list[dict[str, float]] = [{name: factor} for name in names for factor in factors]
+    pairs = [a | b for a in alone for b in alone if a.keys() < (a | b).keys()]
+
+    def move(changes: Mapping[str, float]) -> Callable[[Constants], Constants]:
+        return lambda constants: replace(
+            constants,
+            **{name: getattr(constants, name) * factor for name, factor in changes.items()},
+        )
+
+    return [move(changes) for changes in [*alone, *pairs]]
+
+
+# ---- table ----------------------------
+
+
+def lines(rows: Sequence[Predicted]) -> list[str]:
+    """Returns a table of all predictions, and the errors by kind and half."""
+    fit, between = halves(rows)
+    table = [("call", "ranks", "size", "system", "us", "predicted", "error", "kind", "half")]
+    for each in rows:
+        row, half = each.row, "fitted" if each in fit else "predicted"
+        known = device_us(row) is not None
+        told = (f"{each.us:.0f}", f"{each.error:+.1%}") if known else ("-", "-")
+        size = size_label(row.size_bytes)
+        call = (row.collective, str(row.ranks), size, row.system, f"{row.time_us:.0f}")
+        table.append((*call, *told, each.kind, half))
+    summary = [("half", "kind", "rows", "within 10 %", "largest error")]
+    for name, half_rows in (("fitted", fit), ("predicted", between)):
+        for kind in (DEVICE, HOST, UNSETTLED):
+            errors = [abs(each.error) for each in half_rows if each.kind == kind]
+            within = sum(error <= 0.1 for error in errors)
+            most = f"{max(errors, default=0):.1%}"
+            summary.append((name, kind, str(len(errors)), str(within), most))
+    left = sum(each.kind == NOT_MODELLED for each in rows)
+    return [*table_lines(table), "", *table_lines(summary), "", f"not modelled: {left} rows"]
+
+
+if __name__ == "__main__":
+    print("\n".join(lines(recorded())))
