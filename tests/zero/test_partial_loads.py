@@ -213,7 +213,7 @@ def test_forged_names_are_errors(worlds, tmp_path, key, value):
             forge(folder, change)
         comm.barrier()
         for strict in (True, False):
-            with pytest.raises(CheckpointError, match="is no checkpoint of ringcomm"):
+            with pytest.raises(CheckpointError, match="is not a checkpoint of ringcomm"):
                 zero.load(tmp_path, module, strict=strict)
         return True
 

@@ -1,6 +1,6 @@
 """Checkpoints of sharded state: JSON and safetensors, crash-safe, for any number of ranks.
 
-``docs/checkpoint.md`` says what is promised.
+``docs/checkpoint.md`` has the guarantees. Read ``save_load.py`` first, then ``folder.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringcomm.zero.checkpoint.format import FlatShard
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
-# torch.distributed.checkpoint takes as long to import as half of torch: only who uses it waits.
+# torch.distributed.checkpoint takes as long to import as half of torch: import it only if used.
 _HOME_OF = {
     "LoadPlanner": "dcp",
     "SavePlanner": "dcp",

@@ -65,17 +65,18 @@ from ringcomm.zero.checkpoint.format import (
     write_tensor_file,
 )
 
-# torch.distributed.checkpoint's planners, with JSON where torch's own pickle.
+# Planners of torch.distributed.checkpoint that use JSON where torch's planners use pickle.
 #
-# ``DefaultSavePlanner`` writes what is no tensor with ``torch.save``, and ``DefaultLoadPlanner``
-# reads it with ``torch.load(weights_only=False)``, which runs whatever code the file names.
+# ``DefaultSavePlanner`` writes values that are not tensors with ``torch.save``, and
+# ``DefaultLoadPlanner`` reads them with ``torch.load(weights_only=False)``, which runs any code
+# that the file names.
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner; what is no tensor must be data, and becomes JSON.
+    """torch's planner, but values that are not tensors must be data, and are saved as JSON.
 
-    Data are None, bools, ints, floats, strings, and lists, tuples and dicts of them. Others raise
-    UnsupportedError before anything is written. Arguments are those of ``DefaultSavePlanner``.
+    Data are None, bools, ints, floats, strings, and lists, tuples and dicts of these. Other values
+    raise UnsupportedError before anything is written. Arguments: as for ``DefaultSavePlanner``.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -92,9 +93,9 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner; puts what :class:`SavePlanner` wrote into the state dict.
+    """torch's planner, which loads into a state dict what :class:`SavePlanner` has saved.
 
-    Arguments are those of ``DefaultLoadPlanner``.
+    Arguments: as for ``DefaultLoadPlanner``.
     """
 
     def set_up_planner(
@@ -104,14 +105,14 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # By the name here, the name in the checkpoint, of what was saved in other wrappers.
+        # For names that were saved with other wrappers: the name in the checkpoint, by name here.
         self._saved_as: dict[str, str] = {}
         if self.metadata is not None:
             self.metadata = self._with_unwrapped_names(self.metadata)
             self.state_dict, self.metadata = _alike(self.state_dict, self.metadata)
 
     def _with_unwrapped_names(self, saved: Metadata) -> Metadata:
-        """Returns the metadata with the names of the state in place of those with wrappers."""
+        """Returns the metadata with wrapped names replaced by the state's names."""
         known, described = KnownNames(self.state_dict), {}
         for name, each in saved.state_dict_metadata.items():
             found = known.find(name)
@@ -142,7 +143,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Metadata]:
-    """Returns both with flat shards and parts of a tensor cut alike; see :class:`DTensorShard`."""
+    """Cuts shards and saved parts in the same way, flat or as boxes; see :class:`DTensorShard`."""
     state, described = dict(state), dict(saved.state_dict_metadata)
     for name, wanted in state.items():
         there = described.get(name)
@@ -150,7 +151,7 @@ def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Meta
             continue
         shape = wanted.param_shape
         if wanted.size() == there.size or prod(shape) != prod(there.size):
-            continue  # alike, or of another tensor, which torch refuses
+            continue  # already the same, or a different tensor, which torch refuses
         if isinstance(wanted, DTensorShard):
             described[name] = replace(there, size=torch.Size(shape), chunks=_boxes(there, shape))
         else:
@@ -169,26 +170,26 @@ def _boxes(flat: TensorStorageMetadata, shape: Sequence[int]) -> list[ChunkStora
 
 
 def _own_key(container: Any, key: str | int) -> Any:
-    """The key that torch's flattening made a string of."""
+    """Returns the key of a container that torch's flattening has turned into a string."""
     if isinstance(container, dict) and key not in container:
         return next(each for each in container if str(each) == key)
     return key
 
 
-# Loads a state dict of torch.distributed.checkpoint from a checkpoint folder.
+# The reader of torch.distributed.checkpoint for checkpoint folders.
 
 
 class StorageReader(storage.StorageReader):
-    """Loads a state dict from a checkpoint folder, whichever way that was saved.
+    """Loads a state dict from a checkpoint folder, whichever function has saved it.
 
     ``dcp.load(state_dict, storage_reader=StorageReader(path), planner=LoadPlanner())``
 
-    Tensors must have the dtypes that were saved. An error on any rank reaches all ranks as
-    torch's ``CheckpointException``, which has the original in ``failures``.
+    Tensors must have the dtypes that were saved. An error on any rank is raised on all ranks as
+    torch's ``CheckpointException``, which has the original error in ``failures``.
 
     Args:
-        path: of the folder.
-        verify: as of :class:`~ringcomm.zero.checkpoint.Reader`.
+        path: the folder.
+        verify: as for :class:`~ringcomm.zero.checkpoint.Reader`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -202,7 +203,7 @@ class StorageReader(storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder that it loads from."""
+        """The folder from which it loads."""
         return self.path
 
     @classmethod
@@ -250,10 +251,10 @@ class StorageReader(storage.StorageReader):
 
 
 class _Unreadable(Metadata):
-    """Raises why there is no metadata once anybody looks into it.
+    """Metadata that could not be read: access to its entries raises the error.
 
-    What ``read_metadata`` itself raises torch replaces by "metadata is None"; what comes later it
-    tells all ranks.
+    If ``read_metadata`` itself raises, torch replaces the error by "metadata is None". Errors that
+    are raised later reach all ranks.
     """
 
     def __init__(self, error: CheckpointError) -> None:
@@ -283,8 +284,8 @@ def _load_value(reader: Reader, item: ReadItem, planner: AnyLoadPlanner) -> None
     name = item.storage_index.fqn
     if not isinstance(planner, LoadPlanner):
         raise UnsupportedError(
-            f"{name}: {type(planner).__name__} may unpickle what is no tensor, and nothing here "
-            "is a pickle; pass planner=ringcomm.zero.checkpoint.LoadPlanner()"
+            f"{name}: {type(planner).__name__} may unpickle values that are not tensors, and this "
+            "checkpoint has no pickles; pass planner=ringcomm.zero.checkpoint.LoadPlanner()"
         )
     text = text_of(encode(reader.manifest.values[name], name))
     planner.load_bytes(item, io.BytesIO(text.encode()))
@@ -293,21 +294,21 @@ def _load_value(reader: Reader, item: ReadItem, planner: AnyLoadPlanner) -> None
 Tensor = torch.Tensor
 
 
-# Saves a state dict of torch.distributed.checkpoint as a checkpoint folder.
+# The writer of torch.distributed.checkpoint for checkpoint folders.
 #
-# Which rank makes which call, and in which order, is said in torch's
-# ``torch/distributed/checkpoint/storage.py``.
+# torch's ``torch/distributed/checkpoint/storage.py`` documents which rank makes which call, and in
+# which order.
 
 
 @dataclass(frozen=True)
 class _Wrote:
-    """The facts about an item that a rank has written, for the coordinator.
+    """A rank's record of an item that it has written, for the coordinator.
 
     Attributes:
-        value: of an item that is no tensor.
-        piece: of an item that is one, unless it has no elements.
-        file: that the piece is in.
-        shape: the real one, of a flat shard.
+        value: the value of an item that is not a tensor.
+        piece: the piece of an item that is a tensor, unless it has no elements.
+        file: the file that contains the piece.
+        shape: the real shape of a flat shard.
     """
 
     value: Any = None
@@ -317,17 +318,17 @@ class _Wrote:
 
 
 class StorageWriter(storage.StorageWriter):
-    """Saves a state dict as a checkpoint folder, seen whole or not at all.
+    """Saves a state dict as a checkpoint folder, which is seen whole or not at all.
 
     ``dcp.save(state_dict, storage_writer=StorageWriter(path), planner=SavePlanner())``
 
-    An error on any rank reaches all ranks as torch's ``CheckpointException``, which has the
-    original in ``failures``. What such a save leaves is hidden, and goes with the coordinator's
-    writer, or with the next save to ``path``.
+    An error on any rank is raised on all ranks as torch's ``CheckpointException``, which has the
+    original error in ``failures``. The remains of a failed save are hidden, and are removed with
+    the coordinator's writer, or by the next save to ``path``.
 
     Args:
-        path: of the folder; there must be none yet, and all ranks see the one around it.
-        data: JSON data of the user; the coordinator's are saved.
+        path: the folder; it must not exist, and all ranks must see its parent folder.
+        data: JSON data of the user; the coordinator's data are saved.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, data: Any = None) -> None:
@@ -342,7 +343,7 @@ class StorageWriter(storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder that it saves to."""
+        """The folder to which it saves."""
         return self.path
 
     @classmethod
@@ -371,14 +372,14 @@ class StorageWriter(storage.StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not all(plan.usable for plan in plans):
             raise UnsupportedError(
-                f"{self.path}: plans that are kept from an earlier save name its folder; use a "
-                "planner with enable_plan_caching=False"
+                f"{self.path}: plans that are kept from an earlier save name that save's folder; "
+                "use a planner with enable_plan_caching=False"
             )
         self._clean_up()
         for each in commit.leftovers(self.path.parent, self.path.name):
             commit.discard(each)
         self._partial = commit.begin(self.path)
-        # torch tells the coordinator of its ranks' errors, but not this object.
+        # torch reports its ranks' errors to the coordinator, but not to this object.
         self._clean_up = weakref.finalize(self, _discard, self._partial, os.getpid())
         name = self._partial.name
         return [replace(plan, storage_data=(name, rank)) for rank, plan in enumerate(plans)]
@@ -407,7 +408,7 @@ def _nothing() -> None:
 
 
 def _discard(partial_folder: Path, process: int) -> None:
-    """Removes what a failed save has left, unless it is a forked child that ends."""
+    """Removes the remains of a failed save, unless a forked child calls this as it ends."""
     if os.getpid() == process and partial_folder.exists():
         with contextlib.suppress(OSError):
             commit.discard(partial_folder)
@@ -416,7 +417,7 @@ def _discard(partial_folder: Path, process: int) -> None:
 def _write_items(
     path: Path, items: Sequence[WriteItem], planner: AnySavePlanner
 ) -> list[WriteResult]:
-    """Writes a rank's tensors into its file, if it has any, and hands its values on."""
+    """Writes a rank's tensors into its file, if it has any; returns the results for torch."""
     entries, pieces = [], {}
     for item in items:
         data = item.tensor_data
@@ -444,15 +445,15 @@ def _slices(planner: AnySavePlanner, item: WriteItem) -> Iterator[Tensor]:
 def _value(planner: AnySavePlanner, item: WriteItem) -> Any:
     if not isinstance(planner, SavePlanner):
         raise UnsupportedError(
-            f"{item.index.fqn}: {type(planner).__name__} may pickle what is no tensor, and no "
-            "pickle is written; pass planner=ringcomm.zero.checkpoint.SavePlanner()"
+            f"{item.index.fqn}: {type(planner).__name__} may pickle values that are not tensors, "
+            "and no pickle is written; pass planner=ringcomm.zero.checkpoint.SavePlanner()"
         )
     text = cast("io.BytesIO", planner.resolve_data(item)).getvalue()
     return decode(json.loads(text))
 
 
 def _shape(planner: AnySavePlanner, item: WriteItem) -> tuple[int, ...] | None:
-    """The real shape, which torch's plans have no field for."""
+    """Returns the real shape of a flat shard, for which torch's plans have no field."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
     saved = state.get(item.index.fqn)
     return saved.param_shape if isinstance(saved, FlatShard) else None

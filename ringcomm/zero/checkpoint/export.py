@@ -1,10 +1,10 @@
-"""Weights of a checkpoint or a sharded module, as files that Hugging Face's libraries read.
+"""Exports weights of a checkpoint or a sharded module to files for Hugging Face's libraries.
 
 NOTE [Every rank writes its own]
-Names, shapes and dtypes tell where each element lies in which file. So each rank of a sharded
-module writes the runs of elements that it owns to their offsets, at the same time as the others,
-and nothing is gathered. The first rank makes the files and their headers before, and names the
-folder when all have synced what they wrote.
+Names, shapes and dtypes determine the place of each element in the files. So each rank of a sharded
+module writes the contiguous elements that it owns at their offsets, at the same time as the others,
+and nothing is gathered. The first rank makes the files and their headers before, and gives the
+folder its name after all ranks have synced their data.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor to write.
+    """A tensor to be written.
 
     Attributes:
         key: its name in the model, and in the file.
-        saved: the name of its source, which an alias shares.
-        dtype, size: of the tensor in the file.
+        saved: the name of the source tensor, which aliases share.
+        dtype, size: dtype and size in the file.
     """
 
     key: str
@@ -87,27 +87,27 @@ def export_safetensors(
 ) -> list[Path]:
     """Writes the weights of a checkpoint as a folder of safetensors files; in one process.
 
-    The tensors whose names begin with "model." are the weights, and are written without it and
-    without names of wrappers, as ``module.load_state_dict`` takes them. ``docs/checkpoint.md`` says
-    which files there are. The folder appears whole or not at all, and no more than a slice of a
-    tensor is in memory.
+    The weights are the tensors whose names begin with "model." They are written without this prefix
+    and without names of wrappers, as ``module.load_state_dict`` expects them.
+    ``docs/checkpoint.md`` lists the files. The folder appears whole or not at all, and at most one
+    slice of a tensor is in memory.
 
     Args:
-        folder: of a checkpoint. Where its data are a dict with an entry "tied", that is a dict of
-            aliases of weights, both named as in the model.
-        path: of the folder to write; there must be none yet.
-        max_file_bytes: of the tensors in one file; a larger tensor has a file of its own.
-        dtype: to convert floating-point weights to; default as saved.
-        names: of the weights to write, as in the model; default all.
-        aliases: "copy" writes the tensor again for each alias, so that a strict
-            ``load_state_dict`` finds it; "skip" names the aliases in the file's metadata only, as
+        folder: the folder of a checkpoint. If its data are a dict with an entry "tied", this entry
+            is a dict from aliases to weights, both with their names in the model.
+        path: the folder to write; it must not exist.
+        max_file_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
+        dtype: dtype to which floating-point weights are converted; default as saved.
+        names: names in the model of the weights to write; default all.
+        aliases: "copy" writes the tensor again for each alias, so that a strict ``load_state_dict``
+            finds it; "skip" only names the aliases in the file's metadata, as
             ``safetensors.torch.save_model`` does and ``load_model`` reads.
 
     Returns:
-        the safetensors files.
+        The safetensors files.
 
     Raises:
-        ArgumentError: there is no such weight.
+        ArgumentError: ``names`` has a name that is not a weight, or an option has a bad value.
         CheckpointError: the checkpoint is damaged, or the files cannot be written.
     """
     source = path_of(folder, "export_safetensors", "folder")
@@ -200,7 +200,7 @@ def _chosen(reader: Reader, weights: list[Weight], names: Collection[str]) -> li
 
 
 def _cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, list[Weight]]:
-    """The weights of each file, by its name."""
+    """Returns the weights of each file, by the file's name."""
     runs: list[list[Weight]] = [[]]
     held = 0
     for weight in weights:
@@ -218,13 +218,13 @@ def _cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, lis
 
 
 def _metadata(weights: Sequence[Weight], tied: Mapping[str, str]) -> dict[str, str]:
-    """Returns the metadata of a file, with the aliases of the weights in it."""
+    """Returns the metadata of a file, with the aliases of its weights."""
     here = {weight.key for weight in weights}
     return {"format": "pt", **{alias: name for alias, name in tied.items() if name in here}}
 
 
 def _index_of(files: Mapping[str, Sequence[Weight]]) -> bytes:
-    """Makes the index of which weight is where, as Hugging Face's libraries read it."""
+    """Returns the index of each weight's file, in the form of Hugging Face's libraries."""
     total = sum(weight.size_bytes for run in files.values() for weight in run)
     weight_map = {weight.key: name for name, run in files.items() for weight in run}
     return text_of({"metadata": {"total_size": total}, "weight_map": weight_map}).encode()
@@ -243,7 +243,7 @@ def _slices(reader: Reader, weight: Weight) -> Iterator[Tensor]:
         yield values.to(weight.dtype)
 
 
-# ---- a sharded module: see NOTE [Every rank writes its own] -------------------------------------
+# ---- a sharded module: see NOTE [Every rank writes its own] --------------------------------------
 
 
 @normal_tensors()
@@ -257,17 +257,17 @@ def save_pretrained(
 ) -> list[Path]:
     """Writes a sharded module's weights as safetensors files; collective.
 
-    Files are like those of :func:`export_safetensors`, and beside them is the configuration of a
-    model of the transformers library, so that ``from_pretrained()`` reads the folder. Each rank
-    writes what it owns, and holds no more than a slice besides. The folder appears whole or not at
-    all. Inside :func:`ringcomm.zero.exchanged` the weights are the values that were put in.
+    The files are like the files of :func:`export_safetensors`. A model of the transformers library
+    also gets its configuration, so that ``from_pretrained()`` reads the folder. Each rank writes
+    the elements that it owns, and holds at most one slice besides. The folder appears whole or not
+    at all. Inside :func:`ringcomm.zero.exchanged` the exchanged values are written.
 
     Args:
-        module: what ``shard()`` returned.
-        path: of the folder to write, on a file system that all ranks see; there must be none yet.
-        max_file_bytes: as of :func:`export_safetensors`.
-        dtype: as of :func:`export_safetensors`.
-        aliases: as of :func:`export_safetensors`.
+        module: the module that ``shard()`` returned.
+        path: the folder to write, on a file system that all ranks see; it must not exist.
+        max_file_bytes: as for :func:`export_safetensors`.
+        dtype: as for :func:`export_safetensors`.
+        aliases: as for :func:`export_safetensors`.
 
     Returns:
         The safetensors files.
@@ -275,7 +275,7 @@ def save_pretrained(
     Raises:
         ArgumentError: the module is not sharded, or a parameter was replaced since ``shard()``.
         CheckpointError: files cannot be written; on all ranks, and nothing is left.
-        MismatchError: the ranks want different files.
+        MismatchError: the ranks pass different arguments.
     """
     engine = engine_of(module, "save_pretrained")
     target = path_of(path, "save_pretrained", "path")
@@ -288,7 +288,7 @@ def save_pretrained(
     told = {"path": str(path), "max_file_bytes": most_bytes, "dtype": str(dtype)}
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
     parts = {part.name: part for part in model_shards(engine)}
-    # Ranks of a mesh have other buckets, but all have the module's own order.
+    # Buckets differ between the ranks of a mesh, but all ranks have the module's own order.
     named = [*dict(named_parameters(engine.setup.module)), *buffers_of(engine.setup.module)]
     homes = {name: parts[f"{MODEL_PREFIX}{name}"] for name in named}
     tied = aliases_of(engine.setup.module)
@@ -310,12 +310,12 @@ def save_pretrained(
 
 @dataclass(frozen=True)
 class _ExportedFile:
-    """A file to write.
+    """A file to be written.
 
     Attributes:
-        name: of the file.
-        weights: in the order in which they lie in it.
-        tied: further names of weights, told in its metadata.
+        name: name of the file.
+        weights: the weights, in their order in the file.
+        tied: further names of weights, for the file's metadata.
     """
 
     name: str
@@ -326,7 +326,7 @@ class _ExportedFile:
         return header_of(self.weights, _metadata(self.weights, self.tied))
 
     def make(self, folder: Path) -> None:
-        """Makes the file, with a header and room for the elements."""
+        """Makes the file, with its header and space for the elements."""
         header = self.header()
         write_file(folder / self.name, header)
         elements = sum(weight.size_bytes for weight in self.weights)
@@ -358,7 +358,7 @@ def _write_run(out: int, at: int, slices: Iterator[Tensor], dtype: torch.dtype) 
 
 
 def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """Yields the runs of a flattened tensor that are here, and where each begins."""
+    """Yields this rank's contiguous parts of a flattened tensor, and where each begins."""
     for box in shard.boxes():
         if not box.local.numel():
             continue
@@ -368,7 +368,7 @@ def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tenso
         whole = len(shape)
         while whole and box.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1
-        # Dimensions before this one are stepped through; from it on, elements follow each other.
+        # Loop over dimensions before ``outer``; from it on, elements are contiguous.
         outer = max(0, whole - 1)
         for at in product(*(range(size) for size in box.sizes[:outer])):
             index = [o + a for o, a in zip(box.offsets, at, strict=False)]
@@ -405,13 +405,13 @@ def _write(
                 made = None
     finally:
         if made is not None:
-            # What cannot be removed stays hidden, until the next one with this name.
+            # If it cannot be removed, it stays hidden until the next save under this name.
             with suppress(OSError):
                 commit.discard(made)
 
 
 def _finish(root: nn.Module, partial: Path, target: Path, files: Sequence[_ExportedFile]) -> None:
-    """Adds what is not weights, and gives the folder its name."""
+    """Adds the files other than weights, and gives the folder its final name."""
     if len(files) > 1:
         runs = {file.name: file.weights for file in files}
         write_file(partial / INDEX_NAME, _index_of(runs))
@@ -423,7 +423,7 @@ def _finish(root: nn.Module, partial: Path, target: Path, files: Sequence[_Expor
 
 
 def _save_config(root: Any, folder: Path, dtypes: Sequence[torch.dtype]) -> None:
-    """Writes a model's configuration as its own ``save_pretrained()`` does."""
+    """Writes a model's configuration, as the model's own ``save_pretrained()`` does."""
     config = deepcopy(root.config)
     config.architectures = [type(root).__name__]
     config.dtype = next((each for each in dtypes if each.is_floating_point), root.dtype)

@@ -1,4 +1,4 @@
-"""Folders of checkpoints, and the reader of one checkpoint, for any number of processes at once."""
+"""Folders of checkpoints, and a reader of one checkpoint that many processes can use at once."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ Tensor = torch.Tensor
 
 
 class Reader:
-    """One checkpoint, saved by any world.
+    """A reader of one checkpoint, which any number of ranks may have saved.
 
-    Nothing is unpickled, and no memory is taken for what a file only claims to hold.
+    Nothing is unpickled, and no memory is allocated for sizes that a file only claims.
 
     Args:
-        folder: of a finished checkpoint.
+        folder: the folder of a finished checkpoint.
         verify: check a file's checksum before its first element is read.
-        rounds: floating-point numbers are converted to the dtype that they are read into.
+        rounds: convert floating-point numbers to the dtype of the tensor that they are read into.
 
     Attributes:
         folder: as given.
-        manifest: what the checkpoint holds and where.
+        manifest: the checkpoint's tensors, files and data, without the elements.
 
     Raises:
-        CheckpointError: the folder is no whole checkpoint; the file is named.
+        CheckpointError: the folder is not a complete checkpoint; the message names the file.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reader:
         self._rounds = rounds
         self._verified: set[str] = set()
         self._open: dict[str, Any] = {}
-        # By file, its tensors' pieces; filled when a file is verified.
+        # The pieces of tensors in each file; filled when a file is verified.
         self._pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
 
     def __repr__(self) -> str:
@@ -83,36 +83,36 @@ class Reader:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that saved it."""
+        """The number of ranks that saved the checkpoint."""
         return self.manifest.world_size
 
     @property
     def data(self) -> Any:
-        """The user's data, as they were given."""
+        """The user's data, as passed to the save."""
         return self.manifest.data
 
     def names(self) -> list[str]:
-        """The tensors, in the order in which they were saved."""
+        """Returns the names of the tensors, in the order in which they were saved."""
         return list(self.manifest.tensors)
 
     def elems(self, name: str) -> int:
-        """Returns how many elements a tensor has."""
+        """Returns the number of elements of a tensor."""
         return self._saved(name).elems
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The real shape of a tensor that may be saved flat."""
+        """Returns the real shape of a tensor, which may be saved flat."""
         return self._saved(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Returns the dtype of a tensor."""
         return DTYPE_OF_NAME[self._saved(name).dtype]
 
     def rank_data(self, rank: int) -> Any:
-        """The data that ``rank`` of the world that saved gave for itself."""
+        """Returns the data that ``rank`` of the world that saved gave as its own."""
         return self._rank(rank).data
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
-        """The tensors that ``rank`` gave for itself, in host memory.
+        """Returns the tensors that ``rank`` gave as its own, in host memory.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -127,10 +127,10 @@ class Reader:
     def read(self, name: str, begin: int, out: Tensor) -> None:
         """Fills ``out`` with elements from ``begin`` on of the flattened tensor.
 
-        Only the files' parts that hold them are read, once the files are verified.
+        Reads only the parts of files that hold these elements, once the files are verified.
 
         Args:
-            name: of a tensor.
+            name: name of a tensor.
             begin: the first element to read.
             out: [n], of the saved dtype, on any device.
 
@@ -152,12 +152,12 @@ class Reader:
             filled += target.numel()
 
     def read_box(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Fills ``out`` with a box of a tensor; else as :meth:`read`.
+        """Fills ``out`` with a box of a tensor; otherwise like :meth:`read`.
 
         Args:
-            name: of a tensor.
-            offsets: of the box, by dimension of the tensor's ``size`` in the manifest, or where it
-                was saved flat, by dimension of its shape.
+            name: name of a tensor.
+            offsets: offsets of the box in the dimensions of the tensor's ``size`` in the manifest,
+                or, if it was saved flat, of its shape.
             out: [box], of the saved dtype, on any device.
         """
         saved = self._saved(name)
@@ -169,7 +169,7 @@ class Reader:
         return None
 
     def _read_slabs(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Fills ``out`` with a box of a tensor that was saved flat, from whole rows of it."""
+        """Fills ``out`` with a box of a tensor that was saved flat; reads whole rows of it."""
         saved = self._saved(name)
         if saved.size == saved.shape:
             raise ArgumentError(f"read {name}: expected a box in size {saved.size}, got {offsets}")
@@ -188,13 +188,13 @@ class Reader:
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Reads files, and compares their checksums and headers with the manifest.
 
-        Files that were compared before are skipped.
+        Files that were verified before are skipped.
 
         Args:
             files: their names; default all.
 
         Raises:
-            CheckpointError: a file is damaged; it is named.
+            CheckpointError: a file is damaged; the message names it.
         """
         for file in self.manifest.files if files is None else files:
             if file in self._verified:
@@ -213,7 +213,7 @@ class Reader:
             self._verified.add(file)
 
     def _check_header(self, file: str) -> None:
-        """Checks that a file has the tensors that the manifest says."""
+        """Checks that a file has the tensors that the manifest lists for it."""
         if not self._pieces:
             ranks = (each.tensors for each in self.manifest.ranks)
             for saved in chain(self.manifest.tensors.values(), *(each.values() for each in ranks)):
@@ -237,10 +237,10 @@ class Reader:
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{self.folder}: expected a checkpoint, but it has no {MANIFEST_NAME}: it was "
-                "never finished, or is something else. Take another"
+                "never finished, or is something else. Take another one"
             ) from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}. Take another") from error
+            raise CheckpointError(f"{path}: cannot be read: {error}. Take another one") from error
         return Manifest.from_text(text, str(path))
 
     def _saved(self, name: str) -> SavedTensor:
@@ -283,12 +283,12 @@ class Reader:
                 target.copy_(self._stored(saved, piece, box))
 
     def _stored(self, saved: SavedTensor, piece: Piece, box: Bounds) -> Tensor:
-        """The elements of a piece's box, as they lie in the file."""
+        """Returns the elements of a piece's box, as they are in the file."""
         if self._verify:
             self.verify([piece.file])
         try:
             stored = self._slice(saved, piece)
-            # safetensors makes it wherever the default device says.
+            # safetensors makes the tensor on torch's default device.
             with torch.device("cpu"):
                 taken: Tensor = (
                     stored[_within(box, piece.offsets)]
@@ -300,10 +300,10 @@ class Reader:
         return taken
 
     def _slice(self, saved: SavedTensor, piece: Piece) -> Any:
-        """Returns a piece as safetensors reads it, once its dtype and shape are those saved."""
+        """Returns a piece as a safetensors slice, after a check of its dtype and shape."""
         file = self._open.get(piece.file)
         if file is None:
-            # Read in pages, as they are touched.
+            # The file is mapped: its pages are read when they are touched.
             file = safe_open(self.folder / piece.file, framework="pt")
             self._open[piece.file] = file
         stored, code = file.get_slice(piece.key), DTYPES[DTYPE_OF_NAME[saved.dtype]][1]
@@ -338,9 +338,9 @@ def _within(box: Bounds, offsets: Sequence[int]) -> tuple[slice, ...]:
     )
 
 
-# ---- A folder of checkpoints: saved together, seen whole or not at all, removed when they are old
+# ---- A folder of checkpoints: saved together, seen whole or not at all, removed when old ---------
 
-# The ranks that save together, and how they agree.
+# The ranks that save together, and their agreement.
 
 
 class OneRank:
@@ -358,25 +358,25 @@ class OneRank:
 
 
 def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
-    """Does ``work`` on each rank; all go on, or none; collective.
+    """Runs ``work`` on each rank; all ranks continue, or none; collective.
 
     Returns:
-        what it returned, JSON data, by rank.
+        The results of ``work``, JSON data, by rank.
 
     Raises:
-        CheckpointError: it failed on this rank, with an operating system's error, or on another.
-        Exception: what else it raised on this rank.
+        CheckpointError: ``work`` failed on this rank with an OSError, or failed on another rank.
+        Exception: any other exception of ``work`` on this rank.
     """
     result, error = None, None
     try:
         result = work()
-    # Whatever it is, the others must not wait for this rank until their timeout.
+    # After any failure: the other ranks must not wait for this rank until their timeout.
     except Exception as raised:
         error = raised
     told = outcomes(ranks, operation, error, result)
     if isinstance(error, OSError):
         raise CheckpointError(
-            f"{operation}: {ranks.name} cannot write: {error}. Earlier checkpoints are as they were"
+            f"{operation}: {ranks.name} cannot write: {error}. Earlier checkpoints are intact"
         ) from error
     if error is not None:
         raise error
@@ -384,7 +384,7 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
         if each.kind:
             failed = CheckpointError(
                 f"{operation}: {each.name} failed, so no rank goes on: {each.text}. Earlier "
-                "checkpoints are as they were"
+                "checkpoints are intact"
             )
             failed.repeats = True
             raise failed
@@ -398,17 +398,17 @@ _STEP = re.compile(r"step-(\d{8,18})")
 class Checkpoints:
     """The checkpoints of one training run, in ``root``/step-00000100 and so on.
 
-    A checkpoint is complete once it has its name. Whatever ends a save, at whatever moment, those
-    before it are as they were, and what is left of it is hidden, is never loaded, and is removed
-    by the next save. One run at a time saves into ``root``.
+    A checkpoint is complete once its folder has its final name. If a save ends early, at any
+    moment, earlier checkpoints are intact; its remains are hidden, are never loaded, and are
+    removed by the next save. One run at a time saves into ``root``.
 
     Args:
-        root: made by the first save, on a file system that all ranks see.
-        keep: how many to keep, the latest ones; None keeps all.
-        ranks: those that save together; default this process alone.
+        root: the folder, made by the first save, on a file system that all ranks see.
+        keep: number of checkpoints to keep, the latest ones; None keeps all.
+        ranks: the ranks that save together; default this process alone.
 
     Raises:
-        ArgumentError: ``keep`` is no positive number.
+        ArgumentError: ``keep`` is not a positive number.
     """
 
     def __init__(
@@ -436,23 +436,23 @@ class Checkpoints:
         return self.root / f"step-{number:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, sorted.
+        """Returns the steps that have a complete checkpoint, sorted.
 
         Raises:
-            CheckpointError: the folder is there and cannot be read; so do all that look into it.
+            CheckpointError: the folder exists and cannot be read; so for all methods that read it.
         """
         with _reading(self.root):
             return [step for step, folder in self._visible() if (folder / MANIFEST_NAME).is_file()]
 
     def latest(self) -> int | None:
-        """The last of :meth:`steps`, if there is one."""
+        """Returns the last of :meth:`steps`, or None."""
         return max(self.steps(), default=None)
 
     def incomplete(self) -> list[Path]:
-        """Folders of checkpoints that are not whole.
+        """Returns the folders of incomplete checkpoints.
 
-        The next save removes the hidden ones. One with the name of a step was whole once; it is
-        left for a person to look at.
+        The next save removes hidden folders. An incomplete folder with the name of a step was
+        complete once; it is left for the user to inspect.
         """
         with _reading(self.root):
             broken = [each for _, each in self._visible() if not (each / MANIFEST_NAME).is_file()]
@@ -462,7 +462,7 @@ class Checkpoints:
         """Opens a checkpoint, by default the latest.
 
         Raises:
-            CheckpointError: there is none, or it is damaged. No other is taken in its place.
+            CheckpointError: there is none, or it is damaged. No other checkpoint is used instead.
         """
         if step is None:
             step = self.latest()
@@ -471,10 +471,10 @@ class Checkpoints:
         return Reader(self.folder(step))
 
     def remove(self, step: int) -> None:
-        """Removes the checkpoint of a step, at once for all who look; to be called by one rank.
+        """Removes the checkpoint of a step, atomically for readers; call it on one rank.
 
         Raises:
-            ArgumentError: there is none.
+            ArgumentError: there is no such checkpoint.
         """
         folder = self.folder(step)
         if not folder.is_dir():
@@ -490,22 +490,22 @@ class Checkpoints:
         rank_data: Any = None,
         rank_tensors: Mapping[str, Tensor] | None = None,
     ) -> Path:
-        """Saves what all ranks have; collective.
+        """Saves the tensors and data of all ranks; collective.
 
-        Returns when the checkpoint is on the disk under its name; those beyond ``keep`` are then
-        removed.
+        Returns when the checkpoint is on the disk under its name. The oldest checkpoints beyond
+        ``keep`` are then removed.
 
         Args:
-            step: after those that are saved; equal on all ranks.
+            step: a number after all saved steps; equal on all ranks.
             tensors: by name, this rank's shards of flat tensors. Each element is on one rank.
-            data: None, bools, ints, floats, strings, and lists, tuples and dicts of them; equal
-                on all ranks.
-            rank_data: the same, of this rank.
+            data: None, bools, ints, floats, strings, and lists, tuples and dicts of these; equal on
+                all ranks.
+            rank_data: data of the same types, of this rank.
             rank_tensors: small tensors of this rank, of any shape, such as generators' states.
 
         Raises:
             ArgumentError, MismatchError, UnsupportedError: no rank has written anything.
-            CheckpointError: it could not be saved; on all ranks, and earlier ones are as they were.
+            CheckpointError: the save failed; on all ranks, and earlier checkpoints are intact.
         """
         contents = Contents(tensors, data, rank_data, rank_tensors or {})
         return _Save(self, step, contents, self._ranks).run()
@@ -525,7 +525,7 @@ class Checkpoints:
 
 @contextmanager
 def _reading(root: Path) -> Iterator[None]:
-    """Raises CheckpointError where nobody can look into a run's folder."""
+    """Raises CheckpointError if a run's folder cannot be read."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -533,18 +533,18 @@ def _reading(root: Path) -> Iterator[None]:
 
 
 class _Save:
-    """One save: each stage is done by all ranks before any begins the next."""
+    """One save: all ranks complete a phase before any rank begins the next."""
 
     def __init__(
         self, checkpoints: Checkpoints, step: int, contents: Contents, ranks: Ranks
     ) -> None:
         number = integer(step)
-        self._step = step if number is None else number  # describe() refuses what is no step
+        self._step = step if number is None else number  # describe() refuses invalid steps
         self._checkpoints, self._contents = checkpoints, contents
         self._ranks = ranks
-        # The folder tells which stage of a pipeline it is.
+        # The folder shows which stage of a pipeline saves.
         self._operation = f"save step {step} in {checkpoints.root}"
-        self._partial: Path | None = None  # the hidden folder, on rank 0 while it is there
+        self._partial: Path | None = None  # the hidden folder, on rank 0 while it exists
 
     def run(self) -> Path:
         try:
@@ -565,12 +565,12 @@ class _Save:
         return target
 
     def _agreed_by_first(self, work: Callable[[], Any]) -> Any:
-        """Returns what ``work`` returned on rank 0, which alone does it."""
+        """Runs ``work`` on rank 0 only; returns its result on all ranks."""
         first = self._ranks.rank == 0
         return agreed(self._ranks, self._operation, work if first else lambda: None)[0]
 
     def _describe(self) -> dict[str, Any]:
-        self._checkpoints.folder(self._step)  # refuses what is no step
+        self._checkpoints.folder(self._step)  # refuses invalid steps
         return {"step": self._step, **self._contents.describe()}
 
     def _check_same_step(self, described: list[dict[str, Any]]) -> None:
@@ -583,7 +583,7 @@ class _Save:
         latest = self._checkpoints.latest()
         if latest is not None and self._step <= latest:
             raise ArgumentError(
-                f"{self._operation}: expected a step after {latest}, which is saved. After going "
+                f"{self._operation}: expected a step after {latest}, which is saved. To go "
                 "back to an earlier step, remove() those after it, or save under another root"
             )
         for each in commit.leftovers(self._checkpoints.root):
@@ -612,7 +612,7 @@ class _Save:
         self._partial = None
 
     def _clean_up(self) -> None:
-        """After a failure; what cannot be removed now is removed by the next save."""
+        """Runs after a failure; a folder that cannot be removed now is removed by the next save."""
         if self._partial is None or not self._partial.exists():
             return
         try:
@@ -626,5 +626,5 @@ class _Save:
             try:
                 self._checkpoints.remove(step)
             except OSError as error:
-                # The new one is saved, which is what the caller has to know.
+                # The new checkpoint is saved, so this failure must not raise.
                 _log.warning("%s: cannot remove step %d: %s", self._operation, step, error)

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: tensors, the manifest, and the commit that makes them appear at once.
+"""The files of a checkpoint: tensors, the manifest, and the commit that shows all of them at once.
 
-The format is 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
-(https://huggingface.co/docs/safetensors). The library's own writer copies all tensors into bytes
-first; this one holds no more than a slice.
+A file has 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
+(https://huggingface.co/docs/safetensors). The library's own writer first copies all tensors into
+bytes; this writer holds at most one slice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# By dtype: its name in the manifest and its code in a safetensors header.
+# Each dtype's name in the manifest, and its code in a safetensors header.
 DTYPES: dict[torch.dtype, tuple[str, str]] = {
     torch.float64: ("float64", "F64"),
     torch.float32: ("float32", "F32"),
@@ -57,26 +57,26 @@ DTYPES: dict[torch.dtype, tuple[str, str]] = {
 }
 DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 
-# NumPy's limit, and that of torch's operators.
+# The limit of NumPy and of torch's operators.
 MOST_DIMS = 64
 # Small enough that a slice is still in the cache when it is written after its checksum.
 SLICE_BYTES = 1 << 20
-# The slices of a file that is summed but not written. They are large enough for the rank's threads
-# to take part (``worker_pool.h``).
+# The size of slices when a file is only summed: large enough for the rank's threads to take part
+# (``worker_pool.h``).
 _SUMMED_BYTES = 8 << 20
 _HEADER_ALIGN = 8
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file as it must be: its size, and CRC-32 (ISO-HDLC, zlib's) as 8 hexadecimal digits."""
+    """The expected size of a file, and its CRC-32 (ISO-HDLC, as zlib) in 8 hexadecimal digits."""
 
     size_bytes: int
     crc32: str
 
 
 class Stored(Protocol):
-    """A tensor as a file's header describes it."""
+    """A tensor as described by a file's header."""
 
     @property
     def key(self) -> str: ...
@@ -93,11 +93,11 @@ T = TypeVar("T", bound=Stored)
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor to write.
+    """A tensor to be written.
 
     Attributes:
-        key: in the file.
-        dtype, size: of the tensor.
+        key: its key in the file.
+        dtype, size: its dtype and size.
         slices: yields its elements in order, as flat contiguous tensors in host memory.
     """
 
@@ -112,7 +112,7 @@ class TensorEntry:
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """The name of a dtype in manifests.
+    """Returns the name of a dtype in manifests.
 
     Raises:
         UnsupportedError: the file format has no such dtype.
@@ -120,13 +120,13 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     if dtype not in DTYPES:
         raise UnsupportedError(
             f"{what}: expected a dtype of {', '.join(DTYPE_OF_NAME)}, got {dtype}: safetensors "
-            "files have no other; convert it"
+            "files have no other dtypes; convert it"
         )
     return DTYPES[dtype][0]
 
 
 def host_slices(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor of any device and strides, by slices in host memory."""
+    """Yields the elements of a tensor on any device, with any strides, as slices in host memory."""
     flat = tensor.detach().reshape(-1)
     step = SLICE_BYTES // flat.dtype.itemsize
     for begin in range(0, flat.numel(), step):
@@ -140,12 +140,12 @@ def write_tensor_file(
 
     Args:
         path: must not exist.
-        entries: of different keys.
-        metadata: into the header, where safetensors has it.
+        entries: the tensors, with different keys.
+        metadata: the metadata for the header, as safetensors defines it.
 
     Raises:
-        OSError: it cannot be written.
-        CheckpointError: an entry's slices are not what its dtype and size say.
+        OSError: the file cannot be written.
+        CheckpointError: an entry's slices do not have its dtype and size.
     """
     ordered = in_order(entries)
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -169,7 +169,7 @@ def write_tensor_file(
 
 
 def in_order(entries: Sequence[T]) -> list[T]:
-    """Returns entries as files have them: larger items first, so that all are aligned."""
+    """Returns entries in a file's order: larger dtypes first, so that all tensors are aligned."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -184,7 +184,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def crc32_of(path: Path) -> str:
-    """The checksum of a file's bytes."""
+    """Returns the checksum of a file's bytes."""
     crc = 0
     buffer = torch.empty(_SUMMED_BYTES, dtype=torch.uint8, device="cpu")
     with path.open("rb", buffering=0) as file:
@@ -194,7 +194,7 @@ def crc32_of(path: Path) -> str:
 
 
 def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
-    """Returns what a file begins with, before the elements of its entries in this order."""
+    """Returns the begin of a file that has the elements of these entries after it, in order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for entry in entries:
@@ -211,7 +211,7 @@ def _check_dtype(path: Path, entry: TensorEntry, values: Tensor) -> None:
     if values.dtype != entry.dtype:
         raise CheckpointError(
             f"{path.name}: {entry.key}: expected elements of {entry.dtype}, as was planned, got "
-            f"{values.dtype}; what is saved must not change while it is saved"
+            f"{values.dtype}; tensors must not change while they are saved"
         )
 
 
@@ -219,12 +219,12 @@ def _check_size(path: Path, entry: TensorEntry, size_bytes: int) -> None:
     if size_bytes != entry.size_bytes:
         raise CheckpointError(
             f"{path.name}: {entry.key}: expected {entry.size_bytes} bytes for size {entry.size}, "
-            f"as was planned, got {size_bytes}; what is saved must not change while it is saved"
+            f"as was planned, got {size_bytes}; tensors must not change while they are saved"
         )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous host tensor's memory. Not numpy(): torch runs without it."""
+    """Returns a contiguous host tensor's memory. Not by numpy(): torch runs without NumPy."""
     size_bytes = tensor.numel() * tensor.dtype.itemsize
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -234,21 +234,21 @@ def _write(out: int, view: memoryview) -> None:
         view = view[os.write(out, view) :]
 
 
-# ---- ``checkpoint.json``: what a checkpoint holds and where, checked before anything is believed
+# ---- The manifest ``checkpoint.json``, which is checked before it is used ------------------------
 # ``docs/checkpoint.md`` has the format.
 
-# Pieces of a tensor: where one lies, what two share, and whether all of them fill it.
+# The pieces of a tensor: their positions, their intersections, and whether they fill the tensor.
 
 Bounds = tuple[tuple[int, int], ...]  # [begin, end) by dimension
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, and where its elements are.
+    """A box of a tensor, and the place of its elements in a file.
 
     Attributes:
-        offsets, sizes: of the box in the tensor, by dimension; sizes are positive.
-        file, key: where it is saved.
+        offsets, sizes: the box in the tensor, by dimension; sizes are positive.
+        file, key: the file and the key of the box.
     """
 
     offsets: tuple[int, ...]
@@ -274,10 +274,10 @@ class Piece:
 def flat_boxes(
     size: Sequence[int], begin: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [begin, end) of a flattened tensor, as the fewest boxes in order.
+    """Yields elements [begin, end) of a flattened tensor as the fewest boxes, in order.
 
     Yields:
-        offsets and sizes, by dimension. A box's elements follow each other in the flat tensor.
+        Offsets and sizes, by dimension. A box's elements are contiguous in the flattened tensor.
     """
     if begin == end:
         return
@@ -306,7 +306,7 @@ def _in_row(
 
 
 def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
-    """Raises ValueError unless each element of a tensor of ``size`` is in one piece."""
+    """Raises ValueError unless each element of a tensor of ``size`` is in exactly one piece."""
     for piece in pieces:
         _check_inside(size, piece)
     if len(pieces) > 1 and not size:
@@ -321,15 +321,15 @@ def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
 
 
 def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
-    """Tells whether boxes that have as many elements as a tensor cover it; in O(n) time.
+    """True if boxes cover a tensor; together they have as many elements as it. O(n) time.
 
-    A box's indicator function is determined by its corners, with signs. So boxes cover the tensor
-    without overlap exactly if the sum of products over the dimensions of ``g(end) - g(begin)`` is
-    the tensor's own for all functions g of the coordinates. A random g into the integers modulo a
-    prime near 2^127 tells a difference, but with a probability below 2^-120.
+    The indicator function of a box is determined by its corners, with signs. So boxes cover the
+    tensor without overlap exactly if, for all functions g of the coordinates, the sum over boxes of
+    the products over dimensions of ``g(end) - g(begin)`` is the tensor's own product. A random g
+    into the integers modulo a prime near 2^127 misses a difference with probability below 2^-120.
     """
     if len(size) == 1 or len(pieces) < 2:
-        return True  # disjoint, or one
+        return True  # disjoint, or only one piece
 
     def measure(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         found = 1
@@ -346,7 +346,7 @@ _SECRET = secrets.token_bytes(16)
 
 
 def _random(dim: int, coordinate: int) -> int:
-    """Returns a number of 128 bits that nobody outside of this process can foresee."""
+    """Returns a 128-bit number that cannot be predicted outside of this process."""
     text = f"{dim},{coordinate}".encode()
     return int.from_bytes(hashlib.blake2b(text, key=_SECRET, digest_size=16).digest(), "little")
 
@@ -358,12 +358,12 @@ def _check_inside(size: Sequence[int], piece: Piece) -> None:
     )
     if not inside:
         raise ValueError(
-            f"a piece of sizes {piece.sizes} at {piece.offsets} does not lie in {tuple(size)}"
+            f"a piece of sizes {piece.sizes} at {piece.offsets} is not inside {tuple(size)}"
         )
 
 
 def _check_apart(pieces: Sequence[Piece]) -> None:
-    """Raises ValueError if pieces of a flat tensor, in order, overlap."""
+    """Raises ValueError if pieces of a flat tensor, which are in order, overlap."""
     for one, other in pairwise(pieces):
         if one.offsets[0] + one.sizes[0] > other.offsets[0]:
             raise ValueError(
@@ -375,22 +375,22 @@ def _check_apart(pieces: Sequence[Piece]) -> None:
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = "ringcomm checkpoint"
 VERSION = 1
-# No model needs more; a sparse file could claim any size.
+# No model needs more. A sparse file could claim any size.
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_EXTENT = 1 << 62
-# Nothing else is opened, so that no manifest leads out of its folder.
+# Only files with such names are opened, so that no manifest can refer outside of its folder.
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as it was cut.
+    """A tensor as saved in pieces.
 
     Attributes:
-        dtype: its name, as in ``DTYPE_OF_NAME``.
-        size: of what the pieces fill; of flat shards [elems].
-        shape: of the tensor outside of the checkpoint, with as many elements.
-        pieces: each element is in one of them.
+        dtype: name of the dtype, as in ``DTYPE_OF_NAME``.
+        size: size of the tensor that the pieces fill; [elems] for flat shards.
+        shape: shape of the original tensor, with the same number of elements.
+        pieces: the pieces; each element is in one of them.
     """
 
     dtype: str
@@ -403,24 +403,24 @@ class SavedTensor:
         return prod(self.size)
 
     def check(self, files: Mapping[str, SavedFile]) -> None:
-        """Raises ValueError unless it is whole, and lies in known files."""
+        """Raises ValueError unless the tensor is complete and all its files are known."""
         for sizes in (self.size, self.shape):
-            # The product of the others is what strides are made of.
+            # Sizes of 0 count as 1, since strides are products of the other sizes.
             if min(sizes, default=0) < 0 or prod(max(1, each) for each in sizes) > _MAX_EXTENT:
                 raise ValueError(f"size {self.size} of shape {self.shape}")
         if prod(self.shape) != self.elems:
-            raise ValueError(f"shape {self.shape} has not the {self.elems} elements of its size")
+            raise ValueError(f"shape {self.shape}: expected {self.elems} elements, as in its size")
         if self.dtype not in DTYPE_OF_NAME:
-            raise ValueError(f"dtype {shown(self.dtype)} is not known")
+            raise ValueError(f"dtype {shown(self.dtype)} is unknown")
         check_fill(self.size, self.pieces)
         for piece in self.pieces:
             if piece.file not in files:
-                raise ValueError(f"file {shown(piece.file)} is not of this checkpoint")
+                raise ValueError(f"file {shown(piece.file)} is not part of this checkpoint")
 
 
 @dataclass(frozen=True)
 class SavedRank:
-    """What one rank saved for itself: JSON data, and whole tensors."""
+    """The data that one rank saved as its own: JSON data, and whole tensors."""
 
     data: Any = None
     tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
@@ -428,14 +428,14 @@ class SavedRank:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the elements.
+    """All data of a checkpoint except the elements.
 
     Attributes:
-        tensors: by name.
-        files: by name, "rank-00000.safetensors" and so on.
-        ranks: by rank of the world that saved.
-        data: the user's, as ``json_reader.encode`` takes it.
-        values: what is no tensor of a state saved through torch.distributed.checkpoint, by name.
+        tensors: the tensors, by name.
+        files: the files by name, "rank-00000.safetensors" and so on.
+        ranks: the ranks' own data, by rank of the world that saved.
+        data: the user's data, as accepted by ``json_reader.encode``.
+        values: the values that are not tensors, by name, of torch.distributed.checkpoint's states.
     """
 
     tensors: Mapping[str, SavedTensor]
@@ -449,12 +449,12 @@ class Manifest:
         return len(self.ranks)
 
     def check(self) -> None:
-        """Raises ValueError unless all tensors are whole, and the files have room for them."""
+        """Raises ValueError unless all tensors are complete and fit into the files."""
         if not self.ranks:
             raise ValueError("no rank saved it")
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
-                raise ValueError(f"{shown(name)} is no file of a checkpoint")
+                raise ValueError(f"{shown(name)} is not a file name of a checkpoint")
         saved = [
             ("", self.tensors),
             *((f"rank {r}: ", e.tensors) for r, e in enumerate(self.ranks)),
@@ -470,10 +470,10 @@ class Manifest:
                     room[piece.file] -= piece.elems * DTYPE_OF_NAME[tensor.dtype].itemsize
         for name, left in room.items():
             if left < 0:
-                raise ValueError(f"{name} is too small for what is said to be in it")
+                raise ValueError(f"{name} is too small for its tensors")
 
     def to_text(self) -> str:
-        """One line of JSON.
+        """Returns the manifest as one line of JSON.
 
         Raises:
             UnsupportedError: the data cannot be JSON.
@@ -499,10 +499,10 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, where: str) -> Manifest:
-        """Undoes :meth:`to_text`, and checks what it says.
+        """Reads the output of :meth:`to_text`, and checks the manifest.
 
         Raises:
-            CheckpointError: it is damaged, of another version, or says what cannot be.
+            CheckpointError: the text is damaged, of another version, or impossible.
         """
         try:
             body = json.loads(text)
@@ -523,17 +523,17 @@ class Manifest:
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def piece_key(name: str, offsets: Sequence[int]) -> str:
-    """The key in a rank's file of the piece of tensor ``name`` at ``offsets``."""
+    """Returns the key, in a rank's file, of the piece of tensor ``name`` at ``offsets``."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
 def rank_key(name: str) -> str:
-    """The key in a rank's file of a tensor of its own; no piece has it."""
+    """Returns the key, in a rank's file, of a tensor of the rank's own; pieces have other keys."""
     return f"{name}@rank"
 
 
@@ -555,14 +555,14 @@ def _describe(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _crc32(body: Mapping[str, Any]) -> str:
-    """Returns the CRC of the data, not of their order and layout in the file."""
+    """Returns the CRC-32 of the data, which does not depend on order and layout in the file."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _check_head(body: Any) -> None:
     if _dict(body).pop("format", None) != FORMAT:
-        raise ValueError(f"it is no manifest of a {FORMAT}")
+        raise ValueError(f"it is not a manifest of a {FORMAT}")
     version, crc32 = body.pop("version", None), body.pop("crc32", None)
     if version != VERSION:
         raise ValueError(
@@ -615,12 +615,12 @@ def _rank(described: Any) -> SavedRank:
 
 
 # ---- Folders that appear whole or not at all ----------------------------------------------------
-# A folder is written under a hidden name beside its own, every file and then the folder itself is
-# synced, and one rename gives it its name. POSIX rename() is atomic to whoever looks. What a crash
-# of the machine leaves of it is the file system's matter, and so is what it leaves of all that was
-# not synced: Pillai et al., "All File Systems Are Not Created Equal" (OSDI'14).
+# A folder is written under a hidden name next to its final name. Every file and then the folder
+# itself is synced, and one rename gives the folder its final name. POSIX rename() is atomic for all
+# observers. After a machine crash, the file system determines what is left of it, as of all data
+# that was not synced: Pillai et al., "All File Systems Are Not Created Equal" (OSDI'14).
 
-# Hidden names: "partial" was never renamed, "removed" is on its way out.
+# Hidden names: a "partial" folder was never renamed, a "removed" folder is being removed.
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _NONCE_BYTES = 8
 
@@ -635,30 +635,30 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes it and those above it, for good."""
+    """Makes a folder and all missing parents, and syncs their names."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
     try:
         os.mkdir(folder)
     except FileExistsError:
-        # Another process makes it, too: stages of a pipeline save below one folder.
+        # Another process made it at the same time: pipeline stages save below one folder.
         if not folder.is_dir():
             raise
     sync_folder(folder.parent)
 
 
 def begin(target: Path) -> Path:
-    """The hidden folder, new and empty, that will be ``target``.
+    """Returns the hidden folder, new and empty, that will become ``target``.
 
     Raises:
-        CheckpointError: there is a ``target``.
-        OSError: it cannot be made.
+        CheckpointError: ``target`` exists.
+        OSError: the folder cannot be made.
     """
     if target.exists():
         raise CheckpointError(
-            f"{target}: expected no such file or folder, but there is one, and none is written "
-            "over; save elsewhere, or remove it"
+            f"{target}: expected no such file or folder, but there is one, and it is not "
+            "overwritten; save elsewhere, or remove it"
         )
     make_folder(target.parent)
     partial = target.with_name(f"{_PARTIAL}{target.name}-{secrets.token_hex(_NONCE_BYTES)}")
@@ -667,7 +667,7 @@ def begin(target: Path) -> Path:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Gives a folder whose files are all synced its name."""
+    """Gives a folder its final name; all of its files must be synced."""
     sync_folder(partial)
     os.rename(partial, target)
     sync_folder(target.parent)
@@ -675,20 +675,20 @@ def commit(partial: Path, target: Path) -> None:
 
 @contextmanager
 def whole(target: Path) -> Iterator[Path]:
-    """The hidden folder that becomes ``target`` at the end, or is removed if anything is raised."""
+    """Yields the hidden folder that becomes ``target`` at the end, or is removed on an error."""
     partial = begin(target)
     try:
         yield partial
         commit(partial, target)
     except BaseException:
-        # It may have its name already; what cannot be removed stays hidden.
+        # The folder may have its final name already. If it cannot be removed, it stays hidden.
         with suppress(OSError):
             discard(partial)
         raise
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder, which is never seen half removed."""
+    """Removes a folder, which is never visible half removed."""
     if not folder.name.startswith(_REMOVED):
         removed = folder.with_name(f"{_REMOVED}{secrets.token_hex(_NONCE_BYTES)}")
         os.rename(folder, removed)
@@ -697,11 +697,11 @@ def discard(folder: Path) -> None:
 
 
 def leftovers(parent: Path, name: str | None = None) -> list[Path]:
-    """Hidden folders of saves and removals that were cut short, sorted.
+    """Returns hidden folders of interrupted saves and removals, sorted.
 
     Args:
-        parent: where to look; need not exist.
-        name: of the folder that was to be saved; default all, and removals too.
+        parent: the folder to search; need not exist.
+        name: name of the folder that was to be saved; default all, including removals.
     """
     if not parent.is_dir():
         return []
@@ -714,13 +714,13 @@ def leftovers(parent: Path, name: str | None = None) -> list[Path]:
     return sorted(each for each in parent.iterdir() if hidden.fullmatch(each.name))
 
 
-# ---- The contents that each rank brings to a save: described, put together, and written ---------
+# ---- The contents of each rank in a save: described, put together, and written -------------------
 
-# A part of a flat tensor, as checkpoints take it.
+# The form in which a checkpoint accepts a part of a flat tensor.
 
 
 class Box(NamedTuple):
-    """A box of a tensor as it is cut, and this rank's memory of it."""
+    """A box of a tensor as saved, and this rank's memory of it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -730,25 +730,25 @@ class Box(NamedTuple):
 class FlatShard(torch.Tensor):
     """Elements [begin, begin + data.numel()) of a flat tensor of ``elems`` elements.
 
-    To ``torch.distributed.checkpoint`` it is a tensor of size [elems] of which this rank has a
-    part, with any planner: torch asks for parts of tensors only. It cannot be computed with.
+    For ``torch.distributed.checkpoint`` it is a tensor of size [elems] of which this rank has a
+    part, with any planner, since torch asks only for parts of tensors. It cannot be computed with.
 
     Args:
-        elems: of the whole flat tensor: a parameter, a master weight, a moment.
-        begin: of the first element that is here.
-        data: [n], contiguous, on any device, perhaps empty. It is saved from and loaded into.
-        shape: of the parameter, with ``elems`` elements; default [elems]. Exports have it.
+        elems: number of elements of the whole flat tensor: a parameter, a master weight, a moment.
+        begin: index of the first element that this rank has.
+        data: [n], contiguous, on any device, may be empty. Saves read it, and loads write to it.
+        shape: shape of the parameter, with ``elems`` elements, for exports; default [elems].
 
     Attributes:
-        elems, begin: as given.
-        local: ``data``, without gradient.
-        read: where ``local`` has no memory (device "meta"), yields the elements of a range of the
-            tensor that ``local`` is a view of; else None.
-        param_shape: ``shape``.
+        elems, begin: the arguments.
+        local: the argument ``data``, without gradient.
+        read: if ``local`` has no memory (device "meta"), a function that yields a range of elements
+            of the tensor of which ``local`` is a view; else None.
+        param_shape: the argument ``shape``.
 
     Raises:
-        ArgumentError: these do not fit.
-        UnsupportedError: files have no such dtype.
+        ArgumentError: the arguments do not fit.
+        UnsupportedError: checkpoint files do not have the dtype.
     """
 
     elems: int
@@ -789,7 +789,7 @@ class FlatShard(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.new_empty.default:
-            # torch's staging of background saves makes these, and fills their ``local``.
+            # torch's staging of background saves makes such tensors, and fills their ``local``.
             like, device = args[0], (kwargs or {}).get("device")
             return like.with_memory(torch.empty_like(like.local, device=device))
         raise UnsupportedError(
@@ -798,12 +798,12 @@ class FlatShard(torch.Tensor):
         )
 
     def with_memory(self, local: Tensor) -> FlatShard:
-        """Returns the same elements in other memory."""
+        """Returns a shard of the same elements in other memory."""
         return FlatShard(self.elems, self.begin, local, self.param_shape)
 
     def boxes(self) -> list[Box]:
-        """Returns the boxes of the saved tensor, of the size ``self.size()``, that are here."""
-        # An empty part may begin where another rank's begins, and torch keeps one of those.
+        """Returns this rank's boxes of the saved tensor, which has the size ``self.size()``."""
+        # An empty part may begin where another rank's part does, and torch keeps only one of them.
         if self.elems and not self.local.numel():
             return []
         return [Box((self.begin,), tuple(self.local.shape), self.local)]
@@ -844,11 +844,11 @@ class FlatShard(torch.Tensor):
 
 
 class DTensorBox(NamedTuple):
-    """The box of a tensor that is a rank's local tensor of a DTensor.
+    """The box of a whole tensor that a rank's local tensor of a DTensor covers.
 
     Attributes:
         shape: shape of the whole tensor.
-        offsets, sizes: of the box, by dimension.
+        offsets, sizes: the box, by dimension.
     """
 
     shape: tuple[int, ...]
@@ -859,13 +859,13 @@ class DTensorBox(NamedTuple):
 class DTensorShard(FlatShard):
     """Elements [begin, begin + data.numel()) of a flattened local tensor of a DTensor.
 
-    It is saved as boxes of the tensor in its real shape, since a run of a box's elements is none of
-    the tensor's.
+    It is saved as boxes of the tensor in its real shape, since contiguous elements of a box are not
+    contiguous in the tensor.
 
     Args:
-        box: where it lies in the tensor.
-        begin: of the first element that is here, in the flattened box.
-        data: [n], contiguous, on any device, perhaps empty.
+        box: the local tensor's box in the whole tensor.
+        begin: index in the flattened box of the first element that this rank has.
+        data: [n], contiguous, on any device, may be empty.
     """
 
     box: DTensorBox
@@ -915,7 +915,7 @@ class Contents:
     """The contents that one rank saves.
 
     Attributes:
-        tensors: by name, this rank's shards.
+        tensors: this rank's shards, by name.
         data: JSON data, equal on all ranks.
         rank_data: this rank's own JSON data.
         rank_tensors: this rank's own tensors, by name.
@@ -927,10 +927,10 @@ class Contents:
     rank_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Describes it in JSON types: all but the elements, and the checksum of ``data``.
+        """Returns JSON types: all contents but the elements, and a checksum of ``data``.
 
         Raises:
-            ArgumentError: a name or a tensor is none.
+            ArgumentError: a name or a tensor is invalid.
             UnsupportedError: data cannot be JSON, or a dtype cannot be saved.
         """
         parts = {}
@@ -959,7 +959,7 @@ class Contents:
         }
 
     def entries(self) -> list[TensorEntry]:
-        """The tensors that go into this rank's file."""
+        """Returns the tensors of this rank's file."""
         parts = [
             TensorEntry(
                 piece_key(name, box.offsets),
@@ -993,30 +993,30 @@ def slices_of(
 
 
 def check_name(name: object) -> None:
-    """Raises ArgumentError unless a tensor can have this name."""
+    """Raises ArgumentError unless ``name`` can be the name of a tensor."""
     try:
         if isinstance(name, str) and name.encode():
             return
     except UnicodeEncodeError:
-        pass  # half of a surrogate pair
+        pass  # a lone surrogate
     raise ArgumentError(f"expected tensors' names as text that is not empty, got {name!r}")
 
 
 def put_together(
     described: Sequence[Mapping[str, Any]], operation: str
 ) -> tuple[dict[str, SavedTensor], tuple[SavedRank, ...]]:
-    """The tensors and the ranks' own of a manifest, from all ranks' descriptions.
+    """Returns a manifest's tensors, and the ranks' own data, from all ranks' descriptions.
 
     Raises:
         MismatchError: ranks differ in a tensor or in the data.
-        ArgumentError: a tensor has a gap, or an element that two ranks save.
+        ArgumentError: an element of a tensor is saved by no rank, or by two ranks.
     """
     heads: dict[str, tuple[int, list[Any]]] = {}
     pieces: dict[str, list[Piece]] = {}
     for rank, each in enumerate(described):
         if each["data"] != described[0]["data"]:
             raise MismatchError(
-                f"{operation}: ranks 0 and {rank} give different data; give what differs as "
+                f"{operation}: ranks 0 and {rank} give different data; pass data that differ as "
                 "rank_data"
             )
         for name, (dtype, size, shape, boxes) in each["tensors"].items():

@@ -1,10 +1,10 @@
-"""``pretrained()`` and ``load_pretrained()``: Hugging Face's weights, straight into shards.
+"""``pretrained()`` and ``load_pretrained()``: weights from Hugging Face, read straight to shards.
 
 NOTE [Every rank reads its own]
-A safetensors file has a tensor's elements in order, and a rank keeps runs of flattened parameters.
-So each rank reads the runs that it keeps, and nothing else: no rank has a whole model, or a whole
-parameter, and no values pass between ranks. At stages 0 to 2 what a rank keeps of the parameters is
-everything, and of the FP32 values before rounding its share.
+A safetensors file has a tensor's elements in order, and a rank keeps contiguous parts of flattened
+parameters. So each rank reads the parts that it keeps, and nothing else: no rank has a whole model,
+or a whole parameter, and no values pass between ranks. At stages 0 to 2 a rank keeps all elements
+of the parameters, and its share of the FP32 values before rounding.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from ringcomm.zero.stages.sharding import engine_of, path_of
 from ringcomm.zero.stages.shards import own_of, publish, requantize
 from ringcomm.zero.stages.units import Values, WeightSource
 
-# ---- Weights in safetensors files as Hugging Face's libraries write them, matched with a module -
-# A source is one file, or a folder with ``model.safetensors``, or with several files and an index
-# of which name is in which file. Headers and index are checked before anything is believed,
-# elements are read where they belong with no more than a slice of them elsewhere, and nothing is
+# ---- Weights in safetensors files of Hugging Face's libraries, matched with a module -------------
+# A source is one file, or a folder that contains ``model.safetensors``, or several files and an
+# index that lists each file's names. Headers and index are checked before they are used. Elements
+# are read into their final memory, with at most one slice of them elsewhere, and nothing is
 # unpickled.
 #
-# A model of the transformers library may have other names than its files, and may keep experts that
-# are files' tensors of their own as one parameter. The library's own tables say so, and are used
-# where a stack of files' tensors has its elements in the order of the parameter's.
+# A model of the transformers library may have other names than its files, and may stack experts,
+# which are separate tensors in the files, into one parameter. The library's own conversion tables
+# are used if a stack of the files' tensors keeps the order of the parameter's elements.
 
 Tensor = torch.Tensor
 
-#: Gives the name in the module for one in the files; None leaves the tensor out.
+#: Maps names in the files to names in the module; None leaves the tensor out.
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
 _DTYPE_OF_CODE = {code: dtype for dtype, (_, code) in DTYPES.items()}
-# What the safetensors library takes, too.
+# The limit of the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_EXTENT = 1 << 62
-# A name without a folder, so that no index leads out of its own.
+# A name without a folder, so that no index can refer outside of its folder.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
-# Their values are comparable numbers, so that one can be converted into another.
+# Dtypes whose values can be converted into each other.
 _FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -80,11 +80,11 @@ class StoredTensor:
     """One tensor in a file.
 
     Attributes:
-        name: in the file.
-        code: its dtype, as safetensors names it.
-        shape: of the tensor.
-        file: number of the file that has it.
-        begin_bytes: where its elements begin in that file.
+        name: its name in the file.
+        code: its dtype, as named by safetensors.
+        shape: its shape.
+        file: number of the file that contains it.
+        begin_bytes: offset of its elements in the file, in bytes.
     """
 
     name: str
@@ -99,24 +99,24 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None if torch has no such dtype."""
+        """The torch dtype; None if torch has no such dtype."""
         return _DTYPE_OF_CODE.get(self.code)
 
     def becomes(self, dtype: torch.dtype) -> bool:
-        """Tells whether its values can be had in a dtype."""
+        """True if its values can be read into a tensor of this dtype."""
         return self.dtype is dtype or (self.dtype in _FLOATING and dtype in _FLOATING)
 
 
 class WeightFiles:
-    """The tensors of a file, or of a folder.
+    """The tensors of a safetensors file, or of a folder of them.
 
     Attributes:
         source: the file or folder.
-        tensors: by name.
-        digest: 64 bits for the names, dtypes, shapes and offsets of all tensors.
+        tensors: the tensors, by name.
+        digest: 64 bits that depend on names, dtypes, shapes and offsets of all tensors.
 
     Raises:
-        CheckpointError: there are no weights, or files are damaged; names what.
+        CheckpointError: there are no weights, or files are damaged; the message names the file.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
@@ -125,8 +125,7 @@ class WeightFiles:
         self._files: list[int] = []
         self._paths: list[Path] = []
         self._closing = ExitStack()
-        # One for all reads: malloc keeps memory that is freed, and may give its addresses to
-        # others.
+        # One buffer for all reads: malloc keeps freed memory, and may give its addresses to others.
         self._buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8, device="cpu")
         digest = hashlib.sha256()
         try:
@@ -141,17 +140,17 @@ class WeightFiles:
         self.digest = digest.hexdigest()[:16]
 
     def close(self) -> None:
-        """Closes the files; nothing can be read any more."""
+        """Closes the files; later reads are impossible."""
         self._closing.close()
 
     def read(self, stored: StoredTensor, begin: int, out: Tensor, via: torch.dtype) -> None:
         """Fills ``out`` with elements from ``begin`` on of a flattened tensor.
 
         Args:
-            stored: one of ``tensors``.
+            stored: one of the values of ``tensors``.
             begin: the first element to read.
-            out: [n], contiguous, of any floating-point dtype if ``stored`` is of one.
-            via: the dtype that the elements get first.
+            out: [n], contiguous; of any floating-point dtype if ``stored`` has one.
+            via: the dtype to which the elements are converted first.
 
         Raises:
             CheckpointError: the file has become shorter, or cannot be read.
@@ -173,11 +172,11 @@ class WeightFiles:
     def read_box(
         self, stored: StoredTensor, offsets: Sequence[int], out: Tensor, via: torch.dtype
     ) -> None:
-        """Fills ``out`` [box] with a box of a tensor, from whole rows of it; else as :meth:`read`.
+        """Fills ``out`` [box] with a box of a tensor, from whole rows; otherwise like :meth:`read`.
 
         Args:
-            stored, out, via: as of :meth:`read`.
-            offsets: of the box, by dimension.
+            stored, out, via: as for :meth:`read`.
+            offsets: offsets of the box, by dimension.
         """
         if not out.numel():
             return
@@ -197,7 +196,7 @@ class WeightFiles:
             target.copy_(slab[within].to(via))
 
     def _read_bytes(self, stored: StoredTensor, at: int, buffer: Tensor) -> None:
-        """Fills a contiguous tensor in host memory."""
+        """Fills a contiguous tensor in host memory with bytes of a file."""
         view = bytes_of(buffer)
         path = self._paths[stored.file]
         while view:
@@ -212,7 +211,7 @@ class WeightFiles:
     # ---- index and headers ----------------------------------------------------------------------
 
     def _find(self) -> dict[Path, set[str] | None]:
-        """Returns the files, and which names each has by the index; None without one."""
+        """Returns the files, each with its names in the index, or None without an index."""
         if not self.source.is_dir():
             return {self.source: None}
         if (self.source / SINGLE_NAME).exists():
@@ -232,22 +231,22 @@ class WeightFiles:
         return names_of
 
     def _open(self, path: Path) -> bytes:
-        """Opens a file; returns its header, as bytes."""
+        """Opens a file and returns the bytes of its header."""
         try:
-            # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+            # Without O_NONBLOCK, opening a pipe that no process writes to would hang.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _damaged(path, f"cannot be opened: {error.strerror}") from error
         self._closing.callback(os.close, file)
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise _damaged(path, "is no regular file")
+            raise _damaged(path, "is not a regular file")
         self._files.append(file)
         self._paths.append(path)
         try:
             header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, status.st_size - 8):
-                raise _damaged(path, f"is no safetensors file, of {status.st_size} bytes")
+                raise _damaged(path, f"is not a safetensors file, with {status.st_size} bytes")
             return os.pread(file, header_bytes, 8)
         except OSError as error:
             raise _damaged(path, f"cannot be read: {error.strerror}") from error
@@ -267,12 +266,12 @@ class WeightFiles:
         for stored in found:
             if stored.name in self.tensors:
                 other = self._paths[self.tensors[stored.name].file].name
-                raise _damaged(path, f"{shown(stored.name)} is in {other}, too")
+                raise _damaged(path, f"{shown(stored.name)} is also in {other}")
             self.tensors[stored.name] = stored
         names = {stored.name for stored in found}
         if expected is not None and names != expected:
             name = min(names ^ expected)
-            where = "is in it, and not there by" if name in names else "is not in it, but there by"
+            where = "is in it, but not in" if name in names else "is not in it, but in"
             raise _damaged(path, f"{shown(name)} {where} {INDEX_NAME}")
 
 
@@ -281,10 +280,10 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Returns the file of each name.
+    """Returns the file of each tensor's name, from an index.
 
     Raises:
-        CheckpointError: it is no index, or leads out of its folder.
+        CheckpointError: the file is not an index, or refers outside of its folder.
     """
     try:
         index = read_json(read_bounded(path, _MAX_INDEX_BYTES))
@@ -306,14 +305,14 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _stored(name: str, told: Any, file: int, data_bytes: int) -> StoredTensor:
-    """Reads what a header says of a tensor; raises ValueError."""
+    """Reads a header's entry of a tensor; raises ValueError if it is invalid."""
     if not isinstance(told, dict) or {*told} != {"dtype", "shape", "data_offsets"}:
         raise ValueError(
             f"{shown(name)}: expected dtype, shape and data_offsets, got {shown(told)}"
         )
     code, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
     fits = isinstance(code, str) and _are_numbers(shape) and _are_numbers(offsets)
-    # The product of many numbers takes time that grows with the square of how many they are.
+    # The product of many numbers takes time that grows with the square of their count.
     fits = fits and len(shape) <= MOST_DIMS
     if not fits or len(offsets) != 2 or offsets[0] > offsets[1] or prod(shape) > _MAX_EXTENT:
         raise ValueError(f"{shown(name)}: expected sizes, got {shown(told)}")
@@ -332,7 +331,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _check_offsets(found: Sequence[StoredTensor], told: dict[str, Any], data_bytes: int) -> None:
-    """Raises ValueError unless tensors follow each other, up to the end of the file."""
+    """Raises ValueError unless tensors are contiguous in the file and end with it."""
     end = 0
     for begin, stop, name in sorted(
         (*told[each.name]["data_offsets"], each.name) for each in found
@@ -341,10 +340,10 @@ def _check_offsets(found: Sequence[StoredTensor], told: dict[str, Any], data_byt
             raise ValueError(f"{shown(name)} begins at byte {begin} of the data, and not at {end}")
         end = stop
     if end != data_bytes:
-        raise ValueError(f"expected {end} bytes of data, as it says, got {data_bytes}")
+        raise ValueError(f"expected {end} bytes of data, as the header says, got {data_bytes}")
 
 
-# ---- whose tensors they are ---------------------------------------------------------------------
+# ---- matching of names ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -352,8 +351,8 @@ class Matched:
     """The parameters and buffers of a module, matched with the tensors of files.
 
     Attributes:
-        found: by first name in the module, the stored tensors whose elements follow each other in
-            the flattened tensor.
+        found: by first name in the module, the stored tensors whose elements, one after the other,
+            are the elements of the flattened tensor.
         keys: the names that only one side has.
     """
 
@@ -368,13 +367,13 @@ def match(
     rename: Rename | None,
     only: Sequence[str] | None,
 ) -> Matched:
-    """Finds the tensors of a module.
+    """Matches the tensors of files with a module's parameters and buffers.
 
     Raises:
-        ArgumentError: ``only`` names nothing.
-        CheckpointError: shapes or dtypes do not fit, or two tensors have one name.
-        UnsupportedError: a parameter is made of stored tensors in a way that reads no elements in
-            order.
+        ArgumentError: ``only`` matches nothing.
+        CheckpointError: shapes or dtypes do not fit, or two tensors have the same name.
+        UnsupportedError: a parameter is made from stored tensors in a way that does not keep their
+            elements in order.
     """
     chosen = Chosen(names.first, only, "pretrained")
     rules = _Rules(root, names.first)
@@ -394,7 +393,7 @@ def match(
     found: dict[str, tuple[StoredTensor, ...]] = {}
     for name, stack in stacks.items():
         first = names.first[name]
-        # A tied weight may be in the files under each of its names: the first one counts.
+        # A tied weight may be in the files under each of its names: its first name is used.
         if first not in found or name == first:
             found[first] = stack.in_order(name, names.tensors[first], files)
     missing = [
@@ -406,7 +405,7 @@ def match(
 
 
 class _Stack:
-    """The stored tensors of one parameter, by the pattern that names them."""
+    """The stored tensors of one parameter, by the pattern that matched their names."""
 
     def __init__(self, converter: Any) -> None:
         self._converter = converter
@@ -463,20 +462,20 @@ class _Stack:
 
 
 def _fill(runs: Sequence[StoredTensor], shape: tuple[int, ...]) -> bool:
-    """Tells whether tensors that follow each other fill a parameter with the same last dims."""
+    """True if tensors, one after the other, fill a parameter that has the same last dimensions."""
     last = shape[-(len(runs[0].shape) - 1) :] if len(runs[0].shape) > 1 else ()
     elems = sum(each.elems for each in runs)
     return elems == torch.Size(shape).numel() and all(each.shape[1:] == last for each in runs)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts numbers in names as numbers."""
+    """Returns a sort key that orders numbers in names as numbers."""
     parts = name.split(".")
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 class _Rules:
-    """The transformers library's rules for the names of a model, if the model is one of its own."""
+    """The transformers library's rules for names, if the model is a model of this library."""
 
     def __init__(self, root: nn.Module, names: Mapping[str, str]) -> None:
         root = unwrapped(root)
@@ -489,7 +488,7 @@ class _Rules:
         }
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
-        # Older releases of the library have no tables, and models with the names of their files.
+        # Older releases of the library have no tables: their models have the names of their files.
         tables = "transformers.conversion_mapping"
         if is_transformers(root) and tables in sys.modules:
             for each in sys.modules[tables].get_model_conversion_mapping(root):
@@ -497,7 +496,7 @@ class _Rules:
                 kind.append(each)
 
     def module_name(self, name: str) -> tuple[str, Any, str | None]:
-        """Returns the module's name for one in the files, and what makes it of several."""
+        """Returns the module's name for a name in the files, with its converter and pattern."""
         name = self._known.find(name)
         if name in self._names:
             return name, None, None
@@ -510,30 +509,30 @@ class _Rules:
         return self._with_prefix(name), None, None
 
     def _with_prefix(self, name: str) -> str:
-        """Adds the prefix of the base model, or takes it away, where the module has that name."""
+        """Adds or removes the base model's prefix if the module has the resulting name."""
         others = (f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
         if self._prefix and name not in self._names:
             return next((each for each in others if each in self._names), name)
         return name
 
     def ignores(self, kind: str, name: str) -> bool:
-        """Tells whether the library ignores a name that is "missing" or "unexpected"."""
+        """True if the library ignores a name that is "missing" or "unexpected"."""
         return any(pattern.search(name) for pattern in self._ignored[kind])
 
 
 def is_transformers(root: nn.Module) -> bool:
-    # Looked up in sys.modules, to import nothing: no module can be one of its models otherwise.
+    # Not imported: if the library was never imported, no module can be one of its models.
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(root, library.PreTrainedModel)
 
 
 def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns what fills a module's own parameters and buffers: its model's, or its own method.
+    """Returns a function that fills a module's own tensors: its model's method, or its own.
 
-    A model of the transformers library says itself how its modules are initialised, buffers that
-    are in no file (rotary frequencies) included.
+    A model of the transformers library defines how its modules are initialized, including buffers
+    that are in no file (rotary frequencies).
     """
-    # The innermost model of the library around each module.
+    # The innermost model of the library that contains each module.
     owners: dict[int, nn.Module] = {}
     for model in filter(is_transformers, root.modules()):
         owners |= {id(module): model for module in model.modules()}
@@ -548,7 +547,7 @@ def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
             raise ArgumentError(
                 f"pretrained: a {type(module).__name__} has parameters or buffers on the meta "
                 "device that are not in the files, and no reset_parameters(); pass init=, which "
-                "fills those of a module"
+                "fills them"
             )
 
     return fill
@@ -562,27 +561,28 @@ def pretrained(
     rename: Rename | None = None,
     init: Callable[[nn.Module], None] | None = None,
 ) -> Pretrained:
-    """Returns what ``shard(init=)`` takes to fill a module from safetensors files.
+    """Returns an argument for ``shard(init=)`` that fills a module from safetensors files.
 
     The module may be on the meta device: each rank reads the shards that it keeps, and no rank
-    holds more than these and a slice. Values are those of ``from_pretrained()`` or
-    ``load_state_dict()`` before ``shard()``: converted to the dtypes of the module, and from there
-    to those of its precision. All ranks must see the same files.
+    holds more than these and one slice. The values are the same as with ``from_pretrained()`` or
+    ``load_state_dict()`` before ``shard()``: converted to the dtypes of the module, and then to the
+    dtypes of its precision. All ranks must see the same files.
 
     Args:
-        source: a .safetensors file, or a folder as ``save_pretrained()`` writes it, of one file or
-            several with an index.
-        strict: refuse files that have not all of the module's parameters and persistent buffers,
-            or more than these. Without it ``missing_keys`` and ``unexpected_keys`` of what is
-            returned tell them after ``shard()``; what is missing is initialised if it is on the
-            meta device, and else keeps rank 0's values.
-        only: patterns of modules, parameters and buffers to load, with everything inside; a ``*``
-            stands for one part of a name. The rest counts neither as missing nor as unexpected.
-        rename: names in the module by names in the files; a function may return None for what is
-            not wanted. The models of the transformers library need none.
-        init: fills a module's own parameters and buffers of which some on the meta device are not
-            in the files, such as buffers that are not persistent. None has a model of the
-            transformers library do it, and calls ``reset_parameters()`` of other modules.
+        source: a .safetensors file, or a folder that ``save_pretrained()`` wrote, with one file or
+            several files and an index.
+        strict: refuse files that lack parameters or persistent buffers of the module, or have other
+            tensors. False lists them in ``missing_keys`` and ``unexpected_keys`` of the returned
+            object after ``shard()``; missing tensors are initialized if they are on the meta
+            device, and otherwise keep rank 0's values.
+        only: patterns of modules, parameters and buffers to load, with everything inside them; a
+            ``*`` matches one part of a name. All others are neither missing nor unexpected.
+        rename: maps names in the files to names in the module; a function may return None to leave
+            a tensor out. Models of the transformers library need no ``rename``.
+        init: called with each module that has tensors of its own on the meta device that are not in
+            the files, such as buffers that are not persistent, and fills its own tensors. None uses
+            the model's method in models of the transformers library, and else
+            ``reset_parameters()``.
     """
     path_of(source, "pretrained", "source")
     return Pretrained(source, _Choice(strict, only, rename), init)
@@ -599,24 +599,24 @@ def load_pretrained(
 ) -> IncompatibleKeys:
     """Fills a sharded module from safetensors files; collective.
 
-    Each rank reads the shards that it keeps. Where the parameters are rounded, FP32 masters become
-    the values before rounding, also those of an optimizer that there is; its moments stay.
+    Each rank reads the shards that it keeps. If parameters are rounded, FP32 masters get the values
+    before rounding, also masters of an existing optimizer, whose moments stay unchanged.
 
     Args:
-        module: what ``shard()`` returned.
-        source: as of :func:`pretrained`.
-        strict: as of :func:`pretrained`.
-        only: as of :func:`pretrained`; what is not loaded keeps its values.
-        rename: as of :func:`pretrained`.
+        module: the module that ``shard()`` returned.
+        source: as for :func:`pretrained`.
+        strict: as for :func:`pretrained`.
+        only: as for :func:`pretrained`; tensors that are not loaded keep their values.
+        rename: as for :func:`pretrained`.
 
     Returns:
-        The names of what is missing in the files, and of what only they have.
+        The names of tensors that the files lack, and of tensors that only the files have.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not fit; on all ranks, with nothing
-            changed. If a file cannot be read any more once they were found to fit, the values are a
-            mixture, which the error says.
-        ArgumentError: the module is not sharded, or ``only`` names nothing of it.
+            changed. If a file can no longer be read after these checks, the values are a mixture,
+            and the error says so.
+        ArgumentError: the module is not sharded, or ``only`` matches nothing of it.
         MismatchError: the ranks have found different files.
     """
     engine = engine_of(module, "load_pretrained")
@@ -627,7 +627,7 @@ def load_pretrained(
         with all_or_none(comm, "load_pretrained", engine.mesh):
             engine.check("load_pretrained")
             found.open(engine.setup.module)
-            # From here on no rank reads what its peers are about to change.
+            # From here on no rank reads memory that its peers are about to change.
             engine.change("load_pretrained")
         check_agreement(comm, "load_pretrained", {"options": {"weight files": found.digest}})
         comm.barrier()
@@ -641,7 +641,7 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class _Choice:
-    """The caller's choice among the tensors of files; see :func:`pretrained`."""
+    """The caller's choice of tensors in the files; see :func:`pretrained`."""
 
     strict: bool
     only: Sequence[str] | None
@@ -649,11 +649,11 @@ class _Choice:
 
 
 class Pretrained(WeightSource):
-    """Files of weights for one module on one rank; :func:`pretrained` makes it.
+    """Weights in files for one module on one rank; made by :func:`pretrained`.
 
     Attributes:
-        missing_keys: once opened, the names that the files do not have.
-        unexpected_keys: those that only the files have.
+        missing_keys: after opening, the names that the files do not have.
+        unexpected_keys: after opening, the names that only the files have.
     """
 
     def __init__(
@@ -708,7 +708,7 @@ class Pretrained(WeightSource):
         return None if buffer is None else self._values(name, buffer, buffer.dtype)
 
     def stored_values_of(self, param: Tensor) -> StoredValues | None:
-        """Returns the values of a parameter in the dtype that they have in the files."""
+        """Returns the values of a parameter in their dtype in the files."""
         return self._values(self._of_param.get(id(param)), param, None)
 
     def _values(
@@ -721,7 +721,7 @@ class Pretrained(WeightSource):
         if sharding is not None and len(runs) > 1:
             raise UnsupportedError(
                 f"pretrained: {name} is made of {len(runs)} tensors in the files, of which this "
-                "rank has a part; load the model with from_pretrained() and divide it then"
+                "rank has a part; load the model with from_pretrained() and divide it afterwards"
             )
         box = None
         if sharding is not None:
@@ -733,7 +733,7 @@ class Pretrained(WeightSource):
         self._fill(module)
 
     def read(self, work: Callable[[WeightFiles], None]) -> None:
-        """Reads something, unless reading has failed before."""
+        """Calls ``work`` to read values, unless an earlier read has failed."""
         if self._error is not None:
             return
         assert self._files is not None
@@ -756,13 +756,13 @@ class Pretrained(WeightSource):
 
 
 class StoredValues(Values):
-    """The values of a parameter or buffer, in files.
+    """The values of a parameter or buffer in files.
 
     Args:
-        source: reads them.
-        runs: the stored tensors whose elements follow each other.
-        dtype: that the elements get first: the parameter's in the module, or that of the files.
-        box: which elements of it this rank has; None for all.
+        source: the object that reads them.
+        runs: the stored tensors whose elements, one after the other, are these values.
+        dtype: dtype to which elements are converted first: the module's, or the files' dtype.
+        box: this rank's part of the tensor; None for the whole tensor.
     """
 
     def __init__(
@@ -797,11 +797,11 @@ class StoredValues(Values):
             first += stored.elems
 
 
-# ---- into a module that is sharded --------------------------------------------------------------
+# ---- loading into a sharded module ---------------------------------------------------------------
 
 
 def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
-    """Writes this rank's pieces of what the files have, and shares them; collective."""
+    """Writes this rank's parts of the values in the files, and publishes them; collective."""
     owner = engine.placement.owner
     with engine.together("load_pretrained"):
         for number, bucket in enumerate((*engine.stored, *engine.setup.stored_frozen)):
@@ -814,7 +814,7 @@ def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
 
 
 def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained) -> None:
-    """Writes this rank's pieces of what the files have of a bucket."""
+    """Writes this rank's parts of a bucket's parameters that are in the files."""
     for entry, values, piece in _pieces(bucket, source):
         own = own_of(bucket)[piece.begin : piece.end]
         begin = bucket.state_chunk.begin + piece.begin - entry.begin
@@ -839,7 +839,7 @@ def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained
 def _pieces(
     bucket: ParamBucket, source: Pretrained
 ) -> Iterator[tuple[BucketParam, StoredValues, Segment]]:
-    """Yields the parameters of which this rank keeps a piece, and where it lies in ``own_of``."""
+    """Yields this rank's parts of a bucket's parameters, with their positions in ``own_of``."""
     chunk = bucket.state_chunk
     for number, entry in enumerate(bucket.params):
         low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)

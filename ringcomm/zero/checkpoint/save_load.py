@@ -63,20 +63,20 @@ from ringcomm.zero.stages.sharding import check_step_number, engine_of, path_of
 from ringcomm.zero.stages.shards import follow_quantized, own_of, requantize
 from ringcomm.zero.stages.units import aliases
 
-# ---- What a rank has for itself in a checkpoint: random generators, and modules' extra state ----
-# Tensors are taken out of extra state, and None stands where they were; the rest is JSON data:
+# ---- Each rank's own part of a checkpoint: random generators, and modules' extra state -----------
+# Tensors are taken out of extra state and replaced by None; the rest is JSON data:
 #
 #     as {"layers.0": {"value": {"scale": 2, "history": None}, "tensors": [[[1], "cpu"]]}}
 #
-# Tensor number n of it is called "extra.layers.0.n". Its path is counted, and not of keys, which
-# may be anything: here it was the second item of the dict.
+# Tensor number n of module "layers.0" is called "extra.layers.0.n". Its path consists of positions,
+# since keys may be of any type: here the tensor was the second item of the dict.
 
 Tensor = torch.Tensor
 TreePath = tuple[int, ...]
 
 
 def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
-    """torch's generators (uint8 tensors, by name) and Python's (JSON)."""
+    """Returns the states of torch's generators (uint8 tensors, by name) and Python's (JSON)."""
     tensors = {"rng.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -85,7 +85,7 @@ def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]
 
 
 def check_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
-    """Raises CheckpointError unless these are states that :func:`load_generators` takes."""
+    """Raises CheckpointError unless :func:`load_generators` can restore these states."""
     try:
         torch.Generator().set_state(tensors["rng.cpu"])
         if device.type == "cuda" and "rng.cuda" in tensors:
@@ -98,7 +98,7 @@ def check_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.d
 
 
 def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
-    """Undoes :func:`save_generators`, once checked."""
+    """Restores states that :func:`save_generators` returned, once they are checked."""
     random.setstate(_python_state(python))
     torch.set_rng_state(tensors["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in tensors:
@@ -115,8 +115,8 @@ class ExtraState:
     """The extra state of all modules of one rank.
 
     Attributes:
-        data: by module, JSON data.
-        tensors: by name.
+        data: JSON data, by module name.
+        tensors: tensors, by name.
     """
 
     data: dict[str, Any]
@@ -124,7 +124,7 @@ class ExtraState:
 
 
 def modules_with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
-    """Returns by name the modules whose class says how to get extra state, as torch finds them."""
+    """Returns, by name, the modules whose class defines ``get_extra_state()``."""
     return {
         name: module
         for name, module in named_modules(root)
@@ -133,10 +133,10 @@ def modules_with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
-    """Copies of the extra state of all modules.
+    """Copies the extra state of all modules.
 
     Raises:
-        UnsupportedError: it holds what is neither JSON data nor a tensor; names the module.
+        UnsupportedError: a value is neither JSON data nor a tensor; the message names the module.
     """
     data, tensors = {}, {}
     for name, module in modules_with_extra_state(root).items():
@@ -152,7 +152,7 @@ def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
                     f"{tensor.layout} on {tensor.device}"
                 )
             dtype_name(tensor.dtype, called)
-            # It may be a parameter's, whose memory comes and goes.
+            # The tensor may be a parameter's, whose memory is freed when it is resharded.
             tensors[_tensor_name(name, number)] = tensor.detach().clone()
             told.append([list(path), "cpu" if tensor.device.type == "cpu" else "device"])
         data[name] = {"value": value, "tensors": told}
@@ -165,16 +165,16 @@ def read_extra_state(
     device: torch.device,
     fail: Callable[[str], CheckpointError],
 ) -> dict[str, Any]:
-    """Returns by module what ``set_extra_state()`` shall get.
+    """Returns, by module name, the argument for each module's ``set_extra_state()``.
 
     Args:
-        root: whose modules must be those that were saved.
-        saved: as :func:`save_extra_state` returned it; further tensors do not matter.
-        device: where tensors go that were not on the host.
-        fail: makes the error.
+        root: the root module; its modules must be the modules that were saved.
+        saved: the result of :func:`save_extra_state`; further tensors are ignored.
+        device: the device for tensors that were not on the host.
+        fail: makes the error from its text.
 
     Raises:
-        CheckpointError: other modules have extra state, or it is damaged.
+        CheckpointError: other modules have extra state, or the saved state is damaged.
     """
     if not isinstance(saved.data, dict):
         raise fail("its extra state is damaged")
@@ -201,10 +201,10 @@ def read_extra_state(
 def set_extra_state(
     root: nn.Module, values: Mapping[str, Any], fail: Callable[[str], CheckpointError]
 ) -> None:
-    """Gives each module its state.
+    """Calls ``set_extra_state()`` of each module.
 
     Raises:
-        CheckpointError: a module does not take it; what came before it has been set.
+        CheckpointError: a module refuses its state; earlier modules have theirs already.
     """
     for name, module in modules_with_extra_state(root).items():
         try:
@@ -225,7 +225,7 @@ def _tensor_name(module: str, number: int) -> str:
 
 
 def _take_out(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
-    """``value`` with None in place of tensors, which go to ``found``."""
+    """Returns ``value`` with None in place of tensors, which are added to ``found``."""
     if type(value) in TORCH_CLASSES and not isinstance(value, Resharded):
         found[path] = value
         return None
@@ -233,14 +233,14 @@ def _take_out(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
 
 
 def _put_in(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
-    """Undoes :func:`_take_out`, and empties ``found``."""
+    """Does the opposite of :func:`_take_out`, and empties ``found``."""
     if value is None and path in found:
         return found.pop(path)
     return _rebuilt(value, lambda each, at: _put_in(each, (*path, at), found))
 
 
 def _rebuilt(value: Any, change: Callable[[Any, int], Any]) -> Any:
-    """A container with its items changed, which are counted; anything else as it is."""
+    """Returns a container with all items changed, or any other value as it is."""
     kind = type(value)
     if kind is dict:
         return {key: change(each, at) for at, (key, each) in enumerate(value.items())}
@@ -253,7 +253,7 @@ def _rebuilt(value: Any, change: Callable[[Any, int], Any]) -> Any:
 
 
 class TrainState:
-    """A Stateful of ``torch.distributed.checkpoint``, for any stage and any world.
+    """A Stateful of ``torch.distributed.checkpoint``, for any stage and any number of ranks.
 
     It needs a process group of torch, of any backend, with the ranks of the module's communicator::
 
@@ -261,16 +261,16 @@ class TrainState:
         dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
         dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
 
-    with the classes of ``ringcomm.zero.checkpoint``, which need no pickle; torch's own work, too.
+    These classes of ``ringcomm.zero.checkpoint`` need no pickle; torch's own classes also work.
     torch loads tensors in place, one by one: a load that fails leaves a mixture, so load again.
-    ``save()`` and ``load()`` are all or nothing, and take generators and buffers of ranks along.
+    ``save()`` and ``load()`` are all or nothing, and include ranks' generators and buffers.
 
     Args:
-        module: what ``shard()`` returned.
-        optimizer: on its parameters, or None.
+        module: the module that ``shard()`` returned.
+        optimizer: the optimizer on its parameters, or None.
 
     Raises:
-        ArgumentError: the module is not sharded, or the optimizer is another's.
+        ArgumentError: the module is not sharded, or the optimizer belongs to another module.
     """
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer | None = None) -> None:
@@ -283,13 +283,13 @@ class TrainState:
         return f"<ringcomm.zero.TrainState of stage {self._engine.stage} on {comm!r}>"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns by name this rank's shard of each flat tensor, to be saved or loaded in place.
+        """Returns this rank's shard of each flat tensor, by name, to be saved or loaded in place.
 
-        "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
-        those of modules' extra state, the rest of which is "extra".
+        "facts" is all other data of module and optimizer, as JSON. Buffers of modules and tensors
+        in modules' extra state are whole tensors; "extra" is the rest of the extra state.
 
         Raises:
-            ArgumentError: inside ``unsharded()`` or ``exchanged()``.
+            ArgumentError: called inside ``unsharded()`` or ``exchanged()``.
         """
         engine, step = self._engine, self._step
         engine.check_values("TrainState.state_dict")
@@ -302,7 +302,7 @@ class TrainState:
         shards = {each.name: each.shard() for each in tensors}
         buffers = module_state.buffers_of(engine.setup.module)
         extra = save_extra_state(engine.setup.module, "TrainState.state_dict")
-        # A checkpoint of modules without extra state has no such entry.
+        # A checkpoint of modules without extra state must have no such entry.
         told = {"extra": json.dumps(encode(extra.data, "extra"))} if extra.data else {}
         return {
             **shards,
@@ -314,10 +314,10 @@ class TrainState:
 
     @normal_tensors()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what is no tensor; torch has loaded those in place.
+        """Takes over all data except tensors, which torch has loaded in place.
 
         Raises:
-            CheckpointError: it is of another model, or of an optimizer with other param groups.
+            CheckpointError: the state is of another model, or its optimizer has other param groups.
         """
         engine, step = self._engine, self._step
         try:
@@ -349,7 +349,7 @@ class TrainState:
         set_extra_state(engine.setup.module, extra, _failed)
 
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
-        """Takes state of which torch has loaded copies: of 8 bits, or offloaded."""
+        """Takes over state of which torch has loaded copies: 8-bit state, and offloaded state."""
         if step.rule.quantized_state or not step.offload.in_memory:
             _take(shards_to_load(self._engine, step, step.groups), state)
 
@@ -367,7 +367,7 @@ class TrainState:
 
 
 def _take(shards: Iterator[TensorShard], state: Mapping[str, Any]) -> None:
-    """Fills shards from the tensors of a state that have their elements."""
+    """Fills shards from the tensors of a state that contain their elements."""
     for shard in shards:
         given = state[shard.name]
         begin = shard.begin - given.begin
@@ -388,29 +388,29 @@ def save(
     keep: int | None = 2,
     trainable_only: bool = False,
 ) -> Path:
-    """Saves in ``root``/step-00000100 and so on; collective.
+    """Saves a checkpoint in ``root``/step-00000100 and so on; collective.
 
-    Each rank writes its chunks, the same at every stage, so any stage and any world can load them.
-    Killed at any moment, the checkpoints before are as they were. ``docs/checkpoint.md`` has the
-    format: JSON and safetensors, no pickle.
+    Each rank writes its chunks, which are the same at every stage, so any stage and any world can
+    load them. If a rank is killed at any moment, earlier checkpoints stay intact.
+    ``docs/checkpoint.md`` has the format: JSON and safetensors, no pickle.
 
     Args:
-        root: the run's folder, which all ranks see.
+        root: the folder of the run, on a file system that all ranks see.
         step: a number that grows from save to save.
-        module: what ``shard()`` returned.
-        optimizer: on its parameters; with its loss scaler.
+        module: the module that ``shard()`` returned.
+        optimizer: the optimizer on its parameters, saved with its loss scaler; or None.
         data: JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
-        keep: how many checkpoints stay, the latest ones; None keeps all.
+        keep: number of checkpoints to keep, the latest ones; None keeps all.
         trainable_only: leave out the parameters that were frozen when the module was sharded. A
-            load keeps those that are there, which must be the same for training to go on alike.
+            load keeps the module's values of these, which must be the same for equal results.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ArgumentError: the module is not sharded, the optimizer is another's, or the step is not
-            after those that are saved, or a parameter was replaced since ``shard()``.
-        CheckpointError: a rank could not write; on all ranks.
+        ArgumentError: the module is not sharded, the optimizer belongs to another module, the step
+            is not after all saved steps, or a parameter was replaced since ``shard()``.
+        CheckpointError: a rank could not write; raised on all ranks.
         UnsupportedError: a module's extra state is neither JSON data nor tensors, on any rank.
     """
     root = path_of(root, "save", "root")
@@ -459,7 +459,7 @@ def frozen_names(engine: ShardEngine) -> list[str]:
 def shards_of(
     engine: ShardEngine, step: ShardedStep | None, left_out: Collection[str] = ()
 ) -> dict[str, FlatShard]:
-    """Returns what this rank saves, by name, without some parameters."""
+    """Returns this rank's shards to save, by name, without the parameters in ``left_out``."""
     shards = {shard.name: shard for shard in _tensor_shards(engine, step)}
     for name in left_out:
         del shards[f"model.{name}"]
@@ -479,13 +479,13 @@ class Loaded:
     """The result of a load.
 
     Attributes:
-        step: under which it was saved.
-        data: the user's, as given to ``save()``.
-        exact: whether the generators and each rank's buffers are restored, too: the world is as
-            large as the one that saved.
-        missing_keys: the module's parameters and buffers that keep their values, for the
-            checkpoint does not have them; without ``strict``.
-        unexpected_keys: what of a model only the checkpoint has; without ``strict``.
+        step: the step under which the checkpoint was saved.
+        data: the user's data that was passed to ``save()``.
+        exact: True if the generators and each rank's buffers are also restored: the world is as
+            large as the world that saved.
+        missing_keys: the parameters and buffers that keep their values, because the checkpoint
+            lacks them; empty with ``strict``.
+        unexpected_keys: the model's tensors that only the checkpoint has; empty with ``strict``.
     """
 
     step: int
@@ -504,30 +504,30 @@ def load(
     strict: bool = True,
     only: Sequence[str] | None = None,
 ) -> Loaded:
-    """Continues from what ``save()`` wrote, at any stage and in any world; collective.
+    """Restores a checkpoint of ``save()``, at any stage and in any world; collective.
 
-    Files are verified before anything changes: all ranks load, or none. With the optimizer it
-    takes over hyper-parameters, step numbers and the loss scaler's state, and in a world of equal
-    size each rank's buffers, modules' extra state and random generators: training goes on with the
-    same bits. In another world all ranks take rank 0's buffers and extra state. Modules'
-    ``set_extra_state()`` comes last; where one raises, the rest is loaded.
+    Files are verified before anything changes: either all ranks load, or none. With the optimizer,
+    a load restores hyper-parameters, step numbers and the loss scaler's state. In a world of equal
+    size it also restores each rank's buffers, modules' extra state and random generators, so that
+    training continues with the same bits. In another world all ranks take rank 0's buffers and
+    extra state. Modules' ``set_extra_state()`` is called last; if one raises, the rest is loaded.
 
     Args:
-        root: the run's folder.
-        module: what ``shard()`` returned.
-        optimizer: on its parameters, or None to load the module alone, from which an optimizer
-            that there is goes on.
-        step: which checkpoint; default the latest.
-        strict: refuse a checkpoint of a module with other names. Without it what both have is
-            loaded into the module, and the result says what differs.
-        only: patterns of modules, parameters and buffers to load, with everything inside; a ``*``
-            stands for one part of a name. With it, or without ``strict``, neither generators nor
-            extra state are loaded, and an optimizer must be None.
+        root: the folder of the run.
+        module: the module that ``shard()`` returned.
+        optimizer: the optimizer on its parameters, or None to load only the module; an existing
+            optimizer then continues from the loaded parameters.
+        step: the step of the checkpoint; None takes the latest.
+        strict: refuse a checkpoint of a module with other names. False loads the tensors that both
+            have, and the result lists the differences.
+        only: patterns of modules, parameters and buffers to load, with everything inside them; a
+            ``*`` matches one part of a name. With ``only``, or without ``strict``, generators and
+            extra state are not loaded, and ``optimizer`` must be None.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another model; nothing was changed.
-        ArgumentError: the module is not sharded, the optimizer is another's or given with a part,
-            ``only`` names nothing, or a parameter was replaced since ``shard()``.
+        CheckpointError: there is none, or it is damaged or of another model; nothing was changed.
+        ArgumentError: the module is not sharded, the optimizer belongs to another module or is
+            passed for a partial load, ``only`` matches nothing, or a parameter was replaced.
     """
     return take_load(check_load(root, module, optimizer, step=step, strict=strict, only=only))
 
@@ -541,15 +541,15 @@ def check_load(
     strict: bool = True,
     only: Sequence[str] | None = None,
 ) -> Loading:
-    """Does all of :func:`load` that may fail by what is in the checkpoint; collective.
+    """Makes all checks of :func:`load` that depend on the checkpoint; collective.
 
     Nothing changes before :func:`take_load`.
 
     Args:
-        root, module, optimizer, step, strict, only: as of :func:`load`.
+        root, module, optimizer, step, strict, only: as for :func:`load`.
 
     Raises:
-        Exception: as of :func:`load`.
+        Exception: as for :func:`load`.
     """
     root = path_of(root, "load", "root")
     engine = engine_of(module, "load")
@@ -560,7 +560,7 @@ def check_load(
         if optimizer is not None:
             raise ArgumentError(
                 f"{operation}: optimizer: expected None with strict=False or only=, since its "
-                "state is loaded whole; an optimizer that there is goes on from the module"
+                "state is loaded whole; an existing optimizer continues from the module"
             )
         names = ModuleNames.of(engine.setup.module)
         choice = PartialLoad(names, Chosen(names.first, only, "load"), strict)
@@ -578,11 +578,11 @@ def check_load(
 
 
 def take_load(loading: Loading) -> Loaded:
-    """Changes the module and the optimizer to a checkpoint that is checked; collective."""
+    """Loads a checked checkpoint into the module and the optimizer; collective."""
     engine = loading.engine
     comm = engine.comm
     with normal_tensors():
-        # Nobody reads this rank's chunks while they change.
+        # No rank may read this rank's chunks while they change.
         engine.change("load")
         comm.barrier()
         with engine.together("load"):
@@ -590,7 +590,7 @@ def take_load(loading: Loading) -> Loaded:
         comm.barrier()
         requantize(engine)
         if loading.extra:
-            # Behind the barrier, since a module may look at its parameters.
+            # After the barrier, since a module may look at its parameters.
             with all_or_none(comm, "load", engine.mesh):
                 set_extra_state(engine.setup.module, loading.extra, loading.fail)
     return Loaded(loading.number, loading.data["user"], loading.exact, *loading.keys)
@@ -604,7 +604,7 @@ def _are_names(names: Any) -> bool:
 
 
 class Loading:
-    """One load on one rank: everything is checked first, and taken over then."""
+    """A load on one rank: everything is checked before anything changes."""
 
     def __init__(
         self, engine: ShardEngine, step: ShardedStep | None, reader: Reader, operation: str
@@ -615,11 +615,11 @@ class Loading:
         self.operation = operation
         self.number = 0  # the checkpoint's step
         known = KnownNames.of(engine.setup.module)
-        # The types are checked before any name is looked for.
+        # The types are checked before any name is looked up.
         SavedFacts.read(self._read_data(reader.data)["ringcomm"], self.fail)
         self.data = self._read_data(with_unwrapped_names(reader.manifest, known).data)
         self.saved = SavedFacts.read(self.data["ringcomm"], self.fail)
-        # Another library's, whose FP32 weights fit each precision that the module has.
+        # Another library's checkpoint: its FP32 weights can be loaded into any precision.
         self.converted = self.saved.converted
         self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
         self.reader.manifest = with_unwrapped_names(self.reader.manifest, known)
@@ -629,7 +629,7 @@ class Loading:
         self.exact = same and reader.world_size == engine.ranks.world_size
         self.names = set(self.reader.names())
         self.keys = IncompatibleKeys((), ())
-        # By name of what is written here, the name in the checkpoint.
+        # For each name that is loaded here, the name in the checkpoint.
         self.sources: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
         self.state = SavedState([], {})
@@ -650,14 +650,14 @@ class Loading:
                 raise ValueError("names of parameters")
         except (KeyError, ValueError) as error:
             raise self.fail(
-                f"is no checkpoint of ringcomm.zero.save(): {in_words(error)}"
+                f"is not a checkpoint of ringcomm.zero.save(): {in_words(error)}"
             ) from error
         return found
 
     # ---- checks ---------------------------------------------------------------------------------
 
     def check(self, partial: PartialLoad | None) -> None:
-        """Raises CheckpointError unless everything can be taken over, or what is wanted of it."""
+        """Raises CheckpointError unless all that this load reads is there and fits."""
         if partial is None:
             check_names(self.engine, self.saved, self.fail)
         self.sources = self._find_sources(partial)
@@ -689,15 +689,15 @@ class Loading:
         self._check_own(partial is None)
 
     def _check_states(self, given: SavedOptimizer) -> None:
-        """Checks that the tensors that states of parameters name are there."""
+        """Checks that the checkpoint has the tensors that its parameters' states name."""
         for name in (each.name for stored in self.engine.stored for each in stored.params):
             state = given.states.get(name)
             for kind in () if state is None else state.tensors:
                 if f"optim.{kind}.{name}" not in self.names:
-                    raise self.fail(f"expected optim.{kind}.{name}, it is not there")
+                    raise self.fail(f"expected optim.{kind}.{name}, but it is not there")
 
     def _find_sources(self, partial: PartialLoad | None) -> dict[str, str]:
-        """Returns the names to load, with those that the checkpoint has for them."""
+        """Returns the names to load, each with the name that the checkpoint has for it."""
         root = self.engine.setup.module
         if partial is None:
             left_out = set(self.saved.left_out)
@@ -719,7 +719,7 @@ class Loading:
         return {f"model.{name}": f"model.{source}" for name, source in found.items()}
 
     def _params_from_masters(self, step: ShardedStep) -> dict[str, str]:
-        """Returns the names of parameters that are masters in the checkpoint, and none here."""
+        """Returns the parameters to read from masters, where only the checkpoint has masters."""
         found = {}
         for stored, bucket in zip(self.engine.stored, step.buckets, strict=True):
             if bucket.state.master is not None:
@@ -731,12 +731,12 @@ class Loading:
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers to load."""
+        """Returns the buffers to load."""
         found = module_state.buffers_of(self.engine.setup.module)
         return {name: each for name, each in found.items() if f"model.{name}" in self.sources}
 
     def _check_own(self, whole: bool) -> None:
-        """Checks what each rank has for itself, and what is read last."""
+        """Checks the data that each rank has for itself, and the data that is read last."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
         if self.converted:
@@ -762,7 +762,7 @@ class Loading:
         self.extra = read_extra_state(self.engine.setup.module, extra, device, self.fail)
 
     def _converted_buffers(self) -> dict[str, Tensor]:
-        """Reads the buffers of another library's checkpoint, which are the same on all ranks."""
+        """Reads the buffers of another library's checkpoint, which are equal on all ranks."""
         found = {}
         for name, buffer in self._buffers().items():
             source = self.sources[f"model.{name}"]
@@ -791,30 +791,30 @@ class Loading:
             )
 
     def _verify(self) -> None:
-        """Checksums of this rank's share of the files: together the ranks check them all."""
+        """Verifies this rank's share of the files; all ranks together verify all files."""
         ranks = self.engine.ranks
         self.reader.verify(sorted(self.reader.manifest.files)[ranks.rank :: ranks.world_size])
 
     def _source(self, shard: TensorShard) -> str:
         """Returns the name that a shard has in the checkpoint.
 
-        Where that has no masters its parameters are those.
+        If the checkpoint has no masters, its parameters are read as masters.
         """
         is_master = shard.name.startswith(_MASTER)
         if is_master and (self.converted or shard.name not in self.names):
             return f"model.{shard.name.removeprefix(_MASTER)}"
         return self.sources.get(shard.name, shard.name)
 
-    # ---- what is taken over ---------------------------------------------------------------------
+    # ---- taking over -----------------------------------------------------------------------------
 
     def _model_shards(self, params: Iterator[TensorShard]) -> Iterator[TensorShard]:
-        """The parameters to load, those in buckets as they are given."""
+        """Yields the shards of ``params`` to load, and those of parameters without a bucket."""
         for shard in chain(params, module_state.loose_shards(self.engine, whole=True)):
             if shard.name in self.sources:
                 yield shard
 
     def _state_shards(self, step: ShardedStep) -> Iterator[TensorShard]:
-        """And of the optimizer's state, that which :meth:`check` has found; the rest is zeroed."""
+        """Yields the optimizer's shards that :meth:`check` has found, and zeros all others."""
         known = {
             *self.state.shards,
             *(shard.name for shard in replicated_state(self.engine, step, True)),
@@ -827,7 +827,7 @@ class Loading:
                 shard.local.zero_()
 
     def take(self) -> None:
-        """Reads everything into the memory of its owners."""
+        """Reads everything into the memory of the module and the optimizer."""
         step = self.step
         if step is not None:
             step.ensure(self.state.kinds)
@@ -848,7 +848,7 @@ class Loading:
             load_generators(self.own, self.generators, self.engine.comm.device)
 
     def _forget_wide(self) -> None:
-        """Forgets what parameters that were loaded had been before they were rounded."""
+        """Updates the unrounded values of parameters that were loaded, or drops them."""
         for stored in self.engine.stored:
             loaded = [each for each in stored.params if f"model.{each.name}" in self.sources]
             if len(loaded) == len(stored.params) and stored.compression is None:
@@ -874,6 +874,3 @@ class Loading:
             saved = self._own_buffer(name)
             assert saved is not None
             buffer.copy_(saved)
-
-
-# A sharded module and its optimizer for ``torch.distributed.checkpoint``.

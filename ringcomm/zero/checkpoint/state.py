@@ -1,4 +1,4 @@
-"""The states of a module and its optimizer as a checkpoint holds them: by parameter."""
+"""The state of a module and its optimizer in a checkpoint: tensors by parameter, and facts."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ Tensor = torch.Tensor
 
 
 def state_shards(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
-    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
+    """Yields the optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
 
-    A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
-    others where it is loaded. 8-bit moments are copies in FP32, and all is a copy of what lies
-    offloaded.
+    A parameter has the kinds of state that it needs, whatever other parameters of its bucket have,
+    because its bucket may be another one in the module that loads. 8-bit moments are yielded as
+    FP32 copies, and all offloaded state as copies.
     """
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
@@ -69,10 +69,10 @@ def state_shards(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterato
 
 
 def shards_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorShard]:
-    """Yields the optimizer's state of this rank's chunks, whose elements are read as they are due.
+    """Yields the optimizer's state of this rank's chunks; elements are read when they are saved.
 
-    In memory that is :func:`state_shards`. Of offloaded state ``local`` has no memory, and the
-    elements come from there piece by piece, in the order in which a file takes them.
+    For state in memory this is :func:`state_shards`. For offloaded state ``local`` has no memory,
+    and the elements are read piece by piece, in the order in which a file takes them.
     """
     yield from _error_feedback_shards(engine, step)
     if step.offload.in_memory:
@@ -90,7 +90,7 @@ def shards_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorSha
 
 
 def _error_feedback_shards(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorShard]:
-    """Yields what quantization of gradients has lost: a tensor of each parameter for each node."""
+    """Yields the quantization errors of gradients: a tensor per parameter and node."""
     comm = engine.comm
     for bucket, error_feedback in with_error_feedback(step):
         runs: list[tuple[int | None, int, Tensor]] = [
@@ -105,7 +105,7 @@ def _error_feedback_shards(engine: ShardEngine, step: ShardedStep) -> Iterator[T
 def _error_feedback_run(
     engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
 ) -> Iterator[TensorShard]:
-    """Yields a bucket's error feedback of a node, or of sums, from an element on, by parameter."""
+    """Yields a bucket's error feedback of a node, or of sums (``node`` None), by parameter."""
     chunk = Chunk(begin, begin + values.numel())
     names = named(engine, f"optim.error_feedback.{'sums' if node is None else node}.")
     yield from bucket_shards(engine.stored[number], values, chunk, chunk, names)
@@ -114,11 +114,11 @@ def _error_feedback_run(
 def error_feedback_to_load(
     engine: ShardEngine, step: ShardedStep, saved: Debtors, names: Collection[str]
 ) -> Iterator[TensorShard]:
-    """Yields what :func:`take_error_feedback` reads; ``local`` has no elements yet.
+    """Yields the shards that :func:`take_error_feedback` reads; ``local`` has no elements yet.
 
     Args:
-        saved: who has saved them.
-        names: of the checkpoint's tensors; what is not there was not quantized.
+        saved: the ranks that saved the error feedback.
+        names: names of the checkpoint's tensors; a tensor that is missing was not quantized.
     """
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     for bucket, _ in with_error_feedback(step):
@@ -135,7 +135,7 @@ def take_error_feedback(
     names: Collection[str],
     read: Callable[[Iterator[TensorShard]], None],
 ) -> None:
-    """Takes over what quantization had lost; ``read`` fills shards from the checkpoint."""
+    """Loads the saved quantization errors; ``read`` fills shards from the checkpoint."""
     for bucket, error_feedback in with_error_feedback(step):
 
         def fill(node: int | None, begin: int, out: Tensor, number: int = bucket.number) -> None:
@@ -146,7 +146,7 @@ def take_error_feedback(
 
 
 def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
-    """Yields elements [begin, end) of a chunk's tensor of the state, as the pieces have them."""
+    """Yields elements [begin, end) of a chunk's state tensor, piece by piece."""
     first = bucket.chunk.begin
     for piece in bucket.pieces(first + begin, first + end, write=False):
         here, _ = piece.within(first + begin, first + end)
@@ -156,12 +156,12 @@ def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]
 def shards_to_load(
     engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
 ) -> Iterator[TensorShard]:
-    """Yields all of the state that this rank has; each is written before the next is asked for.
+    """Yields all state of this rank; write each shard before you take the next one.
 
     Args:
-        engine: of the module.
-        step: of the optimizer.
-        taken: the groups that the load takes over.
+        engine: the engine of the module.
+        step: the step of the optimizer.
+        taken: the param groups that the load takes over.
     """
     step.written.take_over()
     for stored, whole in zip(engine.stored, step.buckets, strict=True):
@@ -175,7 +175,7 @@ def shards_to_load(
 
 
 def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
-    """Yields the tensors of state that all ranks have whole; on rank 0 alone without ``whole``."""
+    """Yields state tensors that all ranks have whole; without ``whole``, on rank 0 alone."""
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
@@ -187,7 +187,7 @@ def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Ite
 def _state_names(
     engine: ShardEngine, step: ShardedStep, kind: str, groups: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
-    """Names of the tensors of a kind, without those of parameters whose group needs no such."""
+    """Returns the names of the tensors of a kind, without parameters whose group needs none."""
     without: set[int] = set()
     if kind in step.rule.names(groups):
         for group in groups:
@@ -202,8 +202,8 @@ class SavedState:
     """The part of an optimizer's state in buckets that a load reads.
 
     Attributes:
-        kinds: by bucket, the moments that it must have memory for.
-        shards: by name, what is read; ``local`` is not the memory. The rest had not begun.
+        kinds: for each bucket, the moments for which it must have memory.
+        shards: by name, the shards to read; ``local`` is not their memory. Others had not begun.
     """
 
     kinds: list[list[str]]
@@ -217,13 +217,13 @@ def saved_state(
     groups: Sequence[dict[str, Any]],
     saved: Collection[str],
 ) -> SavedState:
-    """Finds out which state a load reads, and changes nothing.
+    """Determines which state a load reads, and changes nothing.
 
-    A moment that was not saved of a parameter had not begun, unless the parameter took a step.
+    If a moment of a parameter was not saved, it had not begun, unless the parameter took a step.
 
     Args:
-        given: what the checkpoint says of the optimizer.
-        groups: the groups as they will be after the load.
+        given: the checkpoint's facts about the optimizer.
+        groups: the param groups as they will be after the load.
         saved: names of the checkpoint's tensors.
     """
     found = SavedState([], {})
@@ -236,7 +236,7 @@ def saved_state(
         needed = step.rule.names_in(bucket.layout, step.layout, groups)
         here = []
         for kind in kinds:
-            # What the groups do not keep is of earlier hyper-parameters, and goes on with them.
+            # Kinds that no group keeps come from earlier hyper-parameters, and continue with them.
             wanted = kind in needed or kind not in known
             called = {
                 key: name
@@ -255,33 +255,33 @@ def saved_state(
 def _unread(
     stored: ParamBucket, dtype: torch.dtype, names: Mapping[int, str]
 ) -> dict[str, TensorShard]:
-    """Returns by name the shards of a bucket, whose tensors have no elements yet."""
+    """Returns the shards of a bucket by name; their tensors have no elements yet."""
     nothing, chunk = torch.empty(0, dtype=dtype, device="cpu"), stored.state_chunk
     return {shard.name: shard for shard in bucket_shards(stored, nothing, chunk, chunk, names)}
 
 
-# ---- A sharded module and its optimizer as a checkpoint holds them: tensors, and facts ----------
+# ---- Names of the tensors of a sharded module and its optimizer in a checkpoint ------------------
 
-# What of a sharded module and its optimizer a checkpoint holds, under which names.
+# A checkpoint holds these tensors of a sharded module and its optimizer:
 #
 #     model.<name>            a parameter, or a persistent buffer of rank 0
 #     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
 #     optim.error_feedback.<node>.<name>, optim.error_feedback.sums.<name>
-#                             what quantization of its gradients has lost, of each node that saved
+#                             quantization errors of its gradients, of each node that saved
 #
-# Both are flat, and each rank has the elements of its chunks, whatever the stage is: so a
-# checkpoint of one stage is one of all of them. What an optimizer keeps in other shapes, as
-# Adafactor does, all ranks have whole, and rank 0 saves. Buffers differ between ranks, and are each
-# rank's own tensors, too.
+# All of these are flat, and each rank has the elements of its chunks, at every stage: so a
+# checkpoint of one stage can be loaded at all stages. State of other shapes, as Adafactor keeps, is
+# whole on all ranks, and rank 0 saves it. Buffers differ between ranks, so each rank also saves its
+# buffers as its own tensors.
 
 
 @dataclass(frozen=True)
 class TensorShard:
     """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds.
 
-    Where ``local`` has no memory (device "meta"), ``read`` yields the elements of a range of the
-    tensor that it is a view of. Under tensor parallelism the flat tensor may be the
-    local tensor of a parameter. ``sharding`` then says which one.
+    If ``local`` has no memory (device "meta"), ``read`` yields a range of elements of the tensor of
+    which ``local`` is a view. Under tensor parallelism the flat tensor may be the local tensor of a
+    DTensor parameter; ``sharding`` is then its position in the whole tensor.
     """
 
     name: str
@@ -298,7 +298,7 @@ class TensorShard:
         return self.local_shape if self.sharding is None else self.sharding.shape
 
     def shard(self) -> FlatShard:
-        """Returns what a checkpoint saves of it, or loads."""
+        """Returns this shard in the form that a checkpoint saves and loads."""
         shard: FlatShard
         if self.sharding is None:
             shard = FlatShard(self.elems, self.begin, self.local, self.local_shape)
@@ -309,7 +309,7 @@ class TensorShard:
         return shard
 
     def saved_by(self, mesh: MeshView | None) -> TensorShard:
-        """Returns what this rank saves: nothing if another one has the same on the mesh."""
+        """Returns this rank's part to save: nothing if another rank of the mesh saves the same."""
         dims = () if self.sharding is None else self.sharding.mesh_dims
         if mesh is None or mesh.counts(dims):
             return self
@@ -317,7 +317,7 @@ class TensorShard:
 
 
 def overlap(entry: BucketParam, chunk: Chunk) -> tuple[int, int]:
-    """Elements [low, high) of the bucket that are the parameter's and the chunk's; maybe none."""
+    """Returns the elements [low, high) of the bucket that parameter and chunk share; maybe none."""
     low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
     return low, max(low, high)
 
@@ -325,14 +325,14 @@ def overlap(entry: BucketParam, chunk: Chunk) -> tuple[int, int]:
 def bucket_shards(
     stored: ParamBucket, flat: Tensor, held: Chunk, wanted: Chunk, names: Mapping[int, str]
 ) -> Iterator[TensorShard]:
-    """The parameters of a bucket, as a checkpoint names them.
+    """Yields the shards of a bucket's parameters, with their names in a checkpoint.
 
     Args:
         stored: the bucket.
-        flat: [held elements], one number per element of the bucket.
-        held: what ``flat`` has of the bucket.
-        wanted: of which part of the bucket, inside of ``held``.
-        names: of the tensors, by ``id`` of the parameter; one without a name has no such tensor.
+        flat: [held elements], one number per element of ``held``.
+        held: the part of the bucket that is in ``flat``.
+        wanted: the part of the bucket whose shards are wanted, inside ``held``.
+        names: names of the tensors, by ``id`` of the parameter; others are left out.
     """
     for entry in stored.params:
         if id(entry.param) not in names:
@@ -346,14 +346,14 @@ def bucket_shards(
 
 
 def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
-    """Returns the names of the engine's parameters behind a prefix, by ``id``."""
+    """Returns the names of the engine's parameters after a prefix, by ``id``."""
     return {key: prefix + name for key, name in engine.names().items()}
 
 
 def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps.
+    """Yields parameters in buckets: this rank's chunks, or with ``whole`` all that it keeps.
 
-    Of what lies on a disk ``local`` has no memory, and the elements are read as they are due.
+    For parameters on a disk ``local`` has no memory, and the elements are read when needed.
     """
     names = named(engine, "model.")
     for stored in (*engine.stored, *engine.setup.stored_frozen):
@@ -373,13 +373,13 @@ def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
 
 
 def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
-    """Yields elements [begin, end) of what a rank keeps of a bucket on its disk."""
+    """Yields elements [begin, end) of the chunk that this rank keeps on its disk."""
     with stored.here():
         yield stored.kept[begin:end]
 
 
 def params_to_load(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields what this rank keeps of the parameters; each is written before the next is due."""
+    """Yields this rank's parameters; write each shard before you take the next one."""
     if engine.setup.store is None:
         yield from param_shards(engine, whole=True)
         return
@@ -392,7 +392,7 @@ def params_to_load(engine: ShardEngine) -> Iterator[TensorShard]:
 
 
 def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Does :meth:`param_shards` for all that this rank keeps, with copies of what is on a disk."""
+    """Yields all of :func:`param_shards` that this rank keeps, and copies of those on a disk."""
     for shard in param_shards(engine, whole=True):
         if shard.read is None:
             yield shard
@@ -403,7 +403,7 @@ def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
 
 
 def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Parameters without a bucket: all ranks have them, and each saves its share."""
+    """Yields parameters without a bucket, which all ranks have; each rank saves its share."""
     bucketed = {
         id(each.param)
         for stored in (*engine.stored, *engine.setup.stored_frozen)
@@ -433,7 +433,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Everything of the model; each element is one rank's, but for replicas on a mesh."""
+    """Yields all tensors of the model; each element is on one rank, except replicas on a mesh."""
     yield from param_shards(engine, whole=False)
     yield from loose_shards(engine, whole=False)
     for name, buffer in buffers_of(engine.setup.module).items():
@@ -442,10 +442,10 @@ def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
         yield TensorShard(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
 
 
-# A checkpoint may have been saved of a module in other wrappers, with their parts in its names.
+# The names in a checkpoint may contain parts of wrappers that this module does not have.
 
 
-# Where names stand in a checkpoint's JSON data; see :func:`renamed`.
+# Where names are in a checkpoint's JSON data; see :func:`renamed`.
 NAMES_IN_FACTS = {
     "params": True,
     "left_out": True,
@@ -455,7 +455,7 @@ _NAMES_IN_DATA = {"tied": True, "ringcomm": NAMES_IN_FACTS}
 
 
 def with_unwrapped_names(manifest: Manifest, known: KnownNames) -> Manifest:
-    """Returns a manifest with the module's unwrapped names in place of those with wrappers."""
+    """Returns a manifest in which names with wrappers are replaced by the unwrapped names."""
     tensors = {name: known_tensor(name, known) for name in manifest.tensors}
     if all(name == inner for name, inner in tensors.items()):
         return manifest
@@ -476,7 +476,7 @@ def with_unwrapped_names(manifest: Manifest, known: KnownNames) -> Manifest:
 
 
 def known_tensor(name: str, known: KnownNames) -> str:
-    """Returns the unwrapped name for a checkpoint's, such as "optim.exp_avg.0.bias"."""
+    """Returns the unwrapped name for a name in a checkpoint, such as "optim.exp_avg.0.bias"."""
     kind, _, rest = name.partition(".")
     if kind == "extra":
         module, _, number = rest.rpartition(".")
@@ -491,7 +491,7 @@ def known_tensor(name: str, known: KnownNames) -> str:
 
 
 def _renamed_extra(told: Any, known: KnownNames) -> Any:
-    """Does :func:`renamed` for what a rank tells of its own, where modules have extra state."""
+    """Does what :func:`renamed` does, for a rank's own data with modules' extra state."""
     if not isinstance(told, dict) or not isinstance(told.get("extra"), dict):
         return told
     extra = {known.find_module(name): each for name, each in told["extra"].items()}
@@ -499,12 +499,12 @@ def _renamed_extra(told: Any, known: KnownNames) -> Any:
 
 
 def renamed(value: Any, known: KnownNames, where: Any) -> Any:
-    """Returns JSON data with unwrapped names in place of those with wrappers.
+    """Returns JSON data in which names with wrappers are replaced by the unwrapped names.
 
     Args:
-        value: the data, of which nothing is believed.
+        value: the data, which is not checked yet.
         known: the module's names.
-        where: True if strings, and a dict's keys, are names; or by key, what holds for its value.
+        where: True if strings, and a dict's keys, are names; or a dict of this argument by key.
     """
     if where is True:
         if isinstance(value, str):
@@ -527,10 +527,10 @@ def renamed(value: Any, known: KnownNames, where: Any) -> Any:
 def step_of(
     engine: ShardEngine, optimizer: ShardedOptimizer | None, operation: str
 ) -> ShardedStep | None:
-    """The step of an optimizer on the engine's module; collective before its first step.
+    """Returns the step of an optimizer on the engine's module; collective before its first step.
 
     Raises:
-        ArgumentError: it is one of other parameters.
+        ArgumentError: the optimizer was built on other parameters.
     """
     if optimizer is None:
         return None
@@ -543,20 +543,20 @@ def step_of(
 
 
 def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
-    """Returns whether an optimizer was built on the engine's parameters, of which may be none."""
+    """True if an optimizer was built on the engine's parameters; these may be none."""
     if engine.trainable.params:
         return optimizer.placement is engine.placement
     return not any(group["params"] for group in optimizer.param_groups)
 
 
 def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
-    """The module's name of each parameter of an optimizer, in its order."""
+    """Returns the module's name of each parameter of an optimizer, in the optimizer's order."""
     found = engine.names()
     return [found.get(id(param), "") for param in step.params]
 
 
 def group_names(names: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The names by param group."""
+    """Returns the names by param group."""
     found, first = [], 0
     for group in groups:
         found.append(list(names[first : first + len(group["params"])]))
@@ -564,14 +564,14 @@ def group_names(names: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[
     return found
 
 
-# What a checkpoint says beside its tensors: whose state it is, hyper-parameters, step numbers.
+# The facts in a checkpoint: the layout of the world, names, hyper-parameters and step numbers.
 
 Fail = Callable[[str], CheckpointError]
 VERSION = 1
 
 
 def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
-    """Returns what a checkpoint says beside the tensors; JSON, equal on all ranks."""
+    """Returns the facts that a checkpoint has beside its tensors; JSON, equal on all ranks."""
     told: dict[str, Any] = {
         "version": VERSION,
         "stage": engine.stage,
@@ -608,18 +608,18 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """The facts about an optimizer, as :func:`describe` tells them; all are of the right types.
+    """The facts about an optimizer that :func:`describe` returned; all have the right types.
 
     Attributes:
-        name: of its rule.
-        steps: taken, by parameter.
-        steps_taken, skipped_steps: of the optimizer.
+        name: name of the optimizer's rule.
+        steps: number of steps taken, by parameter.
+        steps_taken, skipped_steps: the optimizer's counts of steps.
         groups: hyper-parameters of the param groups, which :func:`check_optimizer` checks.
-        group_params: names of the parameters of each.
-        kinds: of tensors of the state.
+        group_params: names of the parameters of each param group.
+        kinds: the kinds of state tensors.
         loss_scaler: state of a loss scaler, or None.
-        error_feedback: who saved what quantization has lost, or None.
-        states: further state by parameter, where the rule keeps more.
+        error_feedback: the ranks that saved quantization errors, or None.
+        states: further state by parameter, if the rule keeps more.
     """
 
     name: str
@@ -665,13 +665,13 @@ class SavedOptimizer:
 
 @dataclass(frozen=True)
 class SavedFacts:
-    """The facts beside a checkpoint's tensors, as :func:`describe` tells them.
+    """The facts beside a checkpoint's tensors, which :func:`describe` returned.
 
     Attributes:
-        world_size: of the ranks that saved; 0 of another library's.
-        mesh: sizes of their mesh, or None.
+        world_size: number of ranks that saved; 0 for another library's checkpoint.
+        mesh: sizes of the mesh of these ranks, or None.
         params: names of the module's parameters.
-        optimizer: None if none was saved.
+        optimizer: the facts about the optimizer; None if none was saved.
         converted: True if another library has saved it.
         left_out: names of parameters that were not saved.
     """
@@ -685,10 +685,10 @@ class SavedFacts:
 
     @classmethod
     def read(cls, told: Any, fail: Fail) -> SavedFacts:
-        """Reads what a file says.
+        """Reads the facts from a file's JSON data.
 
         Raises:
-            CheckpointError: no save writes this.
+            CheckpointError: the data are not facts that a save writes.
         """
         try:
             told = exactly(told, dict)
@@ -705,7 +705,7 @@ class SavedFacts:
                 _names(told.get("left_out", [])),
             )
         except DAMAGE as error:
-            raise fail(f"is no checkpoint of ringcomm.zero.save(): {in_words(error)}") from error
+            raise fail(f"is not a checkpoint of ringcomm.zero.save(): {in_words(error)}") from error
 
 
 def _names(value: Any) -> list[str]:
@@ -713,14 +713,14 @@ def _names(value: Any) -> list[str]:
 
 
 def _count(value: Any) -> float:
-    """Returns a number of steps."""
+    """Returns a number of steps, as a float."""
     if not 0 <= exactly(value, float, int) < 2**53:
         raise ValueError(f"expected a number of steps, got {shown(value)}")
     return float(value)
 
 
 def debtors_of(step: ShardedStep | None, saved: SavedFacts) -> Debtors | None:
-    """Returns who saved the error feedback that a load takes over; None if it takes none."""
+    """Returns which ranks saved the error feedback that a load takes over, or None."""
     if step is None or saved.optimizer is None or Debtors.of(step) is None:
         return None
     return saved.optimizer.error_feedback
@@ -733,7 +733,7 @@ def _as_json(value: Any) -> Any:
 
 
 def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
-    """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
+    """Raises ``fail(text)`` unless the saved parameters are the module's."""
     mine = [name for name, _ in engine.named_parameters()]
     theirs = list(saved.params)
     if saved.converted:
@@ -749,7 +749,7 @@ def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
 
 
 def _check_converted(engine: ShardEngine, mine: list[str], theirs: list[str], fail: Fail) -> None:
-    """Checks what another library saved, which may not say in what order, and buffers with it."""
+    """Checks names of another library, which may have another order and include buffers."""
     module = engine.setup.module
     known = {*mine, *buffers_of(module), *aliases(module)}
     missing, strange = sorted({*mine} - {*theirs}), sorted({*theirs} - known)
@@ -773,7 +773,7 @@ def _one(names: list[str]) -> str:
 def check_optimizer(
     engine: ShardEngine, step: ShardedStep, saved: SavedFacts, fail: Fail
 ) -> list[dict[str, Any]]:
-    """The saved param groups, once everything about the optimizer fits; see :func:`describe`."""
+    """Returns the saved param groups, after checks that all optimizer data fit."""
     given, converted = saved.optimizer, saved.converted
     if given is None:
         raise fail("was saved without an optimizer; load the module alone")
@@ -782,7 +782,7 @@ def check_optimizer(
     mine = group_names(names, list(step.groups))
     same = mine == given.group_params
     if converted:
-        # By name, each parameter has its own state, so the order in a group does not matter.
+        # State is saved by parameter name, so the order in a group does not matter.
         same = [sorted(group) for group in mine] == [sorted(each) for each in given.group_params]
     if not same:
         raise fail(
@@ -797,7 +797,7 @@ def check_optimizer(
         for group, params in zip(given.groups, given.group_params, strict=True)
     ]
     groups = check_groups(step, packed, str(fail("groups")))
-    # Another library's weights become the FP32 masters.
+    # The weights of another library's checkpoint become the FP32 masters.
     masters = ["master"] if converted and _has_masters(step) else []
     _check_kinds(step, [*given.kinds, *masters], merged_groups(step.groups, groups), fail)
     if step.rule.keeps_more:
@@ -817,7 +817,7 @@ def _check_kinds(
     mine = {kind for each in step.buckets for kind in each.state.names()}
     misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
     differ = (mine ^ {*kinds}) & {*MASTERS}
-    # FP32 masters of FP32 parameters, as quantized parameters have them, are parameters elsewhere.
+    # FP32 masters of FP32 parameters, as quantized ones have, are plain parameters elsewhere.
     in_fp32 = all(each.layout.dtype is torch.float32 for each in step.buckets)
     if misfit or (differ and not (differ == {"master"} and in_fp32)):
         raise fail(
@@ -833,7 +833,7 @@ def _saved_states(names: Sequence[str], given: SavedOptimizer) -> list[ParamStat
 def take_optimizer(
     engine: ShardEngine, step: ShardedStep, given: SavedOptimizer, groups: list[dict[str, Any]]
 ) -> None:
-    """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
+    """Takes over what :func:`check_optimizer` has checked, after the state's tensors."""
     for bucket in step.buckets:
         bucket.state.zero({*bucket.state.names()} - {*given.kinds, *MASTERS})
     names = names_of(engine, step)

@@ -108,7 +108,7 @@ def test_a_step_without_its_manifest_is_never_loaded_nor_removed(tmp_path):
         checkpoints.reader(9)
     save_step(checkpoints, 2)
     assert checkpoints.incomplete() == [broken]
-    with pytest.raises(CheckpointError, match="there is one, and none is written over"):
+    with pytest.raises(CheckpointError, match="there is one, and it is not overwritten"):
         save_step(checkpoints, 9)
     assert_step(checkpoints.reader(), 2)
 
@@ -158,7 +158,7 @@ def test_what_keeps_nothing_is_refused(tmp_path, keep):
 X = values("moment", 0)
 FLAWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "step": ({"step": 2}, MismatchError, "Step is 1 on rank 0 and 2 on rank 1"),
-    "data": ({"data": 1}, MismatchError, "ranks 0 and 1 give different data; give what differs as"),
+    "data": ({"data": 1}, MismatchError, "ranks 0 and 1 give different data; pass data"),
     "dtype": (
         {"x": flat_shard(X.double(), [40], 1)},
         MismatchError,

@@ -172,18 +172,18 @@ def own_tensor(extents):
 
 
 FORGERIES = {
-    "size": (of_size(10**15), "is too small for what is said to be in it"),
+    "size": (of_size(10**15), "is too small for its tensors"),
     "size beyond all": (of_size(1 << 63), "size"),
     "empty but huge": (moment(lambda t: t.update(size=[0, 1 << 63])), "size"),
     "rank's size": (own_tensor([10**12]), "is too small"),
     "boolean size": (of_size(True), "expected int, got True"),
     "negative size": (moment(lambda t: t.update(size=[-7], shape=[-7], pieces=[])), "size"),
-    "shape": (moment(lambda t: t.update(shape=[7, 12])), "has not the 77 elements"),
+    "shape": (moment(lambda t: t.update(shape=[7, 12])), "expected 77 elements"),
     "gap": (moment(lambda t: t["pieces"].pop()), "the pieces hold 39 of its 77"),
     "overlap": (moment(lambda t: t["pieces"][1].update(offsets=[38])), "two pieces overlap"),
-    "outside": (moment(lambda t: t["pieces"][1].update(offsets=[40])), "does not lie in"),
+    "outside": (moment(lambda t: t["pieces"][1].update(offsets=[40])), "is not inside"),
     "same piece": (moment(lambda t: t.update(pieces=t["pieces"][:1] * 2)), "two pieces overlap"),
-    "dtype": (moment(lambda t: t.update(dtype="object")), "dtype 'object' is not known"),
+    "dtype": (moment(lambda t: t.update(dtype="object")), "dtype 'object' is unknown"),
     "dtype of half": (moment(lambda t: t.update(dtype="float16")), r"moment@0: expected F16 \(39"),
     "key": (moment(lambda t: t["pieces"][0].update(key="nothing")), "nothing: cannot be read"),
     "key of another": (
@@ -192,13 +192,13 @@ FORGERIES = {
     ),
     "unknown file": (
         moment(lambda t: t["pieces"][0].update(file="rank-00009.safetensors")),
-        "is not of this checkpoint",
+        "is not part of this checkpoint",
     ),
-    "file above": (renamed("../rank-00000.safetensors"), "is no file of a checkpoint"),
-    "file anywhere": (renamed("/etc/passwd"), "is no file of a checkpoint"),
-    "file below": (renamed("a/rank-00000.safetensors"), "is no file of a checkpoint"),
-    "other file": (renamed("checkpoint.json"), "is no file of a checkpoint"),
-    "file with more": (renamed("rank-00000.safetensors\n"), "is no file of a checkpoint"),
+    "file above": (renamed("../rank-00000.safetensors"), "is not a file name of a checkpoint"),
+    "file anywhere": (renamed("/etc/passwd"), "is not a file name of a checkpoint"),
+    "file below": (renamed("a/rank-00000.safetensors"), "is not a file name of a checkpoint"),
+    "other file": (renamed("checkpoint.json"), "is not a file name of a checkpoint"),
+    "file with more": (renamed("rank-00000.safetensors\n"), "is not a file name of a checkpoint"),
     "missing file": (renamed("rank-00005.safetensors"), "rank-00005.safetensors: is missing"),
     "no ranks": (lambda text: text.update(ranks=[]), "no rank saved it"),
     "no entry": (lambda text: text.pop("values"), "has no entry 'values'"),
@@ -206,7 +206,7 @@ FORGERIES = {
     "data": (lambda text: text.update(data={"$call": ["os.system", "true"]}), "unknown object"),
     "key of a dict": (lambda text: text.update(data={"$dict": [[[], 1]]}), "unhashable"),
     "version": (lambda text: text.update(version=2), "expected version 1, got 2"),
-    "format": (lambda text: text.update(format="x"), "it is no manifest of a ringcomm checkpoint"),
+    "format": (lambda text: text.update(format="x"), "it is not a manifest of a ringcomm"),
 }
 
 

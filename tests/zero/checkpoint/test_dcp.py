@@ -308,7 +308,7 @@ def test_a_checkpoint_is_not_saved_over(tmp_path):
     writer = StorageWriter(tmp_path / "saved")
     dcp.save(state, storage_writer=writer, planner=SavePlanner())
     before = (tmp_path / "saved" / "checkpoint.json").read_bytes()
-    with pytest.raises(api.CheckpointException, match="there is one, and none is written over"):
+    with pytest.raises(api.CheckpointException, match="there is one, and it is not overwritten"):
         dcp.save(state, storage_writer=writer, planner=SavePlanner())
     assert (tmp_path / "saved" / "checkpoint.json").read_bytes() == before
     # The id of a save names its folder, as with torch's own storage.

@@ -156,7 +156,7 @@ def test_aliases_that_cannot_be_are_refused(tmp_path, tied):
 
 def test_nothing_is_written_over(folder, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="there is one, and none is written over"):
+    with pytest.raises(CheckpointError, match="there is one, and it is not overwritten"):
         export_safetensors(folder, tmp_path / "out")
 
 

@@ -57,11 +57,11 @@ def test_a_grid_of_boxes_fills_a_tensor_and_one_less_does_not(data, size):
 @pytest.mark.parametrize(
     ("size", "boxes", "message"),
     [
-        ((4,), [((0,), (5,))], "does not lie in"),
-        ((4,), [((-1,), (5,))], "does not lie in"),
-        ((4,), [((2,), (0,))], "does not lie in"),
-        ((4,), [((0,), (-1,))], "does not lie in"),
-        ((4,), [((0, 0), (4, 1))], "does not lie in"),
+        ((4,), [((0,), (5,))], "is not inside"),
+        ((4,), [((-1,), (5,))], "is not inside"),
+        ((4,), [((2,), (0,))], "is not inside"),
+        ((4,), [((0,), (-1,))], "is not inside"),
+        ((4,), [((0, 0), (4, 1))], "is not inside"),
         ((4,), [((0,), (2,)), ((1,), (2,))], "overlap"),
         ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], "overlap"),
         # As many elements as there are, but one twice and one not at all.
@@ -69,7 +69,7 @@ def test_a_grid_of_boxes_fills_a_tensor_and_one_less_does_not(data, size):
         ((4,), [], "hold 0 of its 4"),
         ((), [((), ()), ((), ())], "no dimensions"),
         ((), [], "hold 0 of its 1"),
-        ((0, 3), [((0, 0), (1, 3))], "does not lie in"),
+        ((0, 3), [((0, 0), (1, 3))], "is not inside"),
     ],
 )
 def test_what_does_not_fill_is_refused(size, boxes, message):

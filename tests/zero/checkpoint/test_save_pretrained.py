@@ -133,7 +133,7 @@ def test_a_rank_that_cannot_write(worlds, tmp_path, monkeypatch, failing):
         failing_ranks.clear()
         comm.barrier()
         zero.save_pretrained(module, tmp_path / "out")
-        with pytest.raises(CheckpointError, match="none is written over"):
+        with pytest.raises(CheckpointError, match="it is not overwritten"):
             zero.save_pretrained(module, tmp_path / "out")
         with pytest.raises(MismatchError, match="Option path"):
             zero.save_pretrained(module, tmp_path / str(comm.rank))
