@@ -1,6 +1,6 @@
-"""Optimizers on shards: replicated parameters, sharded FP32 state; fused steps are one pass.
+"""Sharded optimizers: each rank keeps and updates the FP32 state of its shard of the parameters.
 
-See ``docs/optimizer.md`` for its guarantees.
+Read ``sharded.py`` first, then ``step.py``; ``docs/optimizer.md`` states the guarantees.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Adafactor: second moments in rows and columns, by the owner of each whole parameter.
+"""Adafactor: second moments by row and column; one rank, the owner, updates a whole parameter.
 
-The update of an element takes sums over its row, its column and the whole parameter, so each
-parameter has an owner (``optim/muon.py``). What is kept of a matrix of m x n are m + n numbers.
-They are as good as nothing beside its m n elements, so every rank has them, which makes saving and
-loading a matter of one rank; of a parameter without a matrix, such as a bias, its variance.
+The update of an element needs sums over its row, its column and the whole parameter, so each
+parameter has an owner (``optim/muon.py``). The state of an m x n matrix is m + n numbers, few
+compared to its m n elements. So every rank keeps all of them, and a single rank can save and load
+them. The state of a parameter that is not a matrix, such as a bias, is its variance.
 
-Buckets are exchanged W at a time, where W ranks share the state, so that each rank owns about a
-bucket of them: a step needs memory for two buckets of float32 beside one of gradients, and 12 bytes
-of a parameter in pieces travel, as gradient and value to its owner and as value back.
+W ranks that share the state exchange W buckets at a time, so that each rank owns about one bucket:
+a step needs memory for two buckets of float32 besides one bucket of gradients. For each element of
+a parameter in pieces 12 bytes travel: gradient and value to the owner, and the new value back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
 def take_step(
     value: Tensor, grad: Tensor, kept: Mapping[str, Tensor], step: float, group: Group
 ) -> None:
-    """Steps one whole parameter in place, in the operations of ``torch.optim.Adafactor``.
+    """Steps one whole parameter in place, by the operations of ``torch.optim.Adafactor``.
 
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
     with torch's meaning of lr and eps.
@@ -101,7 +101,7 @@ def kept_of(spec: ParamSpec, device: torch.device) -> dict[str, Tensor]:
 
 
 class AdafactorRule(TensorRule):
-    """Adafactor with FP32 state, as ``torch.optim.Adafactor`` has it.
+    """The update rule of ``torch.optim.Adafactor``, with FP32 state.
 
     It updates W buckets at a time, each parameter by its owner.
     """
@@ -112,9 +112,9 @@ class AdafactorRule(TensorRule):
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
-        #: By bucket number.
+        #: The parameters, by bucket number.
         self.params: dict[int, list[OwnedParam]] = {}
-        #: Every rank keeps the whole state, as at stage 0.
+        #: True if every rank keeps the whole state, as at stage 0.
         self.is_replicated = False
         self._kept: dict[int, dict[str, Tensor]] = {}
         # Buckets that wait for their exchange, by number, with their gradients: [chunk elements].
@@ -137,8 +137,8 @@ class AdafactorRule(TensorRule):
         for called, param in params_of(group["params"]):
             if is_divided(param):
                 raise UnsupportedError(
-                    f"param group {index}, {called}: ranks of the mesh have parts of it, and "
-                    "Adafactor takes sums over whole parameters; step it with AdamW"
+                    f"param group {index}, {called}: each rank of the mesh has a part of it, but "
+                    "Adafactor needs sums over whole parameters; step it with AdamW"
                 )
 
     def replaced(self, group: Group) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class AdafactorRule(TensorRule):
             self._update_waiting(run)
 
     def _owning(self, run: TensorBackend) -> Communicator | None:
-        """Returns the ranks that divide the work: at stage 0 each does all, as that is less."""
+        """Returns the ranks that divide the work; None at stage 0, where doing all costs less."""
         return None if self.is_replicated else run.sharers
 
     def _update_waiting(self, run: TensorBackend) -> None:
@@ -248,7 +248,7 @@ def _is_number(value: object) -> bool:
 
 
 def _values_of(bucket: Bucket) -> Tensor:
-    """Returns what this rank's chunk of a bucket is computed in: float32 [chunk elements]."""
+    """Returns the values that a step updates in this rank's chunk: float32 [chunk elements]."""
     if bucket.state.master is None:
         with bucket.params_here():
             return bucket.own_params.to(torch.float32, copy=bucket.may_be_away)
@@ -256,7 +256,7 @@ def _values_of(bucket: Bucket) -> Tensor:
 
 
 def _keep_masters(bucket: Bucket, values: Tensor) -> None:
-    """Keeps what :func:`_values_of` gave where it was a copy of masters."""
+    """Writes updated values of :func:`_values_of` back to the masters, if there are any."""
     if bucket.state.master is not None:
         bucket.state.take({"master": values})
 
@@ -268,21 +268,21 @@ def _piece(
 
 
 class Adafactor(ShardedOptimizer):
-    """Adafactor, whose state is a row and a column of each matrix, sharded over a communicator.
+    """Adafactor, which keeps a row and a column per matrix, sharded over a communicator.
 
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
-    as ``torch.optim.Adafactor`` has it. Otherwise as :class:`ringcomm.optim.AdamW`, whose ``comm``,
-    ``options``, ``loss_scaler`` and ``mesh`` it takes.
+    as in ``torch.optim.Adafactor``. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
+    :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; of any shape.
-        lr: greatest relative step, and times ``weight_decay`` the fraction that is lost.
+        lr: upper bound of the relative step.
         beta2_decay: exponent of the step number in the second moment's weight.
-        eps: least root of the second moment, None for the machine precision of float32; and least
-            root mean square of a parameter that scales its step.
+        eps: lower bound of the second moment's root, None for the machine precision of float32; and
+            lower bound of a parameter's root mean square, which scales its step.
         d: root mean square above which an update is scaled down.
-        weight_decay: see ``lr``.
-        foreach: accepted as torch's is; there is one implementation, with the bits of False.
+        weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
+        foreach: accepted and ignored: the results have the bits of foreach=False.
         maximize: maximize the objective.
         comm: see :class:`ringcomm.optim.AdamW`.
         options: see there; master weights are FP32, rounding is to nearest, kernels are native.
@@ -291,7 +291,8 @@ class Adafactor(ShardedOptimizer):
 
     Raises:
         ArgumentError: see there.
-        UnsupportedError: options that Adafactor has not; a parameter that ranks of a mesh divide.
+        UnsupportedError: Adafactor does not support an option; or a parameter is sharded over a
+            mesh.
     """
 
     def __init__(  # noqa: PLR0913 -- torch's signature

@@ -17,17 +17,17 @@ Tensor = torch.Tensor
 class AdamW(ShardedOptimizer):
     """AdamW (decoupled weight decay) with FP32 state, sharded over a communicator.
 
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019. Takes torch's
-    arguments and steps as ``torch.optim.AdamW``; on replicated parameters it is ZeRO stage 1.
-    ``docs/optimizer.md`` says what is exact.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019. It takes the
+    arguments of ``torch.optim.AdamW`` and makes the same steps; on replicated parameters it is ZeRO
+    stage 1. ``docs/optimizer.md`` says which results are exact.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks. DTensors of
-            tensor parallelism have equal local tensors on the ranks of ``comm``.
+            tensor parallelism must have equal local tensors on the ranks of ``comm``.
         lr: learning rate; a tensor of one element is read on its device at each step.
         betas: decay of the two moments.
         eps: added to the denominator.
-        weight_decay: times lr, the fraction that each parameter loses.
+        weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         amsgrad: divide by the largest second moment so far.
         maximize: maximize the objective.
         foreach: accepted and ignored, as are ``capturable`` and ``fused``: a step is fused.
@@ -35,17 +35,17 @@ class AdamW(ShardedOptimizer):
         differentiable: must be False.
         fused: see ``foreach``.
         comm: the ranks that share the work: a Communicator, a ProcessGroup of
-            ``torch.distributed`` or a one-dimensional DeviceMesh. None for ringcomm's default
-            group, else that of ``torch.distributed``, else this rank, in a world of one. "alone"
-            for this rank whatever groups there are, as under DDP, which reduces by itself.
-        options: ringcomm's own choices.
-        loss_scaler: the scaler of the losses, whose scale the steps update.
-        mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
-            is the ``comm``; norms are taken over all axes, so those of all stages of "pp".
+            ``torch.distributed`` or a one-dimensional DeviceMesh. None takes ringcomm's default
+            group, else the default group of ``torch.distributed``, else this rank alone. "alone"
+            is this rank alone even if groups exist, as under DDP, which reduces gradients itself.
+        options: options that torch's optimizer does not have.
+        loss_scaler: the loss scaler, whose scale each step updates.
+        mesh: instead of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
+            is the ``comm``; norms are taken over all axes, including all stages of "pp".
 
     Raises:
-        ArgumentError: hyper-parameters or parameters that cannot be used; a ``comm`` that this rank
-            is not in; ranks of a launcher that have no group; a ``mesh`` without an axis "dp".
+        ArgumentError: a hyper-parameter or parameter cannot be used; ``comm`` does not contain this
+            rank; a launcher started several ranks but there is no group; ``mesh`` has no axis "dp".
         UnsupportedError: ``differentiable=True``.
     """
 
@@ -86,7 +86,7 @@ class AdamW(ShardedOptimizer):
 
 
 class Adam(ShardedOptimizer):
-    """Adam, which adds weight decay to the gradient (L2); otherwise as :class:`AdamW`.
+    """Adam, which adds weight decay to the gradient (L2); all else is as in :class:`AdamW`.
 
     Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """
@@ -129,12 +129,12 @@ class Adam(ShardedOptimizer):
 
 
 class AdamW8bit(ShardedOptimizer):
-    """AdamW with 8-bit state, in quantized moments; otherwise as :class:`AdamW`.
+    """AdamW whose moments are quantized to 8 bits; all else is as in :class:`AdamW`.
 
-    The state is 2.03 bytes a parameter in place of 8, and masters where there are any. After
-    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, with other numbers:
-    small floats, which a step rounds stochastically by ``options.seed``. ``docs/optimizer.md`` says
-    how exact that is. Saved moments are FP32, so that either optimizer loads the other's state.
+    The moments take 2.03 bytes per parameter instead of 8; masters, if any, come on top. The method
+    follows Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, but stores
+    small floats, which a step rounds stochastically by ``options.seed``. ``docs/optimizer.md``
+    states the accuracy. Saved moments are FP32, so AdamW and AdamW8bit load each other's state.
 
     Args:
         params: see :class:`AdamW`.
@@ -186,16 +186,16 @@ class SGD(ShardedOptimizer):
     """SGD with FP32 momentum, sharded over a communicator.
 
     Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
-    2013, as ``torch.optim.SGD`` has it: the same bits as with ``foreach=False`` on a CPU with AVX2.
-    Otherwise as :class:`ringcomm.optim.AdamW`, whose ``comm``, ``options``, ``loss_scaler`` and
-    ``mesh`` it takes.
+    2013, as implemented by ``torch.optim.SGD``: the same bits as with ``foreach=False`` on a CPU
+    with AVX2. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
+    :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks.
         lr: learning rate; a tensor of one element is read on its device at each step.
-        momentum: decay of the momentum; 0 for none, which then takes no memory.
-        dampening: fraction of each gradient but the first that the momentum does not take.
-        weight_decay: times the parameter, what is added to the gradient.
+        momentum: decay of the momentum; 0 for no momentum, which takes no memory.
+        dampening: fraction of each gradient after the first that is not added to the momentum.
+        weight_decay: weight_decay times the parameter is added to the gradient.
         nesterov: step along Nesterov's momentum.
         maximize: maximize the objective.
         foreach: accepted and ignored, as is ``fused``: a step is fused.
@@ -248,15 +248,15 @@ class Lion(ShardedOptimizer):
     """Lion with an FP32 moment, sharded over a communicator.
 
     Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2. A step
-    moves each element by lr, whatever its gradient; the paper takes an lr of a third to a tenth
-    of AdamW's, and as much more weight decay. Otherwise as :class:`ringcomm.optim.AdamW`, whose
-    ``comm``, ``options``, ``loss_scaler`` and ``mesh`` it takes.
+    moves each element by lr, however large its gradient is; the paper uses 3 to 10 times less lr
+    than AdamW, and 3 to 10 times more weight decay. It takes ``comm``, ``options``, ``loss_scaler``
+    and ``mesh`` as :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks.
         lr: learning rate; a tensor of one element is read on its device at each step.
-        betas: the moment's share of a step's direction, and its decay.
-        weight_decay: times lr, the fraction that each parameter loses.
+        betas: the moment's weight in a step's direction, and the moment's decay.
+        weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         maximize: maximize the objective.
         comm: see :class:`ringcomm.optim.AdamW`.
         options: see there.
@@ -267,7 +267,7 @@ class Lion(ShardedOptimizer):
         ArgumentError: see there.
     """
 
-    def __init__(  # noqa: PLR0913 -- the paper's arguments, and those of all optimizers
+    def __init__(  # noqa: PLR0913 -- the paper's arguments, and ringcomm's
         self,
         params: Params,
         lr: float | Tensor = 1e-4,

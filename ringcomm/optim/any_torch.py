@@ -1,9 +1,9 @@
-"""Any elementwise optimizer of torch on shards: a trial of its class, its state, and its step.
+"""Shards any elementwise torch optimizer: a trial of its class, its state, and its step.
 
-An optimizer can be sharded if what becomes of an element depends on that element alone: its value,
-its gradients, and numbers such as the step that are the same for all elements. Nothing in a class
-says so. So a small parameter is stepped whole, and in pieces as different ranks would have them, by
-an instance of the class for each; both must end with the same bits.
+An optimizer can be sharded if the update of an element depends on that element alone: on its value,
+its gradients, and numbers such as the step that are the same for all elements. A class does not
+declare this. So a trial steps a small parameter whole, and in pieces as on different ranks, each by
+its own instance of the class; the whole and the pieces must end with the same bits.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ Tensor = torch.Tensor
 
 _SHAPE = (8, 12)
 # Parameters begin at multiples of 64 elements in their buckets, and chunks at multiples of 512, so
-# a piece begins at a multiple of 64 of its parameter. A rank may also have nothing of a parameter.
+# a piece begins at a multiple of 64 of its parameter. A rank may also have no element of a
+# parameter.
 _CUTS = (slice(0, 64), slice(64, 96), slice(96, 96))
-# Magnitudes of the gradients of the steps, so that thresholds are met from both sides.
+# Magnitudes of the steps' gradients, so that values cross thresholds in both directions.
 _MAGNITUDES = (1.0, 1e-3, 64.0, 1.0, 1e-6)
-# Keys of a group that are no hyper-parameters.
+# Keys of a group that are not hyper-parameters.
 NOT_HYPER = frozenset({"params", "param_names"})
 
 
@@ -65,9 +66,9 @@ class OptimizerClass:
         return made
 
     def checked(self, hyper: Group, value: Tensor) -> None:
-        """Has the class check hyper-parameters, by giving it those that it knows as arguments.
+        """Makes the class check hyper-parameters, by passing those that it takes as arguments.
 
-        Most classes check their arguments, and not what a group says.
+        Most classes check their arguments, but not the entries of a group.
         """
         known = inspect.signature(self.kind).parameters
         given = {name: each for name, each in hyper.items() if name in known}
@@ -75,7 +76,7 @@ class OptimizerClass:
         OptimizerClass(self.kind, {**self.settings, **given}).make([group])
 
     def defaults(self) -> dict[str, Any]:
-        """Returns the hyper-parameters of a group that is given none.
+        """Returns the default hyper-parameters of a group.
 
         Raises:
             ArgumentError: the class does not take the arguments.
@@ -91,7 +92,7 @@ class OptimizerClass:
 
 @dataclass(frozen=True)
 class StateKinds:
-    """The state that a class keeps of a parameter.
+    """The state that a class keeps for a parameter.
 
     Attributes:
         tensors: names of FP32 tensors of the parameter's shape.
@@ -115,13 +116,13 @@ class Trial:
         self.writes_gradients = False
 
     def _facts(self) -> dict[str, Any]:
-        """Returns what an instance must not change, since only tensors of its state are kept."""
+        """Returns values that an instance must not change, since checkpoints do not save them."""
         facts = {
             f"the entry {name!r} of its param group": value
             for name, value in hyper_of(self.optimizer.param_groups[0]).items()
         }
         for name, value in vars(self.optimizer).items():
-            # Flags remember that something was checked or warned of.
+            # Booleans may change: they record that something was checked or warned about.
             if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool):
                 facts[f"its attribute {name!r}"] = value
         return {
@@ -141,14 +142,14 @@ class Trial:
         return {name: value for name, value in state.items() if value is not None}
 
     def complaint(self) -> str:
-        """Returns what the instance has done that shards do not allow, or ""."""
+        """Returns which change by the instance cannot be sharded, or "" if there is none."""
         if self.param.data_ptr() != self._address:
-            return "it puts another tensor in the place of a parameter's memory"
+            return "it replaces a parameter's memory by another tensor"
         if any(key is not self.param for key in self.optimizer.state):
-            return "it keeps state that is of no parameter"
+            return "it keeps state that belongs to no parameter"
         before, after = self._before, self._facts()
         changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        return f"it changes {changed[0]}, which no checkpoint would have" if changed else ""
+        return f"it changes {changed[0]}, which checkpoints do not save" if changed else ""
 
 
 def try_class(made: OptimizerClass, hyper: Group, device: torch.device) -> StateKinds:
@@ -157,11 +158,11 @@ def try_class(made: OptimizerClass, hyper: Group, device: torch.device) -> State
     Args:
         made: the class.
         hyper: all hyper-parameters of a group.
-        device: of the parameters.
+        device: device of the parameters.
 
     Raises:
         ArgumentError: the class does not take the hyper-parameters.
-        UnsupportedError: the class cannot step shards; says what was seen.
+        UnsupportedError: the class cannot step shards; the message says why.
     """
     hyper = {name: _own(name, value) for name, value in hyper.items()}
     generator = torch.Generator(device="cpu").manual_seed(20)
@@ -204,7 +205,7 @@ def _run(made: OptimizerClass, trial: Trial, grads: Sequence[Tensor]) -> None:
 
 
 def _own(name: str, value: Any) -> Any:
-    """Returns a hyper-parameter for a trial, which must not change the user's, or do nothing."""
+    """Returns a copy of a hyper-parameter for a trial, with an lr that is not 0."""
     if isinstance(value, Tensor):
         return torch.full_like(value, 2.0**-6) if name == "lr" else value.clone()
     return 2.0**-6 if name == "lr" and value == 0 else value
@@ -212,7 +213,7 @@ def _own(name: str, value: Any) -> Any:
 
 def _refuse(made: OptimizerClass, seen: str) -> NoReturn:
     raise UnsupportedError(
-        f"Sharded: {name_of(made.kind)} cannot step shards: {seen}. What becomes of an element "
+        f"Sharded: {name_of(made.kind)} cannot step shards: {seen}. The update of an element "
         "must depend on that element alone, wherever its parameter is cut. Keep this optimizer on "
         "whole parameters, as under DDP"
     )
@@ -243,7 +244,7 @@ def _compare(
     """Compares the whole parameter, the first of the trials, with its pieces."""
     whole, *pieces = trials
     if not _same(whole.param, [trial.param for trial in pieces]):
-        _refuse(made, "a parameter in parts becomes another one than the whole")
+        _refuse(made, "a parameter in parts gets other values than the whole one")
     if any(trial.state.keys() != whole.state.keys() for trial in pieces):
         _refuse(made, "a part of a parameter has other state than the whole one")
     for name in tensors:
@@ -265,7 +266,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Returns whether pieces have the bits of the whole."""
+    """True if the pieces together have the bits of the whole."""
     joined = torch.cat([piece.detach().reshape(-1) for piece in pieces])
     flat = whole.detach().reshape(-1)
     return joined.shape == flat.shape and torch.equal(
@@ -274,7 +275,7 @@ def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """Returns what of a hyper-parameter decides which state there is, and how a step is taken."""
+    """Returns the part of a hyper-parameter on which the kinds of state and step can depend."""
     if isinstance(value, float):
         return "a number" if value else 0
     if isinstance(value, (int, str, type(None))):
@@ -285,12 +286,12 @@ def _key(value: Any) -> Any:
 
 
 class TriedClass:
-    """A class that was tried with all hyper-parameters that it is used with.
+    """A class that is tried with each kind of hyper-parameters that it is used with.
 
-    Numbers other than 0 count as alike, so that a schedule costs no trial a step.
+    All numbers other than 0 are of the same kind, so that a schedule does not cause more trials.
 
     Attributes:
-        numbers: examples of the numbers that are kept of a parameter, by name.
+        numbers: by name, examples of the numbers in a parameter's state.
         writes_gradients: True if a step changes gradients.
     """
 
@@ -309,7 +310,7 @@ class TriedClass:
         return self._made.make(groups)
 
     def kinds(self, group: Group, device: torch.device) -> StateKinds:
-        """Returns the state that there is with a group's hyper-parameters.
+        """Returns the kinds of state that a group's hyper-parameters need.
 
         Raises:
             ArgumentError, UnsupportedError: see :func:`try_class`.
@@ -351,7 +352,7 @@ def segments_of(
 
 
 def to_number(example: Any, number: float) -> Any:
-    """Returns a number of a state in the form of an example, which may be a tensor."""
+    """Returns a number of a state in the type of an example, which may be a tensor."""
     if isinstance(example, Tensor):
         return torch.full_like(example, number)
     return type(example)(number)
@@ -360,8 +361,8 @@ def to_number(example: Any, number: float) -> Any:
 class Instance:
     """An instance of a class that steps this rank's segments of some parameters.
 
-    The tensors of its state are views of flat ones, which are what is saved, loaded and cut anew.
-    :meth:`take_states` is called before anything else.
+    The tensors of its state are views of flat tensors, which are saved, loaded and resharded. Call
+    :meth:`take_states` before any other method.
 
     Args:
         tried: the class.
@@ -386,7 +387,7 @@ class Instance:
         self._params = [values[p.begin : p.end].detach().requires_grad_() for p in segments]
         self._numbers = sorted({segment.group for segment in segments})
         self._optimizer = self._make()
-        # By segment and name, the view of a flat tensor that the state has.
+        # By segment and name, the state's view of a flat tensor.
         self._views: list[dict[str, Tensor]] = [{} for _ in segments]
 
     def _make(self) -> torch.optim.Optimizer:
@@ -406,7 +407,7 @@ class Instance:
 
         Args:
             grad: float32 [chunk elements].
-            active: by parameter, not 0 where the parameter takes the step.
+            active: by parameter, nonzero if the parameter takes the step.
         """
         for param, segment in zip(self._params, self._segments, strict=True):
             param.grad = grad[segment.begin : segment.end] if active[segment.index] else None
@@ -419,7 +420,7 @@ class Instance:
         self._keep()
 
     def _keep(self) -> None:
-        """Moves tensors of the state that are new into the flat tensors."""
+        """Moves new tensors of the state into the flat tensors."""
         for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
             state = self._optimizer.state.get(param, {})
             for name, value in state.items():
@@ -428,7 +429,7 @@ class Instance:
                 if not isinstance(value, Tensor) or value.shape != param.shape:
                     raise UnsupportedError(
                         f"optimizer.step: {name_of(self._tried.kind)} keeps {name!r}, which it did "
-                        "not when it was tried, and which is no tensor of its parameter's shape"
+                        "not keep when tried, and which is not a tensor of its parameter's shape"
                     )
                 views[name] = self._view(segment, name).copy_(value)
                 state[name] = views[name]
@@ -448,9 +449,9 @@ class Instance:
         return found
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        """Goes on from the states of all parameters; the flat tensors have the elements.
+        """Continues from the states of all parameters; the flat tensors have the elements.
 
-        A parameter without state begins as the class begins it.
+        A parameter without state gets the state that the class gives it at the beginning.
         """
         fresh, examples = self._make(), self._tried.numbers
         for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
@@ -467,20 +468,20 @@ class Instance:
         self._keep()
 
 
-# ---- ``Sharded``, which is any elementwise optimizer: instances of its class step the shards ----
+# ---- ``Sharded``, for any elementwise optimizer: instances of its class step the shards ---------
 
 
-# Options that ask for kernels of AdamW's, with the only values that other optimizers take.
+# Options that need AdamW's kernels, with the only values that other optimizers take.
 _OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
 
 
 def refuse_kernels_of_adamw(options: AdamWOptions | None) -> None:
-    """Raises UnsupportedError unless the options are those that torch's classes can have."""
+    """Raises UnsupportedError for options that need AdamW's kernels."""
     for name, value in _OF_ANY_CLASS.items():
         asked = getattr(options, name, value)
         if asked != value:
             raise UnsupportedError(
-                f"Sharded: {name}={asked!r} is what the kernels of ringcomm.optim.AdamW can; "
+                f"Sharded: {name}={asked!r} needs the kernels of ringcomm.optim.AdamW; "
                 f"expected {value!r}"
             )
 
@@ -498,7 +499,7 @@ class TorchRule(TensorRule):
         self.name = name_of(made.kind)
         self._tried = TriedClass(made)
         self._device = torch.device("cpu")
-        # By the key of a piece of a bucket; and that of parameters without elements here.
+        # Instances by the key of a bucket or piece; and one of parameters without elements here.
         self._instances: dict[tuple[int, int], Instance] = {}
         self._bare: Instance | None = None
         self._buckets: Sequence[Bucket] = ()
@@ -539,13 +540,13 @@ class TorchRule(TensorRule):
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
-        # A tensor of earlier hyper-parameters stays where it is, as in torch.
+        # Tensors that only earlier hyper-parameters needed stay, as in torch.
         return ""
 
     def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
     ) -> Backend:
-        # A sharded module's precision has chosen some of them.
+        # Checked again, since a sharded module's precision has chosen some of the options.
         refuse_kernels_of_adamw(options)
         return TensorBackend(comm, options, table, self)
 
@@ -570,7 +571,7 @@ class TorchRule(TensorRule):
             if segments:
                 made = self._instances[bucket.key] = self._instance(groups, bucket, segments)
                 made.take_states(states)
-        # Their steps are counted on every rank, whether or not it has elements of them.
+        # Every rank counts the steps of these parameters, though it has no elements of them.
         bare = [
             ChunkSegment(index, spec.group)
             for index, spec in enumerate(layout.params)
@@ -645,7 +646,7 @@ class TorchRule(TensorRule):
 
 
 def _told(value: Any) -> Any:
-    """Returns a hyper-parameter as JSON knows it, or the name of its class."""
+    """Returns a hyper-parameter as JSON types, or the name of its class."""
     told = as_json(value)
     if isinstance(told, list):
         return [_told(each) for each in told]
@@ -655,23 +656,23 @@ def _told(value: Any) -> Any:
 class Sharded(ShardedOptimizer):
     """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
 
-    It ends with the bits of the class in one process, on the mean of the ranks' gradients; 16-bit
-    parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
+    The results have the bits of the class in one process, on the mean of the ranks' gradients;
+    16-bit parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
 
         optimizer = Sharded(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
 
     Args:
         kind: the class, torch's or another, such as ``torch.optim.SGD``.
-        params: as of :class:`AdamW`.
-        comm: as of :class:`AdamW`.
-        options: as of :class:`AdamW`.
-        loss_scaler: as of :class:`AdamW`.
-        mesh: as of :class:`AdamW`.
+        params: see :class:`AdamW`.
+        comm: see :class:`AdamW`.
+        options: see :class:`AdamW`.
+        loss_scaler: see :class:`AdamW`.
+        mesh: see :class:`AdamW`.
         settings: arguments of the class.
 
     Raises:
-        ArgumentError: ``kind`` is no class of optimizers, or does not take ``settings``; and as of
-            :class:`AdamW`.
+        ArgumentError: ``kind`` is not a class of optimizers, or does not take ``settings``; see
+            also :class:`AdamW`.
         UnsupportedError: the class is not elementwise, or the options need AdamW's kernels.
     """
 

@@ -1,4 +1,4 @@
-"""The backends that update buckets, the table that they read, and the plan of a step with them."""
+"""The backends that update buckets, the table that they read, and the plans of steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# Twins of the structures in ``kernels/include/ringcomm/optimizer/adamw.h``.
+# These mirror the structures in ``kernels/include/ringcomm/optimizer/adamw.h``.
 
 # Columns of AdamWControl.
 INV_SCALE, CLIP, FOUND_INF, STEPS, SKIPPED = range(5)
@@ -52,21 +52,21 @@ class StepTable:
         layout: layout of the parameters.
         control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken, skipped.
         hyper: float64 [groups, columns]: the hyper-parameters that kernels read, lr first. AdamW's
-            are lr, beta1, beta2, eps, weight decay, flags.
+            columns are lr, beta1, beta2, eps, weight decay, flags.
         group: int64 [params]: param group of each parameter.
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
         factors: uint8 [params, bytes]: factors that the kernels compute from the other tensors.
-        told: float64 [params, or params + 2 on the host]: ``active``, which all ranks reduce to its
-            maximum, with the digest of the hyper-parameters behind it. See
-            NOTE [Hyper-parameters are compared at each step].
+        told: float64 [params, or params + 2 on the host]: ``active``, reduced over all ranks to its
+            maximum; on the host followed by the digest of the hyper-parameters and its negative.
+            See NOTE [Hyper-parameters are compared at each step].
 
     NOTE [Hyper-parameters are compared at each step]
     Ranks with different hyper-parameters would step their shards differently, and no kernel would
     notice. So a digest and its negative travel with ``active``: the maxima of the two are opposite
-    exactly if the ranks' digests are equal. The bound of a norm is in the digest, too. A rank that
-    refuses the step sends infinity, so that the others do not wait for it. On a GPU this is left
-    out, since reading the maxima would wait for the device.
+    exactly if the ranks' digests are equal. The digest also covers the bound of a norm. A rank that
+    refuses the step sends infinity, so that the other ranks do not wait for it. On a GPU there is
+    no comparison, since reading the maxima would wait for the device.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StepTable:
         self._given: list[float] = []
 
     def write_hyper(self, rows: list[list[float]], rates: Sequence[object]) -> None:
-        """Writes rows of hyper-parameters; those of ``rates`` that are tensors replace the lr."""
+        """Writes rows of hyper-parameters; a tensor in ``rates`` replaces the lr of its row."""
         if rows != self._rows:
             self.hyper.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
             self._rows = rows
@@ -106,7 +106,7 @@ class StepTable:
 
     @property
     def compares(self) -> bool:
-        """True if ranks compare digests of hyper-parameters; see the note."""
+        """True if ranks compare digests of hyper-parameters; see the NOTE of the class."""
         return self._memory is not None
 
     def write_active(self, active: list[float], digest: float) -> None:
@@ -118,8 +118,8 @@ class StepTable:
             self._here[:params].copy_(given)
         if self._memory is not None:
             struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)
-        # Copied anew each time, since the ranks reduce ``told`` in place. Usually no data come from
-        # the host, so that a graph can capture the step.
+        # Copied at each step, since the ranks reduce ``told`` in place. On a device this usually
+        # copies nothing from the host, so that a graph can capture the step.
         self.told.copy_(self._here)
 
     @property
@@ -132,22 +132,22 @@ class StepTable:
 
 
 class Backend(ABC):
-    """The updates of buckets on one machine, for one optimizer on one rank.
+    """Updates the buckets of one optimizer on one rank, by one kind of kernels.
 
-    A fused backend reduces, updates and gathers in one call. Another one makes three calls with the
-    same bits, and updates one piece of the bucket's state after the other: the state is offloaded,
-    or parameters travel quantized, which the gathering does.
+    A fused backend reduces, updates and gathers in one call. Other backends make three calls, with
+    the same bits, and update a bucket's state piece by piece. They are needed if the state is
+    offloaded, or if gathering quantizes the parameters.
 
     Args:
         alone: True in a world of one rank.
         reducer: reduces gradients.
         options: options of the optimizer.
-        sharers: the ranks that share the state; None for this one alone.
+        sharers: the ranks that share the state; None for this rank alone.
         fused: False if the machine has no fused calls for the update.
     """
 
-    #: True if an update may need other buckets and wait for :meth:`end`, and brings parameters that
-    #: lie elsewhere into memory by itself.
+    #: True if updates need several buckets, so that they may wait for :meth:`end`. Such a backend
+    #: itself loads parameters that are not in memory.
     defers = False
 
     def __init__(
@@ -169,18 +169,18 @@ class Backend(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drops kept addresses, since tensors of some bucket's state were replaced."""
+        """Drops cached addresses, since tensors of some bucket's state were replaced."""
 
     @abstractmethod
     def begin(self, table: StepTable) -> None:
         """Advances the step numbers of active parameters, or counts a skipped step."""
 
     def end(self) -> None:
-        """Called after a step has come to all buckets."""
+        """Called after a step has visited all buckets."""
         return
 
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates the chunk that this rank keeps state for, without any other rank.
+        """Updates the chunk that this rank keeps state for; calls no other rank.
 
         Args:
             bucket: bucket whose parameters are written.
@@ -194,7 +194,7 @@ class Backend(ABC):
             self._update(piece, grad[here])
 
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        """Does :meth:`update_shard`, and gathers the chunks on all ranks; collective."""
+        """Calls :meth:`update_shard`, and gathers the chunks on all ranks; collective."""
         if self.fused and not self.alone:
             self._update_gather(bucket, grad)
             return
@@ -218,9 +218,9 @@ class Backend(ABC):
             self.update_gather(bucket, self.reduce_now(bucket, grads, self.reducer))
 
     def reduce_now(self, bucket: Bucket, grads: Tensor, reducer: Reducer) -> Tensor:
-        """Reduces gradients that no shard keeps: float32 [chunk elements]; collective.
+        """Reduces gradients into temporary memory: float32 [chunk elements]; collective.
 
-        The memory is that of all buckets, used in turn.
+        The next bucket uses the same memory.
         """
         own = self._memory_for(bucket)
         reducer.reduce(
@@ -236,26 +236,26 @@ class Backend(ABC):
 
     @abstractmethod
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
-        """Does :meth:`update_shard` for a bucket, or a piece of one, whose state is in memory."""
+        """Updates the chunk of a bucket, or of a piece of a bucket, whose state is in memory."""
 
     def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        """Does :meth:`update_gather` among several ranks in one call; of a fused backend alone."""
+        """Does :meth:`update_gather` among several ranks in one call; only in fused backends."""
         raise NotImplementedError
 
     def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        """Does :meth:`one_pass` among several ranks in one call; of a fused backend alone."""
+        """Does :meth:`one_pass` among several ranks in one call; only in fused backends."""
         raise NotImplementedError
 
 
-# ---- The plan of a step: how it goes over the buckets of a stage with a backend -----------------
+# ---- The plan of a step: how a ZeRO stage reduces and updates its buckets -----------------------
 
 
 class StagePlan(ABC):
-    """Takes a bucket through a step in the way of a stage, with a backend.
+    """Reduces and updates each bucket in the way of one ZeRO stage, with a backend.
 
     Attributes:
         backend: updates the buckets.
-        reducer: reduces gradients, in a world of one too if the plan reduces them there.
+        reducer: reduces gradients; also in a world of one, if the plan reduces there.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer) -> None:
@@ -292,11 +292,12 @@ class StagePlan(ABC):
     def reduced(self, bucket: Bucket) -> Tensor:
         """Returns the gradient that :meth:`update` will read, after :meth:`reduce_norm`.
 
-        What is written there counts. It is that of this rank's chunk among the chunks of all ranks
-        that share the state, whether or not each of them keeps all of the state.
+        The update uses values that callers write to it. It covers this rank's chunk, with the
+        bucket divided among all ranks that share the state, even if each rank keeps the whole
+        state.
 
         Returns:
-            [chunk elements], float32 or of 16 bits.
+            [chunk elements], float32 or a 16-bit dtype.
         """
 
     @abstractmethod
@@ -310,18 +311,19 @@ class StagePlan(ABC):
         self.update(bucket)
 
     def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
-        """Does :meth:`reduce_update` with gradients [bucket elements] that lie in ``grads``."""
+        """Does :meth:`reduce_update` with the gradients ``grads`` [bucket elements]."""
         self.backend.one_pass(bucket, grads)
 
 
 class OwnPlan(StagePlan):
-    """The step of parameters and gradients that all ranks have whole, as at stage 1.
+    """The plan for parameters and gradients that every rank has whole, as at stage 1.
 
     Args:
         backend: updates the buckets.
-        reducer: reduces gradients; None for the backend's, which in a world of one reduces none.
-        rounded: returns the dtype of 16 bits to which the reduced gradient of parameters of a dtype
-            is rounded; None for float32.
+        reducer: reduces gradients; None for the backend's reducer, which is unused in a world of
+            one.
+        rounded: maps the parameters' dtype to the 16-bit dtype of their reduced gradients; None to
+            keep reduced gradients in float32.
     """
 
     def __init__(
@@ -332,7 +334,7 @@ class OwnPlan(StagePlan):
     ) -> None:
         super().__init__(backend, backend.reducer if reducer is None else reducer)
         self._rounded = rounded
-        # By bucket number, the reduced gradients that lie in no shard of a bucket.
+        # By bucket number, the reduced gradients that are not in ``Bucket.grad_shard``.
         self._apart: dict[int, Tensor] = {}
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
@@ -355,7 +357,8 @@ class OwnPlan(StagePlan):
         if self._rounded is None and not self.backend.alone:
             return bucket.ensure_grad_shard()
         if bucket.number not in self._apart:
-            # ``grads`` may have 16 bits, to which a gradient that is written must not be rounded.
+            # A copy, since ``grads`` may be 16-bit and values that callers write must not be
+            # rounded.
             own = bucket.grads[: bucket.chunk.elems]
             self._apart[bucket.number] = own.to(torch.float32, copy=True)
         return self._apart[bucket.number]
@@ -385,13 +388,13 @@ def shard_of(
         bucket: the bucket.
         factors_ptr: address of :attr:`StepTable.factors`.
         options: options of the optimizer.
-        moments: names of the tensors that take the tensors of AdamW's three moments.
+        moments: names of the state tensors in the places of AdamW's three moments.
     """
     state = bucket.state
     tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
-        # The kernel takes FP32 parameters for their own masters; these are quantized afterwards.
+        # The kernel updates FP32 parameters in place, so it gets the masters; gathering quantizes.
         before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
         params_ptr, master = master.data_ptr() - before_bytes, None
 
@@ -420,10 +423,10 @@ def shard_of(
 
 
 class HostBackend(Backend):
-    """The native kernels on the CPU.
+    """Updates buckets by the native kernels on the CPU.
 
-    Alone they run on the caller's thread, and otherwise in the communicator's order of calls;
-    ``moments`` are those of :func:`shard_of`.
+    In a world of one they run on the caller's thread, else in the communicator's order of calls.
+    ``moments`` is as in :func:`shard_of`.
     """
 
     def __init__(
@@ -513,7 +516,7 @@ class _Repeated(NamedTuple):
 
     Attributes:
         call: the call.
-        again: makes it as it was prepared, as of :meth:`CallEngine.planned`.
+        again: repeats the prepared call; see :meth:`CallEngine.planned`.
         grad: address and dtype of the gradient that it reads.
     """
 
@@ -523,7 +526,7 @@ class _Repeated(NamedTuple):
 
 
 class DeviceBackend(Backend):
-    """The native kernels on a device.
+    """Updates buckets by the native kernels on a device.
 
     They run in the communicator's order of calls, on the caller's current stream.
 
@@ -531,10 +534,10 @@ class DeviceBackend(Backend):
         comm: communicator of the device, also in a world of one.
         options: options of the optimizer.
         table: table of the optimizer.
-        moments: as of :func:`shard_of`.
-        quantized_state: the moments are quantized to 8 bits. Fused with a collective, the update of
-            such moments takes more registers than a GPU's threads have, and the rest would be
-            spilled to local memory, so that reduction, update and gathering are separate calls.
+        moments: see :func:`shard_of`.
+        quantized_state: True if moments are quantized to 8 bits. Fused with a collective, their
+            update would need more registers than a GPU thread has and spill to local memory, so
+            reduction, update and gathering are then separate calls.
     """
 
     def __init__(
@@ -556,7 +559,7 @@ class DeviceBackend(Backend):
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
         self._shards: dict[tuple[int, int], _Shard] = {}
-        # By name, bucket and piece.
+        # Keyed by call name, bucket number, and first element of the piece.
         self._updates: dict[tuple[str, int, int], _Repeated] = {}
         self._table = self._on_device(
             _native.adamw_table_bytes(
@@ -628,12 +631,12 @@ class DeviceBackend(Backend):
 # On the host they run in Triton's interpreter, for tests. The native kernels still begin a step.
 
 
-# Parameters of steps that failed, kept alive since a peer that does not know yet may store there.
+# Parameters of failed steps, kept alive since a peer may store there until it notices the failure.
 _abandoned: list[Tensor] = []
 
 
 class TritonCalls:
-    """The runner of Triton's collectives, in the order of a communicator's calls.
+    """Runs Triton's collectives in the order of a communicator's calls.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
@@ -687,17 +690,17 @@ class TritonCalls:
 
 
 class TritonReducer(Reducer):
-    """Triton's reductions of the optimizer's own buckets, at each step."""
+    """Reduces the optimizer's own buckets by Triton's kernels, at each step."""
 
     def __init__(self, triton: TritonCalls, comm: Communicator | None, op: str) -> None:
         self._triton = triton
         self._comm = comm
         self._op = op
-        # By address of the output: a descriptor of that address and of lasting norm words.
+        # By output address: the addresses that kernels read, followed by the norm words.
         self._descriptors: dict[int, Tensor] = {}
 
     def forget(self) -> None:
-        """Drops kept addresses."""
+        """Drops cached addresses."""
         self._descriptors.clear()
 
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
@@ -718,7 +721,7 @@ class TritonReducer(Reducer):
                 'kernels="native"'
             )
         words = into.words
-        if words is None:  # the kernels sum for the norm, whether or not anyone asks for it
+        if words is None:  # the kernels always sum for the norm
             words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
         self._run(grads, into.out, into.kind, words)
         return None
@@ -757,16 +760,16 @@ class TritonReducer(Reducer):
 
 
 class TritonBackend(Backend):
-    """Triton's kernels of one optimizer, which updates by AdamW.
+    """Updates buckets by AdamW in Triton's kernels.
 
-    Without a communicator they run on the caller's thread, and otherwise in its order of calls.
+    They run on the caller's thread, or with a communicator in its order of calls.
 
     Args:
         comm: the communicator, or None for a world of one on the host.
         options: options of the optimizer.
         table: table of the optimizer.
         native: the native kernels, which begin a step.
-        moments: as of :func:`shard_of`.
+        moments: see :func:`shard_of`.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
@@ -792,7 +795,7 @@ class TritonBackend(Backend):
         self._moments = moments
         self._factors_ptr = table.factors.data_ptr()
         self._device = table.control.device if comm is None else comm.device
-        # By bucket number, the description of the bucket's shard that kernels read.
+        # By bucket key, the description of the bucket's shard that kernels read.
         self._shards: dict[tuple[int, int], Tensor] = {}
 
     def forget(self) -> None:

@@ -26,9 +26,9 @@ from ringcomm.optim.dtensors import (
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# ---- 8-bit moments in torch: what the kernels keep, and how it is made --------------------------
-# Twin of ``kernels/include/ringcomm/optimizer/quantized_moments.h``, which says what a value means
-# and why it is rounded so. Checkpoints go through it, and tests hold the kernels to it.
+# ---- 8-bit moments in torch: the kernels' number format, and conversions to and from FP32 -------
+# This mirrors ``kernels/include/ringcomm/optimizer/quantized_moments.h``, which explains the format
+# and its rounding. Checkpoints use this code, and tests compare the kernels with it.
 
 Tensor = torch.Tensor
 
@@ -41,16 +41,16 @@ _LEAST_EXPONENT = 36
 _NOT_FINITE = 255 - _LEAST_EXPONENT
 _WORD = (1 << 32) - 1
 
-#: In place of random bits, this rounds to the nearest value; of two, to the larger magnitude.
+# : Passed in place of random bits: rounds to nearest, and ties to the larger magnitude.
 TO_NEAREST = 1 << (_CUT_BITS - 1)
 
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """The numbers that a moment can be.
+    """The 8-bit number format of a moment.
 
     Attributes:
-        below: number of exponents of normal numbers below that of the quantization block.
+        below: number of exponents of normal numbers below the exponent of the quantization block.
         signed: True if a value has a sign, its highest bit.
     """
 
@@ -62,7 +62,7 @@ class MomentFormat:
         return (exponents.to(torch.int32) + (_LEAST_EXPONENT - self.below)) << 23
 
     def dequantize(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Returns the numbers of quantized values.
+        """Returns the FP32 numbers that quantized values represent.
 
         Args:
             values: uint8 [blocks, MOMENT_BLOCK].
@@ -83,11 +83,11 @@ class MomentFormat:
         return torch.where(exponents[:, None] == _NOT_FINITE, torch.nan, numbers)
 
     def quantize(self, numbers: Tensor, random: Tensor | int = TO_NEAREST) -> tuple[Tensor, Tensor]:
-        """Returns quantized values and exponents of numbers; undoes :meth:`dequantize`.
+        """Returns quantized values and block exponents; the inverse of :meth:`dequantize`.
 
         Args:
             numbers: float32 [blocks, MOMENT_BLOCK].
-            random: int32 of the same shape, each of 20 bits; or one for all.
+            random: int32 of the shape of ``numbers``, each of 20 bits; or one integer for all.
 
         Returns:
             uint8 [blocks, MOMENT_BLOCK] and uint8 [blocks].
@@ -109,7 +109,7 @@ class MomentFormat:
         return (values & 0xFF).to(torch.uint8), exponents
 
 
-#: The formats by moment.
+# : The number format of each moment.
 MOMENT_FORMATS = {"exp_avg": MomentFormat(14, True), "exp_avg_sq": MomentFormat(30, False)}
 
 
@@ -117,7 +117,8 @@ class QuantizedMoment:
     """An 8-bit moment of a chunk.
 
     Attributes:
-        memory: uint8 [elements + blocks], the values and then the exponents, as kernels take them.
+        memory: uint8 [elements + blocks], the values and then the exponents, as the kernels read
+            them.
     """
 
     def __init__(self, moment_format: MomentFormat, memory: Tensor) -> None:
@@ -138,23 +139,23 @@ class QuantizedMoment:
         return self._format.dequantize(*self._values_and_exponents()).view(-1)
 
     def take(self, numbers: Tensor) -> None:
-        """Sets the moment to float32 [elements], each rounded to the nearest."""
+        """Sets the moment to ``numbers``, float32 [elements], rounded to nearest."""
         quantized = self._format.quantize(numbers.to(self.memory.device).view(-1, MOMENT_BLOCK))
         for own, given in zip(self._values_and_exponents(), quantized, strict=True):
             own.copy_(given)
 
 
 def random_bits(seed: int, param: int, step: int, elems: int) -> tuple[Tensor, Tensor]:
-    """Returns what a step rounds the two moments of a parameter by.
+    """Returns the random bits by which a step rounds the two moments of a parameter.
 
     Args:
-        seed: of the optimizer's options.
+        seed: seed in the optimizer's options.
         param: index of the parameter.
         step: number of the parameter's step, from 1.
         elems: number of the parameter's elements, below 2^32.
 
     Returns:
-        Two of int32 [elems], each of 20 bits.
+        Two tensors, int32 [elems], each element of 20 bits.
     """
     key, twist = _philox(seed, param, step)[:2]
     x = _times(torch.arange(elems, dtype=torch.int64, device="cpu") ^ key, 0x7FEB352D)
@@ -165,13 +166,13 @@ def random_bits(seed: int, param: int, step: int, elems: int) -> tuple[Tensor, T
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Returns the low 32 bits of a product; in halves, since torch has no unsigned 64 bits."""
+    """Returns the low 32 bits of a product, computed in halves since torch has no uint64."""
     low, high = factor & 0xFFFF, factor >> 16
     return (x * low + (((x * high) & 0xFFFF) << 16)) & _WORD
 
 
 def _philox(seed: int, counter: int, step: int) -> list[int]:
-    """Philox4x32-10, as adamw_element.h has it, for the stream of moments."""
+    """Returns the four words of Philox4x32-10 for the moments' stream, as in adamw_element.h."""
     k0, k1 = seed & _WORD, seed >> 32
     c = [counter & _WORD, counter >> 32, step, 1 << 31]
     for _ in range(10):
@@ -181,7 +182,7 @@ def _philox(seed: int, counter: int, step: int) -> list[int]:
     return c
 
 
-# ---- Writes to parameters between steps, which the FP32 masters follow --------------------------
+# ---- Detecting writes to parameters between steps, to copy them to the FP32 masters -------------
 
 
 def count_change(params: Sequence[Tensor]) -> None:
@@ -195,7 +196,7 @@ def count_change(params: Sequence[Tensor]) -> None:
 
 
 def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns parameters, and behind them the local tensors of DTensors, which have versions."""
+    """Returns parameters, followed by the DTensors' local tensors, which have own versions."""
     if TORCH_CLASSES.issuperset(map(type, params)):
         return params
     others = [param for param in params if type(param) not in TORCH_CLASSES]
@@ -203,12 +204,12 @@ def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class OutsideWrites:
-    """The in-place writes to parameters between steps, which their masters follow.
+    """Detects in-place writes to parameters between steps, and copies them to the masters.
 
     A step stores the rounded masters in the parameters, so it would otherwise silently undo a
     ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which
-    writes through ``.data`` do not change. Masters do not follow under stochastic rounding, where
-    the values do not tell which elements were written.
+    writes through ``.data`` do not change. Under stochastic rounding masters are not updated, since
+    the values do not show which elements were written.
     """
 
     def __init__(
@@ -229,9 +230,9 @@ class OutsideWrites:
         followed_params = [
             params[each.param] for bucket in followed for each in bucket.layout.segments
         ]
-        # What no group has lies in the same buckets, and its masters with the others'.
+        # Parameters in no group lie in the same buckets, and so do their masters.
         followed_params += left_out if followed else []
-        # A local tensor that is written to changes no version of its DTensor.
+        # A write to a local tensor does not change the version of its DTensor.
         self._params = with_local(followed_params)
         self._versions = self._read()
         self._index_of = {id(param): at for at, param in enumerate(self._params)}
@@ -241,24 +242,24 @@ class OutsideWrites:
             return [param._version for param in self._params]
 
     def accept(self) -> None:
-        """Accepts the masters as they are, whatever was written so far."""
+        """Keeps the masters as they are, and ignores all writes so far."""
         self._versions = self._read()
 
     def found(self, params: Sequence[Tensor]) -> bool:
-        """Tells whether some of these were written to since masters have followed last."""
+        """True if any of these parameters was written to since the masters were last updated."""
         known = [(param, self._index_of.get(id(param))) for param in with_local(params)]
         with without_torch_function():
             return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
-        """Accepts one more version of parameters, whose masters are written with them."""
+        """Expects the version change of a step that writes parameters and masters together."""
         if self._params:
             for at in map(self._index_of.get, map(id, with_local(written))):
                 if at is not None:
                     self._versions[at] += 1
 
     def take_over(self) -> None:
-        """Sets each master that does not round to its parameter to the parameter."""
+        """After writes, sets each master that does not round to its parameter to the parameter."""
         versions = self._read()
         if versions != self._versions:
             for bucket in self._buckets:
@@ -266,22 +267,23 @@ class OutsideWrites:
             self._versions = versions
 
 
-# ---- Parameters that cross between nodes quantized, beside their FP32 masters -------------------
-# NOTE [Quantized parameters] With ``Compression(parameters=)`` every rank, the one that updates a
-# parameter included, computes with its FP32 master quantized and dequantized, rounded to the
-# parameter's dtype: so all nodes have equal bits, whoever updates. It is as in mixed precision,
-# whose parameters are rounded masters, with another rounding, of quantization blocks of 128
-# elements from the bucket's begin. Since chunks begin at such blocks, it depends on no world size.
-# Quantized again, dequantized values are others, so the masters are kept for as long as the module
-# is sharded: ``ParamBucket.wide`` is their memory, which an optimizer's state shares.
+# ---- Parameters that are sent between nodes quantized, and their FP32 masters -------------------
+# NOTE [Quantized parameters] With ``Compression(parameters=)`` every rank, including the rank that
+# updates a parameter, computes with its FP32 master quantized, dequantized, and rounded to the
+# parameter's dtype. So all nodes have equal bits, whichever rank updates. As in mixed precision the
+# parameters are rounded masters, but the rounding works on quantization blocks of 128 elements,
+# counted from the bucket's begin. Chunks begin at block boundaries, so the rounding does not depend
+# on the world size. Quantizing dequantized values again would change them, so the masters are kept
+# for as long as the module is sharded: ``ParamBucket.wide`` is their memory, which an optimizer's
+# state shares.
 #
-# Masters follow what is written to parameters from outside: one whose dequantized value is not its
-# parameter becomes that. The block is then quantized anew, which moves the other elements of a
-# block if its largest one has changed.
+# Masters follow outside writes to parameters: a master whose dequantized value differs from its
+# parameter is set to the parameter. The block is then quantized again, which changes its other
+# elements if its largest element has changed.
 
 
 def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
-    """Returns FP32 numbers quantized, in blocks from the first one on, and dequantized.
+    """Quantizes FP32 numbers, in blocks from the first number on, and dequantizes them.
 
     Args:
         wide: float32, contiguous, on the CPU.
@@ -301,13 +303,12 @@ def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
 
 
 def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor:
-    """Returns ``master``, but the parameter wherever the master does not round to it.
+    """Returns the masters, but the parameter where the master does not round to it.
 
     Args:
-        master: float32 [elements], from the begin of a quantization block on.
+        master: float32 [elements]; the first element begins a quantization block.
         params: [elements].
-        compression: as of :func:`dequantized`; None where parameters are masters rounded to their
-            dtype.
+        compression: see :func:`dequantized`; None if parameters are masters rounded to their dtype.
     """
     rounded = (
         master.to(params.dtype)
@@ -320,7 +321,7 @@ def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """Returns FP32 masters, joined from bfloat16 parameters and their remainders (int16).
 
-    Twin of join_master() in ``kernels/include/ringcomm/optimizer/adamw_element.h``.
+    It mirrors join_master() in ``kernels/include/ringcomm/optimizer/adamw_element.h``.
     """
     low = remainder.to(torch.int64) & 0xFFFF
     high = (param.view(torch.int16).to(torch.int64) - (low >> 15)) & 0xFFFF
@@ -343,7 +344,7 @@ def _int16(wide: Tensor) -> Tensor:
 
 
 def empty_for_streams(elems: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns uninitialised memory that a step reads and writes from end to end.
+    """Returns uninitialised memory for tensors that a step reads and writes from end to end.
 
     On the CPU it lies in huge pages: a step of 16 Mi FP32 parameters takes 9.0 ms with them and
     10.3 ms without (Zen 4, one core), since the prefetchers stop at the end of a page.
@@ -355,7 +356,7 @@ def empty_for_streams(elems: int, dtype: torch.dtype, device: torch.device) -> T
 
 
 def master_dtype(layout: BucketLayout, master: str) -> torch.dtype | None:
-    """Returns the dtype of the masters that ``master`` keeps of a bucket's parameters, or None."""
+    """Returns the dtype of a bucket's masters under the option ``master``; None for no masters."""
     if layout.dtype is torch.float32:
         return None
     return {"fp32": torch.float32, "remainder": torch.int16, "none": None}[master]
@@ -363,15 +364,15 @@ def master_dtype(layout: BucketLayout, master: str) -> torch.dtype | None:
 
 @dataclass
 class ShardState:
-    """The optimizer's state of a rank's chunk; all [chunk elements], zero in the padding.
+    """The optimizer's state of a rank's chunk: tensors [chunk elements], zero in the padding.
 
     Attributes:
         moments: float32, by the names that torch gives them; see :meth:`Bucket.ensure`.
         quantized: the 8-bit moments, by the same names.
         quantized_state: True if moments are quantized to 8 bits.
-        master: float32, or None for float32 parameters or where the options keep none. There is one
-            of all parameters that cross quantized; see NOTE [Quantized parameters] in
-            ``optim/buckets.py``.
+        master: float32; None for float32 parameters, or if the options keep no masters. Parameters
+            that are sent between nodes quantized always have masters; see NOTE [Quantized
+            parameters] in ``optim/buckets.py``.
         remainder: the low 16 bits of the master as int16, or None.
     """
 
@@ -397,39 +398,39 @@ class ShardState:
         )
 
     def names(self) -> list[str]:
-        """Returns the names of the tensors that there are."""
+        """Returns the names of the existing tensors."""
         return [*self.moments, *self.quantized, *self.masters()]
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the dtypes of what :meth:`tensors` returns."""
+        """Returns the dtypes of the tensors that :meth:`tensors` returns."""
         moments = dict.fromkeys((*self.moments, *self.quantized), torch.float32)
         return {**moments, **{name: each.dtype for name, each in self.masters().items()}}
 
     def masters(self) -> dict[str, Tensor]:
-        """Returns the master or the remainder, by name, where there is one."""
+        """Returns the master or the remainder, by name, if there is one."""
         masters = (("master", self.master), ("remainder", self.remainder))
         return {name: each for name, each in masters if each is not None}
 
     def whole_master(self) -> Tensor:
-        """Returns the FP32 master, which there is; if it is offloaded, a copy."""
+        """Returns the FP32 master, which must exist; a copy if it is offloaded."""
         assert self.master is not None
         return self.master
 
     def wide(self) -> dict[str, Tensor]:
-        """Returns the moments in FP32, by name; copies of the 8-bit ones."""
+        """Returns the moments in FP32, by name; 8-bit moments as copies."""
         return {**self.moments, **{name: each.wide() for name, each in self.quantized.items()}}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that there are, by name; copies in FP32 of 8-bit moments."""
+        """Returns the existing tensors, by name; 8-bit moments as copies in FP32."""
         return {**self.wide(), **self.masters()}
 
     def memory(self, name: str) -> Tensor | None:
-        """Returns the memory of a moment as the kernels take it, if there is such a moment."""
+        """Returns a moment's memory in the kernels' format, or None if there is no such moment."""
         found = self.quantized.get(name)
         return self.moments.get(name) if found is None else found.memory
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets tensors that there are; 8-bit moments are rounded to the nearest."""
+        """Sets existing tensors; 8-bit moments are rounded to nearest."""
         here = {**self.moments, **self.masters()}
         for name, tensor in tensors.items():
             if name in self.quantized:
@@ -438,27 +439,27 @@ class ShardState:
                 here[name].copy_(tensor)
 
     def zero(self, names: Iterable[str]) -> None:
-        """Sets tensors of these names, which there are, to zeros."""
+        """Sets the existing tensors of these names to zeros."""
         here = {**self.moments, **self.masters()}
         for name in names:
             (self.quantized[name].memory if name in self.quantized else here[name]).zero_()
 
 
 def heap_device_of(comm: Communicator | None) -> torch.device:
-    """Returns the device of buckets to pass to :func:`ringcomm.zeros`; the host's for None."""
+    """Returns the device of buckets for :func:`ringcomm.zeros`; the CPU without a communicator."""
     return torch.device("cpu") if comm is None else comm.heap_device
 
 
 class ParamHolder(Protocol):
-    """The owner of a rank's chunk of the parameters, which may lie elsewhere for a while."""
+    """The owner of a rank's chunk of the parameters, which may at times be out of memory."""
 
     @property
     def is_here(self) -> bool:
-        """True inside of :meth:`here`."""
+        """True inside the context :meth:`here`."""
         ...
 
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
-        """Has the chunk in memory inside the context; see :meth:`Bucket.params_here`."""
+        """Returns a context with the chunk in memory; see :meth:`Bucket.params_here`."""
         ...
 
 
@@ -468,15 +469,14 @@ class BucketMemory:
 
     Attributes:
         own_params: [chunk elements], this rank's chunk of the parameters, in the heap.
-        params: [elements], in the heap, of which ``own_params`` is a part; None where no rank keeps
-            more than its chunk.
-        grads: [elements], in the heap; of the parameters' dtype, or float32; None where gradients
-            are reduced before the step.
+        params: [elements], in the heap; ``own_params`` is a part of it. None if each rank keeps
+            only its own chunk.
+        grads: [elements], in the heap; of the parameters' dtype, or float32; None if gradients are
+            reduced before the step.
         wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
             if they were not rounded. With ``compression`` these are the masters.
-        compression: format in which the parameters cross between nodes; None if they cross as they
-            are.
-        holder: who has ``own_params``, where they may lie elsewhere; None if they are in memory.
+        compression: format in which the parameters are sent between nodes; None if not quantized.
+        holder: owner of ``own_params``, if these may be out of memory; None if they never are.
     """
 
     own_params: Tensor
@@ -488,22 +488,22 @@ class BucketMemory:
 
 
 class StateOffload:
-    """The offload of buckets' state: none here, as a bucket has its whole state in memory.
+    """The place of buckets' state; in this class the whole state stays in memory.
 
-    A subclass keeps state elsewhere, and brings it into memory in pieces.
+    A subclass keeps state elsewhere, and loads it into memory in pieces.
     """
 
-    #: True if no access to state moves it, so that none fails on this rank alone.
+    # : True if accesses never move state, so that no access can fail on this rank alone.
     in_memory = True
 
     def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
-        """Takes up a bucket's state, and returns it, or what stands for it."""
+        """Allocates a bucket's state, and returns it, or a placeholder if it is offloaded."""
         state = ShardState.zeros(bucket.layout, bucket.chunk, master, bucket.device)
         state.quantized_state = quantized_state
         return state
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Does :meth:`Bucket.ensure`."""
+        """Implements :meth:`Bucket.ensure`."""
         state, elems, device = bucket.state, bucket.chunk.elems, bucket.device
         missing = [name for name in names if state.memory(name) is None]
         if missing and bucket.is_piece:
@@ -518,10 +518,10 @@ class StateOffload:
         return bool(missing)
 
     def reserve(self) -> None:
-        """Takes the memory and the space that the state needs."""
+        """Reserves the memory and the disk space that the state needs."""
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
-        """Does :meth:`Bucket.pieces`."""
+        """Implements :meth:`Bucket.pieces`."""
         return iter((bucket,))
 
     def begin_step(
@@ -529,10 +529,10 @@ class StateOffload:
         find_active: Callable[[], Sequence[float] | None],
         order: Iterable[int] | None = None,
     ) -> None:
-        """Plans the visits of a step, where they move state; see ``PiecedOffload``."""
+        """Plans the visits of a step, if visits move state; see ``PiecedOffload``."""
 
     def update_only(self, active: Sequence[float]) -> None:
-        """Has the visits that follow in a step move state of these parameters alone."""
+        """Limits the later visits of a step to the state of active parameters."""
 
     def end_step(self) -> None:
         """Ends the visits of a step."""
@@ -545,31 +545,30 @@ NO_OFFLOAD = StateOffload()
 
 
 def _has_no_copies() -> None:
-    """Shares parameters of which there is no copy."""
+    """Does nothing, since the parameters have no copies."""
 
 
 class Bucket:
-    """One bucket's memory on this rank.
+    """A bucket on this rank: its parameters, gradients and optimizer state.
 
     Attributes:
         number: number of the bucket in its layout.
         layout: layout of the bucket.
         chunk: the part that this rank keeps state for.
         segments: int64 [segments, 3], for the kernels.
-        device: of all tensors.
-        state: the optimizer's state of the chunk; if it is offloaded, what stands for it,
-            whose elements :meth:`pieces` gives.
-        offload: what keeps the state.
-        is_piece: True if another bucket's :meth:`piece` made it, so that its state is laid out
-            there.
+        device: device of all tensors.
+        state: the optimizer's state of the chunk; if it is offloaded, a placeholder, whose elements
+            :meth:`pieces` loads.
+        offload: the place of the state. is_piece: True if another bucket's :meth:`piece` made it,
+            so that the other bucket allocates its state.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
-        error_feedback: what quantization of gradients has lost; None where nothing keeps that.
-        tag: returns a number that tells a reduction of the bucket's gradients from others of the
-            same size, or 0 where there is none.
-        share: where no rank keeps all parameters, but other nodes have a copy of ``own_params``,
-            writes it to their copies, and theirs to this node's; with :attr:`compression` wherever
-            they are, the masters quantized and dequantized; collective.
+        error_feedback: buffer of the quantization errors of gradients, or None.
+        tag: returns a number that distinguishes reductions of this bucket's gradients from other
+            reductions of the same size; 0 for no number.
+        share: exchanges chunks with the nodes that have copies of ``own_params``, if no rank keeps
+            all parameters; with :attr:`compression` always, and as quantized and dequantized
+            masters; collective.
     """
 
     def __init__(
@@ -603,28 +602,28 @@ class Bucket:
 
     @property
     def own_memory(self) -> Tensor:
-        """The memory of :attr:`own_params`, whatever is there now."""
+        """The memory of :attr:`own_params`, whatever it holds now."""
         return self._memory.own_params
 
     @property
     def compression(self) -> str | None:
-        """The format in which parameters cross between nodes; None if they cross as they are."""
+        """The format in which parameters are sent between nodes; None if not quantized."""
         return self._memory.compression
 
     @property
     def may_be_away(self) -> bool:
-        """True if the parameters lie elsewhere but for :meth:`params_here`."""
+        """True if the parameters may be out of memory, except inside :meth:`params_here`."""
         return self._memory.holder is not None
 
     def params_here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
-        """Has the chunk's parameters in memory inside the context, in a step or outside of it.
+        """Returns a context with the chunk's parameters in memory, in a step or between steps.
 
         Args:
-            write: what is changed inside is kept.
-            anew: all of them are written inside, whatever they were.
+            write: True to keep changes made inside.
+            anew: True if all parameters are overwritten inside, so that none is loaded.
 
         Raises:
-            DiskError: they lie on a disk, which has failed.
+            DiskError: the parameters are on a disk, which has failed.
         """
         holder = self._memory.holder
         return nullcontext() if holder is None else holder.here(write, anew)
@@ -632,7 +631,7 @@ class Bucket:
     def keep_state(
         self, master: str, quantized_state: bool, offload: StateOffload = NO_OFFLOAD
     ) -> None:
-        """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.
+        """Allocates masters, of zeros; :meth:`ensure` later allocates the moments.
 
         Args:
             master: as in :class:`AdamWOptions`.
@@ -649,23 +648,23 @@ class Bucket:
     def pieces(
         self, begin: int = 0, end: int | None = None, write: bool = True
     ) -> Iterator[Bucket]:
-        """Yields the pieces of the bucket whose state is in memory together, one after the other.
+        """Yields the pieces of the bucket one after the other, each with its state in memory.
 
-        In memory that is the bucket itself. Of offloaded state a piece is a bucket of its own: its
-        chunk is a part of this one's, and its state is there until the next piece is asked for.
+        Without offload the only piece is the bucket itself. With offload a piece is a bucket whose
+        chunk is a part of this bucket's chunk, and its state is in memory until the next piece.
 
         Args:
-            begin: only pieces that reach beyond this element of the bucket.
-            end: only pieces that begin before this one; None for all.
-            write: keep what is changed in the state.
+            begin: skip pieces that end at or before this element of the bucket.
+            end: skip pieces that begin at or after this element; None for the chunk's end.
+            write: True to keep changes to the state.
         """
         return self.offload.visit(self, begin, self.chunk.end if end is None else end, write)
 
     def within(self, begin: int, end: int) -> tuple[slice, slice]:
-        """Returns where elements [begin, end) of the bucket, if the chunk has some of them, lie.
+        """Returns the positions of those bucket elements [begin, end) that are in the chunk.
 
         Returns:
-            Their positions in a tensor [chunk elements], and in one [end - begin].
+            Positions in a tensor [chunk elements], and in a tensor [end - begin]; empty if none is.
         """
         low, high = max(begin, self.chunk.begin), min(end, self.chunk.end)
         if low >= high:
@@ -674,12 +673,12 @@ class Bucket:
         return slice(low - first, high - first), slice(low - begin, high - begin)
 
     def read_state(self, name: str, begin: int, end: int) -> Tensor:
-        """Returns a copy of elements [begin, end) of the bucket, which are of this rank's chunk.
+        """Returns a copy of the state of bucket elements [begin, end), all in this rank's chunk.
 
         Args:
-            name: of a moment, or "master" for the FP32 masters, or the parameters without any.
+            name: name of a moment; or "master" for the FP32 masters, or parameters without masters.
             begin: the first element.
-            end: behind the last one.
+            end: one after the last element.
 
         Returns:
             float32 [end - begin].
@@ -706,11 +705,11 @@ class Bucket:
             found[there].copy_(values)
 
     def write_state(self, name: str, begin: int, values: Tensor) -> None:
-        """Sets elements of a moment, or of the masters, which are of this rank's chunk.
+        """Sets elements of a moment or of the masters, all in this rank's chunk.
 
         Args:
-            name: as of :meth:`read_state`; with "master" parameters are written, too, where they
-                are a part of it.
+            name: see :meth:`read_state`; "master" also writes parameters that are the high halves
+                of their masters.
             begin: the first element.
             values: float32 [elements].
         """
@@ -732,7 +731,7 @@ class Bucket:
                     piece.state.remainder[here].copy_(remainder)
 
     def piece(self, chunk: Chunk, state: ShardState) -> Bucket:
-        """Returns a bucket of a piece of this one's chunk, with a state of its own."""
+        """Returns a bucket for a part of this bucket's chunk, with the given state."""
         first = self.chunk.begin
         own = self.own_memory[chunk.begin - first : chunk.end - first]
         memory = BucketMemory(own, holder=self._memory.holder)
@@ -743,13 +742,13 @@ class Bucket:
         return made
 
     def lay_out(self, layout: BucketLayout) -> None:
-        """Takes another layout of the same elements, in which parameters have other indices."""
+        """Changes to a layout of the same elements in which parameters have other indices."""
         self.layout = layout
         self.segments = layout.segment_table(self.device)
 
     @property
     def key(self) -> tuple[int, int]:
-        """Tells the bucket from others of the optimizer, and from other pieces of the same one."""
+        """The key that distinguishes this bucket or piece from all others of the optimizer."""
         return self.number, self.chunk.begin
 
     @property
@@ -791,7 +790,7 @@ class Bucket:
         return self.grad_shard
 
     def write_params(self, begin: int, values: Tensor) -> None:
-        """Writes the bucket's elements from ``begin`` on, of which this rank may keep a part."""
+        """Writes the bucket's elements from ``begin`` on, or the part that this rank keeps."""
         if self.has_all_params:
             self.params[begin : begin + values.numel()].copy_(values)
             return
@@ -802,7 +801,7 @@ class Bucket:
                 own.copy_(values[low - begin : high - begin])
 
     def take_wide(self) -> None:
-        """Sets the master to the parameters before they were rounded, if these are known."""
+        """Sets the master to the unrounded parameters, or if unknown to the parameters."""
         if self.compression is not None:
             self.follow_params()
             return
@@ -816,7 +815,7 @@ class Bucket:
         self._memory = replace(self._memory, wide=None)
 
     def follow_params(self) -> None:
-        """Sets the FP32 master to the parameters, wherever it does not round to them."""
+        """Sets the FP32 master to the parameter wherever the master does not round to it."""
         if self.state.master is None:
             return
         for piece in self.pieces():
@@ -828,8 +827,8 @@ class Bucket:
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
         """Sets the master of the bucket's elements [begin, end), or of all, to the parameters.
 
-        Those of quantized parameters follow: one that gives its parameter stays, here and
-        elsewhere.
+        Masters of quantized parameters change only where they do not yield their parameter, inside
+        and outside of [begin, end).
         """
         if self.compression is not None:
             self.follow_params()
@@ -845,14 +844,14 @@ class Bucket:
                     piece.state.remainder[here].zero_()
 
     def ensure(self, names: Sequence[str]) -> bool:
-        """Allocates the moments of these names, of zeros; returns False if there were all."""
+        """Allocates missing moments of these names, as zeros; returns False if none was missing."""
         return self.offload.ensure(self, names)
 
 
 def make_bucket(
     number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, device: torch.device
 ) -> Bucket:
-    """Makes a bucket on a heap device, whose parameters and gradients every rank keeps whole."""
+    """Makes a bucket on a heap device; every rank keeps its parameters and gradients whole."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
     params = zeros(layout.elems, dtype=layout.dtype, device=device)
     grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=device)
@@ -864,8 +863,8 @@ class Buckets(list[Bucket]):
     """All buckets of a layout on one rank, with a view of each parameter in them.
 
     Attributes:
-        params: by parameter index, its view into its bucket, where this rank has it whole.
-        grads: by parameter index, its view into the bucket's gradients, where there are any.
+        params: by parameter index, the parameter's view into its bucket, if this rank has it whole.
+        grads: by parameter index, the view into the bucket's gradients, if there are any.
     """
 
     def __init__(self, layout: ShardLayout, buckets: Sequence[Bucket]) -> None:
@@ -912,7 +911,7 @@ def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
 
 
 def gather_params(bucket: Bucket, sharers: Communicator) -> None:
-    """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
+    """Gathers a bucket's parameters from the ranks that share the state on all of them."""
     if bucket.compression is not None:
         bucket.share()
         return

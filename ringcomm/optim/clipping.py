@@ -1,10 +1,10 @@
-"""Clipping of reduced gradients: by the norm of all or of some, and by value.
+"""Clips reduced gradients: by the norm of all parameters or of some, and by value.
 
 NOTE [What clipping writes]
-The norm of the whole gradient gives one coefficient, by which the kernels of the step multiply, so
-that nothing is written. What clips some parameters, or each element, writes to the reduced shards.
-A norm of some parameters is summed over a copy of a chunk with zeros in the place of the others, so
-that tiles of 512 elements are cut as in every other world.
+Clipping by the norm of the whole gradient yields one coefficient, by which the kernels of the step
+multiply, so nothing is written. Clipping some parameters, or each element, writes to the reduced
+shards. A norm of some parameters is summed over a copy of a chunk with zeros in place of other
+parameters, so that the tiles of 512 elements are the same in every world.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NORM, _VALUE = "optimizer.clip_grad_norm_", "optimizer.clip_grad_value_"
 
 @dataclass(frozen=True)
 class NormBound:
-    """A bound of a norm.
+    """The checked arguments of clipping by norm.
 
     Attributes:
         max_norm: the bound.
@@ -52,7 +52,7 @@ class NormBound:
     error_if_nonfinite: bool
 
     def told(self) -> dict[str, Any]:
-        """Returns what ranks compare, as JSON types."""
+        """Returns the arguments that ranks compare, as JSON types."""
         return {
             "max_norm": self.max_norm,
             "norm_type": self.kind,
@@ -61,22 +61,22 @@ class NormBound:
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: float, error_if_nonfinite: bool) -> NormBound:
-        """Returns the bound that a user asked for.
+        """Checks a user's arguments, and returns them as a bound.
 
         Raises:
-            ArgumentError: it cannot be used.
+            ArgumentError: an argument cannot be used.
         """
         return cls(_bound("max_norm", max_norm), norm_kind(norm_type), error_if_nonfinite)
 
     def coefficient(self, norm: Tensor) -> Tensor:
-        """Returns the factor of the gradient, float32.
+        """Returns the factor by which to multiply the gradient, float32.
 
-        In FP32 and in this order, as ``torch.nn.utils.clip_grad_norm_`` computes it.
+        It is computed in FP32 and in the order of ``torch.nn.utils.clip_grad_norm_``.
         """
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def check(self, norm: Tensor, sharded: ShardedStep) -> None:
-        """Raises RingcommError if the norm shall be finite, and is not."""
+        """Raises RingcommError if the norm must be finite and is not."""
         if self.error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RingcommError(
                 f"{sharded.setting.where('clip_grad_norm_')}: the gradient's norm of type "
@@ -92,9 +92,9 @@ def _bound(name: str, value: Any) -> float:
 
 
 def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor:
-    """Has the next step scale the whole gradient down, and returns its norm; collective.
+    """Makes the next step scale the whole gradient down, and returns its norm; collective.
 
-    On a CPU the ranks compare the bound as they compare hyper-parameters, with no message more.
+    On a CPU the ranks compare the bound together with hyper-parameters, in the same message.
 
     Args:
         sharded: the step.
@@ -102,7 +102,7 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
 
     Raises:
         ArgumentError: the bound cannot be used; on a CPU on all ranks.
-        MismatchError: on a CPU: the ranks have different bounds.
+        MismatchError: on a CPU, if the ranks have different bounds.
     """
     sharded.refuse_in_backward("clip_grad_norm_")
     sharded.refuse_if_partly_updated("clip_grad_norm_")
@@ -129,12 +129,12 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
 
 @dataclass(frozen=True)
 class NormTerm:
-    """A term of a norm: one of the optimizers whose parameters make up a model.
+    """One term of a joint norm: an optimizer of some of a model's parameters.
 
     Attributes:
-        step: its step.
-        others: the ranks that have other parameters in the place of this rank's, such as other
-            experts, or None.
+        step: the optimizer's step.
+        others: the ranks that have other parameters in place of this rank's, such as other experts;
+            or None.
     """
 
     step: ShardedStep
@@ -144,18 +144,18 @@ class NormTerm:
 def clip_joint_norm(
     terms: Sequence[NormTerm], stages: Communicator | None, bound_of: Callable[[], NormBound]
 ) -> Tensor:
-    """Has the next steps scale the gradients of all terms down to one norm; collective.
+    """Makes the next steps of all terms scale their gradients down to one norm; collective.
 
     Args:
-        terms: the first of all ranks of a stage, which tells them what a rank refuses.
+        terms: the terms; all ranks of a stage share the first, which passes on a rank's refusal.
         stages: the ranks with other stages of the model, or None.
         bound_of: returns the bound, or raises.
 
     Returns:
-        The norm of all terms and stages before.
+        The norm of all terms and stages before clipping.
 
     Raises:
-        As of :func:`clip_norm`.
+        See :func:`clip_norm`.
     """
     for term in terms:
         term.step.refuse_in_backward("clip_grad_norm_")
@@ -199,9 +199,9 @@ def clip_joint_norm(
 
 
 def agree_on_finite(terms: Sequence[NormTerm], stages: Communicator | None) -> None:
-    """Has the steps of all terms be skipped if the gradient of any is not finite; collective.
+    """Makes the steps of all terms skip if the gradient of any is not finite; collective.
 
-    Nothing is to be done where no step would be skipped (``two_passes``).
+    Callers need this only if steps can be skipped (``two_passes``).
     """
     reduced = []
     for term in terms:
@@ -223,7 +223,7 @@ def agree_on_finite(terms: Sequence[NormTerm], stages: Communicator | None) -> N
 
 
 def _of_all(term: NormTerm, words: Tensor, kind: str) -> Tensor:
-    """Returns norm words of those that have other parameters, too."""
+    """Returns norm words that include the parameters of ``term.others``."""
     if term.others is None:
         return words
     words = words.clone()
@@ -239,13 +239,13 @@ def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormB
         bound_of: returns the bound of their norm, or raises.
 
     Returns:
-        Their norm before.
+        Their norm before clipping.
 
     Raises:
-        ArgumentError: one is none of the optimizer's, or the bound cannot be used; on a CPU on all
-            ranks.
-        MismatchError: on a CPU: the ranks asked for different things.
-        UnsupportedError: Triton's kernels, among several ranks.
+        ArgumentError: a parameter is not the optimizer's, or the bound cannot be used; on a CPU on
+            all ranks.
+        MismatchError: on a CPU, if the ranks passed different arguments.
+        UnsupportedError: Triton's kernels are used by several ranks.
     """
     with _agreed(sharded, _NORM) as told:
         bound = bound_of()
@@ -269,7 +269,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
         params: a parameter, or several of them; None for all.
 
     Raises:
-        As of :func:`clip_norm_of`.
+        See :func:`clip_norm_of`.
     """
     with _agreed(sharded, _VALUE) as told:
         limit = _bound("clip_value", value)
@@ -277,13 +277,13 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
         told.update(clip_value=limit, parameters=None if params is None else sorted(chosen))
     before = _reduced(sharded, _VALUE)
     if before.written and sharded.two_passes:
-        before = sharded.reduce("l2")  # the words of what was written since
+        before = sharded.reduce("l2")  # the norm words after the writes
     if before.clipped:
-        # A bound of what is scaled already: the coefficient is applied first, as torch applies it.
+        # The bound applies to the clipped norm: multiply by its coefficient first, as torch does.
         factor = before.clip.to(torch.float32)
         _write(sharded, range(len(sharded.params)), lambda piece: piece.mul_(factor))
         before = replace(before, clip=torch.ones_like(before.clip))
-    # What overflowed is finite once it is clipped, and the step is to be skipped all the same.
+    # Clipping makes overflowed elements finite, but the step must still be skipped.
     overflowed = found_non_finite(before.words) if sharded.two_passes else None
     if before.overflowed is not None:
         overflowed = before.overflowed if overflowed is None else overflowed + before.overflowed
@@ -293,16 +293,16 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 
 
 def _check_step(sharded: ShardedStep, operation: str) -> None:
-    """Raises if the step cannot be taken, or cannot sum a norm of what is written to shards."""
+    """Raises if the step cannot be taken, or cannot sum norms of shards that were written to."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
     sharded.refuse_in_backward(name)
     sharded.refuse_if_partly_updated(name)
     sharded.check_hyper()
     if setting.options.kernels == "triton" and setting.world_size > 1:
         raise UnsupportedError(
-            f"{setting.where(name)}: among several ranks Triton's kernels sum a norm while "
-            "they reduce, and not of what was written afterwards, as clipping by value and of some "
-            'parameters does; use kernels="native"'
+            f"{setting.where(name)}: among several ranks Triton's kernels sum a norm only while "
+            "they reduce, and clipping by value or of some parameters writes gradients after that; "
+            'use kernels="native"'
         )
 
 
@@ -314,11 +314,11 @@ def _reduced(sharded: ShardedStep, operation: str) -> FirstPass:
 
 @contextmanager
 def _agreed(sharded: ShardedStep, operation: str) -> Iterator[dict[str, Any]]:
-    """Checks arguments inside, and that all ranks have what is put into the dict; collective.
+    """A context that compares the arguments put into its dict on all ranks; collective.
 
-    The message is that of a clipping by the norm of all, so that ranks which clip in other ways
-    learn it. On a device the host would have to wait for the other ranks, so each rank checks
-    alone.
+    It sends the same message as clipping by the norm of all parameters, so that ranks that clip in
+    different ways find out. On a device the host would have to wait for the other ranks, so each
+    rank checks alone.
     """
     told: dict[str, Any] = {"parameters": None}
     if sharded.setting.comm is None or not sharded.table.compares:
@@ -338,7 +338,7 @@ def _agreed(sharded: ShardedStep, operation: str) -> Iterator[dict[str, Any]]:
 def _indices(sharded: ShardedStep, params: Any) -> set[int]:
     """Returns the indices of parameters in the optimizer.
 
-    What is frozen and in no group has no gradient, and is passed over as torch's clipping does.
+    Frozen parameters in no group have no gradient, and are skipped as in torch's clipping.
     """
     several: Iterable[Any] = [params] if isinstance(params, Tensor) else params
     known: dict[int, int] = {}
@@ -366,7 +366,7 @@ def _told(param: Any) -> str:
 
 
 def _only(sharded: ShardedStep, bucket: Bucket, chosen: Container[int]) -> Tensor | None:
-    """Returns what this rank sums of a bucket, zero where other parameters are, or None."""
+    """Returns this rank's gradient of a bucket, zero for parameters not chosen, or None."""
     segments = [each for each in bucket.layout.segments if each.param in chosen]
     if not segments:
         return None

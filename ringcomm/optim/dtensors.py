@@ -1,9 +1,9 @@
-"""DTensor parameters: this rank's local tensor of one, its gradient, and the mesh.
+"""DTensor parameters: their local tensors, gradients, checks, and mesh.
 
-Under tensor parallelism a parameter is a ``DTensor``, of which a rank has a *local
-shard* (DTensor's local tensor). That is what lies in buckets and is sharded over the data-parallel
-ranks, which all have the same one. The DTensor stays the module's parameter, and ``p.grad`` is one,
-too.
+Under tensor parallelism a parameter is a ``DTensor``, and a rank has one shard of it, the *local
+tensor*. The buckets hold local tensors. All data-parallel ranks have the same local tensor, and
+share its optimizer state. The DTensor stays the module's parameter, and ``p.grad`` is a DTensor as
+well.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-#: A context in which sharded and resharded parameters behave like others, and as fast. Outside,
-#: torch asks the class of each parameter for ``__torch_function__``, which takes 0.1 us an
-#: attribute.
+#: A context in which sharded and resharded parameters behave like others, and as fast. Outside of
+#: it torch calls ``__torch_function__`` of their class, which takes 0.1 us per attribute.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
-#: Classes that are not DTensors: the look-up of an absent attribute is slow.
+#: Classes known not to be DTensors, since looking up an absent attribute is slow.
 TORCH_CLASSES: set[type] = {Tensor, torch.nn.Parameter}
 
 
@@ -40,7 +39,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Returns what this rank has of a tensor: all of it, and a DTensor's local tensor."""
+    """Returns the local tensor of a DTensor, or any other tensor itself."""
     if not is_distributed(tensor):
         return tensor
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -48,9 +47,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def set_local(param: Tensor, local: Tensor) -> None:
-    """Gives a parameter other memory, perhaps of another dtype; it stays the same object.
+    """Gives a parameter other memory, perhaps of another dtype; the object stays the same.
 
-    A view of memory that stays is to be :func:`apart`.
+    A view of other lasting memory must first pass through :func:`apart`.
     """
     if not is_distributed(param):
         param.data = local
@@ -64,20 +63,20 @@ def set_local(param: Tensor, local: Tensor) -> None:
 
 
 def apart(param: Tensor, view: Tensor) -> Tensor:
-    """Returns a view that is to be a DTensor's local tensor, with a storage of its own.
+    """Returns a view for a DTensor's local tensor, with a storage of its own.
 
-    It has the same memory. Dynamo cannot trace two DTensors that share a storage.
+    The memory stays the same. Dynamo cannot trace two DTensors that share a storage.
     """
     return with_own_storage(view) if is_distributed(param) else view
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """Returns a tensor of the memory of a view, and with a storage that has nothing else."""
+    """Returns a tensor in the memory of a view, whose storage has only this memory."""
     return torch.from_dlpack(view) if view.numel() else view
 
 
 def distributed_as(param: Tensor, local: Tensor) -> Tensor:
-    """Returns ``local`` as a tensor that lies on the ranks as ``param`` does, perhaps a DTensor."""
+    """Returns ``local`` as a DTensor with the placements of ``param``, if that is a DTensor."""
     if not is_distributed(param):
         return local
     there: Any = param
@@ -89,7 +88,7 @@ def _spec_of_dtype(param: Any, dtype: torch.dtype) -> Any:
 
 
 def _dtensor(local: Tensor, spec: Any) -> Tensor:
-    # Imported here, since it takes long, and has happened where there is a DTensor.
+    # Imported here, since the import is slow, and is done already if there is a DTensor.
     from torch.distributed.tensor import DTensor
 
     made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -97,7 +96,7 @@ def _dtensor(local: Tensor, spec: Any) -> Tensor:
 
 
 def lies_alike(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors lie on the same ranks in the same way: whole, or as DTensors."""
+    """True if two tensors are both whole, or DTensors with equal meshes and placements."""
     if is_distributed(one) != is_distributed(other):
         return False
     if not is_distributed(one):
@@ -108,12 +107,12 @@ def lies_alike(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The local tensor of a parameter, where a rank has not all of it.
+    """The position of a rank's local tensor in a sharded parameter.
 
     Attributes:
         shape: shape of the whole parameter.
         offsets: by dimension, the first index that this rank has.
-        mesh_dims: the dimensions of the mesh that divide the parameter.
+        mesh_dims: the dimensions of the mesh along which the parameter is sharded.
     """
 
     shape: tuple[int, ...]
@@ -122,7 +121,7 @@ class Sharding:
 
     @classmethod
     def of(cls, param: Tensor) -> Sharding | None:
-        """Returns the sharding of a parameter; None where this rank has all of it."""
+        """Returns the sharding of a parameter; None if this rank has all of it."""
         if not is_distributed(param):
             return None
         mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
@@ -140,7 +139,7 @@ class Sharding:
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> Sharding:
-        """Undoes :meth:`describe`; raises ValueError for what is none."""
+        """Inverse of :meth:`describe`; raises ValueError if the description is malformed."""
         shape, offsets, dims = (tuple(described[n]) for n in ("shape", "offsets", "mesh_dims"))
         if len(shape) != len(offsets) or not all(type(n) is int for n in (*shape, *offsets, *dims)):
             raise ValueError(f"sharding {described}")
@@ -154,7 +153,7 @@ class Sharding:
         return whole[tuple(slice(begin, begin + size) for begin, size in begins)]
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- checks of parameters -------------------------------------------------------------------
 
 
 def _placements(tensor: Tensor) -> tuple[Any, ...]:
@@ -165,13 +164,13 @@ def _placements(tensor: Tensor) -> tuple[Any, ...]:
 def of_fully_shard() -> Iterator[Tensor]:
     """Yields the parameters that ``fully_shard()`` (FSDP2) has sharded in this process."""
     states = sys.modules.get("torch.distributed._composable_state")
-    # Without FSDP2 nothing of it is imported, so that nothing can be its.
+    # If FSDP2 was never imported, it has sharded no parameter.
     if states is None or "torch.distributed.fsdp" not in sys.modules:
         return
     for reference in list(states._module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # an older torch, which has one for each module, or none
+        if groups is None:  # older torch: at most one group per module
             groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
         for group in groups:
             for each in group.fsdp_params:
@@ -182,8 +181,8 @@ def check_placements(param: Tensor, called: str) -> None:
     """Checks that a parameter can be trained: whole, or a DTensor of tensor parallelism.
 
     Raises:
-        ArgumentError: a DTensor that is FSDP2's, that is a sum to come, or of other ranks.
-        UnsupportedError: a DTensor whose shards lie otherwise than its placements say by default.
+        ArgumentError: a DTensor of FSDP2, with a partial placement, or on other ranks.
+        UnsupportedError: a DTensor whose shards are not in the default order of its placements.
     """
     if not is_distributed(param):
         return
@@ -217,16 +216,16 @@ def check_placements(param: Tensor, called: str) -> None:
     shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, placements)
     if tuple(shape) != tuple(local_of(param).shape):
         raise ArgumentError(
-            f"{called}: expected a local tensor of shape {tuple(shape)}, as {placements} on "
-            f"{mesh} give it of {tuple(param.shape)}, got {tuple(local_of(param).shape)}; pass "
-            "shape= to DTensor.from_local()"
+            f"{called}: expected a local tensor of shape {tuple(shape)}, the share by "
+            f"{placements} on {mesh} of {tuple(param.shape)}, got {tuple(local_of(param).shape)}; "
+            "pass shape= to DTensor.from_local()"
         )
 
 
 # ---- gradients ------------------------------------------------------------------------------
 
 _GRAD: Any = torch._C.TensorBase.grad
-#: Returns what autograd has accumulated in a parameter, this rank's own, whatever ``p.grad`` shows.
+#: Returns the gradient that autograd accumulated on this rank, even if ``p.grad`` is overridden.
 grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 #: Sets what :func:`grad_of` returns.
 set_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
@@ -256,11 +255,11 @@ def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
 
 
 def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
-    """Makes the error of a gradient that does not fit into the bucket, unlike its parameter.
+    """Returns the error for a gradient that has another shape than its segment in the bucket.
 
     Args:
         called: names the parameter.
-        wanted: its segment in the bucket.
+        wanted: the parameter's segment in the bucket.
         got: the gradient.
     """
     return ArgumentError(
@@ -272,9 +271,9 @@ def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
 
 
 def align_gradient(param: Tensor) -> None:
-    """Brings ``p.grad`` to the placements of its DTensor; collective on the mesh if they differ.
+    """Redistributes ``p.grad`` to its parameter's placements; collective if they differ.
 
-    Where a replicated weight meets a sharded input, for instance, the gradient is a sum to come.
+    For instance, the gradient of a replicated weight with a sharded input is a partial sum.
     """
     grad = grad_of(param)
     if grad is not None and is_distributed(param) and is_distributed(grad):
@@ -285,7 +284,7 @@ def align_gradient(param: Tensor) -> None:
 
 
 def local_gradient(param: Tensor, called: str) -> Tensor:
-    """Returns the local tensor of ``p.grad``, which there is, aligned by :func:`align_gradient`.
+    """Returns the local tensor of ``p.grad``, which must exist; see :func:`align_gradient`.
 
     Raises:
         ArgumentError, UnsupportedError: see :func:`check_gradient`.
@@ -325,14 +324,14 @@ class MeshView:
 
     @property
     def number(self) -> int:
-        """The number of this rank on the mesh, by the order of :meth:`all_gather`."""
+        """The number of this rank on the mesh, in the order of :meth:`all_gather`."""
         number = 0
         for dim in range(self.mesh.ndim):
             number = number * self.mesh.size(dim) + self.coordinate[dim]
         return number
 
     def describe(self) -> dict[str, Any]:
-        """Returns where on the mesh this rank is, as JSON types."""
+        """Returns the mesh and this rank's position on it, as JSON types."""
         return {
             "names": list(self.mesh.mesh_dim_names or ()),
             "sizes": self.sizes,
@@ -340,10 +339,10 @@ class MeshView:
         }
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """Returns whether this rank stands for its replicas in a sum over the mesh.
+        """True if this rank represents its replicas in a sum over the mesh.
 
         Args:
-            mesh_dims: the dimensions of the mesh that divide what is summed.
+            mesh_dims: the dimensions of the mesh along which the summed tensor is sharded.
         """
         return not any(self.coordinate[dim] for dim in self.dims if dim not in mesh_dims)
 
@@ -351,8 +350,8 @@ class MeshView:
         """Returns the text of every rank of the mesh; collective on it.
 
         Args:
-            text: of this rank; blanks behind it may be added.
-            device: of the tensors to gather by.
+            text: text of this rank; the results may have blanks at their ends.
+            device: device of the tensors to gather by.
         """
         texts = [text]
         for dim in reversed(self.dims):
@@ -375,10 +374,10 @@ class MeshView:
 
 
 def find_mesh(params: Iterable[Tensor], operation: str) -> MeshView | None:
-    """Returns the mesh of the DTensors among parameters; None where none is on several ranks.
+    """Returns the mesh of the DTensors among parameters; None if none is on several ranks.
 
     Raises:
-        UnsupportedError: they are on different meshes.
+        UnsupportedError: the DTensors are on different meshes.
     """
     found: list[DeviceMesh] = []
     for param in params:

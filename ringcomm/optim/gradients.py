@@ -1,4 +1,4 @@
-"""The gradients of a model, and their way into the buckets."""
+"""Gradients: moved into buckets, accumulated in FP32, reduced to shards, and their norms."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def label(index: int, spec: ParamSpec) -> str:
 
 
 class Slot(NamedTuple):
-    """A parameter that is in a bucket, and the addresses of its value and gradient there.
+    """A parameter in a bucket, with the addresses of its value and gradient there.
 
-    The addresses are kept, since reading those of a thousand views costs more than the step of
-    small parameters. ``shown`` is what ``p.grad`` becomes: ``view``, or a DTensor of it.
+    The addresses are cached, since reading the addresses of a thousand views takes longer than a
+    step of small parameters. ``shown`` is the tensor for ``p.grad``: ``view``, or a DTensor of it.
     """
 
     number: int
@@ -67,10 +67,9 @@ class Slot(NamedTuple):
 
 
 class Gradients:
-    """The gradients of laid-out parameters, which are in ``p.grad``.
+    """The gradients in ``p.grad`` of parameters that are in buckets.
 
-    ``p.grad`` becomes a view into its bucket, where autograd accumulates by itself until ``p.grad``
-    is replaced.
+    ``p.grad`` becomes a view into its bucket, to which autograd adds until ``p.grad`` is replaced.
     """
 
     def __init__(self, params: Sequence[Tensor], layout: ShardLayout, buckets: Buckets) -> None:
@@ -79,7 +78,7 @@ class Gradients:
         self._buckets = buckets
         self._slots = [_slot(index, params[index], view) for index, view in buckets.grads.items()]
         self._slot_of = {slot.number: slot for slot in self._slots}
-        # Other ranks may have a part of those of which this rank has none.
+        # All DTensors, even if this rank has no elements: other ranks may have some.
         self._distributed = [
             param
             for param, spec in zip(params, layout.params, strict=True)
@@ -167,7 +166,7 @@ class Gradients:
         return None
 
     def frozen(self) -> list[int]:
-        """Returns the parameters that are in a bucket, and were frozen since."""
+        """Returns the indices of parameters that were frozen after the buckets were laid out."""
         with without_torch_function():
             return [
                 index
@@ -182,7 +181,7 @@ class Gradients:
         return
 
     def mark(self) -> object:
-        """Returns a value that equals an earlier one only if no gradient changed since."""
+        """Returns a mark that equals an earlier mark only if no gradient changed in between."""
         with without_torch_function():
             grads = list(map(grad_of, self._params))
         if self._distributed:
@@ -190,11 +189,11 @@ class Gradients:
         return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
 
     def same(self, mark: Any, index: int) -> bool:
-        """Returns whether one parameter's gradient is what it was at a mark; a quick check."""
+        """True if one parameter's gradient is unchanged since a mark; a quick check."""
         return bool(mark[index] == self._mark_at(index))
 
     def keep_same(self, mark: Any, index: int) -> None:
-        """Has a mark be of the gradient that one parameter has now."""
+        """Updates a mark to the gradient that one parameter has now."""
         mark[index] = self._mark_at(index)
 
     def _mark_at(self, index: int) -> object:
@@ -246,9 +245,9 @@ def _slot(index: int, param: Tensor, view: Tensor) -> Slot:
 
 
 class Accumulator:
-    """The FP32 sums of gradients: each backward's ``p.grad`` is added to them, and dropped.
+    """The FP32 sums of gradients, to which each backward's ``p.grad`` is added and then dropped.
 
-    Before the buckets exist the sums are in tensors of their own; at stages 2 and 3 of ZeRO always.
+    The sums are in separate tensors until the buckets exist, at stages 2 and 3 of ZeRO always.
     """
 
     def __init__(self) -> None:
@@ -257,14 +256,14 @@ class Accumulator:
         self._handles: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def watch(self, param: Tensor, called: str) -> None:
-        """Hooks ``param`` so that every gradient of it is added."""
-        # The hook lives as long as the parameter, so it has a weak reference.
+        """Hooks ``param`` so that each of its gradients is added to its sum."""
+        # The hook lives as long as the parameter, so it refers to the accumulator weakly.
         hook = _hook(weakref.ref(self), called)
         self._handles[id(param)] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         _accumulators[param] = weakref.ref(self)
 
     def unwatch(self, param: Tensor) -> None:
-        """Undoes :meth:`watch`."""
+        """Removes the hook of :meth:`watch`."""
         handle = self._handles.pop(id(param), None)
         if handle is not None:
             handle.remove()
@@ -304,11 +303,11 @@ class Accumulator:
             self._sums[key] = view
 
     def has(self, param: Tensor) -> bool:
-        """Returns whether a gradient of ``param`` has come since :meth:`clear`."""
+        """True if a gradient of ``param`` was added since :meth:`clear`."""
         return id(param) in self._written
 
     def sum_of(self, param: Tensor) -> Tensor:
-        """Returns the sum of a parameter, which has one."""
+        """Returns the sum of a parameter, which must exist."""
         return self._sums[id(param)]
 
     def forget(self, param: Tensor) -> None:
@@ -316,7 +315,7 @@ class Accumulator:
         self._written.discard(id(param))
 
     def take(self, param: Tensor) -> Tensor:
-        """Returns the sum of a parameter, which has one, and forgets it."""
+        """Returns the sum of a parameter, which must exist, and drops it."""
         self._written.remove(id(param))
         return self._sums.pop(id(param))
 
@@ -325,11 +324,11 @@ class Accumulator:
         self._written.clear()
 
     def flats(self) -> list[Tensor]:
-        """Returns the sums that have a gradient."""
+        """Returns the sums to which a gradient was added."""
         return [self._sums[key] for key in self._written]
 
     def mark(self) -> object:
-        """Returns a value that equals an earlier one only if no sum changed since."""
+        """Returns a mark that equals an earlier mark only if no sum changed in between."""
         return [(key, self._sums[key]._version) for key in sorted(self._written)]
 
 
@@ -343,10 +342,10 @@ def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tenso
 
 
 # NOTE [Sums in a pipeline]
-# At its end a schedule of torch.distributed.pipelining has each stage divide ``p.grad`` by the
-# number of micro-batches, unless the user asked it not to, and finds none where an accumulator has
-# taken it. Only that method knows when, and by how much. So it is followed by one that divides the
-# sums.
+# At its end a schedule of torch.distributed.pipelining makes each stage divide ``p.grad`` by the
+# number of micro-batches, unless the user turned that off. With an accumulator ``p.grad`` is None.
+# Only the stage's scale_grads() shows when to divide and by how much, so it is wrapped by a
+# function that then divides the sums.
 
 _STAGES = "torch.distributed.pipelining.stage"
 _lock = threading.Lock()
@@ -356,7 +355,7 @@ _accumulators: MutableMapping[Tensor, weakref.ref[Accumulator]] = cast(Any, Weak
 
 
 def _follow_schedules() -> None:
-    """Has sums divided with the gradients of a stage, once torch's pipelines are imported."""
+    """Makes stages divide sums as they divide gradients, once torch's pipelines are imported."""
     global _followed
     stages: Any = sys.modules.get(_STAGES)
     if _followed or stages is None:
@@ -387,7 +386,7 @@ def _divide_sums(params: Iterable[Tensor], divisor: int) -> None:
 
 
 class AccumulatedGradients(Gradients):
-    """The gradients of laid-out parameters, which are in an :class:`Accumulator`."""
+    """The gradients in an :class:`Accumulator` of parameters that are in buckets."""
 
     def __init__(
         self,
@@ -444,7 +443,7 @@ def norm_kind(norm_type: float) -> str:
     """Returns the kernels' name of a norm.
 
     Raises:
-        ArgumentError: it is not 1, 2 or inf.
+        ArgumentError: ``norm_type`` is not 1, 2 or inf.
     """
     try:
         kind = _KINDS.get(float(norm_type))
@@ -476,7 +475,7 @@ def combine(words: Tensor, kind: str) -> Tensor:
 
 
 def leave_to_replica(words: Tensor) -> None:
-    """Leaves a bucket's sum to a rank that has the same gradients; what is not finite still tells.
+    """Zeroes a bucket's sum, which a replica adds; the count of non-finite tiles stays.
 
     Args:
         words: int64 [24], of the bucket.
@@ -507,7 +506,7 @@ def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
 
 
 def wide_norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
-    """Returns what :func:`norm_of` rounds, float64."""
+    """Returns the norm before :func:`norm_of` rounds it, float64."""
     if kind == "inf":
         # The low half of the word is the largest magnitude's bits.
         norm = words[0].to(torch.int32).view(torch.float32).to(torch.float64)
@@ -519,7 +518,7 @@ def wide_norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
 
 
 def joint_norm(norms: Tensor, kind: str) -> Tensor:
-    """Returns the norm of all together, float64, of float64 [norms], the norms of each."""
+    """Returns the norm of several vectors together, float64, from their norms, float64 [norms]."""
     if kind == "l2":
         return norms.square().sum().sqrt()
     return norms.sum() if kind == "l1" else norms.amax()
@@ -545,13 +544,13 @@ class Into:
     Attributes:
         out: float32 [chunk elements].
         kind: "l2", "l1" or "inf".
-        words: int64 [24], overwritten with the norm words of ``out``, or of this rank's shard of it
-            where each node has a copy of the state; None: they are not asked for.
-        accumulate: add to ``out``.
-        tag: number that tells this reduction from others of the same size, equal on all ranks; 0
-            where there is none.
-        error_feedback: buffer of the bucket, which its quantization takes up; None: what that loses
-            is lost.
+        words: int64 [24], overwritten with the norm words of ``out``, or of this rank's shard of
+            ``out`` if each node has a copy of the state; None if no norm is needed.
+        accumulate: True to add to ``out``.
+        tag: number that distinguishes this reduction from others of the same size, equal on all
+            ranks; 0 for no number.
+        error_feedback: buffer of the bucket, from and to which quantization carries its errors;
+            None to discard the errors.
         zeroed: True if ``words`` are zeros already.
     """
 
@@ -565,7 +564,7 @@ class Into:
 
 
 def step_core_of(comm: Communicator | None, options: ReduceOptions) -> StepCoreOf:
-    """Returns the function that maps the core of a call to that of a step with these options."""
+    """Returns the function that maps a call's core to the core for steps with these options."""
     if comm is None:
         return of_one_node
     return comm.steps.calls_of(options.state, options.compression.gradients)
@@ -574,14 +573,14 @@ def step_core_of(comm: Communicator | None, options: ReduceOptions) -> StepCoreO
 def make_error_feedback(
     comm: Communicator | None, options: ReduceOptions, elems: int
 ) -> ErrorFeedback | None:
-    """Makes the error-feedback buffer of a bucket of so many elements, if options want it."""
+    """Makes the error-feedback buffer of a bucket of ``elems`` elements; None without feedback."""
     if comm is None or not options.compression.error_feedback:
         return None
     return comm.steps.error_feedback_of(elems, options.state)
 
 
 class Reducer(ABC):
-    """The reductions of one communicator; the subclass chooses the kernels."""
+    """Reduces gradients over one communicator; the subclass chooses the kernels."""
 
     @abstractmethod
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
@@ -600,7 +599,8 @@ class Reducer(ABC):
         Args:
             grads: [bucket elements], of any of the parameters' dtypes.
             into: the target.
-            async_op: return at once; ``grads`` and the tensors in ``into`` must live on.
+            async_op: return at once; ``grads`` and the tensors in ``into`` must stay alive
+                meanwhile.
 
         Returns:
             With ``async_op``, the work to wait for.
@@ -608,7 +608,7 @@ class Reducer(ABC):
 
 
 class HostReducer(Reducer):
-    """The native kernels on the CPU. A world of one without communicator only sums norms."""
+    """Reduces by the native kernels on the CPU; without a communicator only sums norms."""
 
     def __init__(
         self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
@@ -664,7 +664,7 @@ class HostReducer(Reducer):
 
 
 class DeviceReducer(HostReducer):
-    """The native kernels on a device, whose blocks add to the norm words."""
+    """Reduces by the native kernels on a device, whose blocks add to the norm words."""
 
     def __init__(self, comm: Communicator, options: ReduceOptions) -> None:
         super().__init__(comm, options)
@@ -684,7 +684,7 @@ class DeviceReducer(HostReducer):
             engine.start_call(Call("grad_norm", methodcaller("grad_norm", *arguments), []))
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
-        # The blocks add to words, whether or not anyone asks for them.
+        # The blocks always add to norm words, so these need memory and must be zero.
         words = into.words
         if words is None:
             words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)

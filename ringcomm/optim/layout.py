@@ -1,7 +1,7 @@
 """The layout of parameters in flat buckets, and the chunk of each bucket that a rank owns.
 
 A *bucket* is a flat run of parameters of one dtype. Each of W ranks keeps the optimizer's state for
-one of its W chunks: rank r for chunk r, or over several nodes that of ``StepCalls.shard_index``.
+one of its W chunks: rank r for chunk r, or over several nodes for chunk ``StepCalls.shard_index``.
 The location of a parameter does not depend on W, so that state can move between worlds. Chunks
 begin at multiples of ``TILE_ELEMS``, so that norms do not depend on W either
 (``kernels/include/ringcomm/optimizer/grad_norm.h``).
@@ -33,7 +33,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Dtypes of which frozen parameters can lie in buckets, too, which moves them and computes nothing.
+#: Further dtypes that frozen parameters in buckets may have; they are moved, not computed with.
 FROZEN_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
@@ -49,16 +49,16 @@ class ParamSpec:
     """A parameter as the layout sees it, without its memory.
 
     Attributes:
-        shape: shape of the parameter, which may have zero elements; of a DTensor, shape of what
-            this rank has of it.
-        dtype: float32, bfloat16 or float16; of a frozen one perhaps one of ``FROZEN_DTYPES``.
+        shape: shape of the parameter, which may have zero elements; of a DTensor, the shape of this
+            rank's local tensor.
+        dtype: float32, bfloat16 or float16; of a frozen parameter also one of ``FROZEN_DTYPES``.
         group: index of its param group.
         name: name for messages; "" when it has none.
         trainable: False keeps it out of the buckets.
         tied_to: index of the earlier entry that is the same tensor; such an entry is in no bucket.
-        stride: strides of the elements when they fill their memory in another order than that of
-            the shape (channels_last); None means contiguous.
-        sharding: which part ``shape`` is of a DTensor; None if it is all of the parameter.
+        stride: strides of the elements if they fill their memory in another order than the shape's
+            (channels_last); None means contiguous.
+        sharding: the position of the local tensor in a DTensor; None if it is the whole parameter.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class ParamSpec:
         """Returns the spec of a parameter of any strides.
 
         Raises:
-            ArgumentError: its dtype is not one of the three.
+            ArgumentError: its dtype is not float32, bfloat16 or float16.
         """
         if tensor.dtype not in DTYPE_NAMES:
             raise _unknown(name or tuple(tensor.shape), tensor.dtype)
@@ -106,7 +106,7 @@ class ParamSpec:
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
-        """The dimensions of its mesh that divide the parameter."""
+        """The dimensions of its mesh along which the parameter is sharded."""
         return () if self.sharding is None else self.sharding.mesh_dims
 
     @property
@@ -144,7 +144,7 @@ class ParamSpec:
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> ParamSpec:
-        """Undoes :meth:`describe`.
+        """Inverse of :meth:`describe`.
 
         Raises:
             CheckpointError: something is missing or of the wrong kind.
@@ -224,7 +224,7 @@ class Segment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The elements [begin, end) of a bucket that a rank owns; empty if a small bucket has none."""
+    """The elements [begin, end) of a bucket that a rank owns; empty if the bucket is too small."""
 
     begin: int
     end: int
@@ -244,10 +244,10 @@ def within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
 class BucketLayout:
     """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and its segments.
 
-    The elements between the segments, and behind the last one, are padding, or those of parameters
-    that no optimizer steps. Its parameters are
-    divided by the same dimensions of a mesh, ``mesh_dims``, so that a norm over the mesh counts
-    the bucket once for each of its parts.
+    The elements between the segments and after the last segment are padding, or belong to
+    parameters that no optimizer steps. All parameters of a bucket are sharded along the same
+    dimensions ``mesh_dims`` of a mesh, so that a norm over the mesh counts each shard of the bucket
+    once.
     """
 
     dtype: torch.dtype
@@ -260,19 +260,19 @@ class BucketLayout:
         return self.chunk_of_size(number, _native.chunk_elems(self.elems, world_size))
 
     def chunk_of_size(self, number: int, size_elems: int) -> Chunk:
-        """Returns chunk ``number`` where each but the last ones has so many elements."""
+        """Returns chunk ``number`` of chunks of ``size_elems``; the last ones may be smaller."""
         begin, end = number * size_elems, (number + 1) * size_elems
         return Chunk(min(begin, self.elems), min(end, self.elems))
 
     def chunks(self, sharers: Communicator) -> list[Chunk]:
-        """Returns by rank of those that share state the chunk that the rank keeps state for."""
+        """Returns for each rank that shares state the chunk that it keeps state for."""
         count = sharers.world_size
         return [self.chunk(sharers.steps.shard_index_of(rank), count) for rank in range(count)]
 
     def chunk_of_copy(self, comm: Communicator) -> Chunk:
-        """Returns the part that a rank has for its own where each node has a copy of the state.
+        """Returns the part of the state that only this rank counts, if each node has a copy.
 
-        It lies in the rank's chunk of the copy, which the ranks of its rail divide.
+        The ranks of a rail have copies of the same chunk, and divide it among themselves.
         """
         node = comm.node
         each = _native.chunk_elems(self.elems, node.world_size)
@@ -282,7 +282,7 @@ class BucketLayout:
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
-        """Returns the bucket of parameters with other indices; those with None are in no bucket."""
+        """Returns the bucket with other parameter indices; None leaves the parameter out."""
         moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
         segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
         return replace(self, segments=tuple(segments))
@@ -353,7 +353,7 @@ class ShardLayout:
         return cls(tuple(params), bucket_elems, buckets)
 
     def extended(self, params: Sequence[ParamSpec]) -> ShardLayout:
-        """Returns the layout with more parameters, in buckets of their own behind the others."""
+        """Returns the layout with more parameters, in buckets of their own after the others."""
         first = len(self.params)
         more = ShardLayout.assign(params, self.bucket_elems)
         moved = tuple(bucket.with_params(lambda param: param + first) for bucket in more.buckets)
@@ -370,7 +370,7 @@ class ShardLayout:
 
     @cached_property
     def locations(self) -> dict[int, tuple[int, Segment]]:
-        """Bucket number and segment of each parameter that is in one, by parameter index."""
+        """Bucket number and segment of each parameter in a bucket, by parameter index."""
         return {
             segment.param: (number, segment)
             for number, bucket in enumerate(self.buckets)
@@ -421,7 +421,7 @@ class ShardLayout:
         }
 
     def describe_whole(self) -> dict[str, Any]:
-        """Returns the parameters, whole, as JSON types: equal whichever parts a rank has."""
+        """Returns the whole parameters as JSON types: equal on ranks with different shards."""
         return {"params": [spec.describe_whole() for spec in self.params]}
 
     @cached_property
@@ -431,7 +431,7 @@ class ShardLayout:
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> ShardLayout:
-        """Undoes :meth:`describe`.
+        """Inverse of :meth:`describe`.
 
         Raises:
             CheckpointError: it is not the description of a layout of this version.

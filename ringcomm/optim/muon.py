@@ -1,21 +1,21 @@
-"""Muon: each whole matrix is orthogonalised by one rank; AdamW steps what is no such matrix.
+"""Muon: one rank orthogonalises each whole matrix; AdamW steps the other parameters.
 
-Terms. A *direction* is what a gradient and its momentum make of a matrix, element by element; the
-*update* is the direction orthogonalised, which takes the whole matrix. The *owner* of a matrix is
-the rank that does this. W ranks, M elements of matrices in all.
+Terms. The *direction* of a matrix is computed from its gradient and momentum, element by element.
+The *update* is the orthogonalised direction, which needs the whole matrix. The *owner* of a matrix
+is the rank that orthogonalises it. There are W ranks, and M elements in all matrices.
 
-The state is sharded as AdamW's is, by elements: chunk r of a bucket has pieces of several matrices.
-So a step is, beside the reduction and the gathering of parameters that every optimizer has:
+The state is sharded by elements, as AdamW's: chunk r of a bucket has pieces of several matrices.
+Like every optimizer, a step reduces gradients and gathers parameters; in between:
 
-1. each rank makes the directions of its pieces, in bfloat16, as torch orthogonalises them;
-2. an all-to-all gives each owner its whole matrices: 2 M (W-1)/W^2 bytes leave a rank;
-3. owners orthogonalise; a matrix of m x n elements, m <= n, takes 2 m (2 m n + m^2) operations in
-   each iteration, by which owners are balanced;
-4. an all-to-all brings the pieces of the updates back: as many bytes again;
+1. each rank computes the directions of its pieces, in bfloat16, which torch orthogonalises;
+2. an all-to-all gives each owner its whole matrices: each rank sends 2 M (W-1)/W^2 bytes;
+3. owners orthogonalise; a matrix of m x n elements, m <= n, takes 2 m (2 m n + m^2) operations per
+   iteration, and owners are chosen to balance this number;
+4. an all-to-all returns the pieces of the updates: as many bytes again;
 5. each rank applies them to its pieces.
 
-All buckets go together, so that no owner waits for another but once. At stage 0 all ranks have all
-directions: 2 falls away, and 4 sends whole updates.
+All buckets are exchanged together, so that owners wait for each other only once. At stage 0 all
+ranks have all directions: phase 2 is omitted, and phase 4 sends whole updates.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Tensor = torch.Tensor
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """Gives each parameter an owner, the most expensive first and each to the least busy rank."""
+    """Returns each parameter's owner: by falling cost, each goes to the least busy rank."""
     busy, owners = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
         owners[number] = min(range(ranks), key=lambda rank: busy[rank])
@@ -70,7 +70,7 @@ def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class OwnedParam:
-    """A parameter that one rank computes with as a whole: elements [begin, end) of a bucket."""
+    """A parameter that one rank updates as a whole: elements [begin, end) of a bucket."""
 
     index: int
     bucket: int
@@ -93,15 +93,15 @@ class OwnedParam:
 
 
 class OwnerExchange:
-    """The way of pieces to the owners of parameters, and back.
+    """Sends pieces of parameters to the parameters' owners, and results back.
 
     Args:
-        params: those that travel, in the same order on all ranks.
-        costs: of the work for each, by which owners are balanced.
-        buckets: by number, those that they lie in.
-        sharers: the ranks that share the work; None for this one alone.
-        is_replicated: every rank has the pieces of all, as at stage 0.
-        dtype: of all tensors.
+        params: the parameters to exchange, in the same order on all ranks.
+        costs: the cost of each parameter's update, by which owners are balanced.
+        buckets: by number, the buckets of the parameters.
+        sharers: the ranks that share the work; None for this rank alone.
+        is_replicated: True if every rank has all pieces, as at stage 0.
+        dtype: dtype of all tensors.
 
     Attributes:
         mine: numbers of the parameters that this rank owns.
@@ -125,7 +125,7 @@ class OwnerExchange:
         self._rank = 0 if sharers is None else sharers.rank
         self._owners = owners_of(costs, ranks)
         self.mine = [number for number, owner in enumerate(self._owners) if owner == self._rank]
-        # By parameter, the slices of it that the ranks have.
+        # By parameter, each rank's slice of it.
         self._slices = [self._slices_of(each, buckets[each.bucket]) for each in params]
 
     def _slices_of(self, param: OwnedParam, bucket: Bucket) -> list[slice | None]:
@@ -134,15 +134,15 @@ class OwnerExchange:
         return [param.within(chunk) for chunk in bucket.layout.chunks(self._sharers)]
 
     def _is_whole(self, number: int) -> bool:
-        """Tells whether the owner of a parameter has all of it."""
+        """True if the owner of a parameter already has all of it."""
         inside = self._slices[number][self._owners[number]]
         return inside == slice(0, self._params[number].spec.elems)
 
     def to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Returns by number this rank's parameters, whole and flat, which may be changed.
+        """Returns by number the parameters that this rank owns, whole and flat; it may change them.
 
         Args:
-            pieces: by number, this rank's piece; None where it has none.
+            pieces: by number, this rank's piece; None if it has no piece.
         """
         sent: list[list[Tensor]] = [[] for _ in self._ranks]
         for number, piece in enumerate(pieces):
@@ -170,12 +170,12 @@ class OwnerExchange:
         room_for: Mapping[int, Tensor],
         shared: Sequence[Sequence[Tensor]] = (),
     ) -> None:
-        """Fills each rank's pieces with those of the wholes that the owners have.
+        """Fills each rank's pieces from the whole parameters of their owners.
 
         Args:
-            wholes: by number, this rank's parameters, flat.
-            room_for: by number, this rank's piece of each parameter that it has a part of.
-            shared: by number, tensors that all ranks get as the owner has them.
+            wholes: by number, the parameters that this rank owns, flat.
+            room_for: by number, memory for this rank's pieces.
+            shared: by number, tensors whose values all ranks get from the owner.
         """
         sent: list[list[Tensor]] = [[] for _ in self._ranks]
         for number, whole in wholes.items():
@@ -213,7 +213,7 @@ class OwnerExchange:
 
 
 def refuse_other_options(name: str, options: AdamWOptions) -> None:
-    """Raises UnsupportedError unless the options are those that owners' steps have."""
+    """Raises UnsupportedError for options that steps with owners do not support."""
     if options.kernels != "native" or options.master == "remainder":
         raise UnsupportedError(
             f'{name}: expected kernels="native" and master="fp32", got '
@@ -224,7 +224,7 @@ def refuse_other_options(name: str, options: AdamWOptions) -> None:
 
 
 def params_of(entries: Sequence[object]) -> list[tuple[str, Tensor]]:
-    """Returns a group's parameters that are tensors, each with its words for an error."""
+    """Returns a group's parameters that are tensors, each with its name for errors."""
     bare = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     return [
         (f"parameter {number}", param)
@@ -238,7 +238,7 @@ def is_divided(param: Tensor) -> bool:
     return is_distributed(param) and any(each.is_shard() for each in param.placements)  # type: ignore[attr-defined]
 
 
-# ---- Muon: each whole matrix is orthogonalised by one rank; AdamW steps what is no such matrix ---
+# ---- Muon: one rank orthogonalises each whole matrix; AdamW steps the other parameters -----------
 
 
 MOMENTUM = "momentum_buffer"
@@ -247,10 +247,10 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 def orthogonalized(direction: Tensor, group: Group) -> Tensor:
-    """Returns nearly the orthogonal matrix that is nearest to a direction: bfloat16 [m, n].
+    """Returns approximately the orthogonal matrix nearest to a direction: bfloat16 [m, n].
 
-    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: iterations of
-    Newton and Schulz with a polynomial of degree 5, in the operations of ``torch.optim.Muon``.
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: Newton-Schulz
+    iterations with a polynomial of degree 5, by the operations of ``torch.optim.Muon``.
 
     Args:
         direction: bfloat16 [m, n].
@@ -268,7 +268,7 @@ def orthogonalized(direction: Tensor, group: Group) -> Tensor:
 
 
 def adjusted_lr(group: Group, shape: Sequence[int]) -> float:
-    """Returns the learning rate of a matrix, as ``torch.optim.Muon`` has it."""
+    """Returns the learning rate of a matrix, as ``torch.optim.Muon`` computes it."""
     rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
@@ -282,7 +282,7 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 class MuonRule(TensorRule):
-    """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw".
+    """Muon for the groups with the algorithm "muon", AdamW for the groups with "adamw".
 
     The native kernels step AdamW's parameters, and then all matrices are updated together.
     """
@@ -300,9 +300,9 @@ class MuonRule(TensorRule):
         self._adamw = AdamWRule()
         self.groups: Sequence[Group] = ()
         self.matrices: list[OwnedParam] = []
-        #: Every rank keeps the whole state, as at stage 0.
+        #: True if every rank keeps the whole state, as at stage 0.
         self.is_replicated = False
-        # The buckets that this step has come to, and by their numbers the directions of the chunk.
+        # By number, the buckets that this step has visited, and the directions of their chunks.
         self._buckets: dict[int, Bucket] = {}
         self._directions: dict[int, Tensor] = {}
 
@@ -394,7 +394,7 @@ class MuonRule(TensorRule):
 
     def begin_updates(self, run: TensorBackend) -> None:
         self._buckets.clear()
-        # To the native kernels a matrix has no gradient.
+        # Makes the native kernels skip matrices, like parameters without gradient.
         matrices = [matrix.index for matrix in self.matrices]
         flags_word = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
         run.table.factors.view(torch.int32)[matrices, flags_word] = 0
@@ -417,7 +417,7 @@ class MuonRule(TensorRule):
     def _direct(
         self, run: TensorBackend, bucket: Bucket, matrix: OwnedParam, grads: Tensor
     ) -> None:
-        """Moves the momentum of a matrix in a piece of its bucket and keeps the direction there."""
+        """Updates a matrix's momentum in a piece of its bucket, and keeps the direction there."""
         given = matrix.piece_in(grads, bucket.chunk)
         momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
         if given is None or momentum is None:
@@ -468,7 +468,7 @@ class MuonRule(TensorRule):
         return matrix.piece_in(self._directions[matrix.bucket], bucket.chunk)
 
     def _apply(self, matrix: OwnedParam, update: Tensor) -> None:
-        """Moves this rank's piece of a matrix; ``update`` has its elements."""
+        """Applies ``update``, of the piece's elements, to this rank's piece of a matrix."""
         group, whole = self.groups[matrix.spec.group], self._buckets[matrix.bucket]
         own = matrix.within(whole.chunk)
         assert own is not None
@@ -501,7 +501,7 @@ def _check_matrix(param: Tensor, called: str) -> None:
         )
     if is_divided(param):
         raise UnsupportedError(
-            f"{called}: ranks of the mesh have parts of the matrix, which is orthogonalised whole. "
+            f"{called}: each rank of the mesh has a part of the matrix, but Muon needs the whole. "
             'Put it in a group with "algorithm": "adamw"'
         )
 
@@ -513,14 +513,13 @@ def muon_groups(
 
     Args:
         module: the module.
-        adamw: names of parameters for AdamW although they are matrices, such as embeddings and the
-            head, also while these are frozen; a ``*`` stands for any characters of one part of a
-            name.
-        settings: further entries of the group for AdamW, such as ``lr``; without them it has those
-            of the optimizer, ``weight_decay``, too.
+        adamw: names of matrices that AdamW shall step, such as embeddings and the head, even while
+            they are frozen; a ``*`` matches any characters of one part of a name.
+        settings: further entries of AdamW's group, such as ``lr``; missing entries, including
+            ``weight_decay``, are the optimizer's.
 
     Raises:
-        ArgumentError: a name of ``adamw`` names no matrix.
+        ArgumentError: a name in ``adamw`` matches no matrix.
     """
     everything = list(named_parameters(module))
     matrices = [name for name, param in everything if param.dim() == 2]
@@ -536,36 +535,36 @@ def muon_groups(
 
 
 class Muon(ShardedOptimizer):
-    """Muon, and AdamW for what is no matrix of a hidden layer, sharded over a communicator.
+    """Muon for matrices of hidden layers, and AdamW for other parameters, both sharded.
 
-    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as
-    ``torch.optim.Muon`` has it; each matrix is orthogonalised by one rank. Otherwise as
-    :class:`ringcomm.optim.AdamW`, whose ``comm``, ``options``, ``loss_scaler`` and ``mesh`` it
-    takes. :func:`muon_groups` makes the groups of a module.
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as in
+    ``torch.optim.Muon``; one rank orthogonalises each matrix. It takes ``comm``, ``options``,
+    ``loss_scaler`` and ``mesh`` as :class:`ringcomm.optim.AdamW`. :func:`muon_groups` makes the
+    groups of a module.
 
     Args:
-        params: as torch takes them. Those of a group with ``"algorithm": "muon"``, the default, are
-            matrices. A group with ``"algorithm": "adamw"`` has any, and AdamW steps them with its
-            ``lr``, ``weight_decay``, ``betas`` and ``adamw_eps``.
+        params: as torch takes them. A group with ``"algorithm": "muon"``, the default, has only
+            matrices. A group with ``"algorithm": "adamw"`` has any parameters, and AdamW steps them
+            with the group's ``lr``, ``weight_decay``, ``betas`` and ``adamw_eps``.
         lr: learning rate.
-        weight_decay: times lr, the fraction that each parameter loses.
+        weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         momentum: decay of the momentum.
         nesterov: orthogonalise Nesterov's momentum.
-        ns_coefficients: of the polynomial of an iteration.
-        eps: least norm that a direction is divided by.
+        ns_coefficients: coefficients of the polynomial of an iteration.
+        eps: smallest norm that a direction is divided by.
         ns_steps: number of iterations.
-        adjust_lr_fn: how the learning rate follows a matrix' shape: "original" (as None) or
-            "match_rms_adamw".
-        betas: of AdamW.
-        adamw_eps: of AdamW.
+        adjust_lr_fn: how the learning rate depends on a matrix's shape: "original" (the same as
+            None) or "match_rms_adamw".
+        betas: AdamW's betas.
+        adamw_eps: AdamW's eps.
         comm: see :class:`ringcomm.optim.AdamW`.
         options: see there; master weights are FP32, rounding is to nearest, kernels are native.
         loss_scaler: see there.
         mesh: see there.
 
     Raises:
-        ArgumentError: see there; or a parameter for Muon that is no matrix.
-        UnsupportedError: options that Muon has not; a matrix that ranks of a mesh divide.
+        ArgumentError: see there; or a parameter for Muon is not a matrix.
+        UnsupportedError: Muon does not support an option; or a matrix is sharded over a mesh.
     """
 
     def __init__(  # noqa: PLR0913 -- torch's signature

@@ -29,18 +29,20 @@ PARAMETER_COMPRESSIONS = ("param", *_native.QUANT_FORMATS)
 
 @dataclass(frozen=True)
 class Compression:
-    """The forms in which training's bytes travel between nodes, where links are slow.
+    """The formats in which training sends data between nodes, where links are slow.
 
     Attributes:
-        gradients: of sums of gradients: "none", "param", or quantized, "int8", "fp8" or "int4";
-            None for ``CommOptions.compression`` of the communicator. ZeRO++ calls it qgZ (Wang et
-            al., 2023).
-        parameters: of updated parameters: "param", their dtype, or quantized, "int8", "fp8" or
-            "int4". Then all ranks compute with FP32 masters quantized and dequantized, and the
-            masters are kept beside the state, of FP32 parameters, too. ZeRO++ calls it qwZ.
-        error_feedback: keep what quantization of gradients loses, and add it to the next ones that
-            this rank quantizes, as state of the optimizer: 4 bytes an element over the ranks of a
-            node. See NOTE [Error feedback] in ``comm/nodes/compressed_sums.py``.
+        gradients: format of sums of gradients: "none", "param", or quantized, "int8", "fp8" or
+            "int4"; None takes ``CommOptions.compression`` of the communicator. ZeRO++ (Wang et al.,
+            2023) calls quantized gradients qgZ.
+        parameters: format of updated parameters: "param", their dtype, or quantized, "int8", "fp8"
+            or "int4". With quantization all ranks compute with FP32 masters quantized and
+            dequantized, and keep masters in addition to the state, even of FP32 parameters. ZeRO++
+            calls it qwZ.
+        error_feedback: keep the quantization errors of gradients, and add them to the next
+            gradients that this rank quantizes. The errors are optimizer state: 4 bytes per element,
+            divided over the ranks of a node. See NOTE [Error feedback] in
+            ``comm/nodes/compressed_sums.py``.
     """
 
     gradients: str | None = None
@@ -68,11 +70,11 @@ class Compression:
 
     @property
     def quantizes_parameters(self) -> bool:
-        """True if parameters cross quantized."""
+        """True if parameters are sent between nodes quantized."""
         return self.parameters != "param"
 
     def check_parameters(self, state: str, master: str, rounding: str) -> None:
-        """Checks that parameters can cross as they shall with other choices.
+        """Checks that the other options allow quantized parameters, if these are asked for.
 
         Args:
             state: as in :class:`AdamWOptions`.
@@ -80,26 +82,27 @@ class Compression:
             rounding: as in :class:`AdamWOptions`.
 
         Raises:
-            ArgumentError: no parameters cross, or there are no FP32 masters to quantize.
+            ArgumentError: no parameters are sent between nodes, or there are no FP32 masters to
+                quantize.
         """
         if not self.quantizes_parameters:
             return
         asked = f"compression: parameters={self.parameters!r}"
         if state == "node":
             raise ArgumentError(
-                f'{asked}: expected state="world" with it, got "node", where each node updates all '
-                "parameters, of which none cross; sums of gradients do (Compression(gradients=))"
+                f'{asked}: expected state="world" with it, got "node": with "node" no parameters '
+                "are sent between nodes, but sums of gradients (Compression(gradients=))"
             )
         if master != "fp32" or rounding != "nearest":
             raise ArgumentError(
-                f'{asked}: expected master="fp32" and rounding="nearest" with it, since what is '
-                f"quantized is FP32 masters, to the nearest value; got {master!r} and {rounding!r}"
+                f'{asked}: expected master="fp32" and rounding="nearest" with it, since FP32 '
+                f"masters are quantized to the nearest value; got {master!r} and {rounding!r}"
             )
 
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """Choices of a sharded optimizer; equal on all ranks.
+    """Options of a sharded optimizer; they must be equal on all ranks.
 
     Attributes:
         algorithm: algorithm of the collectives: "auto", "one_shot" or "ring".
@@ -112,27 +115,28 @@ class AdamWOptions:
             from zero. "none" keeps nothing, and needs stochastic rounding.
         rounding: rounding of 16-bit parameters: "nearest" or "stochastic".
         seed: seed of stochastic rounding; the same seed gives the same parameters in any world.
-        accumulate_dtype: None: gradients add up in ``p.grad``, in its dtype, as in torch.
-            ``torch.float32``: each backward is added to an FP32 bucket, and ``p.grad`` is dropped.
+        accumulate_dtype: None sums gradients in ``p.grad``, in its dtype, as in torch.
+            ``torch.float32`` adds each backward to an FP32 bucket, and drops ``p.grad``.
         unused: treatment of a parameter without gradient on any rank: "skip" leaves it as it is, as
             torch does (with several ranks this takes one small all-reduce), and "zero" steps it
             with a gradient of zero.
-        check_finite: skip a step whose gradient is not finite, even without loss scaling; makes
-            the step two passes.
+        check_finite: skip a step whose gradient is not finite, even without loss scaling; the step
+            then takes two passes.
         broadcast_parameters: give all ranks the parameters of rank 0 at preparation, as DDP does.
-        state: over several nodes: "world" shards the state over all ranks, and updated parameters
-            cross between nodes. "node" shards it over the ranks of each node, so that each node
-            has a copy, which takes more memory: the sums of the gradients cross instead. On one
-            node both are the same.
-        compression: over several nodes, the forms in which bytes travel between them.
-        offload_state: where the state lies: None for the memory of the parameters' device. From
-            elsewhere it streams there in pieces at each step, with the same bits: from a
-            :class:`ringcomm.Disk`, for parameters on the CPU; or with "cpu" from pinned memory of
-            the host, for parameters on a device.
-        update: "in_step" updates parameters in ``step()``. "in_backward" does so while backward
-            runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each bucket as its
-            gradients are reduced, which are then gone. ``step()`` ends that. The bits are the same,
-            but nothing can look at all gradients first: no clipping, scaling or ``check_finite``.
+        state: over several nodes, "world" shards the state over all ranks, and sends updated
+            parameters between nodes. "node" shards it over the ranks of each node, so that each
+            node has a copy, which takes more memory; nodes exchange sums of gradients instead. On
+            one node both are the same.
+        compression: over several nodes, the formats of the data that they exchange.
+        offload_state: where the state is kept: None for the memory of the parameters' device; a
+            :class:`ringcomm.Disk`, for parameters on the CPU; or "cpu" for pinned memory of the
+            host, for parameters on a device. Each step streams offloaded state through the device's
+            memory in pieces, with the same bits.
+        update: "in_step" updates parameters in ``step()``. "in_backward" updates them while
+            backward runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each
+            bucket as soon as its gradients are reduced, which are then dropped. ``step()`` only
+            ends the step. The bits are the same, but nothing can read all gradients before the
+            update: no clipping, scaling or ``check_finite``.
     """
 
     algorithm: str = "auto"

@@ -1,4 +1,4 @@
-"""The placement of parameters in an optimizer's own buckets, or in those of a sharded module.
+"""Placements: whether parameters are in an optimizer's own buckets or in a sharded module's.
 
 ``ringcomm.zero`` puts the parameters of a module into buckets. An optimizer that is built on them
 afterwards finds the placement here and works on its buckets, instead of making buckets of its own.
@@ -44,15 +44,15 @@ _TENSOR = "tp"
 
 
 class ModelMesh(MeshView):
-    """The mesh of a model's stages and local tensors: all axes but that of data parallelism.
+    """The mesh of a model's pipeline stages and tensor shards: all axes except data parallelism.
 
     Args:
-        mesh: its axes; "pp" has stages, and along the others lie local tensors of one stage.
+        mesh: the mesh; its axis "pp" has the stages, its other axes have the shards of one stage.
         tensor_mesh: the mesh of this rank's DTensor parameters, or None.
         operation: named in errors.
 
     Raises:
-        ArgumentError: an axis of unknown use, or DTensors that do not lie along the axes.
+        ArgumentError: an axis has an unknown use, or DTensors are not sharded along the axes.
     """
 
     def __init__(self, mesh: DeviceMesh, tensor_mesh: MeshView | None, operation: str) -> None:
@@ -75,14 +75,15 @@ class ModelMesh(MeshView):
 
     @property
     def has_stages(self) -> bool:
-        """True if there are several stages of a pipeline, of which one alone has the loss."""
+        """True if there are several pipeline stages, of which only one has the loss."""
         return bool(self._stages)
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """Returns whether this rank stands for its replicas: every stage counts.
+        """True if this rank represents its replicas in a sum; stages are not replicas.
 
         Args:
-            mesh_dims: the dimensions of the DTensors' mesh that divide what is summed.
+            mesh_dims: the dimensions of the DTensors' mesh along which the summed tensor is
+                sharded.
         """
         divides = (self._axes_of_dtensors[dim] for dim in mesh_dims)
         return super().counts([*self._stages, *(dim for dim in divides if dim is not None)])
@@ -93,7 +94,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _axis_of(dim: int, tensor_mesh: MeshView, whole: MeshView, operation: str) -> int | None:
-    """Returns the axis of a mesh along which a dimension of DTensors lies; None for one rank."""
+    """Returns the axis of ``whole`` that a dimension of DTensors uses; None for one rank."""
     if tensor_mesh.mesh.size(dim) == 1:
         return None
     mine = dist.get_process_group_ranks(tensor_mesh.mesh.get_group(dim))
@@ -117,12 +118,12 @@ def read_mesh(
         operation: named in errors.
 
     Returns:
-        The argument ``comm`` for the ranks that share state; and a mesh of the axes that have
-        several ranks with other parameters, or None where there are none.
+        The argument ``comm`` for the ranks that share state; and a mesh of the other axes that have
+        several ranks, or None if there are none.
 
     Raises:
-        ArgumentError: both were given, or the mesh has no axis of data parallelism, or not this
-            rank.
+        ArgumentError: both were given, or the mesh has no axis of data parallelism, or does not
+            contain this rank.
     """
     if mesh is None:
         return comm, None
@@ -157,16 +158,16 @@ def read_mesh(
 
 
 def stages_of(others: DeviceMesh | None) -> int:
-    """Returns the number of stages of a pipeline that a mesh of :func:`read_mesh` has."""
+    """Returns the number of pipeline stages in a mesh that :func:`read_mesh` returned."""
     if others is None or STAGES not in _names(others):
         return 1
     return others.size(_names(others).index(STAGES))
 
 
 def ranks_of_stage(others: DeviceMesh | None, tensor_mesh: MeshView | None) -> MeshView | None:
-    """Returns the mesh whose ranks have one stage, sharded or alike; None where there is one rank.
+    """Returns the mesh of the ranks that have this rank's stage; None if it is one rank.
 
-    Without a whole mesh only the parameters tell: those that are DTensors have local tensors.
+    Without ``others`` it is the mesh of the parameters that are DTensors.
 
     Args:
         others: as :func:`read_mesh` returns it.
@@ -181,12 +182,12 @@ def ranks_of_stage(others: DeviceMesh | None, tensor_mesh: MeshView | None) -> M
 def with_all_stages(
     comm: Communicator | None, others: DeviceMesh | None, operation: str
 ) -> AbstractContextManager[None]:
-    """Has what raises inside raise on the ranks of all stages and shards, too; collective on them.
+    """Returns a context that raises errors on the ranks of all stages and shards; collective.
 
-    What is compared within a stage may differ there alone, and the others would wait for it.
+    A comparison within one stage may fail there alone, and the other stages would wait for it.
 
     Args:
-        comm: the ranks that share state; None for this one alone.
+        comm: the ranks that share state; None for this rank alone.
         others: as :func:`read_mesh` returns it.
         operation: named in errors.
     """
@@ -194,7 +195,7 @@ def with_all_stages(
 
 
 def warn_of_idle_axis(over: MeshView, divided: Sequence[bool]) -> None:
-    """Warns, on the first rank, if a mesh has an axis "tp" along which nothing is divided.
+    """Warns, on the first rank, if no parameter is sharded along the axis "tp" of a mesh.
 
     Args:
         over: the mesh of all stages and shards.
@@ -216,7 +217,7 @@ def warn_of_idle_axis(over: MeshView, divided: Sequence[bool]) -> None:
 def over_mesh(
     others: DeviceMesh | None, tensor_mesh: MeshView | None, operation: str
 ) -> MeshView | None:
-    """Returns the mesh that norms are taken over: with all stages, or of local tensors alone.
+    """Returns the mesh over which norms are taken: all stages, or only the shards of DTensors.
 
     Args:
         others: as :func:`read_mesh` returns it.
@@ -256,7 +257,7 @@ def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
     """Checks that no two parameters share memory, since moving them would silently untie them.
 
     Raises:
-        ArgumentError: two parameters share memory; names both.
+        ArgumentError: two parameters share memory; the message names both.
     """
     here = {index: local_of(params[index]) for index in layout.locations}
     spans = sorted(
@@ -283,7 +284,7 @@ def check_masters(layout: ShardLayout, options: AdamWOptions) -> None:
     """Checks that the options fit the parameters' dtypes.
 
     Raises:
-        ArgumentError: a float16 parameter with a remainder.
+        ArgumentError: a parameter is float16 and ``master`` is "remainder".
     """
     for index in layout.locations:
         if options.master == "remainder" and layout.params[index].dtype is torch.float16:
@@ -298,12 +299,12 @@ def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str)
     """Checks that the ranks that share state have the same local tensors; collective.
 
     Args:
-        comm: the ranks; None for this one alone.
-        mesh: of the local tensors; None where every rank has all of each parameter.
+        comm: the ranks; None for this rank alone. mesh: mesh of the DTensor parameters; None if
+            every rank has whole parameters.
         operation: name of the operation, for the error.
 
     Raises:
-        ArgumentError: on all ranks: they have different coordinates on their meshes.
+        ArgumentError: on all ranks, if their coordinates on the mesh differ.
     """
     if comm is None or mesh is None or comm.world_size == 1:
         return
@@ -330,18 +331,19 @@ def check_ranks(
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
 
-    Ranks with other local tensors of the parameters are compared in what they have in common.
+    Ranks with different local tensors compare only what they have in common.
 
     Args:
         operation: named in errors.
-        comm: the ranks that share state; None for this one alone.
+        comm: the ranks that share state; None for this rank alone.
         others: the mesh of other stages and shards, or None.
         mesh: the mesh of DTensor parameters, or None.
-        layout: of the parameters.
+        layout: layout of the parameters.
         told: options under "options" and hyper-parameters under "groups", as JSON types.
 
     Raises:
-        MismatchError: two ranks differ; names both, and the first parameter that differs.
+        MismatchError: two ranks differ; the message names both, and the first parameter that
+            differs.
     """
     with with_all_stages(comm, others, operation):
         if comm is not None:
@@ -363,12 +365,11 @@ def move_parameters(
 
 
 def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) -> None:
-    """Gives all that keep a copy of a rank's chunk of the parameters its values; collective.
+    """Copies each rank's chunk of the parameters to all ranks that have a copy; collective.
 
     Args:
         comm: all ranks.
-        sharers: those that share the state.
-        buckets: of the parameters.
+        sharers: the ranks that share the state. buckets: buckets of the parameters.
     """
     for bucket in buckets:
         if bucket.has_all_params and bucket.compression is None:
@@ -379,9 +380,9 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
 
 
 def end_changes(comm: Communicator, buckets: Sequence[Bucket]) -> None:
-    """Ends changes of parameters that other ranks read where they lie; collective.
+    """Ends changes of parameters that other ranks read in this rank's memory; collective.
 
-    Every copy of them is brought up to date, and no rank goes on before all are.
+    It updates all copies of the parameters, and returns on no rank before all are updated.
     """
     split = [bucket for bucket in buckets if not bucket.has_all_params or bucket.compression]
     for bucket in split:
@@ -391,11 +392,11 @@ def end_changes(comm: Communicator, buckets: Sequence[Bucket]) -> None:
 
 
 def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str) -> None:
-    """Checks that state can be sharded over a communicator's nodes, where it has several.
+    """Checks that state can be sharded over a communicator's nodes, if it has several.
 
     Raises:
-        UnsupportedError: an algorithm or kernels that work within one node, or a communicator over
-            which no state can be sharded.
+        UnsupportedError: the algorithm or the kernels work only within one node, or no state can be
+            sharded over the communicator.
     """
     if comm.num_nodes == 1:
         return
@@ -414,12 +415,12 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
 
 
 def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> None:
-    """Checks that a communicator's nodes have equally many ranks, as copies on nodes need it.
+    """Checks that all nodes have equally many ranks, which copies of state on nodes need.
 
-    The ranks of a rail update and exchange the same chunk, so that a copy is cut alike everywhere.
+    The ranks of a rail update and exchange the same chunk, so all nodes must have equal chunks.
 
     Raises:
-        UnsupportedError: they have not.
+        UnsupportedError: the nodes have different numbers of ranks.
     """
     sizes = list(Counter(map(comm.node_of, range(comm.world_size))).values())
     if len(set(sizes)) > 1:
@@ -431,7 +432,7 @@ def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> 
 
 
 def check_segments(comm: Communicator, algorithm: int) -> None:
-    """Refuses a ring whose segments hold no whole tile, since norms are summed by tiles."""
+    """Raises UnsupportedError if ring segments are below a tile, by which norms are summed."""
     segment_bytes, least = comm.engine.segment_bytes, TILE_ELEMS * 4
     if comm.engine.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
@@ -441,7 +442,7 @@ def check_segments(comm: Communicator, algorithm: int) -> None:
 
 
 class BucketOwner(Protocol):
-    """The interface of a step that a placement uses; it keeps the state of the parameters."""
+    """The step that keeps the state of a placement's parameters, as the placement uses it."""
 
     buckets: Buckets
 
@@ -451,20 +452,20 @@ class ShardedModule(Protocol):
 
     @property
     def watchers(self) -> Mapping[int, Callable[[str, Tensor, int], object]]:
-        """The functions that see each reduced gradient, by number; as many on all ranks.
+        """The functions that receive each reduced gradient, by number; equally many on all ranks.
 
-        They may write to it. Each takes the parameter's name, the elements of the flattened
-        gradient that this rank has reduced, and the number of the first.
+        Each function takes the parameter's name, this rank's elements of the flattened reduced
+        gradient, and the index of the first of these elements. It may write to the elements.
         """
 
     def check_values(self, operation: str) -> None:
-        """Checks that the parameters have their own values, which masters belong to.
+        """Checks that the parameters hold their own values, to which the masters belong.
 
         Args:
             operation: named in errors.
 
         Raises:
-            ArgumentError: they have others for a while.
+            ArgumentError: the parameters hold other values for a while.
         """
 
     def count_change(self, params: Sequence[Tensor] | None = None) -> None:
@@ -479,7 +480,7 @@ class ShardedModule(Protocol):
 
 
 class Placement(ABC):
-    """The buckets in which parameters lie before there is an optimizer, and their use in a step."""
+    """The buckets of a sharded module's parameters, and how an optimizer's step uses them."""
 
     #: The module.
     module: ShardedModule
@@ -488,19 +489,19 @@ class Placement(ABC):
     names: Sequence[str]
     #: The ranks that share the parameters; None for a world of one on the host.
     comm: Communicator | None
-    #: Number of the chunk that this rank keeps state for, and how many there are.
+    #: Index of the chunk that this rank keeps state for, and the number of chunks.
     shard_of: tuple[int, int]
     #: The mesh of other stages and shards of the model, or None.
     others: DeviceMesh | None
     #: True if the gradients must be those of a scaled loss.
     scaled: bool
-    #: What a step divides reduced gradients by.
+    #: The number that a step divides reduced gradients by.
     divisor: int = 1
     #: The optimizer that was built on the parameters last, perhaps not prepared yet, or None.
     optimizer: weakref.ref[Optimizer] | None = None
-    #: The error for which this rank's gradients are wrong, until they are forgotten.
+    #: The error that made this rank's gradients wrong, until the gradients are cleared; else None.
     lost: RingcommError | None = None
-    #: The disk where this rank's chunks of the parameters lie; None for memory.
+    #: The disk with this rank's chunks of the parameters; None if they are in memory.
     store: DiskChunks | None = None
     _owner: weakref.ref[BucketOwner] | None = None
 
@@ -523,8 +524,8 @@ class Placement(ABC):
         """Makes one optimizer the owner.
 
         Args:
-            owner: its step.
-            before: the step of the same optimizer that it takes the place of.
+            owner: the optimizer's step.
+            before: the step of the same optimizer that ``owner`` replaces.
 
         Raises:
             ArgumentError: another optimizer is the owner.
@@ -532,16 +533,16 @@ class Placement(ABC):
         if self.owner is not before:
             raise ArgumentError(
                 "optimizer: another optimizer steps these parameters already; build one, or "
-                "call remove_sharding() and shard() the module anew"
+                "call remove_sharding() and shard() the module again"
             )
         self._owner = weakref.ref(owner)
 
     @abstractmethod
     def options(self, options: AdamWOptions) -> AdamWOptions:
-        """Returns the optimizer's options, with those that the placement decides.
+        """Returns the optimizer's options, with the options that the placement decides.
 
         Raises:
-            ArgumentError: the optimizer was given other values for those.
+            ArgumentError: the optimizer was given other values for these options.
         """
 
     @abstractmethod
@@ -550,7 +551,7 @@ class Placement(ABC):
 
     @abstractmethod
     def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
-        """Returns the buckets, with state for an optimizer."""
+        """Returns the buckets for an optimizer with these options."""
 
     @abstractmethod
     def gradients(
@@ -564,10 +565,10 @@ class Placement(ABC):
 
     @abstractmethod
     def accumulate(self, accumulator: Accumulator) -> None:
-        """Has gradients that a backward does not reduce add up in an accumulator.
+        """Makes backwards add the gradients that they do not reduce to an accumulator.
 
         Raises:
-            ArgumentError: backwards have reduced gradients without one already.
+            ArgumentError: backwards have already reduced gradients without an accumulator.
         """
 
     @abstractmethod
@@ -582,12 +583,13 @@ class Placement(ABC):
             operation: named in errors.
 
         Raises:
-            ArgumentError: a parameter was moved, replaced, or written to where that is lost.
+            ArgumentError: a parameter was moved, replaced, or written to where the value would be
+                lost.
         """
 
     @abstractmethod
     def end_step(self) -> None:
-        """Ends the step that a backward has taken, with ``update="in_backward"``; collective.
+        """Ends a step whose updates backward has made, with ``update="in_backward"``; collective.
 
         Raises:
             RingcommError: a bucket could not be updated, on this rank or another.
@@ -601,8 +603,8 @@ _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKe
 _frozen: MutableMapping[Tensor, tuple[str, weakref.ref[Placement]]] = cast(
     Any, WeakIdKeyDictionary
 )()
-# The ids of the keys of both, and of some that are gone: a set look-up takes an eighth of a weak
-# dictionary's time.
+# The ids of both dictionaries' keys, and of some deleted keys: a set look-up takes an eighth of the
+# time of a weak dictionary's.
 _ids: set[int] = set()
 
 
@@ -613,7 +615,7 @@ def set_placement(param: Tensor, placement: Placement) -> None:
 
 
 def displace(param: Tensor) -> None:
-    """Undoes :func:`set_placement`, and :func:`set_frozen_placement`."""
+    """Removes the records of :func:`set_placement` and :func:`set_frozen_placement`."""
     _placements.pop(param, None)
     _frozen.pop(param, None)
     _ids.discard(id(param))
@@ -626,10 +628,10 @@ def set_frozen_placement(param: Tensor, name: str, placement: Placement) -> None
 
 
 def check_frozen(params: Iterable[Tensor], operation: str) -> None:
-    """Checks that no parameter is to be trained that was frozen when its module was sharded.
+    """Checks that no trainable parameter was frozen when its module was sharded.
 
     Raises:
-        ArgumentError: one is; names it.
+        ArgumentError: a parameter was; the message names it.
     """
     for param in params:
         found = _frozen.get(param) if id(param) in _ids and param.requires_grad else None
@@ -637,7 +639,7 @@ def check_frozen(params: Iterable[Tensor], operation: str) -> None:
             raise ArgumentError(
                 f"{operation}: parameter {found[0]} was frozen when shard() laid out its module, "
                 "and has no memory for a gradient there. Call remove_sharding(), unfreeze the "
-                "parameter, and shard() the module anew; what shall be trained at times must "
+                "parameter, and shard() the module again; a parameter to be trained at times must "
                 "require a gradient at shard(), and can be frozen right after it"
             )
 
@@ -656,7 +658,7 @@ def first_with_placement(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, P
 
 
 def placement_of(params: Any) -> Placement | None:
-    """Returns the placement of the first such parameter in an optimizer's ``params`` argument."""
+    """Returns the first placement of a parameter in an optimizer's argument ``params``, or None."""
     if isinstance(params, Tensor):
         found = _placements.get(params)
         return None if found is None else found()
@@ -684,11 +686,11 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
 def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> Placement | None:
     """Returns the placement of an optimizer's parameters, or None when they have none.
 
-    While an optimizer grows, some may be missing, which another group adds; a step refuses them.
+    With ``grows`` parameters may be missing, since a later group may add them; a step refuses.
 
     Raises:
-        ArgumentError: the parameters have several placements, or only some of them have one, or
-            some that were sharded together are missing and not frozen.
+        ArgumentError: the parameters have several placements, or only some have a placement, or
+            trainable parameters of the sharded module are missing.
     """
     trainable = [
         (param, f"param group {number}, parameter {index}")
@@ -705,9 +707,9 @@ def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> 
     for param, called in trainable:
         if placement_of(param) is None:
             raise ArgumentError(
-                f"{called}: is no parameter of the module that was sharded, and others are. Build "
-                "the optimizer on the parameters of one module that shard() returned, and another "
-                "one for what is not of it, such as adapters"
+                f"{called}: is not a parameter of the sharded module, but others are. Build the "
+                "optimizer on the parameters of one module that shard() returned, and another "
+                "optimizer for parameters outside of the module, such as adapters"
             )
     if len(found) > 1:
         raise ArgumentError(
@@ -720,7 +722,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> 
     if missing:
         raise ArgumentError(
             f"optimizer: expected all trainable parameters of the sharded module, {len(missing)} "
-            f"are missing, the first is {missing[0]!r}. Pass module.parameters(), or freeze what "
-            "shall not be trained (requires_grad_(False)), which add_param_group() can take later"
+            f"are missing, the first is {missing[0]!r}. Pass module.parameters(), or freeze those "
+            "not to be trained (requires_grad_(False)), which add_param_group() can take later"
         )
     return placement

@@ -1,4 +1,4 @@
-"""The interface of an optimizer to its step: its update rule, and the state that it keeps."""
+"""The update rules of optimizers: hyper-parameters, state, and the backend of a step."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ParamState:
-    """The state that a parameter has, apart from its tensors' elements.
+    """A parameter's state: its numbers and the names of its tensors, without their elements.
 
-    Those of :attr:`tensors` lie in the buckets, and the rest in :meth:`UpdateRule.kept_whole`.
+    The buckets hold the tensors in :attr:`tensors`; :meth:`UpdateRule.kept_whole` returns others.
 
     Attributes:
-        numbers: by name, such as "step".
+        numbers: numbers of the state by name, such as "step".
         tensors: names of the tensors that have the parameter's shape.
     """
 
@@ -58,14 +58,14 @@ class ParamState:
 
 
 def as_json(value: Any) -> Any:
-    """Returns a hyper-parameter as JSON knows it."""
+    """Returns a hyper-parameter as JSON types."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [as_json(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 def digest_of(hyper: Sequence[Mapping[str, Any]]) -> float:
-    """Returns a whole number below 2^52, equal in all processes for equal JSON types."""
+    """Returns a digest below 2^52, equal in all processes for equal JSON values."""
     found = hashlib.sha256(json.dumps(list(map(dict, hyper))).encode()).digest()
     return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
 
@@ -78,10 +78,10 @@ class UpdateRule(ABC):
         hypers: hyper-parameters that ranks compare; lr is compared at each step.
         hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
-        keeps_more: True if what state a parameter has does not follow from its step number.
+        keeps_more: True if a parameter's step number does not determine which state it has.
         quantized_state: True if the tensors of the state are 8-bit moments (``QuantizedMoment``).
-        elementwise: True if what becomes of an element depends on that element alone, so that a
-            bucket can be updated before the others have their gradients.
+        elementwise: True if the update of an element depends on that element alone, so that a
+            bucket can be updated before other buckets have their gradients.
     """
 
     name: str
@@ -94,12 +94,12 @@ class UpdateRule(ABC):
 
     @property
     def saved_as(self) -> str:
-        """The name that a saved state is told by."""
+        """The name of the optimizer in a saved state."""
         return self.name
 
     @property
     def numbers(self) -> frozenset[str]:
-        """Names of the numbers that are kept of a parameter."""
+        """Names of the numbers in a parameter's state."""
         return frozenset({"step"})
 
     @abstractmethod
@@ -107,20 +107,20 @@ class UpdateRule(ABC):
         """Checks a group's hyper-parameters; a tensor lr on a GPU is not read.
 
         Raises:
-            ArgumentError: one cannot be used.
-            UnsupportedError: the optimizer cannot be sharded with these.
+            ArgumentError: a hyper-parameter cannot be used.
+            UnsupportedError: the optimizer cannot be sharded with these hyper-parameters.
         """
 
     def replaced(self, group: Group) -> dict[str, Any]:
-        """Returns the entries of a new group that are kept in another form than they were given."""
+        """Returns the entries of a new group that must be stored in another form, as betas."""
         return {"betas": numbers(group["betas"])} if "betas" in group else {}
 
     def compared(self, group: Group) -> dict[str, Any]:
-        """Returns the hyper-parameters that ranks compare, lr excepted, as JSON types."""
+        """Returns the hyper-parameters that ranks compare, all but lr, as JSON types."""
         return {name: as_json(group[name]) for name in self.hypers}
 
     def digest(self, groups: Sequence[Group]) -> float:
-        """Returns a whole number below 2^52, equal in all processes for equal hyper-parameters."""
+        """Returns a digest below 2^52, equal in all processes for equal hyper-parameters."""
         return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
 
     def row(self, group: Group) -> list[float]:
@@ -129,7 +129,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
-        """Returns the names of the tensors that steps of checked groups keep: FP32, flat."""
+        """Returns the names of the state tensors (FP32, flat) that steps of checked groups need."""
 
     def names_of(self, group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
         """Returns the names among :meth:`names` that parameters of one of the groups need."""
@@ -144,15 +144,15 @@ class UpdateRule(ABC):
     def names_by_bucket(
         self, buckets: Sequence[BucketLayout], layout: ShardLayout, groups: Sequence[Group]
     ) -> list[tuple[str, ...]]:
-        """Returns :meth:`names_in` of each of some buckets."""
+        """Returns :meth:`names_in` for each of the buckets."""
         return [self.names(groups)] * len(buckets)
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
-        """Says which tensors were expected of a saved state; "" if ``names`` fit.
+        """Returns the tensors that a saved state should have, for errors; "" if ``names`` fit.
 
         Args:
             names: names of the tensors that were saved, without masters.
-            groups: the groups that would go on from there.
+            groups: the groups that would load the state.
         """
         known = self.names(groups)
         return "" if set(names) == set(known) else " and ".join(known)
@@ -180,27 +180,26 @@ class UpdateRule(ABC):
         chunks: int,
         states: Sequence[ParamState | None] = (),
     ) -> None:
-        """Called when the buckets are there, and again whenever the groups have grown.
+        """Called once the buckets exist, and again whenever the groups have grown.
 
         Args:
             layout: layout of the parameters.
             groups: param groups of the optimizer.
-            buckets: of the parameters.
+            buckets: buckets of the parameters.
             chunks: number of chunks of each bucket; 1 if every rank keeps the whole state.
-            states: of the first parameters, the states that they have already, whose tensors'
-                elements are in the buckets.
+            states: the existing states of the first parameters; the buckets hold their tensors.
         """
         return
 
     def states(
         self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
     ) -> list[ParamState | None]:
-        """Returns by parameter the state that it has; None for none, as before its first step.
+        """Returns each parameter's state; None if it has no state, as before its first step.
 
         Args:
             layout: layout of the parameters.
             groups: param groups of the optimizer.
-            steps: by parameter, the steps that it has taken.
+            steps: by parameter, the number of steps that the parameter has taken.
         """
         # As in torch, a parameter has state from its first gradient on.
         return [
@@ -209,36 +208,36 @@ class UpdateRule(ABC):
         ]
 
     def state_at(self, step: float, group: Group) -> ParamState | None:
-        """Returns the state of a parameter of a group that has taken a number of steps, from 1."""
+        """Returns the state of a parameter of ``group`` after ``step`` steps, at least 1."""
         return ParamState({"step": step}, self.names([group]))
 
     def kept_whole(self, index: int) -> Mapping[str, Tensor]:
-        """Returns by name the tensors of a parameter's state that lie in no bucket.
+        """Returns by name the tensors of a parameter's state that are in no bucket.
 
-        All ranks have them whole and equal, float32, contiguous and of shapes of the rule's own.
-        Whoever loads a state writes into them.
+        All ranks have equal copies: float32, contiguous, with shapes that the rule chooses. Loading
+        a state writes into them.
 
         Args:
-            index: of the parameter in the layout that the rule is bound to.
+            index: index of the parameter in the layout that the rule is bound to.
         """
         return {}
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        """Goes on from states that were saved, whose tensors' elements are in the buckets."""
+        """Continues from saved states, whose tensors are already loaded into the buckets."""
         return
 
     def to_torch(self, name: str, number: float) -> Any:
-        """Returns a number of a parameter's state as torch's class keeps it."""
+        """Returns a number of a parameter's state in the form that torch's class keeps."""
         # The dtype in which torch keeps "step".
         wide = torch.get_default_dtype() == torch.float64
         dtype = torch.float64 if wide else torch.float32
         return torch.tensor(number, dtype=dtype, device="cpu")
 
     def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
-        """Reads which state a parameter has from its entry in torch's format.
+        """Returns a parameter's state, read from its entry in torch's format.
 
         Raises:
-            ValueError: the entry is not of this optimizer; says what was expected.
+            ValueError: the entry does not belong to this optimizer; names the expected entries.
         """
         names = self.names([group])
         try:
@@ -251,17 +250,17 @@ class UpdateRule(ABC):
         return ParamState({"step": step}, names)
 
 
-# ---- Rules whose updates are operations of torch on tensors, and the backend that runs them -----
+# ---- Rules that update by torch operations, and the backend that runs them ----------------------
 
 
 @dataclass(frozen=True)
 class StepControl:
-    """The numbers of a step that torch's code needs on the host; to read them waits for a device.
+    """The numbers of a step that Python code needs; reading them waits for the device.
 
     Attributes:
-        skips: the step changes nothing.
-        factors: numbers that the gradient is to be multiplied by, one after the other.
-        active: by parameter, not 0 where the parameter takes the step.
+        skips: True if the step changes nothing.
+        factors: numbers to multiply the gradient by, one after the other.
+        active: by parameter, nonzero if the parameter takes the step.
     """
 
     skips: bool = False
@@ -270,7 +269,7 @@ class StepControl:
 
     @classmethod
     def read(cls, table: StepTable) -> StepControl:
-        """Reads the table of a step that begins."""
+        """Reads the numbers of a beginning step from its table."""
         params = len(table.active)
         told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
         factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
@@ -285,10 +284,10 @@ class StepControl:
 
 
 class TensorRule(UpdateRule):
-    """A rule whose updates are operations of torch on tensors, which a :class:`TensorBackend` runs.
+    """A rule that updates by torch operations, which a :class:`TensorBackend` runs.
 
-    A rule that is not elementwise takes buckets up first, and updates them by the end of the step.
-    A step that is skipped calls none of the methods.
+    A rule that is not elementwise first collects buckets, and updates them by the end of the step.
+    A skipped step calls none of these methods.
 
     Attributes:
         writes_gradients: True if :meth:`update` changes the gradient that it is given.
@@ -302,23 +301,23 @@ class TensorRule(UpdateRule):
 
     @abstractmethod
     def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
-        """Updates this rank's chunk of a bucket, or takes it up.
+        """Updates this rank's chunk of a bucket, or collects it for :meth:`end_updates`.
 
         Args:
-            run: the step that is under way.
-            bucket: the bucket; a part of one, whose state is in memory, if the rule is elementwise.
-            grad: float32 [chunk elements], scaled; with ``writes_gradients`` in memory that only
-                this update reads. For a rule that is not elementwise, the reduced gradient as it
-                is, in memory that lasts to the end of the step.
+            run: the backend of the current step.
+            bucket: the bucket, or for elementwise rules a piece of it; its state is in memory.
+            grad: float32 [chunk elements], scaled; with ``writes_gradients``, in memory that only
+                this update reads. A rule that is not elementwise gets the reduced gradient
+                unscaled, in memory that lasts to the end of the step.
         """
 
     def end_updates(self, run: TensorBackend) -> None:
-        """Updates what was taken up."""
+        """Updates the collected buckets."""
         return
 
 
 class TensorBackend(Backend):
-    """The updates of a :class:`TensorRule`, between a reduction and a gathering.
+    """Runs the updates of a :class:`TensorRule`, between reducing and gathering.
 
     It reads on the host whether a step is skipped, and which parameters have gradients.
 
@@ -327,11 +326,11 @@ class TensorBackend(Backend):
         options: options of the optimizer.
         table: table of the optimizer.
         rule: the rule.
-        native: updates elements that the rule leaves to it, and counts steps; None where the rule
-            updates all.
+        native: backend that updates the elements left out by the rule, and counts steps; None if
+            the rule updates all.
 
     Attributes:
-        control: the numbers of the step that is under way.
+        control: the numbers of the current step.
         table: the table that the step began with.
     """
 
@@ -396,7 +395,7 @@ class TensorBackend(Backend):
             super().one_pass(bucket, grads)
 
     def publish(self, buckets: Iterable[Bucket]) -> None:
-        """Gives all ranks the chunks of parameters that were updated after they were taken up."""
+        """Gathers on all ranks the parameters of buckets that were collected and then updated."""
         for bucket in buckets:
             if self._gathers and self.sharers is not None:
                 gather_params(bucket, self.sharers)
@@ -412,7 +411,7 @@ class TensorBackend(Backend):
         self._rule.update(self, bucket, self._writable(bucket, grad))
 
     def _writable(self, bucket: Bucket, grad: Tensor) -> Tensor:
-        """Returns a gradient as float32, scaled, where the update may write to it if it does."""
+        """Returns a gradient as float32, scaled; in writable memory if the update writes to it."""
         factors = self.control.factors
         if not (factors or self._rule.writes_gradients or grad.dtype is not torch.float32):
             return grad
@@ -429,9 +428,9 @@ class TensorBackend(Backend):
         )
 
 
-# ---- The update rules of AdamW and Adam, of SGD and of Lion, whose steps are the fused kernels --
-# A rule's hyper-parameters and moments take the places of AdamW's in the structures that the
-# kernels read; ``kernels/include/ringcomm/optimizer/adamw.h`` says which.
+# ---- The update rules AdamW and Adam, SGD and Lion, which the fused kernels implement -----------
+# The kernels read structures with AdamW's fields, into which other rules put their own numbers;
+# ``kernels/include/ringcomm/optimizer/adamw.h`` says which number goes where.
 
 
 _FLAGS = _native.ADAMW_FLAGS
@@ -487,11 +486,11 @@ def check_positive(group: Group, index: int, *names: str) -> None:
 
 
 class FusedRule(UpdateRule):
-    """A rule that the fused kernels know.
+    """A rule that the fused kernels implement.
 
     Attributes:
         moments: names of the tensors of the state, in the order of the kernels' moments.
-        in_triton: True if Triton's kernels know the rule, too.
+        in_triton: True if Triton's kernels implement the rule as well.
     """
 
     hyper_columns = 6
@@ -501,7 +500,7 @@ class FusedRule(UpdateRule):
 
     @abstractmethod
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
-        """Returns beta1, beta2, eps, weight decay and flags, or what stands for them."""
+        """Returns beta1, beta2, eps, weight decay and flags, or the rule's replacements of them."""
 
     def digest(self, groups: Sequence[Group]) -> float:
         rows = tuple((float(group["lr"]), *self.row(group)) for group in groups)
@@ -510,7 +509,7 @@ class FusedRule(UpdateRule):
     def row(self, group: Group) -> list[float]:
         lr, (*others, flags) = group["lr"], self.columns(group)
         flags |= _FLAGS["maximize"] if group["maximize"] else 0
-        # A tensor's row has -1.0, which no float lr is, so that a float after a tensor is a change.
+        # -1.0 represents a tensor lr; no float lr equals it, so a float after a tensor is a change.
         known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
         return [known_lr, *others, float(flags)]
 
@@ -571,7 +570,7 @@ class AdamW8bitRule(AdamWRule):
 
     @property
     def saved_as(self) -> str:
-        # Saved moments are widened to FP32, so that either optimizer goes on from the other's.
+        # Saved moments are FP32, so that AdamW and AdamW8bit load each other's state.
         return AdamWRule.name
 
     def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
@@ -588,17 +587,17 @@ class AdamW8bitRule(AdamWRule):
 
 
 class _OneMoment(FusedRule):
-    """The base of the rules whose state is one tensor a parameter, or none."""
+    """The base of the rules whose state is at most one tensor per parameter."""
 
     def _has(self, group: Group) -> bool:
-        """Tells whether the parameters of a group have the moment."""
+        """True if the parameters of the group have the moment."""
         return True
 
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
         return self.moments if any(map(self._has, groups)) else ()
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
-        # A moment that no group needs is kept, as the buckets keep it.
+        # A saved moment that no group needs is accepted, and the buckets keep it.
         fits = set(self.names(groups)) <= set(names) <= set(self.moments)
         return "" if fits else self.moments[0]
 

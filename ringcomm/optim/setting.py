@@ -1,4 +1,4 @@
-"""What an optimizer was built with: ranks, device, rule, options, and scaler of losses."""
+"""The settings of an optimizer: ranks, device, rule, options, and loss scaler."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LossScaleOptions:
         growth_factor: factor by which the scale grows after ``growth_interval`` clean steps.
         backoff_factor: factor by which an overflow lowers the scale.
         growth_interval: number of clean steps in a row after which the scale grows.
-        hysteresis: number of overflows since the scale last grew at which it falls; each further
-            overflow lowers it again.
+        hysteresis: number of overflows, since the scale last grew, that lower the scale; each
+            further overflow lowers it again.
         min_scale: lower bound of the scale; steps that overflow are skipped there too.
         max_scale: upper bound of the scale.
     """
@@ -70,7 +70,7 @@ class LossScaleOptions:
 
 
 class LossScaler:
-    """A scaler of losses, whose scale adapts to overflows in the optimizer's steps.
+    """A loss scaler, whose scale adapts to overflows in the optimizer's steps.
 
     Pass it to one optimizer (``loss_scaler=``), which divides the gradients by the scale, skips
     steps that overflowed on any rank, and updates the scale, all on the device::
@@ -94,7 +94,7 @@ class LossScaler:
         self._owner: weakref.ref[object] | None = None
 
     def __repr__(self) -> str:
-        # Not the scale: to read it is to wait for the device.
+        # Without the scale, since reading it would wait for the device.
         return f"<ringcomm.optim.LossScaler on {self._scale.device}, {self.options}>"
 
     @property
@@ -110,7 +110,7 @@ class LossScaler:
         """Makes one optimizer the owner, whose steps update the scale.
 
         Raises:
-            ArgumentError: another one owns it.
+            ArgumentError: another optimizer owns it.
         """
         before = self._owner() if self._owner is not None else None
         if before not in (None, owner):
@@ -136,7 +136,7 @@ class LossScaler:
         up = (self._scale * options.growth_factor).clamp(max=options.max_scale)
         self._scale.copy_(torch.where(lower, down, torch.where(higher, up, self._scale)))
         self._clean.copy_(torch.where(higher, 0, clean))
-        # Below 0 it would mean the same as 0, and load_state_dict() would refuse it.
+        # A credit below 0 would mean the same as 0, but load_state_dict() would refuse it.
         self._credit.copy_(torch.where(higher, options.hysteresis, credit.clamp(min=0)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class LossScaler:
             if set(given) != names or not 0.0 < scale < math.inf:
                 raise ValueError("unexpected entries")
             if not (0 <= clean < 2**53 and 0 <= credit < 2**53):
-                raise ValueError("numbers of steps that are none")
+                raise ValueError("invalid numbers of steps")
             options = LossScaleOptions(**given)
         except DAMAGE as error:
             raise CheckpointError(
@@ -176,16 +176,16 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that an optimizer was built with.
+    """The settings with which an optimizer was built.
 
     Attributes:
         comm: the communicator, or None for a world of one.
         device: device of the parameters.
         rule: how the optimizer updates its parameters.
-        options: ringcomm's own choices.
-        loss_scaler: the scaler of the losses, or None.
+        options: options that torch's optimizer does not have.
+        loss_scaler: the loss scaler, or None.
         accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
-        others: the mesh of other stages and parts of the model, or None.
+        others: the mesh of other stages and shards of the model, or None.
     """
 
     comm: Communicator | None
@@ -207,7 +207,7 @@ class Setting:
 
     @property
     def shard_of(self) -> tuple[int, int]:
-        """The number of the chunk of each bucket that this rank keeps state for, of how many."""
+        """The index of the chunk that this rank keeps state for, and the number of chunks."""
         sharers = self.sharers
         return (0, 1) if sharers is None else (sharers.steps.shard_index, sharers.world_size)
 
@@ -221,11 +221,11 @@ class Setting:
         return 1 if self.comm is None else self.comm.world_size
 
     def loss_scale(self) -> float:
-        """Returns the scale of the gradients that come next."""
+        """Returns the loss scale of the next gradients."""
         return 1.0 if self.loss_scaler is None else float(self.loss_scaler.current)
 
     def unwatch(self, param: torch.Tensor) -> None:
-        """Has no sum taken of a parameter's gradients any more."""
+        """Stops adding a parameter's gradients to the accumulator."""
         if self.accumulator is not None:
             self.accumulator.unwatch(param)
 

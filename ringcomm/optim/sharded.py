@@ -1,4 +1,4 @@
-"""The base of optimizers whose state is sharded over a communicator."""
+"""The base class of optimizers whose state is sharded over a communicator."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from ringcomm.optim.rules import FusedRule, UpdateRule, as_json
 from ringcomm.optim.setting import LossScaler, Setting
 from ringcomm.optim.step import Amp, ShardedStep
 
-# ---- The growth of an optimizer whose step is laid out already, by a param group ----------------
-# NOTE [Growth] What the optimizer has stays where it is: parameters, gradients and state lie in the
-# buckets that they have, which are laid out as before. Parameters of a sharded module lie in
-# in its buckets since ``shard()``, where no segment was theirs so far; other parameters get buckets
-# of their own. Like torch's, they begin at step 0. Tables of all parameters are made anew, and take
-# over the numbers of the old ones.
+# ---- Adding a param group to an optimizer whose buckets are already laid out --------------------
+# NOTE [Growth] The earlier parameters, gradients and states stay in their buckets, whose layout
+# does not change. New parameters of a sharded module are in the module's buckets since ``shard()``,
+# but had no segment there; other new parameters get buckets of their own. As in torch, new
+# parameters begin at step 0. Tables of all parameters are made again, with the numbers of the old
+# tables.
 
 
 class GrownStep(ShardedStep):
-    """The step that takes the place of another one, with more groups; building it is collective.
+    """A step with added groups, which replaces an earlier step; building it is collective.
 
     Args:
-        before: the step before, which is as it was if this raises.
-        groups: its groups, and more behind them.
+        before: the earlier step, which stays unchanged if this raises.
+        groups: the groups of the earlier step, followed by the added groups.
     """
 
     _operation = "optimizer.add_param_group"
@@ -72,9 +72,9 @@ class GrownStep(ShardedStep):
             self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def _compared_groups(self) -> list[dict[str, Any]]:
-        """Adds the new group's lr, so that one which is wrong on a rank is not found by a step."""
+        """Adds the new group's lr, so that ranks with different lr fail here, not in a step."""
         *known, added = super()._compared_groups()
-        # On a device the lr may be a tensor there, and reading it would wait.
+        # On a device the lr may be a device tensor, and reading it would wait.
         rate = {"lr": as_json(self.groups[-1].get("lr"))} if self.table.compares else {}
         return [*known, {**rate, **added}]
 
@@ -103,22 +103,24 @@ class GrownStep(ShardedStep):
         return Buckets(self.layout, buckets)
 
 
-# ---- A GradScaler by which all ranks take a step, or all skip it --------------------------------
+# ---- A GradScaler with which all ranks take a step, or all ranks skip it ------------------------
 
 Tensor = torch.Tensor
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` that skips a step on all ranks if the gradient of one overflowed.
+    """A ``torch.amp.GradScaler`` that skips a step on all ranks if one rank's gradient overflows.
 
-    So the ranks' scales stay equal. It works with any optimizer, and uses the communicator of
-    ringcomm's. It also checks gradients that ``accumulate_dtype`` has taken out of ``p.grad``. In a
-    pipeline only the last stage calls :meth:`scale`; every stage makes the other calls.
+    So the ranks' scales stay equal. It works with any optimizer; with a ringcomm optimizer it uses
+    the optimizer's communicator. It also checks gradients that ``accumulate_dtype`` has taken out
+    of ``p.grad``. In a pipeline only the last stage calls :meth:`scale`; every stage makes the
+    other calls.
 
     Args:
         device: "cpu" or "cuda"; None takes the communicator's.
-        comm: the ranks that agree on the steps of other optimizers, in the forms that
-            :class:`AdamW` takes; looked up when the gradients of such an optimizer are unscaled.
+        comm: the ranks that agree on the steps of optimizers that are not ringcomm's, in the forms
+            that :class:`AdamW` takes; looked up when the gradients of such an optimizer are
+            unscaled.
         settings: torch's further arguments: init_scale, growth_factor, backoff_factor,
             growth_interval, enabled.
     """
@@ -131,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device or found, **settings)
 
     def __repr__(self) -> str:
-        # Not the scale: to read it is to wait for the device.
+        # Without the scale, since reading it would wait for the device.
         state = "enabled" if self.is_enabled() else "not enabled"
         return f"<ringcomm.optim.GradScaler on {self._device}, {state}>"
 
@@ -141,7 +143,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the first scale on stages without a loss; elsewhere :meth:`scale` does."""
+        """Sets the initial scale on stages without a loss; on others :meth:`scale` does."""
         if (
             not self._enabled
             or self._scale is not None
@@ -163,7 +165,7 @@ class GradScaler(torch.amp.GradScaler):
         mesh, asks = None, False
         if isinstance(optimizer, ShardedOptimizer):
             comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
-            # A step that unscales by itself only asks for infinities, by the scale 1.
+            # Before a step that unscales itself, this only checks for infinities, with the scale 1.
             asks = sums is None and mesh is None and allow_fp16
             if sums is None:
                 if not allow_fp16:
@@ -205,7 +207,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
-    """Returns this rank's own gradients; torch takes no mixture with DTensors."""
+    """Returns this rank's local gradients, since torch refuses a mixture with DTensors."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [local_of(grad) for grad in map(grad_of, params) if grad is not None]
 
@@ -282,7 +284,7 @@ Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 
 @dataclass(frozen=True)
 class Sharing:
-    """The arguments of an optimizer that are not torch's; :class:`AdamW` says what they mean."""
+    """The arguments of an optimizer that torch's class does not have; see :class:`AdamW`."""
 
     comm: CommArgument = None
     options: AdamWOptions | None = None
@@ -291,16 +293,16 @@ class Sharing:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """The base of optimizers with sharded state, which add an update rule and defaults for it.
+    """The base class of optimizers with sharded state; subclasses add a rule and its defaults.
 
-    The parameters are replicated and the state is sharded: rank r keeps that of chunk r of every
-    bucket. At the first step (or :meth:`prepare`) the parameters move into the heap, where their
-    ``.data`` are views of the buckets, and gradients follow at each step.
+    The parameters are replicated and the state is sharded: rank r keeps the state of chunk r of
+    every bucket. At the first step (or :meth:`prepare`) the parameters move into the heap, where
+    their ``.data`` are views of the buckets; each step moves the gradients into the buckets.
     """
 
-    # torch.amp.GradScaler hands over grad_scale and found_inf and leaves the rest to step().
+    # Makes torch.amp.GradScaler pass grad_scale and found_inf, and leave the rest to step().
     _step_supports_amp_scaling = True
-    # Set by ringcomm's GradScaler around its call.
+    # True while ringcomm's GradScaler calls step().
     _found_inf_agreed = False
 
     def __init__(
@@ -365,7 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _chosen_mesh(
         self, comm: CommArgument, mesh: DeviceMesh | None
     ) -> tuple[CommArgument, DeviceMesh | None]:
-        """Returns the argument ``comm``, and the mesh of other stages and parts, or None."""
+        """Returns the argument ``comm``, and the mesh of other stages and shards, or None."""
         comm, others = read_mesh(mesh, comm, type(self).__name__)
         if self.placement is None:
             return comm, others
@@ -399,14 +401,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def mesh(self) -> MeshView | None:
-        """The mesh over which norms are taken, of stages and DTensors; None without any."""
+        """The mesh of stages and DTensors over which norms are taken, or None."""
         params = (param for group in self.param_groups for param in group["params"])
         operation = type(self).__name__
         return over_mesh(self._setting.others, find_mesh(params, operation), operation)
 
     @property
     def scales_losses(self) -> bool:
-        """True if it was built with a loss scaler."""
+        """True if the optimizer was built with a loss scaler."""
         return self._setting.loss_scaler is not None
 
     @property
@@ -431,7 +433,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.accumulator.flats() if flats is None and self.accumulator else flats
 
     def refuse_scaler(self) -> None:
-        """Raises ArgumentError where a GradScaler comes too late to unscale gradients."""
+        """Raises ArgumentError if a GradScaler would unscale gradients too late."""
         if self.options.update == "in_backward":
             self.sharded_step().refuse_in_backward("step by a GradScaler")
         options = self.options
@@ -442,8 +444,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{self._setting.where('step')}: expected loss_scaler=ringcomm.optim.LossScaler() "
                 "with Compression(error_feedback=True), got a GradScaler: whether gradients are "
                 "scaled "
-                "when they are quantized depends on when it unscales them, and what that has "
-                "lost is kept in their scale"
+                "when they are quantized depends on when it unscales them, and the errors of "
+                "quantization are kept in the gradients' scale"
             )
 
     def _count(self, column: int) -> Tensor:
@@ -455,18 +457,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def prepare(self) -> None:
         """Lays out the buckets and moves the parameters into them; collective.
 
-        Otherwise the first :meth:`step`, :meth:`clip_grad_norm_` or :meth:`load_state_dict` does.
+        Otherwise the first :meth:`step`, :meth:`clip_grad_norm_` or :meth:`load_state_dict` does
+        this.
 
         Raises:
             ArgumentError: two parameters share memory.
-            MismatchError: the ranks' parameters or options differ; names two ranks.
+            MismatchError: the ranks' parameters or options differ; the message names two ranks.
             HeapError: the heap has no room.
             UnsupportedError: there are no kernels for the parameters' device.
         """
         self.sharded_step()
 
     def sharded_step(self) -> ShardedStep:
-        """Returns the step, which the first call makes; for ringcomm's own packages."""
+        """Returns the step, which the first call creates; for ringcomm's own packages."""
         if self._sharded is None:
             check_order(self.placement, self.param_groups)
             self._check_own_params()
@@ -496,7 +499,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Checks that the parameters are still those that the optimizer was built on.
 
         A library that replaces an optimizer's parameters, as DeepSpeed does, may have put shards
-        there that differ between ranks. Then a default group must not be used unasked.
+        there that differ between ranks. Then the optimizer must not use a default group that the
+        user did not pass.
         """
         if self._built_on is None:
             return
@@ -506,29 +510,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if id(param) not in own:
                     raise ArgumentError(
                         f"{self._setting.where('prepare')}: param group {index}, parameter "
-                        f"{number}: expected one that the optimizer was built on, got another "
-                        'that has taken its place. Pass comm="alone" if that was DeepSpeed or '
-                        "another that shards or reduces by itself, else the ranks as comm="
+                        f"{number}: expected one that the optimizer was built on, got another. "
+                        'Pass comm="alone" if DeepSpeed, or another library that shards or '
+                        "reduces by itself, has replaced it, else the ranks as comm="
                     )
         self._built_on = None
 
     def _check_values(self, operation: str) -> None:
-        """Raises ArgumentError where masters would be those of values that are not their own."""
+        """Raises ArgumentError if parameters hold other values than their own for a while."""
         if self.placement is not None:
             self.placement.module.check_values(f"optimizer.{operation}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; collective once the optimizer is prepared.
 
-        Its parameters begin at step 0, and the state of the others stays. What was unfrozen at
-        once may be added by several calls, all of them before the next step. See NOTE [Growth] in
-        ``optim/sharded.py``.
+        Its parameters begin at step 0, and the state of other parameters stays. Parameters that
+        were unfrozen together may be added by several calls, all before the next step. See NOTE
+        [Growth] in ``optim/sharded.py``.
 
         Raises:
             ArgumentError: hyper-parameters or parameters that cannot be used.
             MismatchError: the ranks add different groups; on a CPU also if only ``lr`` differs.
 
-        If it raises once the optimizer is prepared, it does so on all ranks, and none has the
+        If it raises once the optimizer is prepared, it raises on all ranks, and no rank has the
         group.
         """
         # The base class calls this method before it has set anything else up.
@@ -583,9 +587,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: a gradient or hyper-parameter cannot be used; nothing was changed.
-            UnsupportedError: a sparse gradient; or torch's GradScaler with several ranks; or a
-                trace or transform of torch, which would miss the step.
-            MismatchError: the ranks' hyper-parameters differ; on all ranks, nothing was changed.
+            UnsupportedError: a gradient is sparse; or torch's GradScaler is used with several
+                ranks; or a torch trace or transform is active, which would miss the step.
+            MismatchError: on all ranks, if their hyper-parameters differ; nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``. Further steps are refused then.
         """
         if intercepting_keys():
@@ -626,19 +630,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         params: Tensor | Iterable[Tensor] | None = None,
     ) -> Tensor:
-        """Scales the gradient of the next step down to a norm of ``max_norm``; collective.
+        """Scales the gradient of the next step down to a norm of at most ``max_norm``; collective.
 
         The gradients of all ranks are reduced now; ``p.grad`` itself is not scaled. If gradients
-        change afterwards, by whatever means, the clipping is forgotten. With ``params`` that is so
-        at stages 0 and 1 of ZeRO, while at 2 and 3 later backwards add to what was scaled.
+        change afterwards, the clipping is discarded. With ``params`` this holds at stages 0 and 1
+        of ZeRO; at stages 2 and 3 later backwards add to the scaled gradients.
 
         Args:
             max_norm: bound of the norm of the reduced gradient of all parameters, after unscaling.
             norm_type: 2.0, 1.0 or ``math.inf``.
             error_if_nonfinite: read the norm on the host, and raise if it is not finite.
-            params: parameters of this optimizer, equal on all ranks: the norm is theirs, and only
-                their gradients are scaled. Frozen ones that are in no group do not count. None
-                means all.
+            params: parameters of this optimizer, the same on all ranks: only their gradients enter
+                the norm and are scaled. Frozen parameters in no group are ignored. None means all.
 
         Returns:
             The norm before clipping: float32, a scalar on the device; the same bits for every world
@@ -646,10 +649,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a trainable
-                parameter or another tensor that is not the optimizer's. On a CPU what is passed
-                here is refused on all ranks.
-            MismatchError: on a CPU: the ranks gave different bounds or ``params``.
-            UnsupportedError: ``params`` with Triton's kernels, among several ranks.
+                parameter or another tensor that is not the optimizer's. On a CPU all ranks refuse
+                bad arguments of any rank.
+            MismatchError: on a CPU, if the ranks passed different bounds or ``params``.
+            UnsupportedError: ``params`` was passed with Triton's kernels and several ranks.
             RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
@@ -664,27 +667,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Limits each element of the next step's gradient to a magnitude; collective.
 
-        The gradients of all ranks are reduced now, and their mean is clipped, after an earlier
-        clipping by norm: the bits are those of ``torch.nn.utils.clip_grad_value_`` on the whole
-        gradient. ``p.grad`` stays. Backwards that follow reduce everything anew at stages 0 and 1
-        of ZeRO, and add to what was clipped at 2 and 3. A step that a loss scaler or
-        ``check_finite`` skips for an overflow is skipped all the same.
+        The gradients of all ranks are reduced now. Their mean is clipped, after any earlier
+        clipping by norm, with the bits of ``torch.nn.utils.clip_grad_value_`` on the whole
+        gradient. ``p.grad`` does not change. Later backwards reduce everything again at stages 0
+        and 1 of ZeRO, and add to the clipped gradients at stages 2 and 3. If a loss scaler or
+        ``check_finite`` would skip the step for an overflow, the step is still skipped.
 
         Args:
             clip_value: the largest magnitude of an element, after unscaling.
-            params: as of :meth:`clip_grad_norm_`.
+            params: see :meth:`clip_grad_norm_`.
 
         Raises:
-            ArgumentError, MismatchError, UnsupportedError: as of :meth:`clip_grad_norm_` with
-                ``params``; on a CPU on all ranks, and nothing was changed.
+            ArgumentError, MismatchError, UnsupportedError: as :meth:`clip_grad_norm_` with
+                ``params``; on a CPU on all ranks. Nothing was changed.
         """
         clip_value_of(self.sharded_step(), clip_value, params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, as torch does.
 
-        With ``set_to_none=False``, gradients stay where they are, in the buckets: one memset per
-        bucket here, and no copy at the next step.
+        With ``set_to_none=False`` gradients stay in the buckets: this call runs one memset per
+        bucket, and the next step copies nothing.
         """
         sharded = self._sharded
         if self.accumulator is not None:
@@ -711,9 +714,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket.refresh_master()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's shard, in the form that :mod:`ringcomm.optim.state` describes.
+        """Returns this rank's shard, in the format that :mod:`ringcomm.optim.state` describes.
 
-        As in torch, its tensors are no copies. Collective if the first step is still to come.
+        As in torch, its tensors are not copies. Collective before the first step.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -747,7 +750,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self, dst: int | None = None) -> dict[str, Any]:
         """Returns the state in the format of ``state_dict()`` of torch's class; collective.
 
-        Masters of 16-bit parameters are under the further key "master", by parameter.
+        The additional entry "master" has the masters of 16-bit parameters, by parameter.
 
         Args:
             dst: the rank that gets the state, while others get an empty dict; None gives it to all.
@@ -785,7 +788,7 @@ def _check_in_backward(
     if placement is None:
         raise ArgumentError(
             f"{name}: update: expected parameters that zero.shard() has sharded at stage 2 or 3 "
-            'with "in_backward", since others have their gradients reduced in the step; got '
+            'with "in_backward", since a step reduces the gradients of other parameters; got '
             "others"
         )
     if not rule.elementwise:
@@ -801,19 +804,19 @@ def _check_in_backward(
 
 
 def refuse_join(**kwargs: Any) -> NoReturn:
-    """Stands for the hook that ``torch.distributed.algorithms.Join`` asks of what it joins.
+    """Refuses to be joined, in place of the hook of ``torch.distributed.algorithms.Join``.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
         "Join: a rank that has no batches left must still update its shards, with the clipping, "
-        "loss scale and learning rate of the others, of which torch's Join knows nothing; iterate "
+        "loss scale and learning rate of the others, which torch's Join does not do; iterate "
         "over ringcomm.zero.uneven(batches, comm=...) instead, which gives such a rank its last "
         "batch again with the weight 0"
     )
 
 
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
-    """Returns whether two communicators are one, or both are of this rank alone."""
+    """True if two communicators are the same, or both have this rank alone."""
     return one is other or all(each is None or each.world_size == 1 for each in (one, other))

@@ -1,14 +1,14 @@
-"""Saving and loading of an optimizer's state as shards, for any world.
+"""Saves and loads an optimizer's state as shards, for worlds of any size.
 
-A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
+A shard is a dict. "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
-``ShardState``), and for Adafactor "whole", by parameter a dict of tensors that all ranks have;
-"param_groups" is as in torch; "shard" is JSON: rank, world size and layout, and, for another
-optimizer than AdamW, its name, and what other state each parameter has. Where quantization of
-gradients feeds back what it loses, "error_feedback" has it by bucket, or None (see
-``ErrorFeedback``), and "shard" which node it is of. The rank there is the number of the chunk: over
-several nodes, ``StepCalls.shard_index``. With ``AdamWOptions(state="node")`` rank and world are
-those of the node, and nodes have equal shards.
+``ShardState``). For Adafactor it has "whole": by parameter, a dict of tensors that all ranks have.
+"param_groups" is as in torch. "shard" is JSON: rank, world size and layout; for an optimizer other
+than AdamW also its name, and each parameter's further state. With error feedback, "state" has
+"error_feedback", by bucket the buffers or None (see ``ErrorFeedback``), and "shard" names their
+node. The rank in "shard" is the index of the chunk: over several nodes, ``StepCalls.shard_index``.
+With ``AdamWOptions(state="node")`` it has the rank and world size within the node, and all nodes
+have equal shards.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from ringcomm.optim.placement import end_changes
 from ringcomm.optim.rules import MOMENTS, AdamWRule, ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
 
-# ---- What quantization of gradients has lost, as state that is saved and loaded; for any nodes --
-# NOTE [Error feedback of other nodes] Each node has an error-feedback buffer of each bucket, over
-# its ranks, of partial sums that are not averaged yet. Where as many nodes load as have saved, each
-# takes its own, and training continues with its bits. Of M nodes that have saved, node n of N
-# others takes the buffers of nodes n, n + N, ... to their sum: what the training owes as a whole
-# stays what it was. With ``reduce="avg"`` it is the mean gradient to which something is owed, so
-# the buffers grow with the ranks by whose number sums are divided. One node quantizes nothing, and
-# takes nothing.
+# ---- Error feedback of quantized gradients, saved and loaded for any number of nodes ------------
+# NOTE [Error feedback of other nodes] Each node has one error-feedback buffer per bucket, divided
+# over its ranks: the quantization errors of partial sums that are not averaged yet. If as many
+# nodes load as saved, each node loads its own buffers, and training continues with the same bits.
+# If M nodes saved and N others load, node n loads the sum of the buffers of nodes n, n + N, ...:
+# the total error stays the same. With ``reduce="avg"`` the error belongs to the mean gradient, so
+# the buffers are multiplied by the ratio of the numbers of ranks. A single node quantizes nothing,
+# and loads nothing.
 #
-# With copies of the state on nodes, sums are quantized as well, each element by one rank; what that
-# has lost is in units of the sums. Where sums are not quantized, node 0 takes that over.
+# With copies of the state on nodes, sums are quantized as well, each element by one rank; these
+# errors are in units of the sums. If the loading world does not quantize sums, node 0 loads them.
 
 Tensor = torch.Tensor
 
-#: Fills a tensor with elements of a bucket from one on, of the buffer of a node that has saved,
-#: or for None of what quantization of sums has lost; with zeros where there are none.
+#: Fills a tensor with a bucket's saved errors from an element on: the errors of a node's partial
+#: sums, or with None for the node the errors of sums; with zeros where nothing was saved.
 Read = Callable[[int | None, int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Debtors:
-    """The ranks that keep error feedback, or have saved it.
+    """A description of the world that keeps error feedback, or that saved it.
 
     Attributes:
         nodes: the number of nodes.
-        divide_by: what partial sums are divided by in the end: the number of ranks, or 1.
+        divide_by: the number that partial sums are finally divided by: the number of ranks, or 1.
         scale: the loss scale of the gradients.
     """
 
@@ -68,7 +68,7 @@ class Debtors:
 
     @classmethod
     def of(cls, sharded: ShardedStep) -> Debtors | None:
-        """Returns those of an optimizer; None if nothing is kept."""
+        """Returns the description of an optimizer's world; None if it keeps no error feedback."""
         comm, options = sharded.setting.comm, sharded.setting.options
         if comm is None or not any(with_error_feedback(sharded)):
             return None
@@ -77,10 +77,10 @@ class Debtors:
 
     @classmethod
     def read(cls, described: Mapping[str, Any]) -> Debtors:
-        """Undoes :meth:`describe`.
+        """Inverse of :meth:`describe`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is damaged.
+            KeyError, TypeError, ValueError: the description is damaged.
         """
         found = cls(int(described["nodes"]), int(described["divide_by"]), float(described["scale"]))
         if found.nodes < 2 or found.divide_by < 1 or not found.scale > 0.0:
@@ -88,12 +88,12 @@ class Debtors:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Returns it as JSON types."""
+        """Returns the description as JSON types."""
         return asdict(self)
 
 
 def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFeedback]]:
-    """Yields the buckets that keep what quantization loses, in the scale of the next gradients."""
+    """Yields the buckets with error feedback, which is rescaled to the next gradients."""
     for bucket in sharded.buckets:
         if bucket.error_feedback is not None:
             bucket.error_feedback.follow_scale()
@@ -101,14 +101,14 @@ def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFee
 
 
 def nodes_for(saved: Debtors, sharded: ShardedStep) -> range:
-    """Returns the nodes that have saved whose error feedback this rank's node takes."""
+    """Returns the saved nodes whose error feedback this rank's node loads."""
     comm = sharded.setting.comm
-    assert comm is not None  # alone nothing is kept
+    assert comm is not None  # a world of one keeps no error feedback
     return range(comm.node_of(comm.rank), saved.nodes, comm.num_nodes)
 
 
 def take(sharded: ShardedStep, error_feedback: ErrorFeedback, saved: Debtors, read: Read) -> None:
-    """Takes over one bucket's error feedback; see NOTE [Error feedback of other nodes]."""
+    """Loads one bucket's error feedback; see NOTE [Error feedback of other nodes]."""
     mine = Debtors.of(sharded)
     assert mine is not None
     grows, owed = mine.divide_by / saved.divide_by, nodes_for(saved, sharded)
@@ -129,16 +129,16 @@ def take(sharded: ShardedStep, error_feedback: ErrorFeedback, saved: Debtors, re
 
 
 def forget_all(sharded: ShardedStep) -> None:
-    """Owes nothing any more."""
+    """Clears all error feedback."""
     for _, error_feedback in with_error_feedback(sharded):
         error_feedback.forget()
 
 
-# As part of a shard, as ringcomm.optim.state has it.
+# Error feedback as a part of a saved shard.
 
 
 def tensors_of(sharded: ShardedStep) -> list[dict[str, Tensor] | None]:
-    """Returns this rank's error feedback by bucket, no copies; None for a bucket without."""
+    """Returns this rank's error feedback by bucket, not copied; None for a bucket without."""
     kept = {
         bucket.number: error_feedback for bucket, error_feedback in with_error_feedback(sharded)
     }
@@ -149,7 +149,7 @@ def tensors_of(sharded: ShardedStep) -> list[dict[str, Tensor] | None]:
 
 
 def told_of(sharded: ShardedStep, debtors: Debtors) -> dict[str, Any]:
-    """Returns what a shard says of them, as JSON types."""
+    """Returns the description of error feedback for the entry "shard", as JSON types."""
     comm = sharded.setting.comm
     assert comm is not None
     kept = {
@@ -164,11 +164,10 @@ class SavedErrorFeedback:
     """The error feedback of one rank's shard.
 
     Attributes:
-        debtors: of the world that saved.
-        node: that of the rank.
-        layout: of the parameters there.
-        runs: by number of the bucket, the first element and the values of partial sums, and of
-            sums.
+        debtors: the world that saved.
+        node: the node of the rank that saved.
+        layout: the layout of the parameters in that world.
+        runs: by bucket number, the first element and the errors of partial sums, then of sums.
     """
 
     debtors: Debtors
@@ -178,10 +177,10 @@ class SavedErrorFeedback:
 
     @classmethod
     def read(cls, told: Any, tensors: Any, layout: ShardLayout) -> SavedErrorFeedback:
-        """Reads what :func:`told_of` and :func:`tensors_of` returned.
+        """Reads the results of :func:`told_of` and :func:`tensors_of`.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is damaged.
+            KeyError, TypeError, ValueError, AttributeError: the error feedback is damaged.
         """
         runs = {}
         for number, begins in told["begins"].items():
@@ -202,7 +201,7 @@ class SavedErrorFeedback:
         return cls(debtors, node, layout, runs)
 
     def add_to(self, out: Tensor, begin: int, param: int, of_sums: bool) -> None:
-        """Adds what there is of elements from ``begin`` on of a parameter."""
+        """Adds to ``out`` the saved errors of a parameter from its element ``begin`` on."""
         number, segment = self.layout.locations[param]
         if number not in self.runs:
             return
@@ -213,7 +212,7 @@ class SavedErrorFeedback:
             out[a - low : b - low].add_(values[a - first : b - first])
 
     def fits(self, sharded: ShardedStep) -> bool:
-        """Tells whether they are those that this rank keeps, element by element."""
+        """True if it covers exactly the elements that this rank keeps."""
         comm = sharded.setting.comm
         assert comm is not None
         mine = {
@@ -235,25 +234,25 @@ def _extents(runs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int]]:
 def check_error_feedback(
     sharded: ShardedStep, saved: Sequence[SavedErrorFeedback], complete: bool, operation: str
 ) -> None:
-    """Raises CheckpointError if error feedback is to be taken over that is not all there.
+    """Raises CheckpointError if error feedback is needed from shards that are not given.
 
     Args:
-        sharded: the optimizer, which may keep none.
-        saved: of the shards that are given.
-        complete: they are those of all ranks.
+        sharded: the optimizer's step, which may keep no error feedback.
+        saved: the error feedback of the given shards.
+        complete: True if the shards of all ranks are given.
         operation: named in errors.
     """
     if not saved or Debtors.of(sharded) is None or complete:
         return
     if not (len(saved) == 1 and saved[0].fits(sharded)):
         raise CheckpointError(
-            f"{operation}: the error feedback of gradients is of other nodes than here; pass "
+            f"{operation}: the error feedback of gradients was saved by other nodes; pass "
             "the shards of all ranks"
         )
 
 
 def take_error_feedback(sharded: ShardedStep, saved: Sequence[SavedErrorFeedback]) -> None:
-    """Takes over what :func:`check_error_feedback` has checked; without any, nothing is owed."""
+    """Loads error feedback that :func:`check_error_feedback` has checked; clears it without any."""
     forget_all(sharded)
     if not saved or Debtors.of(sharded) is None:
         return
@@ -293,7 +292,7 @@ def check_groups(sharded: ShardedStep, saved: Any, operation: str) -> list[Group
     """Checks saved groups, and returns them ready for :func:`take_groups`.
 
     Raises:
-        CheckpointError: they do not fit those of ``sharded``, or have a bad hyper-parameter.
+        CheckpointError: they do not fit the groups of ``sharded``, or have a bad hyper-parameter.
     """
     groups = sharded.groups
     if not isinstance(saved, Sequence) or len(saved) != len(groups):
@@ -326,7 +325,7 @@ def check_groups(sharded: ShardedStep, saved: Any, operation: str) -> list[Group
 
 
 def _is_alike(given: Any, mine: Any) -> bool:
-    """Tells whether a saved hyper-parameter is of a kind that can replace the optimizer's own."""
+    """True if a saved hyper-parameter has a type that can replace the optimizer's value."""
     if isinstance(mine, (tuple, list)):
         alike = isinstance(given, (tuple, list)) and len(given) == len(mine)
         return alike and all(_is_alike(a, b) for a, b in zip(given, mine, strict=True))
@@ -340,10 +339,10 @@ def _is_alike(given: Any, mine: Any) -> bool:
 
 
 def _read_group(group: Group, given: Mapping[str, Any], device: torch.device) -> Group:
-    """Returns copies of a saved group's entries, of the kinds that the optimizer's own have."""
+    """Returns copies of a saved group's entries, converted to the types in ``group``."""
     taken = {key: deepcopy(value) for key, value in given.items() if key != "params"}
     for key, value in taken.items():
-        if isinstance(value, list) and isinstance(group.get(key), tuple):  # JSON knows no tuples
+        if isinstance(value, list) and isinstance(group.get(key), tuple):  # JSON has no tuples
             taken[key] = tuple(value)
         elif isinstance(value, Tensor):
             taken[key] = value.to(device)
@@ -361,7 +360,7 @@ def merged_groups(groups: Sequence[Group], ready: Sequence[Group]) -> list[Group
 
 
 def take_groups(groups: Sequence[Group], ready: Sequence[Group]) -> None:
-    """Takes over the groups that :func:`check_groups` returned."""
+    """Updates the optimizer's groups with the result of :func:`check_groups`."""
     for group, taken in zip(groups, ready, strict=True):
         group.update(taken)
 
@@ -388,10 +387,10 @@ def describe_states(states: Sequence[ParamState | None]) -> list[Any]:
 
 
 def read_states(described: Sequence[Any]) -> list[ParamState | None]:
-    """Undoes :func:`describe_states`.
+    """Inverse of :func:`describe_states`.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is damaged.
+        KeyError, TypeError, ValueError, AttributeError: the description is damaged.
     """
     states: list[ParamState | None] = []
     for each in described:
@@ -417,7 +416,7 @@ def describe_shard(layout: ShardLayout, rank: int, world_size: int) -> dict[str,
 
 
 class SavedShard:
-    """One saved shard, checked."""
+    """A saved shard, whose entries have been checked."""
 
     def __init__(self, saved: Any, operation: str) -> None:
         self.operation = operation
@@ -458,7 +457,7 @@ class SavedShard:
 
     @property
     def more(self) -> dict[str, Any]:
-        """The entries of "shard" that AdamW's has not."""
+        """The entries of "shard" that only optimizers other than AdamW have."""
         if self.optimizer == AdamWRule.name:
             return {}
         return {"optimizer": self.optimizer, "states": describe_states(self.states)}
@@ -467,7 +466,7 @@ class SavedShard:
         if self.version != SHARD_VERSION:
             self.fail(f"expected version {SHARD_VERSION}, got {self.version!r}")
         if self.digest != self.layout.digest:
-            self.fail("its layout is not the one that its digest is of: the file is damaged")
+            self.fail("its layout does not match its digest: the file is damaged")
         if not 0 <= self.rank < self.world_size:
             self.fail("there is no such rank")
         if self.step.shape != (len(self.layout.params),) or self.step.dtype != torch.float64:
@@ -492,7 +491,7 @@ class SavedShard:
                     self.fail(f"bucket {number}: {name}: expected {dtype} [{elems}], got {got}")
 
     def _check_named(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Checks that the tensors that parameters of a bucket have are there."""
+        """Checks that a bucket has all tensors of its parameters' states."""
         if not self.states:
             return
         if len(self.states) != len(self.layout.params):
@@ -509,7 +508,7 @@ def _debtors(shard: SavedShard) -> Debtors | None:
 
 
 class SavedShards:
-    """The saved shards of a world: all of them, or a part."""
+    """The saved shards of a world: all of them, or some."""
 
     def __init__(self, saved: Sequence[Any], operation: str) -> None:
         self.operation = operation
@@ -548,11 +547,11 @@ class SavedShards:
 
     @property
     def complete(self) -> bool:
-        """True if the shards of all ranks are there."""
+        """True if the shards of all ranks are given."""
         return set(self.by_rank) == set(range(self.world_size))
 
     def require_all(self) -> None:
-        """Raises unless :attr:`complete`."""
+        """Raises CheckpointError unless :attr:`complete`."""
         if not self.complete:
             missing = sorted(set(range(self.world_size)) - set(self.by_rank))
             raise CheckpointError(
@@ -579,7 +578,7 @@ class SavedShards:
         return mine
 
     def _names(self, bucket: BucketLayout) -> list[str]:
-        """Returns the names of the tensors that a bucket of another layout has."""
+        """Returns the names of the tensors that a bucket of another layout gets."""
         numbers = [self.layout.locations[segment.param][0] for segment in bucket.segments]
         if not numbers:
             alike = (n for n, b in enumerate(self.layout.buckets) if b.dtype is bucket.dtype)
@@ -605,14 +604,14 @@ class SavedShards:
 
 
 def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
-    """Cuts the shards of one world anew for another world.
+    """Divides the shards of one world into shards for a world of another size.
 
-    What quantization of gradients has lost is not in the new shards, since the nodes of that world
-    are not known; load the shards of all ranks instead, where that shall be kept.
+    The new shards have no error feedback, since the nodes of the new world are not known; to keep
+    error feedback, load the shards of all ranks instead.
 
     Args:
         shards: ``state_dict()`` of all ranks, in any order; their tensors are not kept.
-        world_size: number of ranks that are to load them.
+        world_size: number of ranks that will load the new shards.
 
     Returns:
         The new shards, by rank; on the CPU.
@@ -652,7 +651,7 @@ _LOAD = "load_state_dict"
 
 
 def save(sharded: ShardedStep) -> dict[str, Any]:
-    """Returns this rank's shard, in the form of this module; FP32 tensors are no copies."""
+    """Returns this rank's shard, in the format of this module; FP32 tensors are not copied."""
     sharded.refuse_if_partly_updated("state_dict")
     sharded.written.take_over()
     control = sharded.table.control
@@ -682,7 +681,7 @@ def kept_whole(sharded: ShardedStep) -> KeptWhole:
 
 
 def check_whole(sharded: ShardedStep, given: Mapping[int, Mapping[str, Any]], called: str) -> None:
-    """Raises CheckpointError unless a saved state has what :func:`kept_whole` returns."""
+    """Raises CheckpointError unless a saved state has the tensors of :func:`kept_whole`."""
     for index, tensors in kept_whole(sharded).items():
         for name, mine in tensors.items():
             found = given.get(index, {}).get(name)
@@ -695,7 +694,7 @@ def check_whole(sharded: ShardedStep, given: Mapping[int, Mapping[str, Any]], ca
 
 
 def take_whole(sharded: ShardedStep, given: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Takes over what :func:`check_whole` has checked, and zeros for parameters without state."""
+    """Loads the tensors that :func:`check_whole` checked; zeros for parameters without state."""
     for index, tensors in kept_whole(sharded).items():
         for name, mine in tensors.items():
             if index in given:
@@ -735,7 +734,7 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
     if setting.comm is not None:
-        # What is dequantized follows from the masters.
+        # Dequantized parameters are computed from the masters.
         end_changes(
             setting.comm, [each for each in sharded.buckets if each.compression is not None]
         )
@@ -758,7 +757,7 @@ def check_same_optimizer(rule: UpdateRule, saved: str, operation: str) -> None:
 
 
 def check_states(sharded: ShardedStep, states: Sequence[ParamState | None], operation: str) -> None:
-    """Raises CheckpointError unless saved states of parameters are of this optimizer's."""
+    """Raises CheckpointError unless the saved states of parameters fit this optimizer."""
     expected = len(sharded.layout.params) if sharded.rule.keeps_more else 0
     if len(states) != expected:
         raise CheckpointError(
@@ -773,7 +772,7 @@ def check_states(sharded: ShardedStep, states: Sequence[ParamState | None], oper
 
 
 def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> None:
-    """Raises CheckpointError unless both layouts have the same parameters, names aside."""
+    """Raises CheckpointError unless both layouts have the same parameters, except for names."""
     if len(mine.params) != len(saved.params):
         raise CheckpointError(
             f"{operation}: expected the state of {len(mine.params)} parameters, got that of "
@@ -817,7 +816,7 @@ def _check_kinds(
 def misfit_of(
     sharded: ShardedStep, bucket: Bucket, names: Sequence[str], groups: Sequence[Group]
 ) -> str:
-    """Says which tensors are expected of a bucket's saved state; "" if ``names`` fit."""
+    """Returns the tensors that a bucket's saved state should have; "" if ``names`` fit."""
     masters = sorted(bucket.state.masters())
     misfit = sharded.rule.misfit([name for name in names if name not in MASTERS], groups)
     if not misfit and masters == sorted({*names} & {*MASTERS}):
@@ -827,7 +826,7 @@ def misfit_of(
 
 
 def keeper_of_masters(sharded: ShardedStep) -> str:
-    """Names the option that decides which masters there are, for errors."""
+    """Returns the option that decides which masters exist, for errors."""
     options = sharded.setting.options
     if options.compression.quantizes_parameters:
         return f"compression: parameters={options.compression.parameters!r}"
@@ -839,6 +838,6 @@ def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
     sharded.ensure([[name for name in each if name not in MASTERS] for each in tensors])
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
         bucket.state.take(given)
-        # Masters that are not given were written before.
+        # Masters that are not given are already written.
         bucket.state.zero({*bucket.state.names()} - {*given, *MASTERS})
     sharded.backend.forget()

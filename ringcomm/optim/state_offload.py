@@ -1,22 +1,22 @@
-"""Optimizer state on a disk, or in the host's memory, which streams through buffers in pieces.
+"""Offloaded optimizer state: on a disk or in host memory, it streams through buffers in pieces.
 
-Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements,
-however large a parameter is. The *swap unit* of a piece is its state, tensor after tensor, each
-from the begin of a page on: what one transfer moves. A *buffer* is memory for one swap unit. A
+Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements, also
+within a large parameter. The *swap unit* of a piece is its state: its tensors one after the other,
+each beginning at a page. A transfer moves one swap unit. A *buffer* is memory for one swap unit. A
 *visit* of a piece swaps its unit in, lets the caller change it, and marks it as changed.
 
-Order. A step visits the pieces in the order of the buckets. The buffers are taken in turn, so that
-a piece always has the same one: addresses that kernels were given, and views that torch's
-optimizers keep, stay right. When a visit ends, the write of its swap unit is submitted, and behind
-it the read of the unit that will need the buffer next. So reads run as many pieces ahead as there
-are buffers; the last writes of a step, and the first reads of the next one, run while the model
-computes. Pieces in ``resident_bytes``, the last ones, have buffers of their own and never move.
+Order. A step visits the pieces in the order of the buckets. Pieces take the buffers in turn, so
+that a piece always has the same buffer: addresses that kernels keep, and views that torch's
+optimizers keep, stay valid. When a visit ends, the write of its swap unit is submitted, and then
+the read of the swap unit that needs the buffer next. So reads run as many pieces ahead as there are
+buffers; the last writes of a step, and the first reads of the next step, run while the model
+computes. The last pieces, up to ``resident_bytes``, have buffers of their own and never move.
 
-Bytes. A step reads and writes each other swap unit once: 16 bytes an element with AdamW in FP32, 24
-with FP32 masters of 16-bit parameters, and 20 with remainders. A piece none of whose parameters
-takes the step does not move, nor does anything in a step that is skipped. Muon and Adafactor come
-back to the masters of 16-bit parameters once whole parameters are computed, so that their swap
-units move twice.
+Bytes. A step reads and writes each of the other swap units once: 16 bytes per element with AdamW in
+FP32, 24 with FP32 masters of 16-bit parameters, and 20 with remainders. A piece does not move if
+none of its parameters takes the step, and a skipped step moves nothing. Muon and Adafactor visit
+the masters of 16-bit parameters again once whole parameters are computed, so these swap units move
+twice.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ Tensor = torch.Tensor
 PIECE_ELEMS = 1 << 20
 # The largest state of an element: three moments and a master in FP32.
 LARGEST_ELEM_BYTES = 16
-# Swap units that the buffers must have space for, so that reads, writes and updates run at once.
+# The buffers must hold as many swap units, so that reads, writes and updates overlap.
 LEAST_BUFFERS = 4
-# Of a device's memory, with offload_state="cpu": what a disk has by default.
+# Device memory for buffers with offload_state="cpu": as much as a disk's default.
 PINNED_BUFFER_BYTES = 64 << 20
 
 
 def piece_elems(buffer_bytes: int) -> int:
-    """Returns the largest number of elements of a piece, for buffers of so many bytes.
+    """Returns the largest number of elements of a piece, for buffers of ``buffer_bytes``.
 
     Raises:
-        ArgumentError: they are too small for any piece.
+        ArgumentError: the buffers are too small for any piece.
     """
     most = buffer_bytes // (LEAST_BUFFERS * LARGEST_ELEM_BYTES)
     if most < TILE_ELEMS:
@@ -72,13 +72,13 @@ def piece_elems(buffer_bytes: int) -> int:
 
 
 def elems_of_pieces(elems: int, largest: int) -> int:
-    """Returns the elements of each piece of a chunk of so many, but of the last one."""
+    """Returns the elements of each piece but the last, for a chunk of ``elems`` elements."""
     count = -(-elems // largest)
     return round_up(-(-elems // count), TILE_ELEMS)
 
 
 def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
-    """Divides a chunk into as few pieces as there must be, of nearly equal numbers of elements."""
+    """Divides a chunk into as few pieces as possible, of nearly equal numbers of elements."""
     if not chunk.elems:
         return []
     size = elems_of_pieces(chunk.elems, largest)
@@ -94,26 +94,26 @@ class UnitTensor:
     dtype: torch.dtype
 
     def size_bytes(self, elems: int) -> int:
-        """Returns the bytes of so many elements."""
+        """Returns the bytes of ``elems`` elements."""
         if self.dtype is torch.uint8:
             return QuantizedMoment.size_bytes(elems)
         return elems * self.dtype.itemsize
 
 
 class OffloadedState(ShardState):
-    """Stands for the state of a bucket that is offloaded: tensors without memory.
+    """A placeholder for the offloaded state of a bucket: tensors without memory.
 
-    Names, dtypes and sizes are theirs; elements are read and written through the pieces.
+    Names, dtypes and sizes are as in the state; elements are read and written through the pieces.
     """
 
-    # The bucket has the state, and nothing here may keep it alive, nor in the pieces.
+    # The bucket has the state, so neither the state nor the pieces may keep the bucket alive.
     _bucket_ref: weakref.ref[Bucket]
 
     @classmethod
     def of(
         cls, bucket: Bucket, unit_tensors: Sequence[UnitTensor], quantized_state: bool
     ) -> OffloadedState:
-        """Returns what stands for tensors of a bucket's chunk."""
+        """Returns the placeholder for tensors of a bucket's chunk."""
         made = cls(quantized_state=quantized_state)
         made._bucket_ref = weakref.ref(bucket)
         add_unit_tensors(made, unit_tensors, torch.empty(0, device="meta"), bucket.chunk.elems)
@@ -145,7 +145,7 @@ class OffloadedState(ShardState):
         return copies
 
     def whole_master(self) -> Tensor:
-        # A step visits the pieces that it changes alone; elsewhere parameters stay as they are.
+        # A step visits only the pieces that it changes; elsewhere the parameters stay as they are.
         bucket = self._bucket
         with bucket.params_here():
             values = bucket.own_params.to(torch.float32, copy=True)
@@ -174,9 +174,9 @@ def _alive(bucket: weakref.ref[Bucket]) -> Bucket:
 def add_unit_tensors(
     state: ShardState, unit_tensors: Sequence[UnitTensor], unit: Tensor, elems: int
 ) -> None:
-    """Sets the tensors of a state to those of a swap unit: uint8 [bytes].
+    """Makes the tensors of a state views of a swap unit: uint8 [bytes].
 
-    On the device "meta" the tensors are of that device, and the swap unit need not be of any size.
+    If the swap unit is on the device "meta", so are the tensors, and its size does not matter.
     """
     begin = 0
     for each in unit_tensors:
@@ -198,16 +198,16 @@ class SwapTransfer(Protocol):
     """A read or a write that is under way."""
 
     def wait(self) -> None:
-        """Waits for it.
+        """Waits for the transfer.
 
         Raises:
-            DiskError: it failed.
+            DiskError: the transfer failed.
         """
         ...
 
 
 class SwapStorage(Protocol):
-    """The extents in which the swap units lie, numbered.
+    """The storage of swap units, in numbered extents.
 
     Transfers that share an extent or memory run in the order in which they were submitted. An
     extent that was never written reads as zeros.
@@ -231,33 +231,33 @@ class SwapStorage(Protocol):
 
 
 class SwapBuffer:
-    """Memory for one swap unit, which pieces take in turn.
+    """Memory for one swap unit, which pieces may use in turn.
 
     Attributes:
         memory: uint8 [bytes], from the begin of a page on.
-        is_shared: True if several pieces take it in turn.
-        changed: True if the swap unit here is newer than that on the disk.
+        is_shared: True if several pieces use the memory in turn.
+        changed: True if the swap unit here is newer than its copy in the storage.
     """
 
     def __init__(self, memory: Tensor, is_shared: bool) -> None:
         self.memory = memory
         self.is_shared = is_shared
         self.changed = False
-        # Pieces have their buffers, and a cycle would keep the parameters' memory for a while.
+        # Pieces refer to their buffers, and a cycle would free the parameters' memory late.
         self._holds: weakref.ref[StatePiece] | None = None
         self._coming: SwapTransfer | None = None
 
     @property
     def holds(self) -> StatePiece | None:
-        """The piece whose swap unit is here, or is on its way; None for none."""
+        """The piece whose swap unit is here, or is being read; None if there is none."""
         return None if self._holds is None else self._holds()
 
     def begin_with(self, piece: StatePiece) -> None:
-        """Holds a piece's swap unit from now on, as the memory is."""
+        """Makes the memory, with its present content, the swap unit of a piece."""
         self._holds = weakref.ref(piece)
 
     def swap_in(self, piece: StatePiece, storage: SwapStorage) -> None:
-        """Submits what has to be done until a piece's swap unit is here; see :meth:`wait`."""
+        """Submits the transfers that bring a piece's swap unit here; see :meth:`wait`."""
         if self.holds is piece:
             return
         self.swap_out(storage)
@@ -275,7 +275,7 @@ class SwapBuffer:
         return storage.write(piece.extent_of(storage), self._unit(piece))
 
     def wait(self) -> None:
-        """Waits for the swap unit that is on its way."""
+        """Waits for the swap unit that is being read."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
@@ -286,13 +286,13 @@ class SwapBuffer:
 
 @dataclass(eq=False)
 class StatePiece:
-    """A piece of a bucket's chunk whose state moves at once.
+    """A piece of a bucket's chunk, whose state moves in one transfer.
 
     Attributes:
         bucket_ref: the bucket.
-        chunk: the elements of the bucket.
+        chunk: the elements of the piece in the bucket.
         unit_tensors: the tensors of its swap unit.
-        buffer: where its swap unit is while it is visited.
+        buffer: the buffer of its swap unit during visits.
         view: the bucket that a visit yields.
     """
 
@@ -314,7 +314,7 @@ class StatePiece:
         return sum(map(rounded_up, sizes))
 
     def extent_of(self, storage: SwapStorage) -> int:
-        """Returns the number of its extent, which is made at the first call; 0 without a state."""
+        """Returns the number of its extent, which the first call allocates; 0 without a state."""
         if not self.size_bytes:
             return 0
         if self.extent is None:
@@ -322,7 +322,7 @@ class StatePiece:
         return self.extent
 
     def move_in(self, buffer: SwapBuffer) -> None:
-        """Takes a buffer, and makes the bucket of the piece there."""
+        """Takes a buffer, and makes the bucket of the piece with its state in the buffer."""
         self.buffer = buffer
         state = ShardState(quantized_state=self.bucket.state.quantized_state)
         add_unit_tensors(state, self.unit_tensors, buffer.memory, self.chunk.elems)
@@ -331,7 +331,7 @@ class StatePiece:
 
 @dataclass
 class _OffloadedBucket:
-    """A bucket whose state is here, its tensors, and its pieces once they are laid out."""
+    """A bucket with offloaded state: the state's tensors, and its pieces once they are laid out."""
 
     bucket_ref: weakref.ref[Bucket]
     unit_tensors: tuple[UnitTensor, ...]
@@ -339,15 +339,15 @@ class _OffloadedBucket:
 
 
 class PiecedOffload(StateOffload):
-    """The state of one optimizer on one rank, in extents elsewhere.
+    """The offloaded state of one optimizer on one rank, in extents of a storage.
 
     Args:
-        storage: where it lies.
-        buffer_bytes: of the buffers in the memory of the parameters' device.
-        resident_bytes: of the state that stays there.
+        storage: the storage of the state.
+        buffer_bytes: bytes of the buffers in the memory of the parameters' device.
+        resident_bytes: bytes of the state that stay in this memory.
 
     Attributes:
-        fault: the first error of the disk; nothing is visited any more.
+        fault: the first error of the disk, after which no piece is visited.
     """
 
     in_memory = False
@@ -358,15 +358,15 @@ class PiecedOffload(StateOffload):
         self.storage = storage
         self._kept: dict[int, _OffloadedBucket] = {}
         self._is_laid_out = True
-        # The pieces that the step under way visits, each with the one that needs its buffer next,
-        # in this step or first in the next one; None between steps.
+        # The pieces that the current step visits, each with the piece that needs its buffer next,
+        # in this step or first in the next step; None between steps.
         self._visited: dict[StatePiece, StatePiece] | None = None
-        # By parameter, not 0 where it takes the step; None where that was known from the begin on.
+        # By parameter, nonzero if it takes the step; None if begin_step() already knew that.
         self._active: Sequence[float] | None = None
         self.fault: DiskError | None = None
 
     def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
-        """Takes up a bucket's state, and returns what stands for it."""
+        """Adds a bucket's state, and returns its placeholder."""
         dtype = master_dtype(bucket.layout, master)
         name = "remainder" if dtype is torch.int16 else "master"
         unit_tensors = () if dtype is None else (UnitTensor(name, dtype),)
@@ -375,7 +375,7 @@ class PiecedOffload(StateOffload):
         return OffloadedState.of(bucket, unit_tensors, quantized_state)
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger swap units."""
+        """Implements :meth:`Bucket.ensure`; the pieces' state moves to larger swap units."""
         state, kept = bucket.state, self._kept[bucket.number]
         missing = [name for name in names if state.memory(name) is None]
         if not missing:
@@ -406,14 +406,14 @@ class PiecedOffload(StateOffload):
         self._is_laid_out = True
 
     def _enlarged(self, piece: StatePiece, unit_tensors: tuple[UnitTensor, ...]) -> StatePiece:
-        """Returns a piece with more tensors in its swap unit, of zeros."""
+        """Returns a piece with more tensors, of zeros, in its swap unit."""
         made = StatePiece(piece.bucket_ref, piece.chunk, unit_tensors)
         if piece.extent is None or not piece.size_bytes:
             return made
         old, new = map(self.storage.buffer, (piece.size_bytes, made.size_bytes))
         self.storage.read(piece.extent, old).wait()
         new.zero_()
-        # Tensors are only added behind the others.
+        # New tensors come after the old ones.
         new[: piece.size_bytes].copy_(old)
         self.storage.write(made.extent_of(self.storage), new).wait()
         return made
@@ -427,23 +427,23 @@ class PiecedOffload(StateOffload):
         for piece in resident:
             buffer = SwapBuffer(self.storage.buffer(piece.size_bytes), is_shared=False)
             if piece.extent is None:
-                buffer.begin_with(piece)  # new memory is of zeros, as a state that begins is
+                buffer.begin_with(piece)  # new memory is zeros, as a new state is
             piece.move_in(buffer)
         if not pieces:
             return
-        # Without any tensor in the state, as of SGD without momentum, nothing moves.
+        # A state without tensors, as in SGD without momentum, moves nothing.
         size = max(PAGE_BYTES, *(piece.size_bytes for piece in pieces))
         count = min(len(pieces), self._buffer_bytes // size)
         buffers = [SwapBuffer(self.storage.buffer(size), is_shared=True) for _ in range(count)]
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
             if count < len(pieces):
-                # What will have to leave its buffer has an extent from now on, whatever else the
-                # disk takes.
+                # Reserve extents now for the pieces that will leave their buffers, before the disk
+                # fills up.
                 piece.extent_of(self.storage)
 
     def reserve(self) -> None:
-        """Takes the memory and the space that the state needs.
+        """Reserves the memory and the disk space that the state needs.
 
         Raises:
             DiskError: the disk has no room.
@@ -452,13 +452,14 @@ class PiecedOffload(StateOffload):
             self._lay_out()
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
-        """Does :meth:`Bucket.pieces`; in a step, for the pieces that it visits.
+        """Implements :meth:`Bucket.pieces`; in a step, only for the pieces that the step visits.
 
-        In a step an error of the disk ends the visits, and is kept in :attr:`fault`: the rank goes
-        on with the calls that the others wait for, and all of them learn of it at the end.
+        In a step an error of the disk ends the visits, and is kept in :attr:`fault`. The rank
+        continues with the calls that other ranks wait for, and at the end the error is raised on
+        all ranks.
 
         Raises:
-            DiskError: between steps.
+            DiskError: the disk has failed; raised here only between steps.
         """
         if self.fault is not None and self._visited is None:
             raise self.fault
@@ -475,7 +476,7 @@ class PiecedOffload(StateOffload):
                 raise
 
     def _is_visited(self, piece: StatePiece) -> bool:
-        """Tells whether a visit of the piece's bucket reaches it."""
+        """True if a visit of the piece's bucket includes the piece."""
         if self._visited is None:
             return True
         return (
@@ -487,7 +488,7 @@ class PiecedOffload(StateOffload):
     def _visit(self, piece: StatePiece, write: bool) -> Iterator[Bucket]:
         buffer, view = piece.buffer, piece.view
         assert buffer is not None and view is not None
-        # A bucket is laid out anew when its optimizer grows.
+        # The bucket gets another layout when its optimizer grows.
         view.layout, view.segments = piece.bucket.layout, piece.bucket.segments
         buffer.swap_in(piece, self.storage)
         buffer.wait()
@@ -507,10 +508,10 @@ class PiecedOffload(StateOffload):
         """Plans the visits of a step.
 
         Args:
-            find_active: returns by parameter a number, not 0 where it takes the step; None for
-                visits of all pieces.
-            order: the buckets' numbers in the order in which they will be updated; None for their
-                own. What :meth:`update_only` says of a bucket overrules the plan.
+            find_active: returns by parameter a number, nonzero if it takes the step; None to visit
+                all pieces.
+            order: the buckets' numbers in the order of their updates; None for ascending numbers. A
+                later :meth:`update_only` overrides the plan.
         """
         self._visited, self._active = {}, None
         active = find_active()
@@ -531,22 +532,22 @@ class PiecedOffload(StateOffload):
             self.fault = error
 
     def update_only(self, active: Sequence[float]) -> None:
-        """Has the visits that follow in a step reach pieces of these parameters, planned or not.
+        """Makes the step's later visits reach all pieces of these parameters, planned or not.
 
         Args:
-            active: by parameter, not 0 where it takes the step.
+            active: by parameter, nonzero if it takes the step.
         """
         self._active = active
 
     def end_step(self) -> None:
-        """Ends the visits of a step, whose last transfers go on."""
+        """Ends the visits of a step; its last transfers continue."""
         self._visited = self._active = None
 
     def wait(self, resident: bool = False) -> None:
-        """Waits until no transfer is under way, and what is changed is on the disk.
+        """Waits until no transfer is under way, and all changed swap units are written.
 
         Args:
-            resident: also what stays in memory.
+            resident: True to include the pieces that stay in memory.
         """
         buffers = {piece.buffer for piece in self._pieces() if piece.buffer is not None}
         used = [buffer for buffer in buffers if buffer.is_shared or resident]
@@ -563,7 +564,7 @@ class PiecedOffload(StateOffload):
 
 
 def takes_step(layout: BucketLayout, chunk: Chunk, active: Sequence[float]) -> bool:
-    """Tells whether some parameter that has elements in a chunk of a bucket takes the step."""
+    """True if some parameter with elements in a chunk of a bucket takes the step."""
     return any(
         active[segment.param] and segment.begin < chunk.end and chunk.begin < segment.end
         for segment in layout.segments
@@ -574,17 +575,17 @@ def wait_limit_s(disk: Disk, comms: Iterable[Communicator]) -> float:
     """Returns how many seconds a rank waits for one transfer.
 
     Args:
-        disk: whose own limit goes first.
-        comms: of the ranks that may wait for this one meanwhile.
+        disk: the disk, whose own limit has priority.
+        comms: communicators of the ranks that may wait for this rank meanwhile.
     """
     if disk.timeout_s is not None:
         return disk.timeout_s
-    # Half: who waits for this rank must not give up before it can tell why.
+    # Half, so that this rank can report its error before the waiting ranks time out.
     return min((comm.timeout.total_seconds() / 2 for comm in comms), default=DEFAULT_TIMEOUT_S)
 
 
 def make_offload(setting: Setting) -> StateOffload:
-    """Returns the offload that an optimizer's options ask for; collective but for memory.
+    """Returns the offload that an optimizer's options choose; collective unless in memory.
 
     Raises:
         UnsupportedError: the parameters are not on the device that the offload serves.

@@ -1,4 +1,4 @@
-"""The step of an optimizer whose parameters lie in buckets, in one pass or two."""
+"""The step of a sharded optimizer over its buckets: one pass, or two to clip, scale or check."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ from ringcomm.optim.rules import ParamState, as_json
 from ringcomm.optim.setting import Setting
 from ringcomm.optim.state_offload import make_offload
 
-# ---- What an optimizer's steps work on: parameters in buckets, with state, table and plan -------
+# ---- The data of a step: buckets of parameters with their state, the table and the plan ---------
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A rank's request to its step or clipping, which the ranks compare before they reduce.
+    """A rank's request to step or to clip, which the ranks compare before they reduce.
 
     Attributes:
-        operation: name of the request, compared with ``told`` and used in errors.
+        operation: name of the request; ranks compare it, and errors name it.
         told: arguments that must be equal on all ranks, as JSON types; empty for a step.
-        refusal: why this rank cannot do it, or None.
+        refusal: the error for which this rank refuses the request, or None.
     """
 
     operation: str = "optimizer.step"
@@ -97,13 +97,13 @@ class PreparedStep:
     Building it is collective, and moves the parameters into the heap.
     """
 
-    #: What builds it, named in errors.
+    # : Name of the operation that builds the step, for errors.
     _operation = OPERATION
-    #: The step of the same optimizer that this one takes the place of, while it is built.
+    # : While this step is built: the optimizer's previous step, which it replaces.
     _before: PreparedStep | None = None
-    #: The states that parameters of that one have.
+    # : The states of the previous step's parameters.
     _states: Sequence[ParamState | None] = ()
-    # The names of the state's tensors by bucket that the hyper-parameters asked for last.
+    # By bucket, the names of the state tensors that the latest hyper-parameters need.
     _ensured: Sequence[Sequence[str]] = ()
 
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
@@ -142,14 +142,14 @@ class PreparedStep:
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
         self.backend = self._make_backend()
-        #: How a step goes over the buckets.
+        # : The order in which a step reduces, updates and gathers each bucket.
         self.plan: StagePlan
         self._check_ranks()
-        # Made once the ranks are known to want the same, since they agree on whether they can.
+        # Made after the ranks have compared their options, since making it is collective.
         self.offload: StateOffload = (
             make_offload(setting) if self._before is None else self._before.offload
         )
-        #: Number of the chunk of the state here, and how many there are.
+        # : Index of this rank's chunk of the state, and the number of chunks.
         self.shard_of = setting.shard_of
         if placement is None:
             self.plan = OwnPlan(self.backend)
@@ -162,13 +162,13 @@ class PreparedStep:
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
 
     def _check_ranks(self) -> None:
-        """Raises MismatchError unless the ranks build the same; collective."""
+        """Raises MismatchError unless all ranks build equal optimizers; collective."""
         setting, rule, options = self.setting, self.rule, self.setting.options
         told = {"optimizer": rule.name, **options.describe()}
         compared = {"options": told, "groups": self._compared_groups()}
         check_ranks(self._operation, setting.comm, setting.others, self.mesh, self.layout, compared)
         if setting.others is not None:
-            # What decides whether a step asks the other stages.
+            # These options decide whether a step communicates with the other stages.
             asks = options.check_finite, setting.loss_scaler is not None
             told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
             check_on_mesh(setting.comm, self.over, self._operation, {"options": told})
@@ -182,12 +182,11 @@ class PreparedStep:
         return [self.rule.compared(group) for group in self.groups]
 
     def _make_backend(self) -> Backend:
-        """Makes the backend that options and device ask for.
+        """Makes the backend for the options and the device.
 
         Raises:
-            UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too
-                small; or each node shall have a copy of the state, and they have different numbers
-                of ranks.
+            UnsupportedError: Triton's kernels cannot run here, the ring's segments are too small,
+                or an option needs nodes with equally many ranks and their numbers differ.
         """
         comm, options = self.setting.comm, self.setting.options
         if comm is not None and comm.world_size > 1:
@@ -200,10 +199,10 @@ class PreparedStep:
         return self.rule.backend(comm, options, self.table)
 
     def keep_state(self, buckets: Sequence[Bucket]) -> None:
-        """Has buckets keep state, of zeros; collective where state is offloaded.
+        """Allocates the buckets' state, as zeros; collective if state is offloaded.
 
         Raises:
-            DiskError: a rank's disk has no room for it; on all ranks.
+            DiskError: on all ranks, if a rank's disk has no room for the state.
         """
         rule, setting = self.rule, self.setting
         for bucket in buckets:
@@ -219,34 +218,34 @@ class PreparedStep:
             self.offload.reserve()
 
     def write_masters(self, buckets: Sequence[Bucket], write: Callable[[Bucket], None]) -> None:
-        """Has masters written for the first time, by a method of buckets.
+        """Writes the buckets' masters for the first time, by calling ``write`` on each bucket.
 
-        It is collective where state is offloaded.
+        It is collective if state is offloaded.
 
         Raises:
-            DiskError: a rank's disk fails; on all ranks.
+            DiskError: on all ranks, if a rank's disk fails.
         """
         with self._offload_agreement():
             for bucket in buckets:
                 write(bucket)
 
     def _offload_agreement(self) -> AbstractContextManager[None]:
-        """Has all ranks learn of an error inside, where offloaded state is read or written."""
+        """Returns a context that raises one rank's error on all ranks, if state is offloaded."""
         if self.offload.in_memory:
             return nullcontext()
         return all_or_none(self.setting.comm, self._operation, self.mesh)
 
     def check_growth(self) -> None:
-        """Checks that the groups, of which some were added since, can be stepped together.
+        """Checks that added param groups can be stepped together with the earlier groups.
 
         Raises:
-            ArgumentError: a parameter of another module, or of none, beside those of a sharded one;
-                or one that was sharded since.
+            ArgumentError: only some parameters belong to the sharded module, or parameters were
+                sharded after the optimizer was built.
         """
         if find_placement(self.groups, grows=True) is not self._placement:
             raise ArgumentError(
                 f"{self.setting.where('add_param_group')}: expected parameters of no sharded "
-                "module, as the optimizer's others are; build another optimizer for these"
+                "module, like the optimizer's other parameters; build another optimizer for these"
             )
 
     def _lay_out(self) -> ShardLayout:
@@ -269,7 +268,7 @@ class PreparedStep:
         return AccumulatedGradients(self.params, self.layout, self.buckets, accumulator)
 
     def _join(self, placement: Placement) -> None:
-        """Takes the buckets in which a placement has put the parameters."""
+        """Uses the buckets into which a placement has put the parameters."""
         setting = self.setting
         placement.bind(self, self._before)
         self.shard_of = placement.shard_of
@@ -280,7 +279,7 @@ class PreparedStep:
         )
 
     def _module_buckets(self, placement: Placement) -> Buckets:
-        """Returns the buckets of a placement, with state."""
+        """Returns a placement's buckets, after allocating their state."""
         setting = self.setting
         buckets = placement.buckets(self.layout, setting.options)
         self.keep_state(buckets)
@@ -300,13 +299,13 @@ class PreparedStep:
 
     @property
     def masters_decide(self) -> bool:
-        """True if writing masters changes the parameters, which are a part of them or quantized."""
+        """True if writing masters changes parameters: their high halves, or quantized from them."""
         options = self.setting.options
         return options.master == "remainder" or options.compression.quantizes_parameters
 
     @property
     def ranks(self) -> ModelRanks | None:
-        """The ranks that train the model together; None for this one alone."""
+        """The ranks that train the model together; None if this rank trains alone."""
         return ranks_of(self.setting.comm, self.mesh)
 
     def _ensure_all(self) -> None:
@@ -317,7 +316,7 @@ class PreparedStep:
             self._ensured = names
 
     def ensure(self, names: Sequence[Sequence[str]]) -> None:
-        """Allocates each bucket's tensors of the state, where there are none of its names yet."""
+        """Allocates missing state tensors; ``names`` lists the needed names by bucket."""
         pairs = zip(self.buckets, names, strict=True)
         changed = [bucket.ensure(needed) for bucket, needed in pairs]
         if any(changed):
@@ -326,16 +325,16 @@ class PreparedStep:
                 self._bind_again()
 
     def _bind_again(self) -> None:
-        """Has the rule take up pieces of the state that were laid out anew."""
+        """Binds the rule again, after pieces of the state were laid out again."""
         chunks, states = self.shard_of[1], self.states()
         self.rule.bind(self.layout, self.groups, self.buckets, chunks, states)
 
     def states(self) -> list[ParamState | None]:
-        """Returns by parameter the state that it has, or None."""
+        """Returns the state of each parameter, or None for a parameter without state."""
         return self.rule.states(self.layout, self.groups, self.table.step.tolist())
 
     def _raise_faults(self, operation: str) -> None:
-        """Raises the error of a rank's disk on all ranks, if there was any; collective."""
+        """Raises a rank's disk error, if there was one, on all ranks; collective."""
         store = None if self._placement is None else self._placement.store
         if self.offload.in_memory and store is None:
             return
@@ -350,7 +349,7 @@ _log = logging.getLogger("ringcomm.optim")
 
 @dataclass(frozen=True)
 class Amp:
-    """The scalars on the device that torch's GradScaler hands over, or None."""
+    """The device scalars that torch's GradScaler passes to a step; None without a GradScaler."""
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -365,12 +364,12 @@ class FirstPass:
         kind: "l2", "l1" or "inf".
         clip: float64, a scalar: the clip coefficient so far.
         mark: the mark of the gradients that were reduced.
-        clipped: True if ``clip`` was asked for.
-        written: True if the reduced gradients may have been written to, so that they must not be
-            reduced again while the mark holds, and ``words`` may be of what was there before.
-        seen: True if those who watch gradients have seen them.
+        clipped: True if a call has clipped the gradients.
+        written: True if the reduced gradients may have been written to. They must then not be
+            reduced again while the mark holds, and ``words`` may describe the earlier values.
+        seen: True if the module's watchers have received the gradients.
         overflowed: float64, a scalar: not 0 if the gradient was not finite before it was clipped by
-            value; None where that was not asked.
+            value; None if that was not checked.
     """
 
     words: Tensor
@@ -389,14 +388,14 @@ class ShardedStep(PreparedStep):
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
         super().__init__(groups, setting)
         self.partly_updated = False
-        #: With ``update="in_backward"``, True from the backward that takes the step to its end.
+        # : With ``update="in_backward"``, True from the updating backward until :meth:`step`.
         self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
-        # Whether the table's factors are those of a step that neither scales nor clips; None once a
-        # step was captured, since a replay may have changed them.
+        # True if the table holds the factors of a step that neither scales nor clips; None once a
+        # graph has captured a step, since a replay may have changed the factors.
         self._is_plain: bool | None = False
-        # Which parameters the last step has changed, by the flags that said so.
+        # The last step's flags by parameter, and the parameters that those flags mark as changed.
         self._stepped: tuple[list[float], list[Tensor]] = ([], [])
 
     @property
@@ -438,7 +437,7 @@ class ShardedStep(PreparedStep):
         self._ensure_all()
 
     def check_hyper(self) -> None:
-        """Raises what this rank has against a step or clipping, which the others then learn."""
+        """Raises this rank's reason to refuse a step or clipping; callers tell it to all ranks."""
         if self._placement is not None and self._placement.lost is not None:
             raise self._placement.lost
         for index, group in enumerate(self.groups):
@@ -447,16 +446,16 @@ class ShardedStep(PreparedStep):
     def reduce_now(self, operation: str) -> None:
         """Reduces the gradients for an operation, if they are not reduced yet; collective.
 
-        The plan has them afterwards (:meth:`StagePlan.reduced`), and the step takes them from
-        there, unless gradients change meanwhile.
+        Afterwards :meth:`StagePlan.reduced` returns them, and the next step uses them unless
+        gradients change before it.
         """
         if self.still_reduced() is None:
             self.first_pass = self.reduce("l2", Asked(operation))
 
     def wrote_gradient(self, index: int) -> None:
-        """Called after a parameter's reduced gradient was written to, on all ranks.
+        """Records that a parameter's reduced gradient was written to; called on all ranks.
 
-        The parameter takes the next step, and what was clipped is not any more.
+        The parameter takes the next step, and the earlier clip coefficient no longer applies.
         """
         before = self.first_pass
         assert before is not None
@@ -494,7 +493,7 @@ class ShardedStep(PreparedStep):
         except RingcommError as error:
             if before is not None:
                 raise
-            # The others learn it as they reduce.
+            # The other ranks receive the refusal when they reduce.
             asked = Asked(refusal=error)
         if before is None:
             first = self.two_passes or self._is_watched
@@ -521,7 +520,7 @@ class ShardedStep(PreparedStep):
         self.partly_updated = False
         self.first_pass = None
         if self.setting.accumulator is not None:
-            # p.grad is always None here, so only the step can tell that a new sum begins.
+            # p.grad is always None here, so the step must mark where a new sum begins.
             self.setting.accumulator.clear()
         if self.setting.loss_scaler is not None:
             self.setting.loss_scaler.update(self.table.control[backends.FOUND_INF])
@@ -536,7 +535,7 @@ class ShardedStep(PreparedStep):
         self.offload.end_step()
 
     def _find_active(self) -> list[float] | None:
-        """Returns by parameter a number, not 0 where the step changes it; None if unknown."""
+        """Returns by parameter a number, nonzero if the step changes it; None if unknown."""
         if self._launches:
             return None  # the host would have to wait for it
         active: list[float] = self.table.active.tolist()
@@ -545,11 +544,11 @@ class ShardedStep(PreparedStep):
     def count_step(self) -> None:
         """Counts the step in the versions of the parameters that it has changed.
 
-        A device decides which parameters step without the host, so all trainable ones count there.
+        On a device the host does not know which parameters step, so it counts all trainable ones.
         """
         table = self.table
         if self._launches:
-            # Resharded parameters would be asked one by one in Python.
+            # Otherwise torch would call __torch_function__ of each resharded parameter.
             with without_torch_function():
                 stepped = [param for param in self.params if param.requires_grad]
         elif table.control[backends.FOUND_INF]:
@@ -571,9 +570,9 @@ class ShardedStep(PreparedStep):
             self._placement.module.count_change(params)
 
     def _forget_losses_of_skipped(self) -> None:
-        """Drops what quantization has lost of gradients that no parameter has seen.
+        """Clears the error-feedback buffers if the step was skipped.
 
-        Beside an infinity there may be finite numbers that are as useless, and as large.
+        A gradient with an infinity may also have finite elements that are useless and very large.
         """
         buffers = [
             bucket.error_feedback for bucket in self.buckets if bucket.error_feedback is not None
@@ -584,11 +583,11 @@ class ShardedStep(PreparedStep):
 
     @property
     def updates_in_backward(self) -> bool:
-        """True if backward updates the buckets, and :meth:`step` ends that."""
+        """True if backward updates the buckets, and :meth:`step` only ends the step."""
         return self.setting.options.update == "in_backward"
 
     def refuse_in_backward(self, operation: str) -> None:
-        """Raises ArgumentError where gradients are gone before an operation could see them."""
+        """Raises ArgumentError if backward uses up the gradients that an operation needs."""
         if self.updates_in_backward:
             raise ArgumentError(
                 f"{self.setting.where(operation)}: backward uses each bucket's gradients as soon "
@@ -597,11 +596,11 @@ class ShardedStep(PreparedStep):
             )
 
     def refuse_under_way(self, operation: str) -> None:
-        """Raises ArgumentError between a backward that takes the step and :meth:`step`."""
+        """Raises ArgumentError after a backward has updated parameters and before :meth:`step`."""
         if self.under_way:
             raise ArgumentError(
                 f"{self.setting.where(operation)}: a backward has updated parameters already "
-                '(update="in_backward"); call optimizer.step() first, which ends that'
+                '(update="in_backward"); call optimizer.step() first, which ends the step'
             )
 
     def refuse_if_partly_updated(self, operation: str) -> None:
@@ -615,7 +614,7 @@ class ShardedStep(PreparedStep):
             )
 
     def _check_scaled(self, amp: Amp) -> None:
-        """Raises ArgumentError if gradients that must be scaled cannot be."""
+        """Raises ArgumentError if gradients must be scaled and there is no scaler."""
         expected = self._placement is not None and self._placement.scaled
         if expected and self.setting.loss_scaler is None and amp.found_inf is None:
             raise ArgumentError(
@@ -653,7 +652,7 @@ class ShardedStep(PreparedStep):
             raise asked.refusal
 
     def frozen_late(self, index: int, operation: str) -> ArgumentError:
-        """Returns what is raised for a parameter that was frozen while it had a gradient."""
+        """Returns the error for a parameter that was frozen while it had a gradient."""
         head = where(operation, self.setting.rank, self.setting.world_size)
         return ArgumentError(
             f"{head}: {self.gradients.label(index)}: was frozen "
@@ -661,7 +660,7 @@ class ShardedStep(PreparedStep):
         )
 
     def digest(self, asked: Asked, frozen: list[int]) -> float:
-        """Returns the digest of what this rank compares; infinity if it refuses the step."""
+        """Returns the digest that ranks compare; infinity if this rank refuses the step."""
         if not self.table.compares:
             if asked.refusal is not None:
                 raise asked.refusal
@@ -675,10 +674,10 @@ class ShardedStep(PreparedStep):
         return float(int(digest) ^ zlib.crc32(asks.encode()))
 
     def _compare(self, asked: Asked, frozen: list[int]) -> None:
-        """Compares what was asked for where no other message carries its digest; collective.
+        """Compares the ranks' requests if no other message carries their digest; collective.
 
-        A mere step compares nothing there, nor does a device, for which the host would have to
-        wait.
+        A step without arguments has nothing to compare here. On a device nothing is compared, since
+        the host would have to wait for the device.
         """
         comm = self.setting.comm
         if comm is not None and asked.told and self.table.compares:
@@ -687,7 +686,7 @@ class ShardedStep(PreparedStep):
             raise asked.refusal
 
     def refuse_differences(self, comm: Communicator, asked: Asked, frozen: list[int]) -> None:
-        """Raises a rank's refusal, or MismatchError that names what differs first; collective."""
+        """Raises a rank's refusal, or MismatchError with the first difference; collective."""
         with all_or_none(comm, asked.operation):
             if asked.refusal is not None:
                 raise asked.refusal
@@ -697,16 +696,16 @@ class ShardedStep(PreparedStep):
         check_agreement(comm, asked.operation, {"groups": hyper, "options": told})
 
     def agree(self, asked: Asked) -> None:
-        """Compares what the ranks ask for, and determines which parameters step; collective."""
+        """Compares the ranks' requests, and determines which parameters step; collective."""
         before = self.still_reduced()
         if before is not None and before.written:
-            # They are determined, and parameters whose gradient was set are among them.
+            # The parameters are determined, and include those whose gradient was written to.
             self._compare(asked, [])
         else:
             self._collect(asked)
 
     def reduce(self, kind: str, asked: Asked = STEP) -> FirstPass:
-        """Runs the first of two passes, or sums gradients that were written since; collective."""
+        """Runs the first of two passes; after writes to gradients, only sums norms; collective."""
         before = self.still_reduced()
         sums = before is not None and before.written
         self.agree(asked)
@@ -729,15 +728,15 @@ class ShardedStep(PreparedStep):
         return replace(before, words=total, kind=kind, mark=mark, written=written, seen=seen)
 
     def norm_words(self, kind: str, gradient_of: Callable[[Bucket], Tensor | None]) -> Tensor:
-        """Sums the norm words of what a function gives of each bucket; collective.
+        """Sums the norm words of the gradient that a function returns of each bucket; collective.
 
         Args:
             kind: "l2", "l1" or "inf".
-            gradient_of: returns the part that this rank sums, with :meth:`own_gradient`'s blocks;
-                on all ranks None for a bucket of which nothing counts.
+            gradient_of: returns the part of a bucket that this rank sums, in the same blocks as
+                :meth:`own_gradient`; or None, on all ranks, to leave the bucket out.
 
         Returns:
-            int64 [24], of all buckets and ranks.
+            int64 [24], the sum over all buckets and ranks.
         """
         device = self.setting.device
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=device)
@@ -765,7 +764,7 @@ class ShardedStep(PreparedStep):
         return self._placement is not None and bool(self._placement.module.watchers)
 
     def _show_gradients(self, operation: str) -> None:
-        """Shows all gradients that there are to those who watch them; collective."""
+        """Passes this rank's part of each gradient to the module's watchers; collective."""
         placement, active = self._placement, self.table.active.tolist()
         assert placement is not None
         with all_or_none(self.setting.comm, operation, self.mesh):
@@ -793,7 +792,7 @@ class ShardedStep(PreparedStep):
         return self.plan.reduced(bucket)[own.begin - kept.begin : own.end - kept.begin]
 
     def inv_scale(self) -> Tensor:
-        """Returns the factor of the reduced gradient that a step takes, float64."""
+        """Returns the factor by which a step multiplies the reduced gradient, float64."""
         scaler, device = self.setting.loss_scaler, self.setting.device
         divisor = 1 if self._placement is None else self._placement.divisor
         inverse = torch.full((), 1 / divisor, dtype=torch.float64, device=device)
@@ -802,7 +801,7 @@ class ShardedStep(PreparedStep):
         return inverse / scaler.current.to(device, torch.float64)
 
     def write_control(self, amp: Amp, reduced: FirstPass | None) -> None:
-        """Writes the factors of the gradient, and whether the kernels skip the step."""
+        """Writes the gradient's factors, and whether the kernels skip the step, into the table."""
         scaled = self.setting.loss_scaler is not None or amp.scale is not None
         plain = not scaled and amp.found_inf is None and reduced is None
         if self._launches:
@@ -831,7 +830,7 @@ class ShardedStep(PreparedStep):
                 found.add_(reduced.overflowed)
 
     def _report(self) -> None:
-        """Logs on rank 0 that a step was skipped; on the host, where reading that costs nothing."""
+        """Logs on rank 0 that a step was skipped; only on the host, where reading it is free."""
         if self._launches:
             return
         skipped = int(self.table.control[backends.SKIPPED])

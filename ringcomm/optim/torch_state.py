@@ -1,4 +1,4 @@
-"""Saving and loading of an optimizer's state in the format of torch's ``state_dict()``."""
+"""Saves and loads an optimizer's state in the format of torch's ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
 
 
 def _empty_shards(layout: ShardLayout) -> list[int]:
-    """Returns the 16-bit parameters of which this rank has nothing, and others have something."""
+    """Returns the 16-bit parameters of which other ranks have elements, and this rank has none."""
     return [
         index
         for index, spec in enumerate(layout.params)
@@ -106,7 +106,7 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
 
 
 def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
-    """Takes this rank's shards of a whole state in torch's format; collective.
+    """Loads this rank's shards of a whole state in torch's format; collective.
 
     Raises:
         CheckpointError: the state does not fit the parameters; nothing was changed.
@@ -155,7 +155,7 @@ def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -> Any:
-    """Returns a parameter's state with what this rank has of each tensor."""
+    """Returns a parameter's state with this rank's part of each tensor."""
     if not isinstance(entry, Mapping):
         return entry
     called = f"{operation}: parameter {index}"
@@ -166,10 +166,10 @@ def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -
 
 
 def _local_tensor(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
-    """Returns what this rank has of a state's tensor, which is whole or a DTensor as the parameter.
+    """Returns this rank's part of a state tensor, which is whole or a DTensor as the parameter.
 
     Raises:
-        CheckpointError: it is a DTensor that lies otherwise.
+        CheckpointError: it is a DTensor with another mesh or other placements.
     """
     if not isinstance(given, Tensor):
         return given
@@ -195,7 +195,7 @@ def _check_entry(
     groups: Sequence[Mapping[str, Any]],
     operation: str,
 ) -> ParamState | None:
-    """Checks one parameter's entry, and returns which state it has."""
+    """Checks one parameter's entry, and returns the parameter's state."""
     if entry is None:
         return None
     spec, called = sharded.layout.params[index], f"{operation}: parameter {index}"
@@ -216,7 +216,7 @@ def _kept_whole(
     states: Sequence[ParamState | None],
     operation: str,
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns by parameter with state the tensors that all ranks have whole, checked."""
+    """Returns, for parameters with state, the checked tensors that all ranks have whole."""
     found: dict[int, dict[str, Tensor]] = {}
     for index, state in enumerate(states):
         for name, mine in sharded.rule.kept_whole(index).items() if state is not None else ():
@@ -227,7 +227,7 @@ def _kept_whole(
 
 
 def _step_of(state: ParamState | None) -> float:
-    """Returns the steps that a parameter has taken; 1 where its optimizer does not count them."""
+    """Returns the steps that a parameter has taken; 1 if its optimizer does not count them."""
     return 0.0 if state is None else state.numbers.get("step", 1.0)
 
 
@@ -238,7 +238,7 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 
 
 def _has_master(sharded: ShardedStep, index: int) -> bool:
-    """Tells whether a whole state has a master of a parameter: of 16 bits, or quantized."""
+    """True if a whole state has the master of a parameter, which is 16-bit or sent quantized."""
     spec, (number, _) = (
         sharded.layout.params[index],
         sharded.layout.locations.get(index, (None, None)),
@@ -263,7 +263,7 @@ def _check_masters(
 
 
 class _LoadedState(NamedTuple):
-    """A state that is loaded: which one each parameter has, its entry, and all tensors' names."""
+    """A state to load: each parameter's state and entry, and the names of all tensors."""
 
     states: Sequence[ParamState | None]
     entries: Mapping[int, Any]

@@ -348,11 +348,11 @@ NOT_ELEMENTWISE: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SparseAdam: "does not support dense gradients",
     torch.optim.Adafactor: r"'row_var' .* \(8, 12\) has the shape \(8, 1\)",
     torch.optim.Muon: "only supports 2D parameters",
-    Normalized: "in parts becomes another one",
-    Spread: "in parts becomes another one",
+    Normalized: "in parts gets other values",
+    Spread: "in parts gets other values",
     Counting: "changes the entry 'count' of its param group",
     Remembering: "changes its attribute 'last'",
-    Replacing: "puts another tensor in the place",
+    Replacing: "replaces a parameter.s memory",
     Half: r"'half' is torch\.bfloat16",
 }
 

@@ -110,7 +110,9 @@ def test_an_optimizer_on_other_parameters():
     with pytest.raises(ArgumentError, match=r"2 are missing, the first is '1\.weight'"):
         AdamW(module[0].parameters()).prepare()
     extra = nn.Parameter(torch.ones(3))
-    with pytest.raises(ArgumentError, match="parameter 4: is no parameter of the module"):
+    with pytest.raises(
+        ArgumentError, match="parameter 4: is not a parameter of the sharded module"
+    ):
         AdamW([*module.parameters(), extra]).prepare()
     other = zero.shard(nn.Linear(2, 2), 2, comm="alone")
     with pytest.raises(ArgumentError, match="one sharded module, got those of 2"):
