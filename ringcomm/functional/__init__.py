@@ -1,7 +1,7 @@
 """Collectives that return new tensors, and matrix products, attention and checkpoints over ranks.
 
 The collectives are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile``
-traces through them. ``docs/functional.md`` says what is promised.
+traces through them. Read ``collectives.py`` first; ``docs/functional.md`` states the guarantees.
 """
 
 from __future__ import annotations

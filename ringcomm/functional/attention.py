@@ -1,25 +1,25 @@
 """Attention over a sequence that the ranks of a group share: context parallelism.
 
 Each of W ranks has n tokens of a sequence of W n: queries, keys and values [batch, heads, n, dim].
-:func:`context_positions` says which. Two ways lead to the attention of the whole sequence:
+:func:`context_positions` returns their positions. Two functions compute the attention over the
+whole sequence:
 
-* :func:`ring_attention` in W steps. In each a rank attends with its own queries to the keys and
-  values of one rank, while those of the rank before travel to it. Results are merged by the
-  logarithms of the sums of their exponentials, so no rank ever has more than two ranks' keys and
-  values. A rank sends W - 1 times its keys and values; in backward the same again, and W times
-  their gradients, in FP32.
-* :func:`ulysses_attention` by two all-to-alls, which exchange tokens for heads: each rank computes
-  some heads of the whole sequence. A rank sends (W - 1) / W of its queries, keys, values and
-  results, and needs W to divide the heads.
+* :func:`ring_attention` takes W steps. In each step a rank's queries attend to the keys and values
+  of one rank, while the previous rank sends it the next keys and values. Partial results are merged
+  by their log-sum-exp, so a rank holds at most two ranks' keys and values. A rank sends W - 1 times
+  its keys and values; in backward the same again, and W times their gradients, in FP32.
+* :func:`ulysses_attention` uses two all-to-alls, which exchange tokens for heads: each rank
+  computes some heads of the whole sequence. A rank sends (W - 1) / W of its queries, keys, values
+  and results. W must divide the number of heads.
 
-With a causal mask the ranks that have the last tokens have the most to do. In the order "zigzag" a
-rank has a chunk of the first half of the sequence and its mirror image of the second half, which
-gives all ranks the same to do.
+With a causal mask the ranks with the last tokens have the most work. In the order "zigzag" a rank
+has a chunk of the first half of the sequence and the mirrored chunk of the second half, so that all
+ranks have equal work.
 
 Sources: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023, arXiv:2310.01889); merging: Milakov, Gimelshein, "Online normalizer calculation for
 softmax" (2018); zigzag: Brandon et al., "Striped Attention" (2023, arXiv:2311.09431) has the
-problem and another order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509).
+problem and a different order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -51,23 +51,24 @@ from ringcomm.json_reader import shown
 
 Tensor = torch.Tensor
 
-# The tags of its messages, which no program is likely to use for its own.
+# Tags of the ring's messages, which a user's program is unlikely to use.
 _KEYS_TAG, _GRADS_TAG = 0x52494E47, 0x52494E48
 
 
 def context_positions(length: int, group: Group = None, *, zigzag: bool = False) -> Tensor:
-    """Returns where in the sequence the tokens of this rank are, for slicing and for embeddings.
+    """Returns the positions of this rank's tokens in the sequence, for slicing and embeddings.
 
     Args:
-        length: tokens of the sequence; a multiple of the world size, of twice that with ``zigzag``.
+        length: number of tokens in the sequence; a multiple of the world size, or with ``zigzag``
+            of twice the world size.
         group: a Communicator, process group of the backend or mesh; None means the default group.
-        zigzag: the rank has chunks r and 2 W - 1 - r of 2 W, and not chunk r of W.
+        zigzag: True if rank r has chunks r and 2 W - 1 - r of 2 W, instead of chunk r of W.
 
     Returns:
         int64 [length / W] on the CPU.
 
     Raises:
-        ArgumentError: a length that the ranks cannot share.
+        ArgumentError: the ranks cannot divide the length.
     """
     spec = group_spec_of(group, named("context_positions"))
     _, rank, world_size = spec
@@ -102,25 +103,25 @@ def ring_attention(
 ) -> Tensor:
     """Returns the attention of this rank's queries to the keys and values of all ranks.
 
-    It is ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, of which each
-    rank passes and gets its tokens; partial results are merged in FP32, in an order that depends on
+    It is ``torch.nn.functional.scaled_dot_product_attention`` over the whole sequence; each rank
+    passes and gets its own tokens. Partial results are merged in FP32, in an order that depends on
     the rank alone. Gradients flow to all ranks' tensors, so all ranks must take part in backward.
 
     Args:
         query: [batch, heads, n, dim]; n tokens on every rank.
-        key: [batch, key heads, n, dim], where the key heads divide the heads.
+        key: [batch, key heads, n, dim]; the number of key heads divides the number of heads.
         value: as ``key``.
         group: a Communicator, process group of the backend or mesh; None means the default group.
-        is_causal: a token attends to itself and to those before it in the sequence.
-        scale: of the scores; None is 1 / sqrt(dim).
-        zigzag: the tokens are in the order of :func:`context_positions` with ``zigzag``, in which a
-            causal mask gives all ranks the same to do.
+        is_causal: True if a token attends only to itself and to earlier tokens in the sequence.
+        scale: factor of the scores; None is 1 / sqrt(dim).
+        zigzag: the tokens are in the order of :func:`context_positions` with ``zigzag``, which
+            gives all ranks equal work with a causal mask.
 
     Raises:
-        ArgumentError: tensors of other shapes, dtypes or devices than these.
+        ArgumentError: a tensor has another shape, dtype or device.
         MismatchError: the ranks' shapes or, on the host, options differ.
-        UnsupportedError: on a GPU, another dtype than bfloat16 and float16; and in backward, if the
-            gradients are to be differentiated.
+        UnsupportedError: on a GPU, the dtype is not bfloat16 or float16; in backward, the gradients
+            are to be differentiated.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     _checked("ring_attention", group, query, key, value, zigzag, scale)
@@ -140,21 +141,21 @@ def ulysses_attention(
     scale: float | None = None,
     zigzag: bool = False,
 ) -> Tensor:
-    """Returns what :func:`ring_attention` does, by exchanging tokens for heads and back.
+    """Returns the same as :func:`ring_attention`, by exchanging tokens for heads and back.
 
     Args:
         query: [batch, heads, n, dim]; n tokens on every rank, heads that the world size divides.
-        key: [batch, key heads, n, dim], where the key heads divide the heads; where there are fewer
-            key heads than ranks they must divide the world size, and are copied.
+        key: [batch, key heads, n, dim]; the number of key heads divides the number of heads. Fewer
+            key heads than ranks must divide the world size, and are copied.
         value: as ``key``.
         group: a Communicator, process group of the backend or mesh; None means the default group.
-        is_causal: as of :func:`ring_attention`.
-        scale: as of :func:`ring_attention`.
-        zigzag: as of :func:`ring_attention`; here it changes nothing but the order.
+        is_causal: see :func:`ring_attention`.
+        scale: see :func:`ring_attention`.
+        zigzag: see :func:`ring_attention`; here it changes only the order.
 
     Raises:
-        ArgumentError: tensors of other shapes, dtypes or devices than these.
-        MismatchError: on the host: the ranks' options differ.
+        ArgumentError: a tensor has another shape, dtype or device.
+        MismatchError: on the host, if the ranks' options differ.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     spec = _checked("ulysses_attention", group, query, key, value, zigzag, scale)
@@ -176,7 +177,7 @@ def ulysses_attention(
         exchanged = exchanged.index_select(2, order.argsort())
     query, key, value = torch.split(exchanged, heads, 1)
     gqa = False
-    if heads[0] != heads[1]:  # a branch, since to a compiler the comparison may be a symbol
+    if heads[0] != heads[1]:  # a branch, since for torch.compile the comparison may be a symbol
         gqa = True
     result = F.scaled_dot_product_attention(
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa
@@ -193,7 +194,7 @@ def _order(world_size: int, tokens: int) -> Tensor:
 
 
 def _for_all_ranks(world_size: int, tensor: Tensor) -> Tensor:
-    """Copies heads of keys or values until there is one for each rank, where that works out."""
+    """Copies key or value heads so that each rank gets one, if they divide the world size."""
     heads = tensor.size(1)
     if heads >= world_size or world_size % heads:
         return tensor
@@ -201,23 +202,23 @@ def _for_all_ranks(world_size: int, tensor: Tensor) -> Tensor:
 
 
 def _divided(tensor: Tensor, dim: int, first: int) -> Tensor:
-    """Returns a view with dimension ``dim`` in two, of which the first has so many entries."""
+    """Returns a tensor with dimension ``dim`` split in two, the first of size ``first``."""
     return tensor.reshape(*tensor.shape[:dim], first, -1, *tensor.shape[dim + 1 :])
 
 
 def _by_rank(tensor: Tensor, world_size: int) -> Tensor:
-    """[batch, heads, n, dim] as [W, batch, heads / W, n, dim]."""
+    """Returns [batch, heads, n, dim] as [W, batch, heads / W, n, dim]."""
     return _divided(tensor, 1, world_size).movedim(1, 0)
 
 
 def _tokens_for_heads(by_rank: Tensor, group: Group) -> Tensor:
-    """[W, batch, heads / W, n, dim], heads by rank, to [batch, heads / W, W n, dim]."""
+    """Exchanges [W, batch, heads / W, n, dim], heads by rank, to [batch, heads / W, W n, dim]."""
     came = _divided(all_to_all(by_rank.flatten(0, 1), group=group), 0, by_rank.size(0))
     return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _heads_for_tokens(tensor: Tensor, world_size: int, group: Group) -> Tensor:
-    """[batch, heads / W, W n, dim] to [batch, heads, n, dim]."""
+    """Exchanges [batch, heads / W, W n, dim] to [batch, heads, n, dim]."""
     by_rank = _divided(tensor, 2, world_size).movedim(2, 0)
     came = _divided(all_to_all(by_rank.flatten(0, 1), group=group), 0, world_size)
     return came.movedim(0, 1).flatten(1, 2)
@@ -237,7 +238,7 @@ def _checked(
     zigzag: bool,
     scale: float | None,
 ) -> GroupSpec:
-    """Where a call is whose tensors fit it and each other; traceable."""
+    """Checks the arguments of a call, and returns the group's spec; traceable."""
     spec = group_spec_of(group, named(function))
     head = _head(function, spec)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -273,7 +274,7 @@ def _checked(
 
 
 class _AttentionForm(NamedTuple):
-    """The group and the options, which forward and backward have in common."""
+    """The group and the options of a call, which forward and backward share."""
 
     comm: Communicator
     is_causal: bool
@@ -292,11 +293,11 @@ def _form_of(
 def _check_same(form: _AttentionForm, function: str) -> None:
     """Compares the options of all ranks; collective on the host.
 
-    Ranks whose tensors have the same shapes would else go on with wrong results. On a device nobody
-    waits to compare.
+    Otherwise ranks whose tensors have the same shapes would compute wrong results. On a device the
+    options are not compared, since the host would wait.
 
     Raises:
-        MismatchError: they differ; on all ranks.
+        MismatchError: on all ranks, if the options differ.
     """
     comm = form.comm
     if comm.world_size == 1 or comm.launches:
@@ -320,7 +321,7 @@ def _check_same(form: _AttentionForm, function: str) -> None:
 
 
 class _TokenRange(NamedTuple):
-    """The tokens of this rank's queries that attend to which of another rank's keys."""
+    """The ranges of this rank's queries and another rank's keys that attend to each other."""
 
     queries: slice
     keys: slice
@@ -328,11 +329,11 @@ class _TokenRange(NamedTuple):
 
 
 def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | None:
-    """Returns what of the keys of rank ``owner`` this rank's queries see; None: nothing.
+    """Returns which keys of rank ``owner`` this rank's queries attend to; None for no keys.
 
-    In zigzag order this rank has chunks r and 2 W - 1 - r. A rank with a smaller number has an
-    earlier first chunk, which all queries here see, and a later second one, which none does; of a
-    rank with a larger number both chunks lie between the two here.
+    In zigzag order this rank has chunks r and 2 W - 1 - r. The first chunk of a lower rank is
+    before all queries here, which attend to it; the second is after all of them. Both chunks of a
+    higher rank are between the two chunks here, so only the second chunk's queries attend to them.
     """
     everything = slice(0, tokens)
     rank, half = form.comm.rank, tokens // 2
@@ -346,7 +347,7 @@ def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | No
 
 
 def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
-    """Begins to send a tensor to the next rank; call the result for that of the rank before."""
+    """Starts sending a tensor to the next rank; call the result for the previous rank's tensor."""
     came = torch.empty_like(tensor)
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     works = batch_isend_irecv(
@@ -364,7 +365,7 @@ def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Ten
     return end
 
 
-# The operators: ring_attention also returns the logarithms of the sums, for its gradient.
+# The operators: ring_attention also returns the log-sum-exp, for its gradient.
 
 
 def _ring_attention(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
@@ -423,7 +424,7 @@ def _ring_attention_backward(
             keys = coming()
     if returning is not None:
         keys_grad = returning()
-    # Each a tensor of its own, as an operator's results must be.
+    # Separate tensors, as an operator's results must be.
     key_grad, value_grad = (each.to(key.dtype, copy=True) for each in keys_grad)
     return query_grad.to(query.dtype), key_grad, value_grad
 
@@ -453,7 +454,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 def _refuse_second_gradients(ctx: Any, *_: Any) -> tuple[Any, ...]:
     raise UnsupportedError(
         "functional.ring_attention: expected to be differentiated once, got a gradient of its "
-        "gradient; ulysses_attention has those where torch's attention has"
+        "gradient; ulysses_attention supports it where torch's attention does"
     )
 
 
@@ -487,7 +488,7 @@ register(
 )
 
 
-# ulysses_attention exchanges tensors by operators that do not know what a rank does with them.
+# The exchanges of ulysses_attention do not see its options, so an operator compares them.
 
 
 def _same_options(query: Tensor, *form: Any) -> Tensor:
@@ -507,12 +508,12 @@ register(
 def _merge(
     merged: tuple[Tensor, Tensor] | None, found: tuple[Tensor, Tensor], queries: slice
 ) -> tuple[Tensor, Tensor]:
-    """Adds a partial result to those before, each weighted by the sum of its exponentials.
+    """Merges a partial result into the earlier results, weighted by the sums of exponentials.
 
     Args:
-        merged: result [batch, heads, n, dim] and logarithms of the sums [batch, heads, n] so far.
-        found: the same of some of the queries.
-        queries: which.
+        merged: result [batch, heads, n, dim] and log-sum-exp [batch, heads, n] so far.
+        found: the partial result and log-sum-exp of some of the queries.
+        queries: the range of these queries.
     """
     partial, partial_logs = found
     if merged is None:
@@ -526,9 +527,10 @@ def _merge(
     return result, logs
 
 
-# One rank's queries and keys, by the kernels of scaled_dot_product_attention, which also give the
-# logarithms of the sums. In backward they take the result and the logarithms of the whole sequence:
-# then what they compute of some of its keys is exactly these keys' share.
+# The attention of one rank's queries to one rank's keys, by the kernels of
+# scaled_dot_product_attention, which also return the log-sum-exp. In backward the kernels get the
+# result and the log-sum-exp of the whole sequence: then the gradients that they compute for some
+# keys are exactly these keys' share.
 
 _aten: Any = torch.ops.aten
 
@@ -541,7 +543,7 @@ def _per_head(keys: Tensor, heads: int) -> Tensor:
 def _attend(
     query: Tensor, keys: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result in the query's dtype, and the logarithms of the sums in FP32 or FP64."""
+    """Returns the result in the query's dtype, and the log-sum-exp in FP32 or FP64."""
     key, value = _per_head(keys, query.size(1))
     if query.is_cpu:
         result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -564,7 +566,7 @@ def _check_device(query: Tensor) -> None:
 
 
 class _Attended(NamedTuple):
-    """Queries, and what was found of them over the whole sequence."""
+    """Queries, with their result and log-sum-exp over the whole sequence."""
 
     query: Tensor
     result: Tensor
@@ -574,7 +576,7 @@ class _Attended(NamedTuple):
 def _attend_backward(
     grad: Tensor, attended: _Attended, keys: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the query, and of keys and values as they were passed."""
+    """Returns the gradient of the query, and the gradients of ``keys`` in its shape."""
     query, result, logs = attended
     key, value = _per_head(keys, query.size(1))
     whole = (grad.contiguous(), query, key, value, result, logs.contiguous())
@@ -584,7 +586,7 @@ def _attend_backward(
         )
     else:
         tokens, seen = query.size(2), key.size(2)
-        # Without dropout nothing random is read again.
+        # Without dropout the kernels do not read the random state.
         shapes: list[tuple[int, ...]] = [(2,), ()]
         seeds = [torch.zeros(each, dtype=torch.uint64, device=query.device) for each in shapes]
         found = _aten._scaled_dot_product_flash_attention_backward(

@@ -1,8 +1,8 @@
 """Activation checkpoints that the ranks of a tensor-parallel group divide among themselves.
 
 Under tensor parallelism every rank of the group has the same inputs of a layer. A checkpoint keeps
-them until backward, and then computes the layer again; here each of W ranks keeps 1 / W of them,
-and they are gathered when backward reaches the layer. Rajbhandari et al., "ZeRO: Memory
+the inputs until backward, and then computes the layer again; here each of W ranks keeps 1 / W of
+the inputs, and they are gathered when backward reaches the layer. Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models" (SC'20), section 6.1, calls this P_a.
 """
 
@@ -28,7 +28,7 @@ _OPERATION = named("partitioned_checkpoint")
 _WITHOUT_TRANSFORMS = (
     "call the function itself there, or torch.utils.checkpoint.checkpoint(use_reentrant=False)"
 )
-# Integers as wide as an element, whose sum stands for the bits.
+# By bytes of an element, the integer dtype in which a checksum sums its bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,29 +41,30 @@ def partitioned_checkpoint(
 ) -> Any:
     """Calls ``function(*args)``, and computes it again in backward, from inputs that W ranks share.
 
-    It is ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)``, whose rules
-    hold, but for what it keeps: of each tensor among ``args`` a rank keeps 1 / W. So all ranks of
-    the group must call it with the same tensors, and their backwards reach it in the same order.
+    It is ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)``, with the same
+    rules, except that a rank keeps only 1 / W of each tensor among ``args``. So all ranks of the
+    group must call it with the same tensors, and their backwards must reach it in the same order.
 
     Args:
-        function: gives a tensor or a tuple of tensors.
-        args: what it takes. Floating-point tensors with as many elements as ranks, or more, are
-            divided; each must have the same bits on all ranks.
+        function: returns a tensor or a tuple of tensors.
+        args: the function's arguments. Floating-point tensors with at least as many elements as
+            ranks are divided; each must have the same bits on all ranks.
         group: the tensor-parallel ranks, which have the same activations; a group of one rank
             keeps everything, as torch's checkpoint does.
-        preserve_rng_state: as of torch's function.
+        preserve_rng_state: see torch's function.
 
     Raises:
-        ArgumentError: there is no group.
-        MismatchError: in backward, on the host: a tensor did not have the same bits on all ranks.
+        ArgumentError: ``group`` is None.
+        MismatchError: in backward, on the host, if a tensor did not have the same bits on all
+            ranks.
         UnsupportedError: a transform of ``torch.func`` is active, or a tensor has a tangent.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if group is None:
         raise ArgumentError(
             f"{_OPERATION}: group: expected the tensor-parallel ranks, such as mesh['tp'], which "
-            "have the same activations, got None. Data-parallel ranks have different ones, of "
-            "which nothing can be divided: use torch.utils.checkpoint there"
+            "have the same activations, got None. Data-parallel ranks have different ones, which "
+            "cannot be divided: use torch.utils.checkpoint there"
         )
     comm = communicator_of(group, _OPERATION)
     refuse_transforms(_OPERATION, _WITHOUT_TRANSFORMS, *args)
@@ -80,8 +81,8 @@ class _KeptShare:
     Attributes:
         comm: the ranks that have the other shards.
         shard: [ceil(elements / W)], the last ones padded with zeros.
-        shape: of the tensor.
-        checksum: of its bits; None on a device, where nobody waits to compare it.
+        shape: shape of the tensor.
+        checksum: sum of the tensor's bits; None on a device, where the host would have to wait.
     """
 
     comm: Communicator
@@ -112,9 +113,9 @@ def _bring(kept: Tensor | _KeptShare) -> Tensor:
     if kept.checksum is not None and not torch.equal(_checksum(flat), kept.checksum):
         raise MismatchError(
             f"{where(_OPERATION, comm.rank, comm.world_size)}: expected a tensor "
-            f"{list(kept.shape)} with the same bits on all ranks, got another one back than this "
-            "rank has passed. Pass the group of tensor-parallel ranks, and only what all of them "
-            "have, as no sequence-parallel part is"
+            f"{list(kept.shape)} with the same bits on all ranks, got one that differs between "
+            "ranks. Pass the group of tensor-parallel ranks, and only tensors that all of them "
+            "have; sequence-parallel parts differ"
         )
     return flat.view(kept.shape)
 

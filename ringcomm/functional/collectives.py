@@ -1,4 +1,4 @@
-"""Collectives that return new tensors: the operators of torch behind them, and what users call."""
+"""Collectives that return new tensors: torch operators, derivatives, and public functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from ringcomm.integers import MOST
 
 Tensor = torch.Tensor
 
-# Takes the arguments, the results and the tangents of the arguments; returns those of the results.
+# Takes the arguments, the results and the arguments' tangents; returns the results' tangents.
 Tangent = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]
 
 # The names of all operators, in the order of their registration.
@@ -68,9 +68,9 @@ class Derivatives:
             tangents of the arguments. Arguments and results come without tangents. None if
             ``check`` refuses forward mode.
         remember: stores in the context what ``backward`` reads, given arguments and result.
-        check: called before any communication with the arguments of a call that is to be
-            differentiated, and whether one of them has a tangent; raises UnsupportedError where
-            there is no derivative.
+        check: called before any communication of a call that will be differentiated, with the
+            arguments and whether one of them has a tangent; raises UnsupportedError if there is no
+            derivative.
     """
 
     backward: Callable[..., tuple[Any, ...]]
@@ -81,11 +81,11 @@ class Derivatives:
 
 @dataclass(frozen=True)
 class Batching:
-    """Where ``torch.vmap`` may put the batch of the first tensor so that one call serves it all.
+    """Where ``torch.vmap`` may put the first tensor's batch, so that one call handles all samples.
 
     Attributes:
         dim: the dimension of the batch: 0, or -1 for the last.
-        least_dims: of a sample; the kernel refuses samples with fewer.
+        least_dims: dimensions that a sample must have; the kernel refuses samples with fewer.
     """
 
     dim: int
@@ -104,14 +104,14 @@ def register(
     """Makes ``kernel`` an operator whose calls keep their order; see NOTE [Ranks stay in step].
 
     Args:
-        name: of the operator in ``torch.ops.ringcomm``.
-        schema: its arguments and results.
-        kernel: for tensors of any device.
-        fake: gives results of the right shapes from tensors without data.
-        derivatives: of the operator; None if no result depends on a tensor's values.
-        batching: of the first argument under ``torch.vmap``; None to call it once per sample.
+        name: name of the operator in ``torch.ops.ringcomm``.
+        schema: the operator's arguments and results.
+        kernel: the implementation, for tensors of any device.
+        fake: returns results of the right shapes for tensors without data.
+        derivatives: derivatives of the operator; None if no result depends on a tensor's values.
+        batching: batching of the first argument under ``torch.vmap``; None for one call per sample.
     """
-    # Kernels bring their input into order themselves, so a compiler need not keep its strides.
+    # Kernels make their input contiguous themselves, so a compiler need not keep its strides.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     qualified = f"ringcomm::{name}"
     _library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
@@ -148,11 +148,11 @@ def _transform() -> str | None:
 
 
 def has_tangent(*values: Any) -> bool:
-    """Whether one of the values is a tensor with a tangent, at the innermost level.
+    """True if one of the values is a tensor with a tangent, at the innermost level.
 
-    Compiled graphs enter the level without forward_ad's knowledge, so only the tensors can tell.
+    Compiled graphs enter the level without calling forward_ad, so this inspects the tensors.
     """
-    for value in values:  # of every call, so not by any(), which takes twice as long
+    for value in values:  # not by any(), which takes twice as long, and every call comes here
         if (
             isinstance(value, Tensor)
             and value.layout is _STRIDED
@@ -165,7 +165,7 @@ def has_tangent(*values: Any) -> bool:
 
 @contextmanager
 def _outer_levels() -> Iterator[None]:
-    """Lets the transforms outside of the current one differentiate what is called here."""
+    """A context in which transforms outside of the current one differentiate the calls inside."""
     if _transform() is None:
         yield
         return
@@ -196,7 +196,7 @@ def _below_autograd(operator: Any, keyset: Any, inputs: Sequence[Any]) -> Any:
 def _function(operator: Any, derivatives: Derivatives) -> Any:
     """Returns the autograd function of an operator.
 
-    Its last argument is the set of dispatch keys, and whether an input has a tangent.
+    Its last argument is a pair: the set of dispatch keys, and whether an input has a tangent.
     """
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -246,7 +246,7 @@ def refuse_transforms(operation: str, advice: str, *tensors: Any) -> None:
     """Raises if a transform of ``torch.func`` is active or a tensor has a tangent.
 
     Raises:
-        UnsupportedError: names the transform or forward mode, and gives the advice.
+        UnsupportedError: the message names the transform or forward mode, and gives the advice.
     """
     transform = _transform()
     if transform is not None:
@@ -259,7 +259,7 @@ def refuse_transforms(operation: str, advice: str, *tensors: Any) -> None:
 
 
 def no_forward_mode(operation: str, advice: str) -> UnsupportedError:
-    """Returns the error for a call of which torch wants tangents."""
+    """Returns the error for a call in forward mode."""
     return UnsupportedError(
         f"{operation}: forward mode (dual numbers, torch.func.jvp, jacfwd and hessian) is not "
         f"supported, and a tensor has a tangent; {advice}"
@@ -270,7 +270,7 @@ def no_forward_mode(operation: str, advice: str) -> UnsupportedError:
 
 
 def _batched(operator: Any, batching: Batching | None) -> Callable[..., Any]:
-    """Returns the rule for ``torch.vmap``: one call, or one for each sample in their order."""
+    """Returns the rule for ``torch.vmap``: one call for all samples, or one per sample in order."""
 
     def rule(info: Any, in_dims: Sequence[int | None], first: Tensor, *rest: Any) -> Any:
         others = any(dim is not None for dim in in_dims[1:])
@@ -310,7 +310,7 @@ def _stacked(operator: Any, samples: Sequence[Tensor]) -> Tensor:
 
 @cache
 def keep_order() -> bool:
-    """Gives the operators their lowerings; loads inductor, so only once something is compiled."""
+    """Registers the operators' lowerings; called only when compiling, since it loads inductor."""
     from torch._inductor.lowering import lowerings
 
     for name in registered:
@@ -330,7 +330,7 @@ def _in_order(operator: Any) -> Callable[..., Any]:
         graph = V.graph
         before = len(graph.operations)
         result = lower(*arguments)
-        # Code in C++ calls operators by their names.
+        # inductor's C++ code calls the operators by their names.
         native = None if graph.cpp_wrapper else name_in_graph(operator._schema.name)
         for operation in graph.operations[before:]:
             if native is not None and isinstance(operation, FallbackKernel):
@@ -341,32 +341,33 @@ def _in_order(operator: Any) -> Callable[..., Any]:
                 name = operation.get_operation_name()
                 graph.additional_buffer_deps[name].add(previous.get_name())
         if graph.current_node.target is operator:
-            # A pass over the graph has put it there, without a token.
+            # A graph pass has inserted this call, so it has no effect token.
             graph.effectful_ops[EffectType.ORDERED] = graph.operations[-1]
         return result
 
     return lower_in_order
 
 
-# ---- Collectives that return new tensors: the operators of torch behind them, and what users call
+# ---- The collectives: groups in graphs, operators, gradients, and public functions ---------------
 
-# ---- Finds a communicator again by the string that stands for it in a traced graph --------------
+# ---- Finding a communicator by the key that represents it in a traced graph ---------------------
 # NOTE [Group keys]
-# A graph must hold constants, equal in every process that may share a compile cache. A
-# communicator's key is made of its name, rank and world size; of several with the same three that
-# live at once, each later one gets a number. The number is free again once its communicator is
-# gone, closed or aborted, so a graph goes on with the communicator that was built in its place.
+# A graph must hold constants that are equal in all processes that may share a compile cache. So a
+# communicator's key consists of its name, rank and world size. If several living communicators have
+# the same three, each later communicator also gets a number. The number is free again once its
+# communicator is gone, closed or aborted, so that a graph continues with the communicator that
+# replaced it.
 #
 # NOTE [The default group in a graph]
-# dynamo does not guard what it reads from a ``threading.local``: a graph traced in one thread would
-# serve the threads of a LocalWorld with the communicator of another. So ``group=None`` stays the
-# empty key, which means the default group of whichever thread runs the operator. What the graph
-# was traced with, its world size, is compared then.
+# dynamo does not guard values from a ``threading.local``: a graph traced in one thread of a
+# LocalWorld would use that thread's communicator in the other threads. So ``group=None`` stays the
+# empty key, which means the default group of the thread that runs the operator. The operator then
+# compares the group's world size with the world size at tracing.
 #
 # NOTE [Groups of the backend in a graph]
-# DTensor's collectives have the name that torch gave a process group. What replaces them in a graph
-# keeps it, behind a mark that no key of a communicator has: so a graph that torch has cached finds
-# the group of that name in a process that has never made the graph.
+# DTensor's collectives use the name that torch gave a process group. The operators that replace
+# them in a graph keep this name, after a prefix that no communicator's key has. So a graph from
+# torch's cache finds the group of this name in a process that has not traced the graph.
 
 DEFAULT = ""
 _OF_TORCH = "torch.distributed "
@@ -381,18 +382,18 @@ _guard = threading.Lock()
 
 
 def evaluated_while_tracing(fn: F) -> F:
-    """dynamo calls the function with constants, and takes the result as one.
+    """Makes dynamo call the function while tracing, and treat its result as a constant.
 
-    What ``torch.compiler.assume_constant_result`` does, which would load all of dynamo for it.
+    ``torch.compiler.assume_constant_result`` does the same, but loads all of dynamo.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def not_traced(reason: str) -> Callable[[F], F]:
-    """dynamo breaks the graph at a call of the function, and gives the reason where it must not.
+    """Makes dynamo break the graph at a call, or give the reason if it must not break the graph.
 
-    What ``torch.compiler.disable`` does, which would load all of dynamo for it.
+    ``torch.compiler.disable`` does the same, but loads all of dynamo.
     """
 
     def mark(fn: F) -> F:
@@ -404,7 +405,7 @@ def not_traced(reason: str) -> Callable[[F], F]:
 
 
 def group_spec_of(group: Any, operation: str) -> GroupSpec:
-    """Returns what a graph has to know of ``group``; traceable.
+    """Returns the key, rank and world size of ``group`` for a graph; traceable.
 
     Raises:
         ArgumentError: this rank is not in the group, or it is not a group of ringcomm.
@@ -417,10 +418,10 @@ def group_spec_of(group: Any, operation: str) -> GroupSpec:
     if isinstance(group, DeviceMesh):
         group = group_of_mesh(group, operation)
     if isinstance(group, ProcessGroup):
-        # To dynamo it is opaque, but for its name, which it guards.
+        # dynamo sees only the group's name, and guards it.
         return _spec_of_group(group.group_name, operation)
-    # Only id() makes dynamo guard which communicator it is, and in torch 2.11 the functions it
-    # evaluates while tracing take only constants.
+    # Only id() makes dynamo guard the communicator's identity, and in torch 2.11 the functions that
+    # dynamo evaluates while tracing take only constants.
     return _spec_at(id(communicator_of(group, operation)), operation)
 
 
@@ -451,7 +452,7 @@ def _spec_of_group(name: str, operation: str) -> GroupSpec:
 
 
 def key_of(communicator: Communicator) -> str:
-    """The key of a communicator, which it is found by from now on; see NOTE [Group keys]."""
+    """Returns a communicator's key, by which :func:`find` finds it; see NOTE [Group keys]."""
     key = _keys.get(communicator)
     if key is not None and _holders.get(key) is communicator:
         return key
@@ -474,26 +475,26 @@ def _is_free(key: str, communicator: Communicator) -> bool:
 
 
 def key_of_group(name: str) -> str:
-    """The key of a process group of the backend; see NOTE [Groups of the backend in a graph]."""
+    """Returns the key of the backend's group; see NOTE [Groups of the backend in a graph]."""
     return _OF_TORCH + name
 
 
 def communicator_named(name: str) -> Communicator | None:
-    """The host's communicator of the process group of this name, if it is of the backend."""
+    """Returns the host communicator of the named process group; None if it is not the backend's."""
     return communicator_behind(_resolve_process_group(GroupName(name)))
 
 
 def groups_of_the_backend() -> tuple[str, ...]:
-    """The names of this process's groups that are of the backend."""
+    """Returns the names of this process's groups that belong to the backend."""
     names = sorted(_world.pg_names.values())
     return tuple(name for name in names if communicator_named(name) is not None)
 
 
 def find(key: str, world_size: int, operation: str) -> Communicator:
-    """The communicator that a key stands for in this thread.
+    """Returns the communicator that a key represents in this thread.
 
     Raises:
-        RingcommError: it is gone, or there is no default group.
+        RingcommError: the communicator is gone, or there is no default group.
         ArgumentError: the default group has another world size than when the graph was traced.
     """
     if key.startswith(_OF_TORCH):
@@ -502,7 +503,7 @@ def find(key: str, world_size: int, operation: str) -> Communicator:
         if member is None:
             raise RingcommError(
                 f"{operation}: expected the process group {name!r} to be of the backend "
-                '"ringcomm", as when this function was compiled; compile it anew'
+                '"ringcomm", as when this function was compiled; compile it again'
             )
         return member
     if key != DEFAULT:
@@ -525,9 +526,9 @@ def find(key: str, world_size: int, operation: str) -> Communicator:
 
 # The operators ``torch.ops.ringcomm.*``: schemas, kernels for every device, and shapes.
 #
-# All of them take ``group``, a key from :mod:`ringcomm.functional.collectives`, and its world
-# size; ``op`` is the name of a ``ReduceOp`` and ``factor`` that of PREMUL_SUM (else 1); ``src`` and
-# ``dst`` are global ranks. Outputs are contiguous and share no memory with the input.
+# All operators take ``group``, a key from :mod:`ringcomm.functional.collectives`, and its world
+# size; ``op`` is the name of a ``ReduceOp``; ``factor`` is the factor of PREMUL_SUM, else 1;
+# ``src`` and ``dst`` are global ranks. Outputs are contiguous and share no memory with the input.
 
 Splits = Sequence[int] | None
 
@@ -545,20 +546,20 @@ OPERATORS = tuple(_SCHEMAS)
 
 
 def named(operation: str) -> str:
-    """Returns its name in errors, which tells it from the in-place function of the same name.
+    """Returns an operation's name in errors; the prefix marks the out-of-place version.
 
-    Functions of other packages come with the package's name, and keep theirs.
+    Functions of other packages already have the package's name, and keep their names.
     """
     return operation if "." in operation else f"functional.{operation}"
 
 
 def _expect(holds: bool | torch.SymBool, otherwise: str) -> None:
-    """A check of sizes that may be symbols, for which a kernel's own checks are too strict."""
+    """Checks sizes that may be symbols, for which a kernel's own checks are too strict."""
     torch._check(holds, lambda: otherwise)  # type: ignore[no-untyped-call]
 
 
 def _op_of(name: str, factor: float) -> Any:
-    # An unknown name goes on as it is, to be complained about with all others.
+    # An unknown name is passed on, so that the communicator refuses it as all other bad ops.
     return premul_sum(factor) if name == PREMUL_SUM else getattr(ReduceOp, name, name)
 
 
@@ -668,12 +669,12 @@ def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
 
 
 def _reduce(input: Tensor, dst: int, group: str, world_size: int) -> Tensor:
-    """The sum on ``dst``, zeros elsewhere: what :func:`_broadcast` is to gradients."""
+    """Returns the sum on ``dst``, zeros elsewhere: the gradient of :func:`_broadcast`."""
     communicator = find(group, world_size, named("reduce"))
     communicator.engine.checks(named("reduce")).tensor("tensor", input)
     root = root_of(communicator, named("reduce"), "dst", dst, None)
     if communicator.rank != root:
-        communicator.reduce(readable(input), root)  # which keeps theirs
+        communicator.reduce(readable(input), root)  # unchanged on this rank
         return input.new_zeros(input.shape)
     output = _like(input).copy_(input)
     communicator.reduce(output, root)
@@ -690,19 +691,19 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-# The gradients of the operators: each is the collective that moves data the other way.
+# The gradients of the operators: each is the collective that moves data in the opposite direction.
 #
-# NOTE [What the gradient is of] Every rank calls ``backward`` on a scalar of its own, and what it
-# gets is the gradient of the sum of all ranks' scalars, as in ``torch.distributed.nn.functional``.
-# So a loss that every rank computes alike from collected values counts world_size times; use it on
-# one rank's behalf (``loss / world_size``) or collect with AVG.
+# NOTE [What the gradient is of] Every rank calls ``backward`` on its own scalar, and gets the
+# gradient of the sum of all ranks' scalars, as in ``torch.distributed.nn.functional``. So a loss
+# that all ranks compute equally from collected values counts world_size times; divide it (``loss /
+# world_size``), or collect with AVG.
 #
 # NOTE [Every rank in the backward] A collective's gradient is a collective. All ranks must take
-# part, as often and in the same order as in the forward: on each, the input must require grad and
-# the result must reach the scalar, even if by ``+ 0 * result.sum()``.
+# part, as often and in the same order as in the forward: on each rank the input must require grad,
+# and the scalar must depend on the result, even if only by ``+ 0 * result.sum()``.
 #
-# Factors are real, so the transposed map is the conjugate transposed one, and complex gradients
-# need nothing more. PREMUL_SUM's factor is each rank's own and multiplies what arrives there.
+# Factors are real, so an operator's transpose is its conjugate transpose, and complex gradients
+# need no special case. Each rank multiplies the gradient that it gets by its own PREMUL_SUM factor.
 #
 # In forward mode the tangents of the ranks' inputs go through the same collective, with the same
 # op and factor: the operators are linear. See NOTE [Tangents on all ranks].
@@ -713,7 +714,7 @@ _duals = torch.ops.ringcomm
 
 
 def no_gradient(where: str, op: str, has_tangent: bool = False) -> UnsupportedError:
-    """The error for an op that has no dual."""
+    """Returns the error for an op that has no gradient."""
     what = "has a tangent (forward mode)" if has_tangent else "requires grad"
     return UnsupportedError(
         f"{where}: expected one of the ops {', '.join(LINEAR)} for a tensor that {what}, got {op}, "
@@ -784,7 +785,7 @@ _BACKWARDS: dict[str, Callable[..., Any]] = {
     "reduce": _reduce_backward,
     "reduce_scatter": _reduce_scatter_backward,
 }
-# The collectives by rows leave all other dimensions as they are, the others leave every dimension.
+# Collectives by rows change only dimension 0; the other collectives change no dimension.
 _BY_ROWS = ("all_gather", "all_to_all", "reduce_scatter")
 for _name in OPERATORS:
     register(
@@ -810,7 +811,7 @@ _NAME_AT = {id(getattr(ReduceOp, name)): name for name in OP_CODES if name != PR
 
 
 def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
-    """The tensors of all ranks, one after the other along dimension 0.
+    """Returns the tensors of all ranks, one after the other along dimension 0.
 
     Its gradient is :func:`reduce_scatter` with SUM.
 
@@ -883,14 +884,14 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Cuts the tensor along dimension 0, sends split r to rank r, and joins what arrives.
+    """Splits the tensor along dimension 0, sends split r to rank r, and joins received splits.
 
     Its gradient is :func:`all_to_all` with the splits swapped.
 
     Args:
         tensor: [n, ...], of one dtype and row shape on all ranks; any strides.
-        output_splits: rows from each rank; None, for equal splits, only if ``input_splits`` is
-            None too, since what is sent does not tell what arrives.
+        output_splits: rows from each rank; None means equal splits, and ``input_splits`` must then
+            be None as well, since sent splits do not determine received splits.
         input_splits: rows to each rank, with the sum n; None means equal splits.
         group: a Communicator, process group of the backend or mesh; None means the default group.
 
@@ -903,7 +904,7 @@ def all_to_all(
     """
     key, world_size = enter("all_to_all", tensor, group)
     if not (torch.compiler.is_compiling() or (output_splits is None and input_splits is None)):
-        # Not the communicator's checks, which refuse transforms: the operator goes through them.
+        # Not the communicator's checks, which refuse transforms: the operator supports them.
         communicator = communicator_of(group, named("all_to_all"))
         checks = CallChecks(named("all_to_all"), communicator.rank, communicator.world_size)
         output_splits = checks.splits("output_splits", output_splits)
@@ -914,7 +915,7 @@ def all_to_all(
 
 
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
-    """The ``tensor`` of rank ``src``, on every rank.
+    """Returns the ``tensor`` of rank ``src`` on every rank.
 
     Its gradient is the sum of all ranks' gradients on ``src`` and zeros elsewhere.
 
@@ -939,12 +940,12 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
 
 def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[str, int]:
-    """Checks what can be checked without the shape; returns the group's key and world size.
+    """Makes the checks that need no shape; returns the group's key and world size.
 
     Args:
         function: the public function that is called.
-        tensor: what it was given.
-        group: as it was given.
+        tensor: the tensor that was passed to it.
+        group: the group that was passed to it.
         op: name of the reduction.
     """
     operation = named(function)
@@ -956,7 +957,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
             f"{where(operation, rank, world_size)}: tensor: expected a tensor, got "
             f"{type(tensor).__name__}"
         )
-    if tensor.is_nested:  # which has no shape that an operator could be asked for
+    if tensor.is_nested:  # an operator cannot ask for its shape
         raise UnsupportedError(
             f"{where(operation, rank, world_size)}: tensor: expected a dense tensor with memory, "
             f"got a {without_memory(tensor)}"
@@ -970,7 +971,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
 
 
 def _callee(name: str, tensor: Tensor) -> Callable[..., Any]:
-    """Returns the operator, or what makes its call if nothing of torch has to see it; traceable."""
+    """Returns the operator, or its native function if torch need not see the call; traceable."""
     seen = (
         torch.compiler.is_compiling()
         or (tensor.requires_grad and torch.is_grad_enabled())
@@ -981,7 +982,7 @@ def _callee(name: str, tensor: Tensor) -> Callable[..., Any]:
 
 
 def _name_and_factor(op: Any, function: str, group: Group) -> tuple[str, float]:
-    """Name and factor of an op; traceable."""
+    """Returns the name and the factor of an op; traceable."""
     if not torch.compiler.is_compiling():
         try:
             reduction = reduction_of(op)
@@ -994,7 +995,7 @@ def _name_and_factor(op: Any, function: str, group: Group) -> tuple[str, float]:
     name = _name_at(id(op))
     if not name:
         raise _bad_op(
-            function, group, "op: torch.compile knows ReduceOp.SUM and the like, and premul_sum"
+            function, group, "op: torch.compile takes ReduceOp.SUM and the like, and premul_sum"
         )
     return name, 1.0
 

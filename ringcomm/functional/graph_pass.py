@@ -1,18 +1,19 @@
-"""A pass over compiled graphs that fuses DTensor's collectives with the products beside them.
+"""A pass over compiled graphs that fuses DTensor's collectives with adjacent products.
 
-Under ``parallelize_module`` a column-parallel layer gathers its input, and multiplies; a
-row-parallel one multiplies, and reduce-scatters. In a graph of AOTAutograd these are ``wait_tensor(
-all_gather_into_tensor(x))``, for the second dimension behind it a split by rank and a ``cat``, and
-then ``mm`` or ``addmm`` of rows; and the same the other way round. The pass puts the operators of
-:mod:`ringcomm.functional.matmul` there.
+Under ``parallelize_module`` a column-parallel layer gathers its input, and then multiplies; a
+row-parallel layer multiplies, and then reduce-scatters. In a graph of AOTAutograd the first is
+``wait_tensor(all_gather_into_tensor(x))``, for the second dimension followed by a split by rank and
+a ``cat``, and then ``mm`` or ``addmm`` of rows. The second has the reverse order. The pass replaces
+both by the operators of :mod:`ringcomm.functional.matmul`.
 
-NOTE [The joint graph] It runs where forward and backward are still one graph. After the partition
-every gathered input would have another user, the gradient of the weights in the other graph.
+NOTE [The joint graph] The pass runs while forward and backward are still one graph. After the
+partition every gathered input would have another user, the gradient of the weights in the other
+graph.
 
-NOTE [Gathered once or read again] Each operator reads the peers' rows itself. Where a gathered
-tensor has several users, that is less work than to gather it once only for rows that are read where
-they lie, and as long as the users are not more than the ranks: a rank copies its own rows for each
-user, and would copy those of all ranks to gather. All ranks choose alike: their sizes are equal.
+NOTE [Gathered once or read again] Each operator reads the peers' rows itself. If a gathered tensor
+has several users, this is less work than gathering once only if rows are read in place, and if
+there are not more users than ranks: a rank copies its own rows for each user, whereas gathering
+copies the rows of all ranks. All ranks choose alike, since their sizes are equal.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ _HOOK = "joint_custom_post_pass"
 
 
 def fuse_products() -> dict[str, Any]:
-    """Options for ``torch.compile`` that fuse DTensor's collectives and the products beside them.
+    """Returns ``torch.compile`` options that fuse DTensor's collectives with adjacent products.
 
-    ``torch.compile(model, options=fuse_products())``, for a model under ``parallelize_module`` and
-    a mesh of the backend "ringcomm". Other groups, and tensors of devices, are left alone.
+    Use ``torch.compile(model, options=fuse_products())`` for a model under ``parallelize_module``
+    with a mesh of the backend "ringcomm". Other groups, and tensors on devices, are not changed.
 
     Raises:
         UnsupportedError: this version of torch has no such hook.
@@ -74,7 +75,7 @@ class ProductPass(CustomGraphPass):  # type: ignore[misc]
     """The pass; see the top of this file.
 
     Attributes:
-        fused: how many collectives of each graph were fused, in the order of compilation.
+        fused: number of fused collectives by graph, in the order of compilation.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class ProductPass(CustomGraphPass):  # type: ignore[misc]
         self.fused.append(count)
 
     def uuid(self) -> Any:
-        """Returns this code and whose the groups are, on which the outcome depends as well."""
+        """Returns the values that decide the outcome: this code, the backend's groups, a limit."""
         code = get_hash_for_files((__file__, matmul.__file__))
         return code, groups_of_the_backend(), matmul.READ_FROM_BYTES
 
@@ -104,7 +105,7 @@ def _value(node: Any) -> Any:
 
 
 def _same(size: Any, other: Any) -> bool:
-    """Whether two sizes are numbers, not symbols, and equal."""
+    """True if two sizes are numbers, not symbols, and equal."""
     return isinstance(size, int) and isinstance(other, int) and size == other
 
 
@@ -113,7 +114,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _group_of(collective: Node, tensor: Node, world_size: int, name: str) -> _Group | None:
-    """The group of a collective of the backend, if it is of floating-point numbers on the host."""
+    """Returns the group of the backend's collective of floating-point host tensors, else None."""
     value = _value(tensor)
     if collective.kwargs or value.device.type != "cpu" or not value.dtype.is_floating_point:
         return None
@@ -121,13 +122,13 @@ def _group_of(collective: Node, tensor: Node, world_size: int, name: str) -> _Gr
 
 
 def _waits(collective: Node) -> Node | None:
-    """The node that waits for a collective, if nothing else uses it."""
+    """Returns the node that waits for a collective, if nothing else uses the collective."""
     wait = _only_user(collective)
     return wait if wait is not None and wait.target is _c10d.wait_tensor.default else None
 
 
 def _split_of(joined: Node) -> Node | None:
-    """The split of which a ``cat`` has all pieces, in their order, which nobody else has."""
+    """Returns the split whose pieces a ``cat`` joins, all in order, if nothing else uses them."""
     if joined.target is not _aten.cat.default:
         return None
     pieces: Any = joined.args[0]
@@ -145,12 +146,12 @@ def _split_of(joined: Node) -> Node | None:
 
 
 def _dim_of(node: Node, position: int) -> Any:
-    """The dimension of a ``cat`` or a split."""
+    """Returns the dimension of a ``cat`` or a split."""
     return node.args[position] if len(node.args) > position else 0
 
 
 def _joined(wait: Node) -> tuple[Node, int]:
-    """The gathered tensor, and the dimension along which the ranks' parts are joined."""
+    """Returns the gathered tensor, and the dimension along which the ranks' parts are joined."""
     split = _only_user(wait)
     if split is not None and split.target is _aten.split.Tensor and not _dim_of(split, 2):
         joined = _only_user(next(iter(split.users)))
@@ -166,7 +167,7 @@ def _divided(tensor: Node) -> tuple[Node, int]:
 
 
 def _has_rows(shape: Sequence[Any], dim: int) -> bool:
-    """Whether a dimension is one of rows, as the operators have them."""
+    """True if the operators accept a dimension as the dimension of rows."""
     return len(shape) > 1 and (dim == 0 or (dim == 1 and len(shape) == 3))
 
 
@@ -181,7 +182,7 @@ def _transposes(node: Node) -> bool:
 
 
 def _product_of(node: Node) -> tuple[Any, Any, Any] | None:
-    """Left factor, right factor and bias of a product of matrices."""
+    """Returns left factor, right factor and bias of a product of matrices, or None."""
     if node.target is _aten.mm.default and not node.kwargs:
         return node.args[0], node.args[1], None
     if node.target is _aten.addmm.default and not node.kwargs:
@@ -192,11 +193,11 @@ def _product_of(node: Node) -> tuple[Any, Any, Any] | None:
     return None
 
 
-# ---- writing one ----------------------------------------------------------------------------
+# ---- writing a graph ------------------------------------------------------------------------
 
 
 def _call(target: Any, *args: Any, like: Node) -> Node:
-    """Puts a call in front of the node that it stands for, or serves."""
+    """Inserts a call before the node ``like``, which it replaces or whose input it is."""
     with like.graph.inserting_before(like):
         made: Node = like.graph.call_function(target, args)
     kept = {key: of for key, of in like.meta.items() if key != "tensor_meta"}
@@ -206,7 +207,7 @@ def _call(target: Any, *args: Any, like: Node) -> Node:
 
 
 def _sizes(shape: Sequence[Any]) -> list[int] | None:
-    """A shape for ``reshape``; None if more than one size is a symbol."""
+    """Returns a shape for ``reshape``; None if more than one size is a symbol."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     return sizes if sizes.count(-1) <= 1 else None
 
@@ -219,7 +220,7 @@ def _reshape(node: Node, shape: Sequence[Any], like: Node) -> Node:
 
 
 def _put(old: Node, new: Node) -> None:
-    """Puts a node in the place of another, which goes, with what only served it."""
+    """Replaces a node by another, and erases it with all inputs that only it used."""
     old.replace_all_uses_with(_reshape(new, _value(old).shape, old))
     _erase(old)
 
@@ -238,14 +239,14 @@ def _erase(node: Node) -> None:
 
 @dataclass
 class _Gathered:
-    """A gathered tensor, as rows of all ranks, and who uses it for what.
+    """A gathered tensor, as rows of all ranks, and its users.
 
     Attributes:
         own: this rank's rows, [n, k] or [batch, n, k].
         group: the key and the size of the operators' group.
-        users: with what makes the node that stands for each.
+        users: by user, the function that makes the node to replace it.
         holders: the nodes that hold the gathered rows, in some shape.
-        known: all users are of a kind that has an operator.
+        known: True if there is an operator for every user.
     """
 
     own: Node
@@ -280,7 +281,7 @@ class _Gathered:
             return self._gradient if bias is None else None
         return self._turned_gradient if bias is None and not turned and right is holder else None
 
-    # Factors are read when a node is made: what stood there may have been replaced.
+    # Factors are read when a node is made, since an earlier replacement may have changed them.
 
     def _product(self, user: Node) -> Node:
         found = _product_of(user)
@@ -302,7 +303,7 @@ class _Gathered:
         return _call(_ops.weight_gradient.default, *operands, like=user)
 
     def _sum(self, user: Node) -> Node:
-        """The sum of the ranks' sums, which are not rounded to 16 bits before."""
+        """Makes the sum of the ranks' sums, which are not rounded to 16 bits before."""
         dtype = _value(self.own).dtype
         wide = torch.promote_types(dtype, torch.float32)
         dims = list(range(_value(self.own).dim() - 1))
@@ -317,7 +318,7 @@ class _Gathered:
         return _call(torch.ops.prims.convert_element_type.default, node, dtype, like=user)
 
     def is_less_work(self) -> bool:
-        """See NOTE [Gathered once or read again]."""
+        """True if operators are less work; see NOTE [Gathered once or read again]."""
         made = list(self.users.values())
         products = len(made) - made.count(self._sum)
         value = _value(self.own)

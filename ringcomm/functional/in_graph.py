@@ -18,7 +18,7 @@ from ringcomm.comm.functions import default_places
 
 __all__ = ["FUNCTIONS", "describe", "name_in_graph", "serve"]
 
-# Where the code finds them: it imports torch, and the operators have loaded this package.
+# The attribute of torch.ops through which inductor's code, which imports torch, finds them.
 _PLACE = "ringcomm_in_graph"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_gather": _native.graph_all_gather,
@@ -33,11 +33,11 @@ _EMPTY = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
 def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
-    """Has the native functions find communicators and operators; called once.
+    """Passes the native functions the tables of communicators and operators; called once.
 
     Args:
         holders: weak references to the communicators, by their keys.
-        operators: of torch, by their names.
+        operators: torch's operators, by their names.
     """
     thread, process = default_places()
     names = {
@@ -61,7 +61,7 @@ def name_in_graph(operator: str) -> str | None:
 
 
 def describe() -> tuple[str, str]:
-    """Says how graphs make collectives, and gives advice; the advice may be empty."""
+    """Returns how graphs call collectives, and advice; the advice may be empty."""
     lacks = ""
     if _EMPTY is None:
         lacks = "has no empty_strided_cpu for inductor"

@@ -1,16 +1,16 @@
-"""Matrix products of rows that the ranks of a group share: the linear layers of tensor parallelism.
+"""Matrix products with rows divided over ranks: the linear layers of tensor parallelism.
 
 Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matrix of weights:
 
 * :func:`all_gather_matmul` multiplies the rows of all ranks by this rank's weights. On the host it
-  reads the peers' rows where they lie, in their heaps, and makes no gathered copy of them.
-* :func:`matmul_reduce_scatter` multiplies rows of all W n by this rank's weights, and gives this
-  rank its n rows of the sum over all ranks. On the host the products are made in the heap, where
+  reads the peers' rows directly from their heaps, without a gathered copy.
+* :func:`matmul_reduce_scatter` multiplies all W n rows by this rank's weights, and returns this
+  rank's n rows of the sum over all ranks. On the host it computes the products in the heap, where
   the peers read them.
 
-Each is the gradient of the other. The gradient of the weights is :func:`_weight_gradient`, of which
-the two are the gradients in turn. Between nodes and on devices the collectives of
-``ringcomm.functional`` do what is described above, with a gathered copy.
+Each function computes the other's gradient. :func:`_weight_gradient` computes the gradient of the
+weights, and the two functions compute its gradients in turn. Between nodes and on devices the
+collectives of ``ringcomm.functional`` do the work, with a gathered copy.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models" (ASPLOS 2023), has the decomposition by ranks; Korthikanti et al., "Reducing
@@ -40,23 +40,24 @@ from ringcomm.functional.collectives import (
 )
 from ringcomm.memory import empty
 
-# ---- Where sequence parallelism begins and ends: what all ranks have alike, and its parts by rank
-# The two are each other's gradient. :func:`split_sequence` gathers gradients, so that what comes
-# before it has the same, whole gradients on all ranks; :func:`join_sequence` takes of gradients
-# that all ranks have alike this rank's part, so that a loss which all compute alike counts once.
+# ---- Sequence parallelism: splits a sequence that all ranks have, and joins it again ------------
+# The two functions are each other's gradient. :func:`split_sequence` gathers gradients, so that
+# operations before it get the same, whole gradients on all ranks. :func:`join_sequence` takes this
+# rank's part of gradients that are equal on all ranks, so that a loss that all ranks compute
+# equally counts once.
 
 Tensor = torch.Tensor
 
 
 def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
-    """This rank's tokens of a sequence that all ranks have whole; its gradient is gathered.
+    """Returns this rank's tokens of a sequence that all ranks have whole; gathers gradients.
 
     Args:
-        tensor: [..., world_size * n, k], alike on all ranks.
+        tensor: [..., world_size * n, k], equal on all ranks.
         group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
-        [..., n, k]: tokens rank * n and following.
+        [..., n, k]: the tokens from rank * n on.
 
     Raises:
         ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -65,10 +66,10 @@ def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 def join_sequence(tensor: Tensor, group: Group = None) -> Tensor:
-    """The tokens of all ranks; its gradient is this rank's part of one that all have alike.
+    """Returns the tokens of all ranks; the gradient is this rank's part of an equal gradient.
 
-    So all ranks must go on alike with the result. Where each goes its own way ``all_gather`` has
-    the right gradient.
+    So all ranks must compute the same from the result. If ranks compute different values from it,
+    ``all_gather`` has the right gradient.
 
     Args:
         tensor: [..., n, k], of one shape and dtype on all ranks.
@@ -164,39 +165,39 @@ _register("join_sequence", _join, _shape_of_whole, _gradient_of_whole)
 
 Bias = Tensor | None
 
-# Choices by size; every rank makes the same, since they depend on what is equal on all ranks alone.
-# Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch 2.13, 2
-# ranks of a thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k and m of 256
-# to 4096 (docs/performance.md). 4 ranks on the two cores had the same bounds: reading was 0.66 to
-# 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
+# Choices by size. They depend only on values that are equal on all ranks, so all ranks choose
+# alike. Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch
+# 2.13, 2 ranks of one thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k
+# and m of 256 to 4096 (docs/performance.md). 4 ranks on the two cores had the same bounds: reading
+# was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 #
-# From so many bytes of a rank's rows on these are read where they lie; below they are gathered.
-# Against all-gather and product, where each product packs the weights anew, that was 0.6 to 0.8
-# times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to 1.13 at 4 MiB with
-# m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 to
-# 1.8 at 16 MiB, where the pages of a gathered copy are new.
+# With at least so many bytes of rows, the peers' rows are read in place; with fewer they are
+# gathered. Compared to all-gather and one product, reading in place, where each product packs the
+# weights again, was 0.6 to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2
+# MiB, 1.02 to 1.13 at 4 MiB with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times
+# as long as the copy) and 1.6 to 1.8 at 16 MiB, where the pages of a gathered copy are new.
 READ_FROM_BYTES = 4 << 20
-# From so many bytes of products on these are made in the heap. Against product and reduce-scatter
-# that was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0 to 1.25
-# at 8 MiB and 1.1 to 1.5 at 32 MiB.
+# With at least so many bytes of products, these are computed in the heap. Compared to product and
+# reduce-scatter this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2
+# MiB, 1.0 to 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
-# From so many rows on a product of their own is made of each sequence of a batch and each rank;
-# below, one product of the batch, which is copied.
+# With at least so many rows, each sequence of a batch and each rank has its own product; with
+# fewer, one product of the batch is computed and then copied.
 ROWS_OF_A_PRODUCT = 128
 
 
 def all_gather_matmul(
     tensor: Tensor, weight: Tensor, group: Group = None, *, bias: Bias = None
 ) -> Tensor:
-    """The rows of all ranks, one rank's after the other's, times this rank's ``weight``.
+    """Multiplies the rows of all ranks, one rank after the other, by this rank's ``weight``.
 
     Its gradients are :func:`matmul_reduce_scatter` for ``tensor``, and for ``weight`` the product
     of the gathered rows and the gradient; so all ranks must take part in backward.
 
     Args:
         tensor: [n, k] or [batch, n, k], of one shape and dtype on all ranks; any strides. On the
-            host, one in the heap (``ringcomm.empty``) is not copied.
-        weight: [k, m], of the same dtype, with an m of its own on each rank; any strides.
+            host, a tensor in the heap (``ringcomm.empty``) is not copied.
+        weight: [k, m], of the same dtype; m may differ between ranks; any strides.
         group: a Communicator, process group of the backend or mesh; None means the default group.
         bias: [m], of the same dtype; added to each row.
 
@@ -213,22 +214,22 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     tensor: Tensor, weight: Tensor, group: Group = None, *, bias: Bias = None
 ) -> Tensor:
-    """This rank's rows of the sum over all ranks of ``tensor @ weight``.
+    """Returns this rank's rows of the sum over all ranks of ``tensor @ weight``.
 
     The products are rounded to their dtype, and summed as by ``reduce_scatter``. The gradients are
     :func:`all_gather_matmul` for ``tensor``, and for ``weight`` the product of ``tensor`` and the
     gathered gradient; so all ranks must take part in backward.
 
     Args:
-        tensor: [world_size * n, k] or [batch, world_size * n, k], with a k of its own on each rank,
-            and else of one shape and dtype on all ranks; any strides.
+        tensor: [world_size * n, k] or [batch, world_size * n, k]; k may differ between ranks, the
+            other sizes and the dtype are the same on all ranks; any strides.
         weight: [k, m], of the same dtype; any strides.
         group: a Communicator, process group of the backend or mesh; None means the default group.
         bias: [m], of the same dtype; added to each row of this rank's product, so that the result
-            has the sum of all ranks' biases. On all ranks or on none.
+            has the sum of all ranks' biases. Pass it on all ranks or on none.
 
     Returns:
-        [n, m] or [batch, n, m], contiguous: rows rank * n and following.
+        [n, m] or [batch, n, m], contiguous: the rows from rank * n on.
 
     Raises:
         ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -239,7 +240,7 @@ def matmul_reduce_scatter(
 
 def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: Bias) -> Tensor:
     key, world_size = enter(function, tensor, group)
-    # Each needs a gradient on all ranks or on none, which is what this may compare.
+    # Each tensor must need a gradient on all ranks or on none; enter() may compare that.
     enter(function, weight, group)
     if bias is not None:
         enter(function, bias, group)
@@ -252,11 +253,11 @@ def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: B
     return cast(Tensor, operator(tensor, weight, key, world_size, bias))
 
 
-# ---- what the operators do ------------------------------------------------------------------
+# ---- kernels of the operators ---------------------------------------------------------------
 
 
 def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Communicator:
-    """Returns the communicator; checks the tensors, of which the first is shared by ranks."""
+    """Checks the tensors, of which the ranks share the first; returns the communicator."""
     communicator = find(group, world_size, named(function))
     checks = communicator.engine.checks(named(function))
     (_, first), (name, second) = tensors.items()
@@ -287,7 +288,7 @@ def _check_bias(communicator: Communicator, operation: str, bias: Tensor, weight
 
 
 def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
-    """Whether the ranks' rows are read where they lie, and not gathered."""
+    """True if the ranks' rows are read in place, and not gathered."""
     return (
         not communicator.launches
         and communicator.num_nodes == 1
@@ -301,7 +302,7 @@ def _rows_of(tensor: Tensor, rank: int, rows: int) -> Tensor:
 
 
 def _own_first(communicator: Communicator) -> Iterator[int]:
-    """The ranks in the order in which this one reads: no two read one peer's rows at once."""
+    """Yields ranks in this rank's order of reading: no two ranks read from one peer at once."""
     world_size = communicator.world_size
     return ((communicator.rank + step) % world_size for step in range(world_size))
 
@@ -321,7 +322,7 @@ def _product_into(out: Tensor, rows: Tensor, weight: Tensor, bias: Bias) -> None
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Bias, out: Tensor) -> None:
-    """Writes the product to ``out``, of which each sequence is contiguous, but not all."""
+    """Writes the product to ``out``, in which each sequence is contiguous, but not the batch."""
     if rows.dim() == 2:
         _product_into(out, rows, weight, bias)
     elif rows.size(-2) < ROWS_OF_A_PRODUCT:
@@ -374,7 +375,7 @@ def _matmul_reduce_scatter(
         products = empty(shape, dtype=out.dtype)
     if tensor.dim() == 2:
         _product_into(products.flatten(0, 1), tensor, weight, bias)
-    # The rows of a batch lie by sequence, and what is scattered by rank.
+    # The rows of a batch are ordered by sequence, but reduce-scatter needs them by rank.
     elif out.size(-2) < ROWS_OF_A_PRODUCT:
         whole = _product(tensor, weight, bias)
         for rank, its in enumerate(products):
@@ -394,10 +395,10 @@ def _shape_of_scattered(
 
 
 def _weight_gradient(tensor: Tensor, grad: Tensor, group: str, world_size: int) -> Tensor:
-    """The rows of all ranks, transposed, times ``grad``: [n, k] and [W n, m] give [k, m]."""
+    """Returns all ranks' rows, transposed, times ``grad``: [n, k] and [W n, m] give [k, m]."""
     operation = "weight_gradient"
     communicator = _find(operation, group, world_size, tensor=tensor, grad=grad)
-    # In 16 bits a sum of products that are each rounded is less exact than one product.
+    # In 16-bit dtypes a sum of separately rounded products is less exact than one product.
     wide = tensor.dtype.itemsize >= 4
     if not (wide and _reads_peers(communicator, tensor)):
         gathered = gathered_rows(communicator, tensor).flatten(0, -2)
@@ -448,7 +449,7 @@ def _gradients_of_scattered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _sum_of_all_rows(tensor: Tensor, group: str, world_size: int) -> Tensor:
-    """The rows of all ranks, summed; in 16 bits rounded once, at the end."""
+    """Returns the sum of all ranks' rows; a 16-bit sum is rounded once, at the end."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     sums = tensor.flatten(0, -2).sum(0, dtype=wide)
     total: Tensor = _ops.all_reduce(sums, "SUM", 1.0, group, world_size)

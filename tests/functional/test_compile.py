@@ -178,7 +178,7 @@ def test_the_factor_is_guarded():
     [
         (lambda x, c: F.all_reduce(x, ReduceOp.MAX, c), "functional.all_reduce on rank 0 of 1: "),
         (lambda x, c: F.reduce_scatter(x, ReduceOp.MIN, c), "got MIN, which has no gradient"),
-        (lambda x, c: F.all_reduce(x, ReduceOp.PREMUL_SUM, c), "torch.compile knows ReduceOp.SUM"),
+        (lambda x, c: F.all_reduce(x, ReduceOp.PREMUL_SUM, c), "torch.compile takes ReduceOp.SUM"),
         (lambda x, c: F.all_gather("x", c), "tensor: expected a tensor, got str"),  # type: ignore[arg-type]
         (lambda x, c: F.all_gather(x, "c"), "expected a ringcomm.Communicator"),  # type: ignore[arg-type]
     ],
