@@ -7,6 +7,7 @@ step        a whole step of data parallelism of W ranks in this process, whose g
             parameters all lie on the GPU: ringcomm in one pass, in two passes and as separate
             kernels; and torch's sum of the gradients, fused AdamW, and copies to the ranks.
 
+"serial loops" is ringcomm with RINGCOMM_KERNELS=serial, whose parameters must have the same bits.
 The time is the device's: it sleeps while the host queues the calls of a turn. Turns for which
 that was not long enough are counted in the rows' notes.
 """
@@ -25,6 +26,7 @@ import ringcomm
 
 from .devices import ONE_LAUNCH, CudaDevice
 from .launch import LaunchError
+from .loops import serial_loops, with_serial_loops
 from .options import choice, option
 from .report import Row, row_of
 from .run import Bench, Run
@@ -34,6 +36,7 @@ Tensor = torch.Tensor
 
 SHARD, STEP = "adamw_shard", "adamw_step"
 SUBJECT, COPY, TORCH = "ringcomm", "copy", "torch fused"
+OLDER = "serial loops"
 TWO_PASSES, SEPARATE = "two passes", "separate kernels"
 _WHAT = {"shard": SHARD, "step": STEP}
 _HEAP_SLACK_BYTES = 1 << 30
@@ -64,13 +67,13 @@ class KernelCase:
     @property
     def heap_bytes(self) -> int:
         """Parameters and gradients of all ranks of all our systems."""
-        copies = 1 if self.what == SHARD else 3 * self.world + 1
+        copies = 2 if self.what == SHARD else 4 * self.world + 1
         return copies * 2 * self.dtype.itemsize * self.elems + _HEAP_SLACK_BYTES
 
     @property
     def memory_bytes(self) -> int:
         """All that the systems hold at once, at the most, and what building one of them takes."""
-        beside = 100 if self.what == SHARD else 80 + 6 * self.dtype.itemsize * self.world
+        beside = 120 if self.what == SHARD else 100 + 6 * self.dtype.itemsize * self.world
         return self.heap_bytes + beside * self.elems
 
 
@@ -90,6 +93,10 @@ class Systems:
             self.calls[name] = build(name)
             if device.name != "cpu":
                 _cuda.empty_cache()  # what building left over, on streams of its own
+        device.synchronize()
+        both = zip(self.params[SUBJECT], self.params[OLDER], strict=True)
+        # Of both kinds of loops behind their first step.
+        self.wrong_elems = sum(int((ours != older).sum()) for ours, older in both)
 
     def close(self) -> None:
         self.calls.clear()
@@ -99,7 +106,7 @@ class Systems:
 
     def _builders(self) -> dict[str, Callable[[str], Call]]:
         options = partial(ringcomm.optim.AdamWOptions, bucket_elems=self._case.elems)
-        ours = {SUBJECT: partial(self._ranks, options())}
+        ours = {SUBJECT: partial(self._ranks, options()), OLDER: partial(self._older, options())}
         if self._case.what == SHARD:
             return {**ours, TORCH: self._torch, COPY: self._copy}
         two_passes = partial(self._ranks, options(check_finite=True))
@@ -130,6 +137,10 @@ class Systems:
             step: Call = optimizers[0].step
             return step
         return lambda: world.run(lambda comm: optimizers[comm.rank].step())
+
+    def _older(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:
+        with serial_loops():
+            return with_serial_loops(self._ranks(options, name))
 
     def _separate(self, name: str) -> Call:
         """Reduce-scatter, update and all-gather as calls of this library, from one thread."""
@@ -223,10 +234,12 @@ def run_case(
     systems = Systems(case, device)
     try:
         timings = time(systems.calls)
+        wrong_elems = systems.wrong_elems
     finally:
         systems.close()
     note = f"{device.late} turns were queued too late" if device.late else ""
-    return case_rows(case, timings, note)
+    rows = case_rows(case, timings, note)
+    return [replace(row, wrong=wrong_elems) if row.system == OLDER else row for row in rows]
 
 
 def case_rows(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -> list[Row]:

@@ -17,6 +17,7 @@ from ringcomm.cli import table_lines
 from .. import cases, devices, run
 from ..cases import Case, Collective, Prepared, wrong_elements
 from ..launch import LaunchError, RankInfo, Wanted, join, started_by
+from ..loops import SERIAL
 from ..options import choice, count, option, parse_size, positive, rounds
 from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, RowTable
 from ..run import Bench, Run
@@ -86,6 +87,9 @@ OPTIONS = (
     choice("--tensors", "ringcomm's memory", "plain", "heap"),
     choice("--api", "call ringcomm itself or through torch.distributed", "communicator", "dist"),
     choice("--algorithm", "ringcomm's, where it has several", *ALGORITHMS),
+    option(
+        "--channels", "blocks of a rank's kernels; 0: as many as it takes", type=count, default=0
+    ),
     choice("--device", "where tensors lie", "cpu", "cuda"),
     choice(
         "--mode",
@@ -190,7 +194,8 @@ def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -
     """
     if options.tensors != "heap":
         return None
-    own_systems = [spec for spec in options.systems if spec.startswith("ringcomm")]
+    own = ("ringcomm", SERIAL)
+    own_systems = [spec for spec in options.systems if spec.startswith(own)]
     rank_bytes = 2 * int(options.maxbytes) + _STAGING_BYTES
     return len(own_systems) * (ranks_here * rank_bytes + 2 * cache_bytes) + _HEAP_SLACK_BYTES
 
@@ -234,6 +239,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
         algorithm=options.algorithm,
         heap_bytes=heap_bytes(options, ranks_here, device.cache_bytes),
         device=device,
+        channels=options.channels,
         on_nodes=nodes > 1,
     )
     if setup.on_nodes:
@@ -284,8 +290,11 @@ class Walk:
     def _rows(self, case: Case) -> list[Row]:
         options, mode = self.run.options, self.run.info.mode
         prepared, notes = self._prepare(case)
-        base = replace(case.row, mode=mode, nodes=self.nodes)
-        rows = {name: replace(base, system=name, note=notes.get(name, "")) for name in self.systems}
+        blocks = f"{options.channels} blocks of a rank" if options.channels else ""
+        base = replace(case.row, mode=mode, nodes=self.nodes, note=blocks)
+        rows = {
+            name: replace(base, system=name, note=notes.get(name, blocks)) for name in self.systems
+        }
         subject = options.subject
         if subject not in prepared or case.count_elems == 0:
             return list(rows.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,6 +15,7 @@ import ringcomm
 
 from ..cases import Case, CaseBuffers, Prepared
 from ..devices import ONE_LAUNCH
+from ..loops import SERIAL, serial_loops, with_serial_loops
 from . import torch_groups
 from .systems import COMPRESSIONS, PeerSetup, System, Unavailable
 
@@ -36,7 +38,13 @@ class Ringcomm(System):
         kernels = "" if setup.kernels == "native" else f", {setup.kernels} kernels"
         self.version = f"ringcomm {ringcomm.__version__} ({how}{kernels})"
         self._setup, self._allocate = setup, _allocator(setup)
-        self._calls, self._extra, self._leave = self._open()
+        self._serial = setup.kernels == SERIAL
+        with serial_loops() if self._serial else nullcontext():
+            self._calls, self._extra, self._leave = self._open()
+
+    def _options(self, timeout: timedelta) -> ringcomm.CommOptions:
+        kernels = "native" if self._serial else self._setup.kernels
+        return ringcomm.CommOptions(timeout=timeout, kernels=kernels, channels=self._setup.channels)
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
         """Returns an interface, what calls with an algorithm take, and what leaves the library."""
@@ -52,7 +60,7 @@ class Ringcomm(System):
             dist.PrefixStore(f"ringcomm/{setup.kernels}/{setup.algorithm}", setup.store),
             setup.rank,
             setup.world,
-            options=ringcomm.CommOptions(timeout=_TIMEOUT, kernels=setup.kernels),
+            options=self._options(_TIMEOUT),
             heap_bytes=setup.heap_bytes,
             **({} if setup.device.name == "cpu" else {"device": setup.device.name}),
         )
@@ -62,6 +70,9 @@ class Ringcomm(System):
     def prepare(self, case: Case) -> Prepared:
         if self._setup.algorithm == "copy_engine" and case.collective.name != "all_gather":
             raise Unavailable("the algorithm copy_engine gathers only")
+        if self._serial:
+            prepared = self._bind(case)
+            return replace(prepared, call=with_serial_loops(prepared.call))
         if self._setup.algorithm not in COMPRESSIONS:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):
@@ -91,7 +102,7 @@ class OneLaunch(Ringcomm):
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
         setup = self._setup
-        options = ringcomm.CommOptions(timeout=_TIMEOUT_OF_ONE_LAUNCH, kernels=setup.kernels)
+        options = self._options(_TIMEOUT_OF_ONE_LAUNCH)
         world = ringcomm.local_world(
             setup.world, device=setup.device.name, options=options, heap_bytes=setup.heap_bytes
         )

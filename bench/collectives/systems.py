@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..launch import RankInfo
+from ..loops import SERIAL
 
 if TYPE_CHECKING:
     from ..cases import Case, Prepared
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "ringcomm": ("ringcomm", "open_system", ("cpu", "cuda")),
     "triton": ("ringcomm", "open_system", ("cpu", "cuda")),
+    SERIAL: ("ringcomm", "open_system", ("cuda",)),
     "gloo": ("torch_groups", "Gloo", ("cpu",)),
     "mpi": ("mpi", "Mpi", ("cpu",)),
     "impi": ("mpi", "Mpi", ("cpu",)),
@@ -34,6 +36,7 @@ COMPRESSIONS = ("int8", "fp8", "int4")
 _WITH_ALGORITHMS = {
     "ringcomm": (*ALGORITHMS, *COMPRESSIONS),
     "triton": ("auto", "one_shot", "ring"),
+    SERIAL: ALGORITHMS,
 }
 
 
@@ -72,7 +75,8 @@ class PeerSetup(RankInfo):
     algorithm: str
     heap_bytes: int | None
     device: Device
-    kernels: str = "native"
+    channels: int = 0
+    kernels: str = "native"  # or Triton's, or the native ones with their older loops
     on_nodes: bool = False
 
 
@@ -92,8 +96,8 @@ class System:
 def open_system(spec: str, setup: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
-    # "triton" is ringcomm with its Triton kernels in the place of the native ones.
-    kernels = "triton" if name == "triton" else "native"
+    # ringcomm, with other kernels than usual.
+    kernels = name if name in ("triton", SERIAL) else "native"
     setup = replace(setup, algorithm=algorithm or setup.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]
     system: System = getattr(importlib.import_module(f"{__package__}.{module}"), opens)(setup)

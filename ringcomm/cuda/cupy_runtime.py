@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.cuda import build
+from ringcomm.cuda import build, units
 from ringcomm.cuda.runtime import (
     CONNECTIONS_VARIABLE,
     CUDA_KIND,
@@ -514,8 +514,9 @@ class CudaRuntime(CudaStreams):
         super().__init__(cuda, driver)
         self._modules = modules
         self._loading: dict[int, threading.Lock] = defaultdict(threading.Lock)  # by device
-        self._kernels: dict[tuple[int, str, str], CudaKernel] = {}
-        self._loaded: dict[tuple[int, str], int] = {}
+        # By their loops, too: a benchmark compares those of one process.
+        self._kernels: dict[tuple[int, str, str, str], CudaKernel] = {}
+        self._loaded: dict[tuple[int, str, str], int] = {}
         self._exported: dict[int, bytes] = {}
         self._idle_pages: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self.identity = cache(self._identity)
@@ -669,13 +670,14 @@ class CudaRuntime(CudaStreams):
     def find_kernel(self, device: int, unit: str, name: str) -> CudaKernel:
         # A thread that loads one holds the device's lock, perhaps until the device is idle. Other
         # threads must be able to launch what is loaded, and to load on their own devices.
-        loaded = self._kernels.get((device, unit, name))
+        key = (device, unit, name, units.chosen_loops())
+        loaded = self._kernels.get(key)
         if loaded is not None:
             return loaded
         with self._loading[device]:
-            kernel = self._kernels.get((device, unit, name))
+            kernel = self._kernels.get(key)
             if kernel is None:
-                kernel = self._kernels[device, unit, name] = self._load(device, unit, name)
+                kernel = self._kernels[key] = self._load(*key)
             return kernel
 
     def _load_module(self, device: int, unit: str) -> int:
@@ -698,12 +700,13 @@ class CudaRuntime(CudaStreams):
         image = build.load_unit(unit, capability, prebuilt=False)
         return int(self._modules.moduleLoadData(image))
 
-    def _load(self, device: int, unit: str, name: str) -> CudaKernel:
-        module = self._loaded.get((device, unit))
+    def _load(self, device: int, unit: str, name: str, loops: str) -> CudaKernel:
+        module = self._loaded.get((device, unit, loops))
         with self._beside_captures(device):
             try:
                 if module is None:
-                    module = self._loaded[device, unit] = self._load_module(device, unit)
+                    module = self._load_module(device, unit)
+                    self._loaded[device, unit, loops] = module
                 function = int(self._modules.moduleGetFunction(module, name))
                 self._driver.load_function(function)
                 threads = int(self._modules.funcGetAttribute(_MAX_THREADS_PER_BLOCK, function))

@@ -1,5 +1,6 @@
 """The optimizer's step on a GPU as the harness times it, on the host as far as that goes."""
 
+import os
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed import HashStore
 from ringcomm.bench.device_steps import (
     BENCH,
     COPY,
+    OLDER,
     SEPARATE,
     SHARD,
     STEP,
@@ -45,20 +47,20 @@ def stepped(case):
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_systems_do_the_same_step(dtype, world):
     params = stepped(KernelCase(STEP, dtype, ELEMS, world))
-    assert list(params) == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
+    assert list(params) == [SUBJECT, OLDER, TWO_PASSES, SEPARATE, TORCH]
     first = params[SUBJECT][0]
     for name, of_ranks in params.items():
         assert len(of_ranks) == world
         assert all(torch.equal(each, of_ranks[0]) for each in of_ranks), name
         # Separate kernels and torch round 16-bit sums, and torch's order of sums is its own.
-        close = 0.0 if name == TWO_PASSES else 2e-6 if dtype is torch.float32 else 1e-2
+        close = 0.0 if name in (OLDER, TWO_PASSES) else 2e-6 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(of_ranks[0], first, rtol=close, atol=close, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shard_is_updated_as_torch_does(dtype):
     params = stepped(KernelCase(SHARD, dtype, ELEMS))
-    assert list(params) == [SUBJECT, TORCH, COPY]
+    assert list(params) == [SUBJECT, OLDER, TORCH, COPY]
     close = 2e-7 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(params[SUBJECT][0], params[TORCH][0], rtol=close, atol=close)
 
@@ -67,9 +69,41 @@ def test_rows_of_a_run():
     run = Run(BENCH, BENCH.parse(["step", "-r", "2"]), RankInfo(0, 1, HashStore()))
     case = KernelCase(STEP, torch.bfloat16, ELEMS, 2)
     rows = run_case(case, Device(), partial(run.time, batch=3))
-    assert [row.system for row in rows] == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
+    assert [row.system for row in rows] == [SUBJECT, OLDER, TWO_PASSES, SEPARATE, TORCH]
     assert {(row.ranks, row.count, row.rounds, row.batch) for row in rows} == {(2, ELEMS, 2, 3)}
     assert rows[0].ratio == 1.0 and all(row.ratio and row.note == "" for row in rows)
+    assert [row.wrong for row in rows] == [None, 0, None, None, None]
+
+
+def test_the_older_loops_are_asked_for_and_compared(monkeypatch):
+    """The loops are those of the variable when the first step of a system looks its kernels up."""
+    asked = []
+    ranks = Systems._ranks
+
+    def build(systems, options, name):
+        asked.append((name, os.environ.get("RINGCOMM_KERNELS")))
+        step = ranks(systems, options, name)
+        if name == OLDER:
+            systems.params[name][1][3:5] += 1.0
+
+        def call():
+            asked.append((name, os.environ.get("RINGCOMM_KERNELS")))
+            return step()
+
+        return call
+
+    monkeypatch.delenv("RINGCOMM_KERNELS", raising=False)
+    monkeypatch.setattr(Systems, "_ranks", build)
+    systems = Systems(KernelCase(STEP, torch.float32, ELEMS, 2), Device())
+    try:
+        assert systems.wrong_elems == 2
+        for call in systems.calls.values():
+            call()
+    finally:
+        systems.close()
+    of_ours = [(SUBJECT, None), (OLDER, "serial"), (TWO_PASSES, None)]
+    assert asked == [*of_ours, *of_ours]
+    assert "RINGCOMM_KERNELS" not in os.environ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

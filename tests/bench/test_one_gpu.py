@@ -1,5 +1,8 @@
 """The modes in which ranks share a GPU, run with stand-ins for what needs one."""
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -96,6 +99,36 @@ def test_algorithms_run_side_by_side(worlds, tmp_path):
     assert set(asked) == {"one_shot", "ring", "copy_engine"}
     notes = {(row.system, row.collective) for row in report.rows if row.note}
     assert notes == {("ringcomm:copy_engine", "reduce_scatter")}
+
+
+def test_the_older_loops_run_beside_the_usual_ones(worlds, tmp_path, monkeypatch):
+    """Where a world is made and where it is called; kernels are looked up in both."""
+    asked: list[tuple[str, str | None, int]] = []
+    make: Any = ringcomm.local_world
+
+    def local_world(n, device, options, heap_bytes):
+        asked.append(("made", os.environ.get("RINGCOMM_KERNELS"), options.channels))
+        return make(n, device, options, heap_bytes)
+
+    def gather(self, outputs, inputs, algorithm):
+        asked.append((algorithm, os.environ.get("RINGCOMM_KERNELS"), 0))
+        for output in outputs:
+            output.copy_(torch.cat(inputs))
+
+    monkeypatch.delenv("RINGCOMM_KERNELS", raising=False)
+    monkeypatch.setattr(ringcomm, "local_world", local_world)
+    monkeypatch.setattr(StandInWorld, "all_gather_into_tensor", gather)
+    how = ("--peers", "serial:one_shot", "--channels", "7", "--placement", "out")
+    status, report = run_one_launch(tmp_path / "r.json", "all_gather", *how)
+    assert status == 0
+    assert {(row.system, row.wrong) for row in report.rows} == {
+        ("ringcomm", 0),
+        ("serial:one_shot", 0),
+    }
+    assert {row.note for row in report.rows} == {"7 blocks of a rank"}
+    calls = {("auto", None, 0), ("one_shot", "serial", 0)}
+    assert set(asked) == {("made", None, 7), ("made", "serial", 7), *calls}
+    assert "RINGCOMM_KERNELS" not in os.environ
 
 
 def test_graphs_and_buffer_sets_are_recorded(worlds, tmp_path):

@@ -6,6 +6,7 @@ That the calls are the right ones only a GPU can show; here is what ringcomm dec
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import threading
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 
 from ringcomm.cuda import build
 from ringcomm.cuda.cupy_runtime import CudaDriver, CudaRuntime
+from ringcomm.cuda.units import LOOPS_VARIABLE as LOOPS
 from ringcomm.errors import RingcommError, UnsupportedError
 from tests.support.emulator.library import COMPILER
 
@@ -471,6 +473,20 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
         UnsupportedError, match=r"kernel rc_x of unit move .* device 1: .*not found"
     ):
         stack.runtime.find_kernel(1, "move", "rc_x")
+
+
+def test_loops_of_both_kinds_live_beside_each_other(stack, monkeypatch):
+    monkeypatch.setattr(build, "load_unit", lambda unit, capability: os.environ[LOOPS].encode())
+    stack.modules.answers |= {
+        "moduleLoadData": {b"serial": 5, b"batched": 6}.__getitem__,
+        "moduleGetFunction": lambda module, name: 10 * module,
+        "funcGetAttribute": 256,
+        "occupancyMaxActiveBlocksPerMultiprocessor": 1,
+    }
+    for loops, handle in (("serial", 50), ("batched", 60), ("serial", 50)):
+        monkeypatch.setenv(LOOPS, loops)
+        assert stack.runtime.find_kernel(0, "move", "rc_move").handle == handle
+    assert stack.modules.named("moduleLoadData") == [(b"serial",), (b"batched",)]
 
 
 def refuse_prebuilt(stack: Stack, monkeypatch, status: int, maker: str | None) -> list[bool]:

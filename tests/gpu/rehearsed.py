@@ -30,6 +30,7 @@ from ringcomm.bench import (
 )
 from ringcomm.bench.devices import COPY_FACT, CudaDevice, choose
 from ringcomm.bench.timing import Call, Device
+from ringcomm.cuda import units
 from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
 from tests.gpu.worlds import OrderedWorld
@@ -118,6 +119,8 @@ def stand_ins() -> Iterator[None]:
     emulated = EmulatedCuda()
     stand_ins: list[tuple[Any, str, object]] = [
         (devices, "CudaDevice", EmulatedGpu),
+        # The host's compiler makes one kind of loops, which stands for both.
+        (units, "chosen_loops", lambda: units.BATCHED),
         (devices, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
         (device_steps, "CudaDevice", EmulatedGpu),
         (device_steps, "_cuda", emulated),
