@@ -111,13 +111,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{shown(name)} is there twice in one object")
+            raise ValueError(f"{shown(name)} occurs twice in one object")
         found[name] = value
     return found
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:

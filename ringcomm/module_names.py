@@ -278,7 +278,7 @@ class Chosen:
             if not any(_inside(pattern, name) for name in known):
                 raise ArgumentError(
                     f"{operation}: only: expected names of modules, parameters or buffers, but "
-                    f"none matches {pattern!r} (a * stands for one part of a name); there are "
+                    f"none matches {pattern!r} (a * matches one part of a name); the names are "
                     f"{some(known)}"
                 )
 

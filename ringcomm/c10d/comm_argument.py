@@ -288,7 +288,7 @@ def _check_alone(operation: str) -> None:
             f"{launched.launcher} has started {launched.world_size} ranks, but there is no "
             "group of them; call ringcomm.init_process_group() or "
             'torch.distributed.init_process_group() first, or pass comm="alone" for ranks that '
-            "shall not work together"
+            "must not work together"
         )
 
 

@@ -42,18 +42,16 @@ class Entry:
 
 COMMANDS = {
     "bench": Entry("time collectives against Gloo and MPI", forwards=True),
-    "build-backend": Entry(
-        "compile the C++ backend, by which a group has other backends beside it"
-    ),
-    "convert": Entry("make a checkpoint of DeepSpeed or of torch one that zero.load() reads"),
+    "build-backend": Entry("compile the C++ backend, for groups that also use other backends"),
+    "convert": Entry("convert checkpoints of DeepSpeed or torch for zero.load()"),
     "demo": Entry(
         "check and time every collective, then train a small model on ringcomm and on Gloo"
     ),
-    "doctor": Entry("say whether collectives can work on this machine, and if not, why"),
-    "estimate": Entry("say what memory, traffic and time a sharded training step takes"),
+    "doctor": Entry("check whether collectives can work on this machine"),
+    "estimate": Entry("estimate memory, traffic and time of a sharded training step"),
     "report": Entry("write a run as one HTML page: waits, bandwidths, step times, memory"),
-    "trace": Entry("show what each rank did last, from a fault's trace or from running processes"),
-    "topo": Entry("show what connects the GPUs, and the algorithm and rings that follow from it"),
+    "trace": Entry("show each rank's last calls, from a fault's trace or running processes"),
+    "topo": Entry("show the links between GPUs, and the algorithm and rings that they select"),
     "train": Entry("train a small byte-level GPT data-parallel"),
 }
 
@@ -115,7 +113,7 @@ def _reader_has_left() -> bool:
 def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Subcommand | None]:
     parser = argparse.ArgumentParser(
         prog="ringcomm",
-        description="Collectives over peer-mapped memory, and what is built on them.",
+        description="Collectives over peer-mapped memory, and tools built on them.",
     )
     parser.add_argument("--version", action="version", version=f"ringcomm {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -24,25 +24,25 @@ DTYPES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.description = (
-        "Makes a checkpoint of DeepSpeed (ZeRO stages 1 to 3) or of torch.distributed.checkpoint "
-        "(FSDP2) one that ringcomm.zero.load() reads, at any stage and in any world: weights, FP32 "
-        "masters and AdamW's state. Makes one of ringcomm a folder of safetensors files, as "
-        "Hugging Face's from_pretrained() reads them. Nothing that a pickle names is run."
+        "Converts a checkpoint of DeepSpeed (ZeRO stages 1 to 3) or torch.distributed.checkpoint "
+        "(FSDP2) to one that ringcomm.zero.load() reads, at any stage and in any world: weights, "
+        "FP32 masters and AdamW's state. Converts a ringcomm checkpoint to safetensors files for "
+        "Hugging Face's from_pretrained(). Runs no code from pickles."
     )
-    parser.add_argument("source", type=Path, help="folder of the checkpoint, or of ringcomm's run")
+    parser.add_argument("source", type=Path, help="folder of the checkpoint, or of a ringcomm run")
     parser.add_argument(
-        "target", type=Path, help="run's folder that gets a step-00000100 or so; of the safetensors"
+        "target", type=Path, help="folder of a run, for a step-NNNNNNNN; or for the safetensors"
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of the weights in safetensors (default: as saved); zero.load() takes any",
+        help="dtype of the safetensors (default: as saved); zero.load() accepts any",
     )
     parser.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer's state out"
     )
     parser.add_argument(
-        "--step", type=int, help="number of the checkpoint (default: as saved; ringcomm's: latest)"
+        "--step", type=int, help="checkpoint number (default: as saved; for ringcomm's: latest)"
     )
 
 
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         if dtype is not None:
             raise ArgumentError(
-                "--dtype: is of safetensors; a checkpoint for zero.load() has weights in FP32 "
-                "where they are known, and is rounded to what the module has"
+                "--dtype: only for safetensors; a checkpoint for zero.load() has FP32 weights if "
+                "they are known, and zero.load() rounds them to the module's dtype"
             )
         made = convert(
             args.source,
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {made}; ringcomm.zero.load({str(args.target)!r}, module, ...) reads it")
         return 0
     if args.weights_only:
-        raise ArgumentError("--weights-only: safetensors of ringcomm's have weights alone anyway")
+        raise ArgumentError("--weights-only: not needed, since safetensors contain only weights")
     files = export_safetensors(folder, args.target, dtype=dtype)
     print(f"wrote {len(files)} file{'s' * (len(files) != 1)} of the weights in {folder}:")
     print(*files, sep="\n")

@@ -132,7 +132,7 @@ def check_graphs() -> Finding:
 
 
 def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
-    """Checks free memory: by the text of /proc/meminfo and the control group's limit."""
+    """Checks free memory, by the text of /proc/meminfo and the control group's limit."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     total, available = (int(fields[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     limit = "none" if limit_bytes is None else gib(limit_bytes)
@@ -414,7 +414,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the findings; returns 1 when collectives cannot work here."""
     findings = list(examine())
     if any(finding.verdict == FAIL for finding in findings):
-        findings.append(Finding("self-test", FAIL, "not tried", "first mend what failed above"))
+        findings.append(Finding("self-test", FAIL, "not tried", "first fix the failures above"))
     elif not args.no_self_test:
         findings.append(check_self_test())
     failed = [finding.name for finding in findings if finding.verdict == FAIL]

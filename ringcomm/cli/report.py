@@ -212,8 +212,8 @@ def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Panel]:
         by_pair.setdefault((wait.rank, wait.awaited), []).append(wait)
     of_ranks = [([f"rank {rank}"], each) for rank, each in by_rank.items()]
     of_pairs = [([f"rank {a}", f"rank {b}"], each) for (a, b), each in by_pair.items()]
-    note = "Summed over the ranks that waited. Of calls that failed or are open the recorder says "
-    note += "who is awaited; of others it is the rank that began the call last, until it did."
+    note = "Summed over the ranks that waited. The recorder names the awaited rank of failed and "
+    note += "open calls; in other calls it is the rank that began last."
     pairs = f"The longest {MOST_PAIRS}." if len(of_pairs) > MOST_PAIRS else ""
     return [
         _waits("Whom the others waited for", ["rank"], of_ranks, note),
@@ -615,7 +615,7 @@ def _demo(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
         raise ValueError(f"runs: expected an object, got {shown(data['runs'])}")
     for title, run in data["runs"].items():
         if type(run) is not dict or not {"provenance", "rows"} <= set(run):
-            raise ValueError(f"runs: expected what bench writes, got {shown(run)}")
+            raise ValueError(f"runs: expected the output of bench, got {shown(run)}")
         _benchmark(path, run, taken, printable(title))
 
 
@@ -668,9 +668,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``ringcomm report``."""
     parser.description = (
         "Writes one HTML page of a run: who waited for whom, bandwidths, step times and "
-        "memory. It opens from a disk and fetches nothing. docs/report.md shows how to read it."
+        "memory. The page needs no server or network. docs/report.md shows how to read it."
     )
-    kinds = "traces of faults, profiles of steps, what bench, demo and train write with --json"
+    kinds = "traces of faults, profiles of steps, and the --json files of bench, demo and train"
     told = f"{kinds}, and folders of such files; none: the newest trace"
     pids = "also look into running, hung or stopped processes; one rank is enough"
     output = Path("report.html")
@@ -678,7 +678,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", nargs="*", type=Path, metavar="RUN", help=told)
     add("--pid", nargs="+", type=int, default=[], help=pids)
     add("-o", "--output", type=Path, default=output, help="the page (default: %(default)s)")
-    add("--title", help="of the page (default: of what it shows)")
+    add("--title", help="title of the page (default: the titles of its sections)")
 
 
 def run(args: argparse.Namespace) -> int:

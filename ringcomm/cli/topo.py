@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--ranks",
         type=int,
-        help="choose rings for so many ranks, dealt out to the GPUs (default: 1 each)",
+        help="choose rings for this many ranks, distributed over the GPUs (default: 1 each)",
     )
     which.add_argument(
         "--placement",
@@ -103,7 +103,7 @@ def _placements(topology: Topology, args: argparse.Namespace) -> list[str | None
     if topology.gpus and not devices:
         raise ArgumentError(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} leaves none of the "
-            f"{len(topology.gpus)} GPUs to be seen; unset it, or give --placement"
+            f"{len(topology.gpus)} GPUs visible; unset it, or give --placement"
         )
     if not devices:
         return [None] * (args.ranks or available_cores())

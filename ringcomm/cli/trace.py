@@ -453,7 +453,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="*",
         type=Path,
-        help="traces of a fault, over nodes one of each node; none: what runs, and the newest one",
+        help="traces of a fault, one per node; default: running processes and the newest trace",
     )
     parser.add_argument(
         "--pid",

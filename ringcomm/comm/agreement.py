@@ -46,7 +46,7 @@ def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def _faults_of_host(comm: Communicator) -> Iterator[None]:
-    """Ends ``comm``, as its own fault would, if a call on its host communicator fails inside."""
+    """Ends ``comm``, as its own fault would, if a call of its host communicator inside fails."""
     comm.engine.raise_if_unusable("all_reduce")
     try:
         yield

@@ -81,8 +81,8 @@ class Communicator(Collectives, Messages):
     ) -> Communicator:
         """Builds the communicator of all ranks that a launcher started.
 
-        Supported are torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), MPICH,
-        Open MPI and Slurm on one machine. Without a launcher the world has one rank.
+        The launcher is torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), or
+        MPICH, Open MPI or Slurm on one machine. Without a launcher the world has one rank.
 
         Args:
             timeout: how long to wait for peers, here and in every call; default 30 minutes.
@@ -96,7 +96,7 @@ class Communicator(Collectives, Messages):
             RendezvousError: a rank is missing; the error names it.
             UnsupportedError: the ranks run on several nodes, and no variable names the address of
                 their rendezvous.
-            HeapError: no room for the heap.
+            HeapError: no space for the heap.
         """
         options = _options(options, timeout)
         launched = read_environment()
@@ -514,8 +514,8 @@ def _build_on_device(
         met.core.close()
         raise RendezvousError(
             f"{where(membership.name, membership.rank, len(membership.ranks))}: the ranks "
-            "named different nodes, and a moment later the same. Give every job a store of "
-            "its own"
+            "named different nodes, and a moment later the same node. Give every job a "
+            "store of its own"
         )
 
     def make_node(of_node: Membership) -> Communicator:

@@ -310,7 +310,7 @@ def destroy_process_group(group: Group = None) -> None:
     if group is None and communicator is _thread.communicator:
         raise ArgumentError(
             "destroy_process_group: the default group of a LocalWorld's thread belongs to the "
-            "LocalWorld; close that"
+            "LocalWorld; close the LocalWorld"
         )
     communicator.close()
     if communicator is _process:

@@ -396,7 +396,7 @@ def _outermost(engine: CallEngine) -> int:
 
 
 def _stays(rank: int, raised: bool) -> bool:
-    """A default for ``note_end`` that does nothing."""
+    """The default for ``note_end``: does nothing."""
     return True
 
 
@@ -495,6 +495,7 @@ def local_world(
             of them have made it.
         nodes: the number of ranks of each node, in the order of the ranks: the threads then behave
             as if on that many machines, connected by the loopback interface. None: one node.
+
     Raises:
         ArgumentError: ``n`` is not a positive integer, or there are not ``n`` devices, or ``nodes``
             does not add up to ``n``.

@@ -144,7 +144,7 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
         if tag is None:
             raise NotData(
                 f"{type(value).__qualname__} would arrive as torch.Tensor: send "
-                "value.as_subclass(torch.Tensor), or of a DTensor value.to_local()"
+                "value.as_subclass(torch.Tensor), or for a DTensor value.to_local()"
             )
         raw = bytearray(value.numel() * value.element_size())
         if raw:

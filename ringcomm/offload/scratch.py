@@ -475,7 +475,7 @@ class ScratchFile:
 
 
 class Transfer:
-    """A read or write under way. It keeps its memory alive; do not touch that until it is done."""
+    """A read or write under way. Keeps its memory alive; do not use the memory until it is done."""
 
     def __init__(
         self,

@@ -57,9 +57,9 @@ class Parent(Protocol):
     def raise_if_unusable(self, name: str) -> None: ...
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
-        """Returns those of ``ranks``, in the outermost communicator, that make no more calls here.
+        """Maps the ranks among ``ranks`` that make no more calls here to the reasons.
 
-        The values are the reasons, as the ends of sentences.
+        Ranks are those of the outermost communicator; a reason is the end of a sentence.
         """
         ...
 

@@ -375,7 +375,7 @@ class _Site:
         if not isinstance(given, Symmetric):
             raise self.fail(
                 f"{name}: expected what Context.empty() or zeros() returned, which peers can read, "
-                f"got {type(given).__name__}. Make one, write into its .tensor, and pass it"
+                f"got {type(given).__name__}. Call one of them, write to its .tensor, and pass it"
             )
         tensor = given.tensor
         if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
@@ -405,7 +405,7 @@ class _Site:
         if d > LARGEST_ROW:
             raise UnsupportedError(
                 f"{self._head}: x: expected rows of at most {LARGEST_ROW} elements, got {d}. Use "
-                "reduce_scatter_tensor() and normalise after"
+                "reduce_scatter_tensor() and normalize its result"
             )
         return n, d
 
@@ -491,7 +491,7 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
     m, k = mine.shape
     if b.dim() != 2 or b.shape[0] != k or b.dtype != mine.dtype:
         raise checks.fail(
-            f"b: expected a matrix of {k} rows of {mine.dtype}, as a has columns, got "
+            f"b: expected a matrix of {k} rows, the columns of a, of dtype {mine.dtype}, got "
             f"{tuple(b.shape)} of {b.dtype}"
         )
     collecting = _moving_blocks(checks, context)
@@ -556,7 +556,7 @@ def matmul_reduce_scatter(context: Context, a: Tensor, b: Tensor, inbox: Symmetr
     checks.contiguous("a", a, (rows, k), room)
     if tuple(b.shape) != (k, n) or b.dtype != room.dtype:
         raise checks.fail(
-            f"b: expected a matrix {(k, n)} of {room.dtype}, by the columns of a and of inbox, got "
+            f"b: expected a matrix {(k, n)} of {room.dtype} (columns of a, columns of inbox), got "
             f"{tuple(b.shape)} of {b.dtype}"
         )
     summing = _moving_blocks(checks, context)
@@ -610,6 +610,7 @@ def reduce_scatter_rms_norm(
 
     Returns:
         [n, d], the normalized rows.
+
     Raises:
         ArgumentError: an argument does not fit; a plain tensor as ``x`` is refused, not copied.
         UnsupportedError: the rows are too long.

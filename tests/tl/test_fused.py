@@ -312,8 +312,8 @@ def _refusals(store, rank, world):
     )
     cases: list[Any] = [
         ("a: expected what Context.empty", gather, b, b),
-        ("8 rows of", gather, a, b.T),
-        ("8 rows of", gather, a, b.half()),
+        ("8 rows, the columns of a", gather, a, b.T),
+        ("8 rows, the columns of a", gather, a, b.half()),
         ("context: expected more than 2 blocks", rc.all_gather_matmul, rc.Context(comm, 2), a, b),
         ("inbox: expected what Context.empty", scatter, b, b, b),
         (r"a: expected a contiguous tensor \(4, 4\)", scatter, torch.ones(4, 8)[:, ::2], b, a),

@@ -695,7 +695,7 @@ class CallEngine(ABC):
         """Checks a reduction, if this communicator sums in groups of ranks.
 
         Raises:
-            UnsupportedError: the ring, or Triton's kernels, which sum in other orders.
+            UnsupportedError: it uses the ring or Triton's kernels, which sum in other orders.
         """
         if not self._sum_group_size or (algorithm != "ring" and kernels != "triton"):
             return
@@ -749,10 +749,10 @@ class CallEngine(ABC):
             raise self.fault(name)
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
-        """Returns those of ``ranks``, in the outermost communicator, that make no more calls here.
+        """Maps the ranks among ``ranks`` that make no more calls here to the reasons.
 
-        The values are the reasons, as the ends of sentences. For ranks of other processes it also
-        looks at ``Membership.processes``.
+        Ranks are those of the outermost communicator; a reason is the end of a sentence. For ranks
+        of other processes it also looks at ``Membership.processes``.
         """
         found = {}
         for peer, rank in enumerate(self.membership.ranks):

@@ -1,4 +1,4 @@
-"""Sends and receives between two ranks, which collectives never delay; their host version."""
+"""Sends and receives between two ranks, never ordered behind collectives; their host version."""
 
 from __future__ import annotations
 

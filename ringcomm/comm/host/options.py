@@ -89,12 +89,10 @@ class CommOptions:
             receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
         compression: the form of partial sums between nodes. "none": in the accumulator's type, so
             that a result is rounded once. "param": 16-bit types rounded to the type, which halves
-            the bytes and rounds twice. "int8", "fp8" and "int4" quantize sums of
-            float32, bfloat16 and float16 in quantization blocks of 128 with a scale, with a quarter
-            and an eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and
-            those of 8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
-            and an eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and
-            those of 8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
+            the bytes and rounds twice. "int8" and "fp8" (a quarter of the bytes) and "int4" (an
+            eighth) quantize sums of float32, bfloat16 and float16 in quantization blocks of 128
+            numbers with one scale; docs/nodes.md bounds the errors. Other reductions, and those of
+            8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
         rails: how ranks of equal local rank exchange between nodes, on the host: "one_shot", each
             with all others; "levels", in two rounds with fewer messages; "ring", each with the
             next node; "auto" is one-shot below 32 nodes, else levels. Only one-shot sums as
@@ -171,7 +169,7 @@ class CommOptions:
             raise ArgumentError(
                 f'rails: expected auto or one_shot with compression="{self.compression}", got '
                 f"{self.rails!r}: "
-                "each round would quantize what earlier ones have rounded"
+                "each round would quantize values that earlier rounds have rounded"
             )
         if self.sum_group_size < 0:
             raise ArgumentError(f"sum_group_size: expected 0 or more, got {self.sum_group_size}")

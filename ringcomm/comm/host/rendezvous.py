@@ -297,7 +297,7 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
         if core is not None:
             # A peer may have seen that all ranks are ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
-            core.close()  # so that the store may have the descriptors
+            core.close()  # frees descriptors, which the store may need
         rendezvous.fail(error)
         raise
 
@@ -305,7 +305,7 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
 def _map_heaps(
     handles: list[HeapHandle], own: _native.Heap, spec: RendezvousSpec
 ) -> tuple[dict[int, MappedHeap], dict[int, str]]:
-    """Maps the heaps of this rank's machine; returns them, and the reasons for all others.
+    """Maps the heaps of this rank's machine; returns them, and why the others are not mapped.
 
     Raises:
         PeerLost: the process of a rank has ended since it posted its handle; names the rank.

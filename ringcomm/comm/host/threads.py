@@ -94,7 +94,7 @@ def own_cpus() -> str:
 
 
 def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
-    """Divides the cores of a node among its ranks; all ranks derive the same from the same facts.
+    """Divides the cores of a node among its ranks; all ranks compute the same from equal facts.
 
     Args:
         facts: the facts of the node's ranks.

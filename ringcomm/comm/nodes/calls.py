@@ -45,7 +45,7 @@ class _Failed(Exception):
     """Raised inside a call that has failed; :attr:`Watch.error` is the reason."""
 
 
-# The collectives of sharded training: the header field of the root holds their tag.
+# The collectives of sharded training; their headers hold a tag in the field for the root.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32s8sqiii"
 _COLLECTIVES = _native.RECORD_NAMES["collectives"]
@@ -193,7 +193,7 @@ class CallsOverNodes(NoFastCalls):
         return self._closed or self._watch.error is not None or self._inner.aborted
 
     def chosen(self, algorithm: int) -> int:
-        """Returns the code of "one_shot", which is what "auto" means."""
+        """Returns ``algorithm``, but the code of "one_shot" for "auto"."""
         return ONE_SHOT if algorithm == AUTO else algorithm
 
     @property
@@ -294,7 +294,7 @@ class CallsOverNodes(NoFastCalls):
             who = self.layout.named(self.layout.rank)
             raise UnsupportedError(
                 f"{name} on {who}: algorithm: expected auto or {algorithm_name(name, ONE_SHOT)} "
-                "over several nodes; the others exist within one (Communicator.node)"
+                "over several nodes; the others exist only within a node (Communicator.node)"
             )
         if self.aborted:
             return 1
@@ -395,7 +395,7 @@ class CallsOverNodes(NoFastCalls):
 
     @contextmanager
     def _waiting_on_rail(self, peer: int) -> Iterator[None]:
-        """Ends the call if an operation inside fails; it needs rank ``peer`` of another node."""
+        """Ends the call if an operation inside, which awaits rank ``peer`` on a rail, fails."""
         wait = RailWait(peer, Deadline(self.timeout_ms / 1000), self._called_at)
         self._watch.awaits(wait)
         try:
@@ -536,7 +536,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     def _call(
         self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
-        """Makes a call by :meth:`_run`; a subclass may do more before."""
+        """Makes a call by :meth:`_run`; a subclass may wait for its peers first."""
         return self._run(name, head, algorithm, body)
 
     def all_reduce(

@@ -69,7 +69,7 @@ LEVELS_FROM_NODES = 32
 
 
 class Exchange(NamedTuple):
-    """A message of a round: the other node, and its targets: the nodes whose parts it carries."""
+    """A message of a round: the other node, and the targets whose parts it carries, in order."""
 
     peer: int
     targets: tuple[int, ...]

@@ -351,7 +351,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def barrier(self) -> int:
         def body() -> None:
-            # A rank sends its header after its node's barrier: so they show that all ranks came.
+            # Rail peers exchange after their nodes' barriers: the exchange shows that all came.
             self._within("barrier")
             ones = [1] * len(self.layout.nodes)
             for rail in self.layout.rails_of(self.layout.rank):

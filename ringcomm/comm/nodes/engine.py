@@ -72,7 +72,7 @@ TRITON_IS_OF_NODES = (
 )
 
 
-# The core of an engine over several nodes.
+# Casts the core of an engine over several nodes.
 _calls_over_nodes: Callable[[Core], CallsOverNodes] = itself
 
 
@@ -355,7 +355,7 @@ class NoMessages:
         self._refuse(op)
 
 
-# ---- Building them ------------------------------------------------------------------------------
+# ---- Building the engines -----------------------------------------------------------------------
 
 
 class _Closable(Protocol):
@@ -400,7 +400,7 @@ def build(
     Args:
         membership: all ranks.
         found: the nodes of the ranks.
-        heap_bytes: of the host; as for :func:`ringcomm.comm.host.rendezvous.hold_rendezvous`.
+        heap_bytes: as for :func:`ringcomm.comm.host.rendezvous.hold_rendezvous`, on the host.
         make_node: builds a node's communicator for users.
         on_device: True if the ranks are on devices.
 

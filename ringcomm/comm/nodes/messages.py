@@ -605,7 +605,7 @@ class NodesMessages:
             if rank != layout.rank and self._inner.health(local_rank)
         }
         ended = ", ".join(map(layout.named, sorted(gone)))
-        told = f". Of those that could have, {ended} ended or closed before" if gone else ""
+        told = f". {ended} could have sent it, but ended or closed before" if gone else ""
         self._watch.fail(
             timed_out(
                 f"{layout.named(layout.rank)} in {request.called}, from any rank,",

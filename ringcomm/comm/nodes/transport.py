@@ -805,7 +805,7 @@ class DeviceRails:
             if deadline.is_over():
                 self.break_up()
                 raise RuntimeError(
-                    waited_for(deadline.timeout_s, "the numbers of those ranks, of which none came")
+                    waited_for(deadline.timeout_s, "the numbers of those ranks, but none came")
                 )
             time.sleep(PROOF_POLL_S)
         numbers: list[int] = theirs.tolist()

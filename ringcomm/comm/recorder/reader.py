@@ -333,7 +333,7 @@ def _check(trace: Trace) -> None:
     recording, of_node = trace.recording, trace.of_node
     world = recording.world_size
     if not 0 < world <= _MOST_RANKS:
-        raise ValueError(f"it has {world} ranks, of at most {_MOST_RANKS}")
+        raise ValueError(f"it has {world} ranks, expected at most {_MOST_RANKS}")
     if not 0 <= trace.written_s <= _LATEST_S:
         raise ValueError(f"written_s {trace.written_s} is out of range")
     # By rank: True while the trace may still have a record of the rank.
@@ -536,7 +536,7 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     first = os.pread(descriptor, header.memory_bytes, offset)
     second = os.pread(descriptor, header.memory_bytes, offset)
     if len(second) < header.memory_bytes:
-        raise RingcommError("trace: a recorder that does not end in its heap")
+        raise RingcommError("trace: expected a recorder inside its heap, got one that exceeds it")
     unstable = unstable_records(first, second)
     if header.on_device:
         return FoundRecorder(header, first, unstable, 0)  # its control page is in device memory
@@ -588,7 +588,7 @@ Fault = dict[str, Any]
 
 
 def _both(path: str) -> list[Path]:
-    """Returns a path as imported, which is the path in frames, and with its links resolved."""
+    """Returns a path in two forms: as imported, which frames show, and with resolved links."""
     return [Path(path).absolute(), Path(path).resolve()]
 
 

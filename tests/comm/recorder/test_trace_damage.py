@@ -197,7 +197,7 @@ def test_a_world_is_no_larger_than_any_is(tmp_path, world_size, name):
     path.write_text(reader.text_of(trace))
     tracemalloc.start()
     try:
-        with pytest.raises(RingcommError, match=r"world_size|ranks, of at most"):
+        with pytest.raises(RingcommError, match=r"world_size|ranks, expected at most"):
             reader.read(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         sound = Recording(name, 1 << 16, 1, 1, ())

@@ -212,7 +212,7 @@ def test_the_command_converts_there_and_to_safetensors(saved, wanted, tmp_path, 
     assert cli.main(["convert", source, run, "--step", "12"]) == 1
     assert "expected a step after 12" in capsys.readouterr().err
     assert cli.main(["convert", source, run, "--dtype", "bfloat16"]) == 1
-    assert "is of safetensors" in capsys.readouterr().err
+    assert "only for safetensors" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path), run]) == 1
     assert "expected a folder of DeepSpeed" in capsys.readouterr().err
 

@@ -472,8 +472,8 @@ def test_auto_is_refused_with_what_to_put():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is there twice in one object"),
-        ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' occurs twice in one object"),
+        ('{"gradient_clipping": NaN}', "NaN is not a number in JSON"),
         ('{\n  // of 8 GPUs\n  "train_batch_size": 8}', "line 2 column 3 .*JSON has no comments"),
         ("[1]", r"expected an object, got \[1\]"),
         ("[" * 100_000, "nested too deep"),

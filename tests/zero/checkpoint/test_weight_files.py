@@ -158,7 +158,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         rf"{FILES[1]}: 'a\.\w+' is also in {FILES[0]}",
     ),
     "no object": (header(lambda tensors: "[]"), "no object"),
-    "a name twice": (header(lambda tensors: '{"a": 1, "a": 2}'), "there twice"),
+    "a name twice": (header(lambda tensors: '{"a": 1, "a": 2}'), "occurs twice"),
     "no text": (header(lambda tensors: "{" * 100_000), "no JSON"),
     "dtype": (told(dtype="F32"), "is not 56 bytes"),
     "no dtype": (told(dtype=[]), "expected sizes"),
