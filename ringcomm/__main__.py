@@ -1,4 +1,4 @@
-"""``python -m ringcomm``."""
+"""Runs the ``ringcomm`` command for ``python -m ringcomm``."""
 
 import sys
 

@@ -50,8 +50,8 @@ def integers(values: Any, *, bools: bool = False) -> list[int] | None:
     """Returns the integers of an iterable, or None if an element is not an integer of 64 bits.
 
     Args:
-        values: any object; a NumPy array, a range or a one-dimensional tensor is as good as a
-            list.
+        values: any object; accepted are lists, ranges, NumPy arrays, one-dimensional tensors and
+            other iterables.
         bools: as in :func:`integer`.
     """
     if type(values) is not list and not isinstance(values, Iterable):

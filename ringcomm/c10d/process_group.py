@@ -575,10 +575,10 @@ _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 def _direct_calls(host: Communicator) -> tuple[Any, ...]:
-    """Returns what the C++ backend needs for calls without Python: see NOTE [Direct calls].
+    """Returns the values by which the C++ backend makes calls without Python.
 
     These are the C functions (None if the core has none), the codes of types and ops, and the
-    function that makes an error.
+    function that makes an error; see NOTE [Direct calls].
     """
     engine = host.engine
     functions = None if engine.kernels else getattr(engine.fast, "direct_calls", None)

@@ -97,7 +97,7 @@ def shortage_of(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def forming(operation: str) -> Iterator[None]:
-    """Converts errors inside that come from exhausted descriptors.
+    """Converts errors inside that come from exhausted descriptors to RendezvousError.
 
     Args:
         operation: the communicator that is built, and the rank.
@@ -336,7 +336,7 @@ def store_address(store: Any) -> str:
 
 @contextlib.contextmanager
 def _asking(spec: RendezvousSpec) -> Iterator[None]:
-    """Converts the errors of store operations inside."""
+    """Converts the errors of store operations inside to errors of ringcomm."""
     try:
         yield
     except RuntimeError as error:
@@ -515,7 +515,7 @@ class Rendezvous:
         """Posts this rank's handle and returns the handles of all ranks, by rank.
 
         Raises:
-            RendezvousError: a rank is missing at the deadline, failed, or posted junk; named.
+            RendezvousError: a rank is missing at the deadline, failed, or posted junk; names it.
             MismatchError: the ranks disagree on world size or options.
         """
         operation = self._spec.operation
@@ -553,7 +553,7 @@ class Rendezvous:
             read: called with each rank and text as soon as the text arrives.
 
         Raises:
-            RendezvousError: a rank is missing at the deadline, failed, or posted junk; named.
+            RendezvousError: a rank is missing at the deadline, failed, or posted junk; names it.
         """
         self._post(stage, record)
         return self._collect(stage, read)
@@ -624,7 +624,7 @@ class Rendezvous:
             awaited: the ranks without which this rank cannot continue.
 
         Raises:
-            RendezvousError: a rank has reported a failure; named.
+            RendezvousError: a rank has reported a failure; names it.
             PeerLost, AbortedError: as :meth:`Lookout.look`.
         """
         self._look_for_told()
@@ -662,7 +662,7 @@ class Rendezvous:
             By rank, the ranks that it could not reach.
 
         Raises:
-            RendezvousError: a rank failed, or read another handle for some rank; named.
+            RendezvousError: a rank failed, or read another handle of a rank; names the ranks.
         """
         saw = [digest_of(asdict(handle)) for handle in handles]
         here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}

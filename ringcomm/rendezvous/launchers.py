@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# What the launcher's environment variables say about this rank.
+# This rank's launch, read from the launcher's environment variables.
 #
 # Launcher, rank, world size, ranks on this node; the first launcher whose rank and world size are
 # both set is used. torchrun comes first: another launcher may have started torchrun itself.

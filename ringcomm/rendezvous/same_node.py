@@ -109,7 +109,7 @@ class Lookout:
         Called often, but looks only 100 times per second.
 
         Raises:
-            PeerLost: a member's process has ended, or it has closed or left the parent; named.
+            PeerLost: a member's process has ended, or it has closed or left the parent; names it.
             AbortedError: the parent is unusable on this rank, for example closed.
         """
         now_s = time.monotonic()

@@ -182,7 +182,7 @@ class Work:
 
     def source_rank(self) -> int:
         """Returns the rank that sent the message; only for a receive."""
-        raise RingcommError(f"{self._name}: source_rank() is known of a receive only")
+        raise RingcommError(f"{self._name}: source_rank() is only known for a receive")
 
     def _settle(self, future: torch.futures.Future[Outputs]) -> None:
         error = self._error

@@ -192,7 +192,7 @@ class Breakable(Protocol):
 
 
 class Connected(Breakable, Protocol):
-    """The rails of a rank."""
+    """The rails of a rank, whose connections can be checked."""
 
     def look(self, peer: int) -> None: ...
 
