@@ -194,7 +194,7 @@ def test_a_receive_names_its_sender(devices):
         assert work.wait() and sent.wait()
         assert work.source_rank() == peer
         assert work.is_success() or not work.is_completed()
-        with pytest.raises(ringcomm.RingcommError, match="of a receive only"):
+        with pytest.raises(ringcomm.RingcommError, match="only known for a receive"):
             sent.source_rank()
 
     devices.run(devices.world(2), body)
