@@ -349,7 +349,7 @@ def test_compiled_units_share_their_code(worlds, stage):
         ({"param": torch.bfloat16, "keep_fp32": (1,)}, "expected a tuple of names"),
         ({"master": "none"}, 'pass rounding="stochastic" too'),
         ({"master": "half"}, "master: expected one of fp32, remainder, none"),
-        ({"param": torch.float16, "master": "remainder"}, "lower half of bfloat16"),
+        ({"param": torch.float16, "master": "remainder"}, "lower half of FP32"),
         ({"scaled": 1}, "scaled: expected True or False"),
     ],
 )

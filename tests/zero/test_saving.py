@@ -165,7 +165,7 @@ def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(wo
             forge(tmp_path / "step-00000001", lambda text: text["tensors"].pop(MATRIX))
         comm.barrier()
         before = large.state()
-        with pytest.raises(CheckpointError, match=f"expected {MATRIX}, it is not there"):
+        with pytest.raises(CheckpointError, match=f"expected {MATRIX}, but it is not there"):
             large.load(tmp_path)
         assert_same_bits(large.state(), before)
         return names[0]

@@ -231,7 +231,8 @@ class Reader:
             status = os.lstat(path)
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
                 raise CheckpointError(
-                    f"{path}: expected a file of at most {MAX_MANIFEST_BYTES} bytes; it is foreign"
+                    f"{path}: expected a file of at most {MAX_MANIFEST_BYTES} bytes; this file is "
+                    "not a manifest"
                 )
             text = read_bounded(path, MAX_MANIFEST_BYTES).decode("utf-8")
         except FileNotFoundError as error:

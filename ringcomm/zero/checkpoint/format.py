@@ -194,7 +194,7 @@ def crc32_of(path: Path) -> str:
 
 
 def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
-    """Returns the begin of a file that has the elements of these entries after it, in order."""
+    """Returns the bytes of a file that come before the elements of its entries, in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for entry in entries:
@@ -321,7 +321,7 @@ def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
 
 
 def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
-    """True if boxes cover a tensor; together they have as many elements as it. O(n) time.
+    """True if boxes with as many elements as a tensor cover the tensor; in O(n) time.
 
     The indicator function of a box is determined by its corners, with signs. So boxes cover the
     tensor without overlap exactly if, for all functions g of the coordinates, the sum over boxes of

@@ -323,7 +323,7 @@ class TrainState:
         try:
             told = json.loads(state["facts"])
         except DAMAGE as error:
-            raise _failed(f"is no checkpoint of a TrainState: {in_words(error)}") from error
+            raise _failed(f"is not a checkpoint of a TrainState: {in_words(error)}") from error
         known = KnownNames.of(engine.setup.module)
         SavedFacts.read(told, _failed)
         facts = SavedFacts.read(renamed(told, known, NAMES_IN_FACTS), _failed)
@@ -778,7 +778,7 @@ class Loading:
     def _check_shard(self, shard: TensorShard) -> None:
         name = self._source(shard)
         if name not in self.names:
-            raise self.fail(f"expected {name}, it is not there")
+            raise self.fail(f"expected {name}, but it is not there")
         shape, dtype = self.reader.shape(name), self.reader.dtype(name)
         mine = shard.local.dtype
         fits = dtype == mine or (

@@ -504,7 +504,7 @@ def renamed(value: Any, known: KnownNames, where: Any) -> Any:
     Args:
         value: the data, which is not checked yet.
         known: the module's names.
-        where: True if strings, and a dict's keys, are names; or a dict of this argument by key.
+        where: True if strings, and a dict's keys, are names; or a dict of such values, by key.
     """
     if where is True:
         if isinstance(value, str):
@@ -789,7 +789,7 @@ def check_optimizer(
             f"expected the param groups {mine}, as the optimizer has them, got {given.group_params}"
         )
     if not converted and (step.setting.loss_scaler is None) != (given.loss_scaler is None):
-        raise fail("expected a loss scaler on both sides, or on none")
+        raise fail("expected a loss scaler in the checkpoint and here, or in neither")
     if not {*names} <= given.steps.keys():
         raise fail("it lacks step numbers of parameters")
     packed = [

@@ -151,7 +151,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         sharded.refuse_if_partly_updated("set_master")
         shard = access.local_shard_of(value, local)
         access.placement.check("set_master")
-        # From here on no rank reads what its peers are about to change.
+        # From here on no rank reads memory that its peers are about to change.
         engine = owner_of(param)
         assert engine is not None
         engine.reshard_for_change("set_master")

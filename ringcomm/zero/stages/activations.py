@@ -4,8 +4,8 @@ NOTE [What stays where it is]
 Parameters, buffers and their views are not written: they are in memory anyway, or are unsharded by
 stage 3, which restores the values of their memory. Small tensors are not written either, since a
 transfer would cost more than their memory is worth. Tensors that are saved while a backward runs,
-by a checkpoint that computes its layer again, are needed at once and also stay in memory. So do
-non-dense ones.
+by a checkpoint that computes its layer again, are needed at once and also stay in memory, as do
+tensors that are not dense.
 
 NOTE [Changes in place]
 With hooks, torch does not check whether a saved tensor has changed. So an alias of each saved
@@ -245,7 +245,7 @@ class ActivationStore:
         self._resident_bytes = 0
         self._free: dict[int, list[_StoredExtent]] = {}
         self._extents_in_use = 0
-        # Garbage collection may free a content at any time: it only adds an entry here.
+        # Garbage collection may free a content at any time: its finalizer only adds an entry here.
         self._gone: deque[_Gone] = deque()
 
     @property

@@ -3,8 +3,8 @@
 NOTE [Statistics of all ranks]
 Each rank sends, by channel, the mean, the sum of squared deviations and the number of its own
 elements, and merges the values of all ranks in the order of the ranks (Chan, Golub and LeVeque,
-1983). So every rank has the same statistics to the bit, without subtracting large sums of squares.
-Autograd computes the gradient; its only collective is the backward of the all-gather.
+1983). So every rank has the same statistics to the bit, and no digits are lost by subtracting sums
+of squares. Autograd computes the gradient; its only collective is the all-gather's backward.
 """
 
 from __future__ import annotations

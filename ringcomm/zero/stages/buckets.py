@@ -47,7 +47,7 @@ from ringcomm.zero.stages.units import Values
 
 Tensor = torch.Tensor
 
-# torch's C++ functions: a step unshards some ten buckets, each with several parameters.
+# torch's C++ functions, for speed: a step unshards some ten buckets of several parameters each.
 _count_references: Callable[[int], int] = torch._C._storage_Use_Count
 _count_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -93,8 +93,8 @@ class ParamBucket(ABC):
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None if they
             were not rounded, or if an optimizer has taken this tensor over. With
-            :attr:`compression` it holds the masters, also for an optimizer; see NOTE [Quantized
-            parameters] in ``optim/buckets.py``.
+            :attr:`compression` it holds the masters, also for an optimizer; see
+            NOTE [Quantized parameters] in ``optim/buckets.py``.
         compression: format in which the parameters cross between nodes; None if they cross
             unquantized.
     """

@@ -159,7 +159,7 @@ class Slots:
 
 
 class _TakeOver:
-    """A load hook that copies assigned tensors to a module's old parameters, and restores them."""
+    """A load hook that puts back a module's parameters, with the values of assigned tensors."""
 
     def __init__(self, slots: list[_ParamSlot]) -> None:
         self._slots = slots

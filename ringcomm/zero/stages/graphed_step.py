@@ -323,7 +323,7 @@ def _capturable_engine(optimizer: ShardedOptimizer) -> DeviceCallEngine:
     if comm is None or not comm.launches:
         raise _refusal("its parameters are on the CPU, where there are no graphs", "Run it eagerly")
     if not isinstance(engine, DeviceCallEngine):
-        raise _refusal("its ranks are on several nodes, which meet on the host", "Run it eagerly")
+        raise _refusal("its ranks are on several nodes, which need the host", "Run it eagerly")
     if engine.joint_launch is not None:
         raise _refusal(
             "ranks of this process share the device, and so a launch that no single rank can "

@@ -83,7 +83,7 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
         engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no such hooks; it has no tensors, or shard() had refused it
+                continue  # takes no such hooks; it has no tensors, or shard() would have refused it
             engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
     if casts:
         engine.keep(root.register_forward_hook(cast_outputs))
@@ -156,7 +156,7 @@ class _ShowValues:
 
     Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
     storage, and ``torch.save()`` would write the whole bucket. Frameworks also call this at stage 3
-    outside of ``unsharded()``, for the names of a part's tensors; there the memory will be freed.
+    outside of ``unsharded()``, for the names of a part's tensors; there placeholders are shown.
     """
 
     def __init__(self, engine: ShardEngine) -> None:

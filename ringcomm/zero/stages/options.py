@@ -93,8 +93,8 @@ class Precision:
         chosen = AdamWOptions(**self.optimizer_defaults)
         if chosen.master == "remainder" and self.param is torch.float16:
             raise ArgumentError(
-                'precision: master: "remainder" is the lower half of bfloat16 parameters, got '
-                'param=torch.float16; pass "fp32"'
+                'precision: master: "remainder" is the lower half of FP32 masters of bfloat16 '
+                'parameters, got param=torch.float16; pass "fp32"'
             )
 
     @property
@@ -238,7 +238,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _dtypes_inside(
     root: nn.Module, inside: Mapping[int, torch.dtype]
 ) -> dict[int, torch.dtype | None]:
-    """Returns parameters' dtypes by ``id``; raises if modules that share one get two dtypes."""
+    """Returns dtypes by ``id`` of parameters; raises if modules that share one get two dtypes."""
     owners: dict[int, tuple[str, torch.dtype | None]] = {}
     for prefix, module in named_modules(root, remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -304,7 +304,7 @@ class ModuleGradients:
         return not isinstance(owner, ShardedStep) or owner.first_pass is None
 
     def _written(self, own: ParamGradient) -> _Reduced | None:
-        """Returns the reduced gradient if it is current and one was written to, or None."""
+        """Returns the reduced gradient if it is current and gradients were changed, else None."""
         engine = self._engine_ref()
         if engine is None or engine.closed or engine.reduction is not None:
             return None

@@ -2,8 +2,8 @@
 
 The gradients of a bucket take these steps in a backward:
 
-1. They arrive one by one in ``p.grad``, and the hook of each parameter counts them; see NOTE [Hooks
-   count] in ``zero/stages/engine.py``.
+1. They arrive one by one in ``p.grad``, and the hook of each parameter counts them; see
+   NOTE [Hooks count] in ``zero/stages/engine.py``.
 2. When the last gradient has arrived, or the waiting gradients reach ``BATCH_BYTES``,
    :meth:`Reduction.arrived` moves them all into a buffer at once and clears ``p.grad``.
 3. When it is the full bucket's turn, :meth:`Reduction.advance` starts its reduction, or keeps the
@@ -611,7 +611,7 @@ class Reduction:
             if bucket.number not in self._filled:
                 self._filled.append(bucket.number)
             if bucket.number == turns[0]:
-                return True  # its turn takes the gradients
+                return True  # advance() takes the gradients
         # Later buckets would take buffers from the buckets whose turn comes first.
         if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and its memory is free for the next.

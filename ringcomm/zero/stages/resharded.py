@@ -114,7 +114,7 @@ def _asks_for_facts(
     """True if a call needs no values of the resharded parameters among its arguments."""
     if func in _MAKERS:
         others = {name: value for name, value in kwargs.items() if args or name != "input"}
-        return next(_resharded_in((args[1:], others)), None) is None  # a parameter has no truth
+        return next(_resharded_in((args[1:], others)), None) is None  # a parameter is not a bool
     if func in _LIKE_ANOTHER:
         return not isinstance(args[0], Resharded)
     name = _CONVERSIONS.get(func)
@@ -464,7 +464,7 @@ def make_unsharded(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
-    """Changes the versions of DTensors' local tensors, which autograd may have saved themselves.
+    """Changes the versions of DTensors' local tensors, which autograd may have saved as well.
 
     Args:
         tensors: local tensors of unsharded memory, or of placeholders.

@@ -103,9 +103,9 @@ def check_shardable(root: nn.Module) -> None:
             first = next((f" with parameter {p!r}" for p, _ in module.named_parameters()), "")
             raise UnsupportedError(
                 f"{called} is a {type(module).__name__} of TorchScript{first}, in which Python can "
-                "replace neither tensors nor hooks; shard() the module that torch.jit.script() or "
-                "trace() was given, and compile it with torch.compile(). For deployment, "
-                "call remove_sharding() and script it then"
+                "replace neither tensors nor hooks; shard() the module that was passed to "
+                "torch.jit.script() or trace(), and compile it with torch.compile(). For "
+                "deployment, call remove_sharding() and then script the module"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UnsupportedError(
@@ -403,9 +403,9 @@ def move_in(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
     A unit's meta tensors get memory right before the unit is sharded.
 
     Args:
-        setup: of the engine, with empty buckets.
+        setup: the engine's setup, with empty buckets.
         init: see ``shard()``.
-        rollback: registers how to undo it.
+        rollback: collects the actions that undo this call.
     """
     units = setup.units
     # Inner units come first. A parameter that they share belongs to a unit around them, and the
@@ -467,7 +467,7 @@ def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> d
 
 
 def _is_held(value: Tensor) -> bool:
-    """True if other tensors than a parameter, and this view of it, refer to its memory."""
+    """True if tensors other than a parameter and this view of it refer to its memory."""
     storage = value.untyped_storage()
     # ``storage`` itself is the third reference.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 3
@@ -508,8 +508,8 @@ def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
     which only a contiguous parameter has. Buffers are broadcast and cast.
 
     Args:
-        setup: of the engine, after :func:`move_in`.
-        rollback: registers how to undo it.
+        setup: the engine's setup, after :func:`move_in`.
+        rollback: collects the actions that undo this call.
     """
     comm, options = setup.comm, setup.options
     dtypes = setup.dtypes
@@ -579,7 +579,7 @@ def shard(
             or a one-dimensional DeviceMesh. None takes ringcomm's default group, else the default
             group of ``torch.distributed``, else a world of this rank alone. "alone" always takes a
             world of this rank alone.
-        options: choices, equal on all ranks.
+        options: the options, equal on all ranks.
         init: called with each module that has parameters or buffers of its own on the meta device,
             and fills these; None calls the module's ``reset_parameters()``. With a result of
             :func:`pretrained`, each rank reads its shards from files, whatever the device was.

@@ -55,7 +55,7 @@ def own_of(bucket: ParamBucket) -> Tensor:
 
 
 def follow_quantized(engine: ShardEngine) -> None:
-    """Replaces masters that do not give their parameters; once, before :func:`requantize`."""
+    """Makes masters follow parameters that were written to; call before :func:`requantize`."""
     for bucket in engine.stored:
         if bucket.compression is not None:
             assert bucket.wide is not None
@@ -129,7 +129,7 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
 
 @contextmanager
 def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
-    """Takes over writes to the shards inside, in parameters and masters; collective.
+    """Takes the values written to shards inside over into parameters and masters; collective.
 
     At its end all ranks have the new values, and so have the masters of elements that were written.
     The module must not run inside. If several ranks keep the same elements (stage 0, frozen
@@ -418,8 +418,9 @@ def unsharded(
     Reading needs no other rank: one rank may do it alone, while no rank takes a step. With
     ``params="world"`` over several nodes it is collective.
 
-    module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter, or
-        several parameters. For a part, only the units that have its parameters are unsharded.
+    Args:
+        module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter,
+            or several. For a part, only the units that have its parameters are unsharded.
         write_from: the rank whose changes all ranks take over at the end, which makes the context
             collective. None: changes are refused at stage 3, and at lower stages remain on this
             rank alone.
