@@ -84,11 +84,11 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # As last read. The tables themselves may be swapped; see NOTE [A dict while unsharded].
+        # The last entries read. The tables may be swapped; see NOTE [A dict while unsharded].
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """Yields the table entries of all modules; if none has changed, ``check()`` is done."""
+        """Yields the table entries of all modules; while they are unchanged, check() is short."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -326,7 +326,7 @@ def allow_conversions(modules: list[nn.Module]) -> None:
     modules.clear()
 
 
-# A call returns None, like the call of a weak reference to a backward that has ended.
+# Returns None when it is called, like a weak reference to a backward that has ended.
 _NOTHING = type(None)
 #: Called with the name of a parameter, a shard of its gradient, and the first element of the shard.
 GradientHook = Callable[[str, Tensor, int], object]
@@ -425,8 +425,8 @@ class ShardEngine:
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
-        # Both return None unless a backward runs that the module takes part in (_running), or that
-        # has brought it a gradient (_counting). No cheaper test notices that a backward raised.
+        # _running() is None unless the module takes part in a running backward; _counting() is None
+        # unless this backward has brought it a gradient. No cheaper test notices a raised backward.
         self._running: Callable[[], object | None] = _NOTHING
         self._counting: Callable[[], object | None] = _NOTHING
         # Whether the backward that _counting refers to reduces the module's gradients.
@@ -560,7 +560,7 @@ class ShardEngine:
         self._counting = self._running
 
     def _look(self, bucket: GradientBucket) -> None:
-        """Called when the hooks have counted down for a bucket: takes its waiting gradients."""
+        """Called when a bucket's count has run out: takes the bucket's waiting gradients."""
         assert self.reduction is not None
         arrived, bucket.waiting = bucket.waiting, []
         if self._reduces and self.reduction.arrived(bucket, arrived):

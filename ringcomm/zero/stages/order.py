@@ -243,6 +243,7 @@ class ModuleOrder:
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
         # The state of the running backward; hooks read ``backward`` first.
+        #: Returns None once the last backward is over; is None itself once this was noticed.
         self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()

@@ -181,7 +181,7 @@ class GradientBucket:
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
     def count(self, to_fill: bool, to_reshard: bool) -> None:
-        """Sets after which gradients the hooks have the engine look at the bucket again.
+        """Sets how many gradients the hooks count before the engine looks at the bucket again.
 
         Args:
             to_fill: look when the bucket may be full.
@@ -470,7 +470,7 @@ class Reduction:
         self._buffers = Buffers(stored, options.in_flight, comm.heap_device)
         self.order = list(range(len(self.buckets)))[::-1]
         self._learned = False
-        # This backward's turn, and its full buckets in the order in which they were filled.
+        # The position in ``order`` of the next turn, and the full buckets in the order of filling.
         self._turn = 0
         self._filled: list[int] = []
         self._begun = False
@@ -481,13 +481,13 @@ class Reduction:
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
         # Whether a norm was requested since the gradients were last dropped, and in the period
-        # before. A program that clips requests norms at each step; others save the sums of squares.
+        # before. A program that clips requests one at each step; others need no sums of squares.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
 
     def update_by(self, updates: BackwardUpdates | None) -> None:
-        """Updates buckets as they are reduced, without gradient shards; None: in the step.
+        """Sets the updates that follow each reduction, without shards; None: the step updates.
 
         Raises:
             ArgumentError: gradients were reduced already.
