@@ -122,7 +122,9 @@ def test_adapters_put_in_after_shard(worlds, stage, shards):
 
     def work(comm):
         model: Any = zero.shard(deepcopy(BASE), stage, comm=comm, options=SMALL)
-        with pytest.raises(ArgumentError, match=r"base\.weight belongs to .* nn\.ModuleList of the ad"):
+        with pytest.raises(
+            ArgumentError, match=r"base\.weight belongs to .* nn\.ModuleList of the ad"
+        ):
             zero.shard(LoRA(model[0].up), stage, comm=comm)
         layers, adapters = trained(comm, model, 0, 3)
         with zero.unsharded(model, write_from=0):
