@@ -84,7 +84,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
 def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's reduced gradient for the next step; collective, also with ``local``.
 
-    Earlier clipping does not apply to ``value``. If a backward or a GradScaler changes the gradient
+    It cancels an earlier clipping by norm. If a backward or a GradScaler changes the gradient
     afterwards, it is reduced again at stages 0 and 1; at stages 2 and 3 backwards add to ``value``.
 
     Args:

@@ -90,7 +90,7 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
 
 
 def _keep_dtypes(engine: ShardEngine) -> None:
-    """Casts inputs and outputs of modules whose dtype differs from the dtype around them."""
+    """Registers casts for modules whose dtype differs from the dtype around them."""
     # Modules of one kind share two hooks, so that compiled units of one kind share their code.
     casts: dict[tuple[torch.dtype, torch.dtype | None], tuple[Any, Any]] = {}
     for chosen in engine.setup.dtypes.chosen:

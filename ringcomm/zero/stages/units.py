@@ -106,7 +106,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the reading, and drops errors of reads."""
+        """Ends the reading, whether or not a read has failed."""
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
