@@ -181,13 +181,8 @@ def _optimizer_us(row: Row, constants: Constants, in_flight: InFlight) -> float 
 
 
 def bound_us(row: Row, copy_bytes_per_us: float) -> float | None:
-    """Returns what a copy of the bytes that a row's call must move takes.
-
-    None for a system that is not ours.
-    """
+    """Returns what a copy of the bytes takes that a call must move; None if nobody counts them."""
     wide = row.size_bytes // max(row.count, 1)
-    if row.system not in (*ONE_SHOT, SEPARATE):
-        return None
     if row.collective in (SHARD, STEP):
         each = {SHARD: 2 * wide, STEP: 2 * wide * row.ranks}[row.collective] + STATE_BYTES
         return row.count * each / copy_bytes_per_us

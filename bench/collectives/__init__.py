@@ -35,6 +35,8 @@ from .systems import (
 )
 from .torch_groups import init_default_group
 
+# Behind their number, the note of rows whose kernels had a number of blocks that was asked for.
+BLOCKS = "blocks of a rank"
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
 DEFAULTS = " or ".join(_DEFAULT_PEERS.values()) + ", by device"
@@ -290,7 +292,7 @@ class Walk:
     def _rows(self, case: Case) -> list[Row]:
         options, mode = self.run.options, self.run.info.mode
         prepared, notes = self._prepare(case)
-        blocks = f"{options.channels} blocks of a rank" if options.channels else ""
+        blocks = f"{options.channels} {BLOCKS}" if options.channels else ""
         base = replace(case.row, mode=mode, nodes=self.nodes, note=blocks)
         rows = {
             name: replace(base, system=name, note=notes.get(name, blocks)) for name in self.systems

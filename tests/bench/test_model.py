@@ -107,7 +107,7 @@ def test_the_bound_is_a_copy_of_the_bytes_that_must_move():
     eight = replace(step, ranks=8, size_bytes=2 << 27, count=1 << 27)
     assert model.bound_us(eight, 3.0e6) == pytest.approx(2505, abs=1)
     assert model.bound_us(row(size=3 << 20), 1e6) == pytest.approx(9.437, abs=0.01)
-    assert model.bound_us(row("torch"), 1e6) is None
+    assert model.bound_us(row(collective="broadcast"), 1e6) is None
 
 
 def test_the_table_names_every_row_and_counts():

@@ -83,7 +83,7 @@ def test_the_stages_fit_into_ten_minutes():
 def test_stages_keep_their_order_and_share_the_budget():
     chosen = select("test, build", 35.0)
     assert [stage.name for stage in chosen] == ["build", "test"]
-    assert [stage.budget_s for stage in chosen] == [15.0, 20.0]
+    assert [stage.budget_s for stage in chosen] == [20.0, 15.0]
     assert select(",".join(stages.RUN)) == STAGES
     for text in ("", "bench,benches"):
         with pytest.raises(ValueError, match="expected some of build,calls"):
@@ -319,6 +319,49 @@ def test_the_sanitizer_stage(check, monkeypatch):
     assert (result.verdict, result.detail) == (UNAVAILABLE, "no compute-sanitizer on this machine")
 
 
+# ---- the profiler ----------------------------
+
+PROFILE = """
+==PROF== Connected to process 7
+"ID","Kernel Name","Grid Size","gpu__time_duration.sum","launch__registers_per_thread","x"
+"","","","us","register/thread",""
+"0","rc_reduce_scatter_sum","(128, 2, 1)","340.5","96","1"
+"1","rc_adamw_step_bfloat16","(128, 2, 1)","3210","80","2"
+"""
+
+
+def profiler(check, monkeypatch, body):
+    program = check.folder / "ncu"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{check.folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_profile_stage(check, monkeypatch):
+    (check.folder / "profile.csv").write_text(PROFILE)
+    shown = f"cat {check.folder}/profile.csv"
+    profiler(check, monkeypatch, f'{shown}; echo "$@" > {check.folder}/words')
+    result = stages.profile(check, 30.0)
+    assert (result.verdict, result.detail) == (OK, "2 kernels")
+    assert result.noted == {
+        "profile 1, rc_reduce_scatter_sum (128, 2, 1)": "340.5 us, 96 registers",
+        "profile 2, rc_adamw_step_bfloat16 (128, 2, 1)": "3210 us, 80 registers",
+    }
+    words = (check.folder / "words").read_text()
+    assert "regex:^rc_" in words and words.endswith("-m tests.gpu.profiled_cases 67108864\n")
+    profiler(check, monkeypatch, f"{shown}; echo it broke; exit 3")
+    result = stages.profile(check, 30.0)
+    assert (result.verdict, result.detail) == (PARTIAL, "2 kernels; it broke")
+    profiler(check, monkeypatch, "echo it broke; exit 3")
+    assert stages.profile(check, 30.0).verdict == FAILED
+    profiler(check, monkeypatch, "echo ==ERROR== ERR_NVGPUCTRPERM; exit 1")
+    assert stages.profile(check, 30.0).verdict == UNAVAILABLE
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    result = stages.profile(check, 30.0)
+    assert (result.verdict, result.detail) == (UNAVAILABLE, "no ncu on this machine")
+
+
 # ---- tests ----------------------------
 
 TESTS = """
@@ -493,6 +536,24 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
     assert (
         len(plan) == len(benches.plan((2, 29, 9))) + 2 == len({one.name for one in plan}) == 8 - 1
     )
+
+
+def test_the_grid_has_both_kinds_of_loops_at_numbers_of_blocks():
+    grid = {}
+    for one in benches.grid_plan():
+        module, arguments = arguments_of(one)
+        options = parse(arguments)
+        assert module == "collectives" and options.graph and options.mode == "one-launch"
+        assert options.systems == ("ringcomm:one_shot", "serial:one_shot", "copy")
+        assert options.collectives == ("reduce_scatter", "all_gather")
+        assert sizes_bytes(options) == [64 << 20, 256 << 20]
+        grid.setdefault(options.ranks, []).append(options.channels * options.ranks)
+    assert grid == {2: [0, 64, 32], 8: [0, 64, 32], 4: [0]}
+
+
+def test_both_kinds_of_loops_are_timed_at_all_sizes():
+    in_graphs = [one.words for one in benches.plan((2, 30, 0)) if "in graphs, " in one.name]
+    assert len(in_graphs) == 3 and all(",serial," in words for words in in_graphs)
 
 
 def test_every_measurement_of_the_optimizer_is_a_command_too():

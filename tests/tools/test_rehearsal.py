@@ -16,7 +16,7 @@ from tools.gpu_check.goals import evaluate
 
 
 def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
-    runs = [*benches.plan((2, 30, 0)), *benches.optimizer_plan()]
+    runs = [*benches.plan((2, 30, 0)), *benches.optimizer_plan(), *benches.grid_plan()]
     runs += [*benches.calls_plan(), *benches.training_plan()]
     for usual in runs:
         small = benches.rehearsed(usual)
@@ -51,7 +51,7 @@ def enlarged(row):
 def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
     results = ROOT / "bench" / "results"
     before = sorted(results.iterdir())
-    stages = ("calls", "bench", "training", "steps", "test", "sanitize")
+    stages = ("calls", "profile", "grid", "steps", "bench", "training", "test", "sanitize")
     words = ("--rehearse", "sample", "--stages", ",".join(stages))
     environment = {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "0"}
     done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=400)

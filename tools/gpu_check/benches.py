@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 WORLDS = (2, 8, 4)  # in the order of their weight
 _GPU = "--device cuda --tensors heap"
-_SYSTEMS = "ringcomm:one_shot,ringcomm:ring,triton:one_shot,torch,copy"
+_SYSTEMS = "ringcomm:one_shot,serial,triton:one_shot,torch,copy"
+# Multiprocessors that all ranks of the GPU use together; 0: as many as there are.
+_GRID = ((2, (0, 64, 32)), (8, (0, 64, 32)), (4, (0,)))
 # 85 M parameters; 2,048 tokens, where hosts are the limit, and 16,384.
 _MODEL = "--width 768 --depth 12 --heads 12 --batches 4,512 16,1024"
 
@@ -29,7 +31,7 @@ class BenchRun:
 
 def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
     """Plans the benches in the order of their weight: a slow machine goes without the last ones."""
-    # Every algorithm, Triton's kernels, torch and the copy, all sizes, as graphs replay the calls:
+    # Both kinds of loops, Triton's kernels, torch and the copy, all sizes, as graphs replay calls:
     # one by one a call of all ranks would take what it costs the host, which grows with the ranks.
     how = f"{_GPU} --mode one-launch --graph --placement usual --peers {_SYSTEMS}"
     how += " -b 4K -e 256M -f 4 -r 9 -w 2"
@@ -49,6 +51,22 @@ def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
         for n in (sorted(WORLDS) if tuple(nccl_version) >= (2, 30) else [2])
     ]
     return [*in_graphs[:2], small, *in_graphs[2:], *shared]
+
+
+def grid_plan() -> list[BenchRun]:
+    """Plans reductions and copies of large buffers by both kinds of loops, by multiprocessors."""
+    how = f"{_GPU} --mode one-launch --graph --placement usual --subject ringcomm:one_shot"
+    how += " --peers serial:one_shot,copy -b 64M -e 256M -f 4 -r 5 -w 1"
+    return [
+        BenchRun(
+            f"{blocks or 'all'} multiprocessors, {ranks} ranks",
+            25.0,
+            f"collectives reduce_scatter all_gather {how} --ranks {ranks}"
+            f" --channels {blocks // ranks}",
+        )
+        for ranks, grid in _GRID
+        for blocks in grid
+    ]
 
 
 def calls_plan() -> list[BenchRun]:

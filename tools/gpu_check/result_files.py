@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ringcomm.bench.devices import COPY_FACT
 from ringcomm.bench.report import Report, size_label, write_csv, write_json
 
-from .goals import evaluate
+from .goals import evaluate, share_of_bound
 from .runner import Result
 
 # In the facts of a rehearsal, and of no other run.
@@ -84,11 +85,14 @@ def _markdown(report: Report, goals: Sequence[str]) -> str:
     text = [f"# {facts['gpu']}, {facts['date']}", "", "| | |", "|---|---|"]
     text += [f"| {key} | {value.replace('|', '/')} |" for key, value in facts.items()]
     text += ["", "## Goals", "", *goals, "", "## Times", ""]
-    text += ["| case | size | system | us | ratio |", "|---|---|---|---|---|"]
+    text += ["Bound: what a copy of the bytes that must move would take, over the time.", ""]
+    text += ["| case | size | system | us | ratio | bound |", "|---|---|---|---|---|---|"]
+    copy_gbps = 0.0 if REHEARSAL in facts else float(facts.get(COPY_FACT, 0))
     for row in report.rows:
         graph = f", graphs of {row.graph_calls} calls" if row.graph_calls else ""
         case = f"{row.collective}, {row.ranks} ranks, {row.mode}{graph}, {row.placement}"
-        figures = ["-" if cell is None else f"{cell:.2f}" for cell in (row.time_us, row.ratio)]
+        share = share_of_bound(row, copy_gbps) or None
+        figures = ["-" if x is None else f"{x:.2f}" for x in (row.time_us, row.ratio, share)]
         cells = (case, size_label(row.size_bytes), row.system, *figures)
         text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -21,6 +22,14 @@ from .runner import FAILED, OK, PARTIAL, UNAVAILABLE, Finished, Result, Runner
 
 TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "tests/tl")
 SANITIZER_CASES = ("-m", "tests.gpu.sanitizer_cases")
+PROFILED_CASES = ("-m", "tests.gpu.profiled_cases")
+_PROFILED_BYTES = 64 << 20
+# What has never run to its end on a GPU comes first: Triton's step, messages between threads,
+# faults of devices, and experts.
+_NEVER_RUN = (
+    *("tests/gpu/test_triton.py", "tests/comm/device/test_device_messages.py"),
+    *("tests/proof/faults/device", "tests/gpu/test_moe.py"),
+)
 # Of a test without a limit of its own, and of a file.
 _TEST_LIMIT_S = 60
 _FILE_LIMIT_S = 150.0
@@ -105,13 +114,15 @@ def outcomes_of(output: str) -> dict[str, str]:
 
 
 def _turn(file: str) -> int:
-    """Files of processes come late, and Triton's last, so that a short time has most of the rest.
+    """What has never run comes first, files of processes late, and the rest of Triton's last.
 
     On an H100 processes took 20 to 30 s, mostly to import, and Triton compiles for minutes.
     """
+    if file.startswith(_NEVER_RUN) and "processes" not in file:
+        return 0
     if "/tl/" in file or "triton" in file:
-        return 2
-    return 1 if "processes" in file else 0
+        return 3
+    return 2 if "processes" in file else 1
 
 
 def test(check: CheckRun, limit_s: float) -> Result:
@@ -244,6 +255,63 @@ def sanitize(check: CheckRun, limit_s: float) -> Result:
     return Result("sanitize", outcome, "; ".join(said), tail)
 
 
+# ---- profiler ----------------------------
+
+# By the name that a reader sees.
+METRICS = {
+    "us": "gpu__time_duration.sum",
+    "% of the memory's rate": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "% hits in L2": "lts__t_sector_hit_rate.pct",
+    "registers": "launch__registers_per_thread",
+    **{
+        f"warps that wait for {what}": (
+            f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio"
+        )
+        for what, name in (
+            ("loads", "long_scoreboard"),
+            ("instructions", "no_instruction"),
+            ("results", "wait"),
+            ("branches", "branch_resolving"),
+        )
+    },
+}
+
+
+def profiled(output: str) -> dict[str, str]:
+    """Reads what ``ncu --csv --page raw`` printed: a line for each kernel, by its place."""
+    lines = [line for line in output.splitlines() if line.startswith('"')]
+    found = {}
+    for place, row in enumerate(csv.DictReader(lines)):
+        if not row["ID"].isdigit():  # the units
+            continue
+        figures = [f"{row[name]} {what}" for what, name in METRICS.items() if row.get(name)]
+        grid = row.get("Grid Size", "")
+        found[f"profile {place}, {row['Kernel Name']} {grid}".strip()] = ", ".join(figures)
+    return found
+
+
+def profile(check: CheckRun, limit_s: float) -> Result:
+    """Has ncu say of each kernel what it waits for; the cases by themselves in a rehearsal."""
+    if check.rehearsal:
+        done = check.python(PROFILED_CASES, limit_s)
+        if done.status == 0:
+            return Result("profile", OK, "no profiler: the cases ran by themselves")
+        return Result("profile", FAILED, done.why, done.tail)
+    program = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
+    if not Path(program).exists():
+        return Result("profile", UNAVAILABLE, "no ncu on this machine")
+    command = [program, "--csv", "--page", "raw", "--kernel-name", "regex:^rc_"]
+    command += ["--metrics", ",".join(METRICS.values()), sys.executable, *PROFILED_CASES]
+    done = check.runner.run([*command, str(_PROFILED_BYTES)], limit_s)
+    if "ERR_NVGPUCTRPERM" in done.output:
+        return Result("profile", UNAVAILABLE, "the driver lets this user read no counters")
+    found = profiled(done.output)
+    # A profiler that is stopped at its limit has told of the kernels before.
+    verdict = OK if done.status == 0 and found else PARTIAL if found else FAILED
+    told = f"{len(found)} kernels" + ("" if done.status == 0 else f"; {done.why}")
+    return Result("profile", verdict, told, done.tail if verdict == FAILED else "", noted=found)
+
+
 # ---- benchmarks ----------------------------
 
 
@@ -256,6 +324,11 @@ def bench(check: CheckRun, limit_s: float) -> Result:
 def calls(check: CheckRun, limit_s: float) -> Result:
     """Measures the host's cost of single calls, in the same way."""
     return _run_benches("calls", benches.calls_plan(), check, limit_s)
+
+
+def grid(check: CheckRun, limit_s: float) -> Result:
+    """Times large collectives by both kinds of loops and numbers of blocks, in the same way."""
+    return _run_benches("grid", benches.grid_plan(), check, limit_s)
 
 
 def training(check: CheckRun, limit_s: float) -> Result:
@@ -316,5 +389,6 @@ def _told(reports: Sequence[Report], notes: Sequence[str]) -> str:
 
 
 RUN: dict[str, Callable[[CheckRun, float], Result]] = {
-    each.__name__: each for each in (build, calls, bench, training, steps, test, sanitize)
+    each.__name__: each
+    for each in (build, calls, profile, grid, steps, bench, training, test, sanitize)
 }
