@@ -539,7 +539,7 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
 
 
 def test_the_grid_has_both_kinds_of_loops_at_numbers_of_blocks():
-    grid = {}
+    grid: dict[int, list[int]] = {}
     for one in benches.grid_plan():
         module, arguments = arguments_of(one)
         options = parse(arguments)

@@ -65,9 +65,11 @@ def _share(report: Report, row: Row, reports: Sequence[Report]) -> float | None:
 
 
 def share_of_bound(row: Row, copy_gbps: float) -> float | None:
-    """Returns that share for a row that has one: of ours, on one GPU."""
-    least_us = bound_us(row, copy_gbps * 1e3) if row.mode == ONE_LAUNCH else None
-    return None if least_us is None or not row.time_us else least_us / row.time_us
+    """Returns that share for a timed row of ranks that share a GPU, if its bytes are counted."""
+    if row.mode != ONE_LAUNCH or not row.time_us:
+        return None
+    least_us = bound_us(row, copy_gbps * 1e3)
+    return None if least_us is None else least_us / row.time_us
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,11 @@ def _markdown(report: Report, goals: Sequence[str]) -> str:
     text += ["", "## Goals", "", *goals, "", "## Times", ""]
     text += ["Bound: what a copy of the bytes that must move would take, over the time.", ""]
     text += ["| case | size | system | us | ratio | bound |", "|---|---|---|---|---|---|"]
-    copy_gbps = 0.0 if REHEARSAL in facts else float(facts.get(COPY_FACT, 0))
+    copy_gbps = 0.0 if REHEARSAL in facts else float(facts.get(COPY_FACT, 0.0))
     for row in report.rows:
         graph = f", graphs of {row.graph_calls} calls" if row.graph_calls else ""
         case = f"{row.collective}, {row.ranks} ranks, {row.mode}{graph}, {row.placement}"
-        share = share_of_bound(row, copy_gbps) or None
+        share = share_of_bound(row, copy_gbps) if copy_gbps else None
         figures = ["-" if x is None else f"{x:.2f}" for x in (row.time_us, row.ratio, share)]
         cells = (case, size_label(row.size_bytes), row.system, *figures)
         text.append(f"| {' | '.join(cells)} |")
