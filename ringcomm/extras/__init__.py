@@ -1,7 +1,7 @@
-"""What builds on the core: experts, tensor parallelism, FSDP2 and training loops of others.
+"""Extensions of the core: experts, tensor parallelism, FSDP2, and other libraries' training loops.
 
-``from ringcomm.extras import moe`` imports one of them. A module that belongs to another library
-(``lightning``, ``transformers``, ``accelerate``) imports it.
+``from ringcomm.extras import moe`` imports one of them. The modules for another library
+(``lightning``, ``transformers``, ``accelerate``) import that library.
 """
 
 from __future__ import annotations

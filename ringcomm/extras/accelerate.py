@@ -34,15 +34,15 @@ class ZeroAccelerator(_accelerate.Accelerator):
         optimizer = ringcomm.optim.AdamW(model.parameters())
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    Clipping, accumulation, ``save_state()``, ``load_state()`` and ``get_state_dict()`` then do at
-    every stage what they do with DDP. ``save_state()`` has each rank write its shards.
+    Clipping, accumulation, ``save_state()``, ``load_state()`` and ``get_state_dict()`` then work at
+    every stage as with DDP. In ``save_state()`` each rank writes its shards.
 
     Args:
-        settings: of Accelerate's ``Accelerator``, without ``mixed_precision`` and without plugins
-            of FSDP and DeepSpeed.
+        settings: settings of Accelerate's ``Accelerator``, without ``mixed_precision`` and without
+            plugins of FSDP and DeepSpeed.
 
     Raises:
-        UnsupportedError: settings that would shard, or cast, a second time.
+        UnsupportedError: a setting would shard or cast a second time.
     """
 
     _models: list[Any]
@@ -57,13 +57,13 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Takes a sharded module as it is, and prepares others for evaluation.
+        """Accepts a sharded module unchanged, and prepares others for evaluation.
 
         Raises:
-            ArgumentError: a module that is to be trained and is not sharded.
+            ArgumentError: a module with trainable parameters is not sharded.
         """
         if is_sharded(model):
-            # As for evaluation, which is not wrapped in DDP.
+            # Prepared as for evaluation, so that Accelerate does not wrap it in DDP.
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if not evaluation_mode and any(param.requires_grad for param in model.parameters()):
             raise ArgumentError(
@@ -74,10 +74,10 @@ class ZeroAccelerator(_accelerate.Accelerator):
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Takes an optimizer of ringcomm as it is.
+        """Accepts a ringcomm optimizer unchanged.
 
         Raises:
-            ArgumentError: it is another's.
+            ArgumentError: it is not a ringcomm optimizer.
         """
         must_be_sharded(_unwrapped(optimizer), "ZeroAccelerator.prepare")
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -94,19 +94,19 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clips by the optimizer that has the parameters; returns the norm of the mean gradient."""
+        """Clips by the optimizer with these parameters; returns the norm of the mean gradient."""
         optimizer, params = self._optimizer_of(parameters, "clip_grad_norm_")
         return optimizer.clip_grad_norm_(max_norm, float(norm_type), params=params)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clips each element, by the optimizer that has the parameters."""
+        """Clips each element, with the optimizer that has the parameters."""
         optimizer, params = self._optimizer_of(parameters, "clip_grad_value_")
         optimizer.clip_grad_value_(clip_value, params=params)
 
     def _optimizer_of(
         self, parameters: Iterable[Tensor], operation: str
     ) -> tuple[ShardedOptimizer, list[Tensor] | None]:
-        """Returns an optimizer, with those of its parameters that are given, or None for all."""
+        """Returns the optimizer of given parameters, and these parameters, or None for all."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(param) for param in given if param.requires_grad}
         for optimizer in map(_unwrapped, self._optimizers):
@@ -142,7 +142,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
         self.wait_for_everyone()
 
     def save_state(self, output_dir: Any = None, **settings: Any) -> Any:
-        """Saves all that ``prepare()`` was given; shards by :func:`ringcomm.zero.save`."""
+        """Saves all prepared objects; sharded modules by :func:`ringcomm.zero.save`."""
         sharded = self._sharded_pairs()
         with self._without(sharded):
             folder = super().save_state(output_dir, **settings)
@@ -165,7 +165,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
             zero.load(_root(found[0], number), module, optimizer)
 
     def _sharded_pairs(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
-        """The sharded modules that were prepared, each with its optimizer if that was, too."""
+        """Returns the prepared sharded modules, each with its optimizer if that was prepared."""
         pairs = []
         for model in self._models:
             if is_sharded(model):
@@ -180,7 +180,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
 
     @contextmanager
     def _without(self, sharded: list[tuple[nn.Module, ShardedOptimizer | None]]) -> Iterator[None]:
-        """Hides sharded modules and their optimizers from what saves and loads whole ones."""
+        """A context that hides sharded modules and optimizers from Accelerate's own saving."""
         hidden = {id(each) for pair in sharded for each in pair}
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if id(each) not in hidden]
@@ -192,12 +192,12 @@ class ZeroAccelerator(_accelerate.Accelerator):
 
 
 def check_settings(accelerator: Any, where: str) -> None:
-    """Raises UnsupportedError for what would shard, or cast, beside ``ringcomm.zero``."""
+    """Raises UnsupportedError for settings that shard or cast besides ``ringcomm.zero``."""
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP"):
         raise UnsupportedError(
             f"{where}: expected data parallelism alone, got {kind}, which shards the module or "
-            "reduces its gradients itself; leave its plugin away, or ringcomm.zero"
+            "reduces its gradients itself; use either its plugin or ringcomm.zero"
         )
     if accelerator.mixed_precision not in ("no", None):
         raise UnsupportedError(

@@ -26,7 +26,7 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 def require_at_least(what: str, least: int, **values: int) -> None:
-    """Raises ArgumentError for the first of ``values`` that is no integer from ``least`` up."""
+    """Raises ArgumentError for the first of ``values`` that is not an integer >= ``least``."""
     for name, value in values.items():
         if not isinstance(value, int) or value < least:
             raise ArgumentError(f"{what}: expected {name} of at least {least}, got {value!r}")
@@ -40,7 +40,8 @@ class ModelElems:
         trainable: elements with a gradient.
         frozen: other elements.
         largest: elements of the largest trainable parameter; 0 if unknown.
-        units: elements of each unit that stage 3 unshards, frozen ones included; () if unknown.
+        units: elements of each unit that stage 3 unshards, including frozen elements; () if
+            unknown.
         root: elements outside the units, which stage 3 keeps unsharded while it computes.
     """
 
@@ -65,10 +66,10 @@ class ModelElems:
 
     @classmethod
     def of_module(cls, module: nn.Module, units: Units | None = None) -> ModelElems:
-        """Counts a module, which may be on the meta device. Buffers do not count.
+        """Counts a module's parameters, but no buffers; the module may be on the meta device.
 
         Args:
-            module: has parameters of float32, bfloat16 or float16.
+            module: a module with parameters of float32, bfloat16 or float16.
             units: as in :class:`ringcomm.zero.ZeroOptions`.
 
         Raises:
@@ -96,11 +97,11 @@ def _spec(name: str, param: nn.Parameter) -> ParamSpec:
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of a rank between forward and backward.
+    """Bytes of a rank's activations between forward and backward.
 
     Attributes:
         layers: tensors that the layers keep for the backward, or their checkpoints.
-        recomputed: tensors that the backward computes again and holds at a time.
+        recomputed: tensors that the backward computes again and holds at the same time.
         ends: dropout mask of the embedding, inputs of last norm and output layer, FP32 logits.
         moved: bytes that the forward writes to a disk and the backward reads.
     """
@@ -113,7 +114,8 @@ class ActivationBytes(NamedTuple):
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
         """Returns the bytes within ``zero.activations_on(disk)``; ``layers`` includes the ends.
 
-        Memory has buffers, resident tensors, and ``layer``, the bytes of one layer, or the ends.
+        Memory holds buffers, resident tensors, and the bytes of one layer, ``layer``, or of the
+        ends.
         """
         kept = self.layers + self.ends
         at_work = max(self.ends, layer - self.recomputed)
@@ -153,7 +155,7 @@ class Transformer:
 
     @property
     def model(self) -> ModelElems:
-        """All parameters, trained; each layer is a unit."""
+        """The elements of all parameters, all trainable; each layer is a unit."""
         layer = 12 * self.width**2 + 13 * self.width  # matrices; biases and two norms
         ends = ((1 if self.tied else 2) * self.vocab + self.context + 2) * self.width
         return ModelElems(
@@ -164,11 +166,11 @@ class Transformer:
         )
 
     def attention_core_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns softmax, mask and output of the attention's dropout: 5 a s^2 b in 16 bits."""
+        """Returns bytes of attention's softmax, dropout mask and output: 5 a s^2 b in 16 bits."""
         return (2 * elem_bytes + 1) * self.heads * self.context**2 * micro_batch
 
     def layer_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns what a layer keeps for its backward: s b h (34 + 5 a s / h) in 16 bits."""
+        """Returns the bytes that a layer keeps for backward: s b h (34 + 5 a s / h) in 16 bits."""
         plane = self.context * micro_batch * self.width
         core = self.attention_core_bytes(micro_batch, elem_bytes)
         return (16 * elem_bytes + 2) * plane + core
@@ -213,7 +215,7 @@ GIGA = 1e9
 
 
 class SwapUnits(NamedTuple):
-    """Swap units of one size that follow each other."""
+    """A run of consecutive swap units of one size."""
 
     size_bytes: int
     number: int
@@ -242,7 +244,7 @@ def moving(units: Sequence[SwapUnits], disk: Disk) -> list[SwapUnits]:
 
 
 class DiskTime(NamedTuple):
-    """Seconds of a step's reads and writes; ``between_s`` of both can pass while ranks compute."""
+    """Seconds of a step's reads and writes, of which ``between_s`` can overlap with computing."""
 
     read_s: float
     write_s: float
@@ -257,7 +259,7 @@ class OffloadBytes(NamedTuple):
     """Bytes of a rank whose state or parameters are offloaded.
 
     Attributes:
-        buffers: bytes in memory that swap units take in turn.
+        buffers: bytes of the buffers in memory, which swap units use in turn.
         resident: bytes in memory of swap units that never move.
         stored: bytes of the file, or of pinned memory of the host.
         read: bytes that a step reads, at most.
@@ -283,7 +285,7 @@ class OffloadBytes(NamedTuple):
             return cls(resident=resident)
         size = max(PAGE_BYTES, *(size for size, _ in rest))
         buffers = min(total, disk.buffer_bytes // size)
-        # Buffer b serves the units b, b + buffers, ...: from here on a buffer has one unit.
+        # Buffer b serves the units b, b + buffers, ...: buffers from ``sharing`` on have one unit.
         sharing = min(buffers, total - buffers)
         ahead, behind = bytes_of(rest, 0, sharing), bytes_of(rest, total - sharing)
         moved = ahead + bytes_of(rest, buffers)
@@ -299,8 +301,8 @@ class OffloadBytes(NamedTuple):
     ) -> OffloadBytes:
         """Returns the bytes of parameters at stage 3, whose chunks are swap units of whole pages.
 
-        Forward, backward and optimizer read each chunk that is not resident; the optimizer does not
-        where it has FP32 masters. Chunks that stay in the buffers between passes count as read.
+        Forward, backward and optimizer each read every chunk that is not resident; an optimizer
+        with FP32 masters reads none. Chunks that stay in the buffers between passes count as read.
         """
         chunks = [*frozen, *trained]
         stored = bytes_of(moving(chunks, disk))
@@ -313,7 +315,7 @@ class OffloadBytes(NamedTuple):
         return cls(buffers, resident, stored, read, written, ahead, min(written, buffers))
 
     def time(self, ranks_per_node: int, read: float, write: float) -> DiskTime:
-        """Returns the time of a node's ``ranks_per_node`` ranks; reads and writes take turns.
+        """Returns the time for all ``ranks_per_node`` ranks of a node; reads and writes alternate.
 
         ``read`` and ``write`` are the rates of the node's disk, in 1e9 bytes/s.
         """
@@ -342,7 +344,7 @@ class BytesPerElement(NamedTuple):
     """Bytes for one element of a parameter.
 
     ``grad`` is the gradient that a backward leaves, ``reduced`` the reduced gradient, ``maximum``
-    the one that amsgrad keeps. Moments of one byte have exponents besides.
+    the maximum that amsgrad keeps. Moments of one byte have exponents in addition.
     """
 
     param: int
@@ -354,7 +356,7 @@ class BytesPerElement(NamedTuple):
     maximum: int
 
     def state_tensors(self, elems: int) -> list[int]:
-        """Returns the bytes of each tensor of the optimizer's state for so many elements."""
+        """Returns the bytes of each tensor of the optimizer's state for ``elems`` elements."""
         exponents = -(-elems // MOMENT_BLOCK)
         moments = (self.exp_avg, self.exp_avg_sq)
         sizes = [each * elems + (exponents if each == 1 else 0) for each in moments]
@@ -373,9 +375,9 @@ class StateBytes(NamedTuple):
 class WorkingBytes(NamedTuple):
     """Bytes of a rank for working buffers.
 
-    ``buckets`` are full gradients on their way to the shard, or back at stage 0. ``units`` are
-    unsharded parameters, 0 where the model's units are unknown. ``grad_shard`` is the reduced
-    gradient where it is no model state.
+    ``buckets`` are full gradients before they are reduced to shards, or at stage 0 gathered again.
+    ``units`` are unsharded parameters, 0 if the model's units are unknown. ``grad_shard`` is the
+    reduced gradient, if it does not belong to the model state.
     """
 
     buckets: int
@@ -395,13 +397,13 @@ def _share(elems: int, shares: int) -> int:
 
 
 def quantized_bytes(compression: str, elems: int) -> int:
-    """Returns the bytes of so many FP32 numbers in a quantized format."""
+    """Returns the bytes of ``elems`` FP32 numbers in a quantized format."""
     return _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training whose methods return bytes of the fullest rank, without the padding of chunks.
+    """A training run; methods return bytes of the fullest rank, without the padding of chunks.
 
     Methods raise ArgumentError for a stage that is not 0 to 3.
 
@@ -411,7 +413,7 @@ class Training:
         nodes: nodes, each of equally many ranks.
         options: as for :func:`ringcomm.zero.shard`; parameters count as float32 without
             ``precision.param``. At stages 0 to 2 ``offload_params`` has no effect.
-        optimizer: as for :class:`ringcomm.optim.AdamW`; the precision's choices come first.
+        optimizer: as for :class:`ringcomm.optim.AdamW`; the precision's choices override it.
         amsgrad: True if the optimizer keeps the maximum of the second moment.
         quantized_state: True for :class:`ringcomm.optim.AdamW8bit`.
         two_passes: True if steps are clipped, scaled or checked.
@@ -449,7 +451,7 @@ class Training:
 
     @property
     def each(self) -> BytesPerElement:
-        """The bytes of an element, where parameters do not cross nodes quantized."""
+        """The bytes of an element, if parameters are not sent between nodes quantized."""
         precision, moment = self.options.precision, 1 if self.quantized_state else 4
         param = precision.param or torch.float32
         masters = {"fp32": 4, "remainder": 2, "none": 0}
@@ -478,7 +480,7 @@ class Training:
 
     @property
     def _offload(self) -> Disk:
-        """Where the optimizer's state is offloaded to; raises ArgumentError if it is in memory."""
+        """The offload of the optimizer's state; raises ArgumentError if the state is in memory."""
         offload = self.optimizer.offload_state
         if offload is None:
             raise ArgumentError(
@@ -487,7 +489,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory; of offloaded state, buffers and resident at most."""
+        """Returns the model state in memory; of offloaded state, its buffers and resident bytes."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -510,14 +512,14 @@ class Training:
         """Returns the bytes that error feedback keeps."""
         if self.nodes == 1 or not self.options.compression.error_feedback:
             return 0
-        # Nodes with copies of the state quantize sums, too, but at stage 0.
+        # Nodes with copies of the state also quantize sums, except at stage 0.
         sums = stage > 0 and self.options.state == "node"
         elems = _share(self.model.trainable, self.ranks_per_node)
         return FP32_BYTES * (elems + (_share(self.model.trainable, self.ranks) if sums else 0))
 
     @property
     def largest_bucket(self) -> int:
-        """Elements of the largest bucket: none spans two units, and none divides a parameter."""
+        """Elements of the largest bucket; no bucket spans two units or divides a parameter."""
         model = self.model
         unit = max((*model.units, model.root)) if model.has_units else model.trainable
         return min(model.trainable, max(model.largest, min(self.options.bucket_elems, unit)))
@@ -530,7 +532,7 @@ class Training:
         if stage == 0:
             own = _share(model.trainable, self.ranks)
             return WorkingBytes(each.reduced * bucket, 0, each.reduced * own)
-        # A gradient that is rounded after the reduction has a reduction pass of its own.
+        # A gradient that is rounded after the reduction needs a separate reduction pass.
         one_pass = not (self.two_passes or alone) and each.reduced == FP32_BYTES
         of_bucket = _share(bucket, shares)
         chunk = of_bucket if one_pass and offload is not None else 0
@@ -550,7 +552,7 @@ class Training:
         return WorkingBytes(each.grad * bucket * buckets, units if stage == 3 else 0, grad_shard)
 
     def _chunks(self, elems: int, shares: int) -> Iterator[tuple[int, int]]:
-        """Yields the elements and the number of a rank's chunks: of whole buckets, of the rest."""
+        """Yields (elements, number) of a rank's chunks: of full buckets, and of the last bucket."""
         bucket = self.largest_bucket
         whole, rest = divmod(elems, bucket) if bucket else (0, 0)
         for size, count in ((bucket, whole), (rest, 1)):
@@ -599,11 +601,11 @@ class Training:
         )
 
     def traffic(self, stage: int) -> tuple[tuple[int, int], ...]:
-        """Returns the elements and their bytes of a step's reduce-scatters and all-gathers.
+        """Returns (elements, bytes per element) of a step's reduce-scatters and all-gathers.
 
         Stage 0 reduces gradients and gathers sums. Stages 1 and 2 reduce gradients and gather
-        parameters. Stage 3 reduces gradients and unshards all parameters, frozen ones too, for the
-        forward and for the backward. Gradients move in their own dtype.
+        parameters. Stage 3 reduces gradients and unshards all parameters, including frozen ones,
+        for the forward and for the backward. Gradients move in their own dtype.
         """
         check_stage(stage)
         elems, each = self.model.trainable, self.each
@@ -620,10 +622,11 @@ class Training:
     def leaving_node_bytes(self, stage: int) -> int:
         """Returns the bytes that leave each node in a step of one backward.
 
-        (N - 1) / N of the gradients, on N nodes, and of the updated parameters; of the sums instead
-        at stage 0 and with ``state="node"``. With ``params="world"`` stage 3 unshards the
-        parameters over the network in forward and in backward, those of ``model.root`` once. The
-        padding of buckets, which matters for models of a few thousand elements, is not counted.
+        On N nodes these are (N - 1) / N of the gradients and of the updated parameters; at stage 0
+        and with ``state="node"``, of the sums instead of the parameters. With ``params="world"``
+        stage 3 unshards the parameters over the network in forward and in backward, but those of
+        ``model.root`` only once. The padding of buckets, which matters for models of a few thousand
+        elements, is not counted.
         """
         model, each, options = self.model, self.each, self.options
         compression = options.compression.gradients
@@ -657,17 +660,17 @@ class Training:
     ) -> float:
         """Returns the seconds of a step's collectives, one bucket after the other.
 
-        A rank sends its share within the node. Over nodes, the bytes that leave a node take the
-        network, and each bucket has two one-shot calls, of its gradients and of its parameters or
-        sums; three where stage 3 unshards parameters over the network.
+        A rank sends its share within the node. Between nodes, the bytes that leave a node take the
+        network, and each bucket needs two one-shot calls: for its gradients, and for its parameters
+        or sums. It needs three if stage 3 unshards parameters over the network.
 
         Args:
             stage: 0 to 3.
             bandwidth: 1e9 bytes/s that a rank sends to the ranks of its node.
             network: 1e9 bytes/s that a rank sends to other nodes while all its node's ranks do.
-            latency_us: from the end of a message between nodes until the receiver goes on; the
-                defaults are assumptions, which ``docs/scaling.md`` explains.
-            message_us: for which a message occupies the network beside its bytes.
+            latency_us: microseconds from the end of a message between nodes until the receiver
+                continues; the defaults are assumptions, which ``docs/scaling.md`` explains.
+            message_us: microseconds that a message occupies the network in addition to its bytes.
 
         Raises:
             ArgumentError: a rate is missing, or not positive and finite.
@@ -689,8 +692,8 @@ class Training:
     def flops(self, tokens: int, recompute: bool = False) -> int:
         """Returns the operations of a rank in a step, without those of attention scores.
 
-        For each token and parameter 2 forward and 4 backward, and 2 if full checkpointing runs the
-        forward twice (``recompute``).
+        Each token and parameter take 2 operations in forward and 4 in backward, and 2 more if full
+        checkpointing runs the forward twice (``recompute``).
         """
         require_at_least("step", 1, tokens=tokens)
         return (8 if recompute else 6) * tokens * self.model.total
@@ -698,7 +701,7 @@ class Training:
 
 # ---- Memory and traffic of a layer of experts, by the ranks that divide the experts --------------
 
-# Words for each row that another node has: its token there, its number and its weight.
+# Three words of 8 bytes for each row on another node: its token there, number and weight.
 ENTRY_BYTES = 3 * 8
 
 
@@ -713,11 +716,11 @@ class ExpertBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts that ranks divide.
+    """A layer of experts that are divided over ranks.
 
     Attributes:
         experts: experts of all ranks.
-        top_k: experts of a token.
+        top_k: number of experts per token.
         hidden: elements of a token.
         tokens: tokens of a rank in a forward.
         params: elements of an expert.
@@ -779,7 +782,7 @@ class ExpertLayer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a rank's rows and two outboxes, if all experts get as many tokens."""
+        """Bytes of a rank's rows and two outboxes, if all experts get equally many tokens."""
         rows = self.tokens * self.top_k * self.row_bytes
         return rows + 2 * max(rows, self.tokens * self.payload_bytes)
 

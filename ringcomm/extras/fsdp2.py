@@ -1,8 +1,8 @@
 """FSDP2 with its buffers in the heap and its collectives on ringcomm, on a mesh of any backend.
 
-``torch.distributed.fsdp.fully_shard`` lets its modules have an all-gather and a reduce-scatter of
-one's own (``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``). :func:`plug` puts
-ringcomm there. All else is FSDP2's: order, dtypes, ops, divide factors.
+Modules of ``torch.distributed.fsdp.fully_shard`` accept a custom all-gather and reduce-scatter
+(``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``). :func:`plug` installs
+ringcomm's. Everything else stays FSDP2's: order, dtypes, ops, divide factors.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
     """Moves the all-gathers and reduce-scatters of all FSDP2 modules in ``model`` to ringcomm.
 
     All ranks of the modules' meshes must call it, between steps. FSDP2 then gathers and reduces in
-    buffers of ringcomm's heap, which move with no staging copy. Groups of the backend "ringcomm"
-    have communicators already. For a group of another backend one of the same ranks is built over
-    the group's store, which lives until :func:`unplug`, or as long as the model.
+    buffers of ringcomm's heap, which need no staging copy. Groups of the backend "ringcomm" already
+    have communicators. For a group of another backend, a communicator of the same ranks is built
+    over the group's store; it lives until :func:`unplug`, or as long as the model.
 
     The all-reduce of a mesh that also replicates has no plug point and stays on its group.
 
     Args:
-        model: has modules to which ``fully_shard`` was applied, or is one.
-        options: of the communicators that are built, their timeout included (None: 30 minutes).
+        model: a module to which ``fully_shard`` was applied, or that contains such modules.
+        options: options of the communicators that are built, including their timeout (None: 30
+            minutes).
 
     Raises:
         ArgumentError: no module of the model shards, or one is plugged already, or ``options`` are
-            given for a group that has its communicator.
-        UnsupportedError: ranks of a group run on several machines; both are named. A rank that
-            hears it from another raises RendezvousError with these words.
-        RingcommError: as :meth:`ringcomm.Communicator.from_store`.
+            given for a group that already has a communicator.
+        UnsupportedError: ranks of a group run on several machines; the message names two. A rank
+            that gets the error from another rank raises RendezvousError with the same text.
+        RingcommError: see :meth:`ringcomm.Communicator.from_store`.
     """
     found = list(_param_groups(model))
     if not found:
@@ -80,7 +81,7 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
 
 
 def unplug(model: nn.Module) -> None:
-    """Gives the FSDP2 modules in ``model`` back what they had, and closes what :func:`plug` built.
+    """Restores FSDP2's own collectives in ``model``, and closes communicators of :func:`plug`.
 
     All ranks must call it, between steps. Tensors in the heap, such as gradients, stay valid.
 
@@ -103,8 +104,8 @@ def unplug(model: nn.Module) -> None:
         comm.connections.release(comm)
 
 
-# FSDP2 has no public way to ask a module for its groups and for what it gathers and reduces with.
-# These names are those of torch 2.11 to 2.15.
+# FSDP2 has no public access to a module's groups and to its objects for gathering and reducing.
+# These private names exist in torch 2.11 to 2.15.
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 
 
@@ -115,10 +116,10 @@ def _param_groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
-        # In torch 2.11 a module has one or none.
+        # In torch 2.11 a module has one group or none.
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:
-            # Several modules share one after fully_shard([a, b]). replicate() makes some that
+            # Several modules share a group after fully_shard([a, b]). replicate() makes groups that
             # neither gather nor scatter.
             if group is None or id(group) in seen or not isinstance(group.mesh_info, FSDPMeshInfo):
                 continue
@@ -131,7 +132,7 @@ def _comms(param_group: FSDPParamGroup) -> dict[str, Comm]:
 
 
 def _process_groups(param_group: Any) -> list[ProcessGroup]:
-    """Returns the process groups that it uses, in the same order on all ranks."""
+    """Returns the process groups of a parameter group, in the same order on all ranks."""
     groups = [param_group.mesh_info.shard_process_group, param_group._reduce_scatter_process_group]
     # With a number as reshard_after_forward, the backward gathers among fewer ranks.
     if param_group.post_forward_mesh_info is not None:
@@ -143,7 +144,7 @@ class _Connections:
     """The communicators of one plugged model, by process group.
 
     Args:
-        options: of those that are built.
+        options: options of the communicators that are built.
     """
 
     def __init__(self, options: CommOptions | None) -> None:
@@ -167,7 +168,7 @@ class _Connections:
             self._of_foreign(group).of((torch.empty(0, device=device),), "fsdp2.plug")
 
     def of(self, group: ProcessGroup, tensor: Tensor, operation: str) -> Communicator:
-        """The communicator of a group, for tensors where ``tensor`` is."""
+        """Returns the communicator of a group, for tensors on the device of ``tensor``."""
         if ours := behind(group):
             return ours.communicator_on(tensor.device)
         return self._of_foreign(group).of((tensor,), operation)
@@ -175,7 +176,8 @@ class _Connections:
     def _of_foreign(self, group: ProcessGroup) -> Communicators:
         built = self._built.get(group)
         if built is None:
-            # Also at a first call: set_separate_reduce_scatter_group() may have made a group since.
+            # Also at a first call: set_separate_reduce_scatter_group() may have made a group after
+            # plug().
             options = self._options or CommOptions()
             built = self._built[group] = Communicators.over(group, "fsdp2", options)
         return built
@@ -184,23 +186,23 @@ class _Connections:
         self._users.add(user)
 
     def release(self, user: _OnHeap) -> None:
-        """Takes note that one plug point does without; the last one closes what was built."""
+        """Removes a plug point from the users; the last one closes the built communicators."""
         self._users.discard(user)
         if not self._users:
             self.close()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # one that fails stops no other
+        with ExitStack() as stack:  # a failing close does not stop the others
             while self._built:
                 stack.callback(self._built.popitem()[1].close)
 
 
 class _OnHeap(Comm):
-    """The part that both plug points share.
+    """The base of both plug points, which allocates their buffers in the heap.
 
     Args:
-        connections: of the plugged model.
-        before: what the plug point had.
+        connections: the communicators of the plugged model.
+        before: FSDP2's object that was at the plug point before.
     """
 
     def __init__(self, connections: _Connections, before: Comm) -> None:
@@ -248,5 +250,5 @@ class _RingcommReduceScatter(_OnHeap, ReduceScatter):
 
 
 def _as_torch_work(started: StartedWork | None, output: Tensor, op_type: int) -> Work | None:
-    # FSDP2 waits for torch's own kind of work only, and takes any other for done.
+    # FSDP2 waits only for torch's own class of work, and assumes that any other is done.
     return None if started is None else PendingWork(started, [output], op_type)

@@ -1,9 +1,9 @@
 """PyTorch Lightning on ``ringcomm.zero``: a strategy for its ``Trainer``.
 
 NOTE [A step is a call of the module]
-Lightning calls ``training_step()``, which is no ``forward()``: hooks of the sharded module would
-not run. As with its strategy for DDP the step is reached through a call of the module, whose
-``forward`` it replaces for that moment.
+Lightning calls ``training_step()`` and not ``forward()``, so hooks of the sharded module would not
+run. As in Lightning's strategy for DDP, the step runs inside a call of the module, whose
+``forward`` it replaces during this call.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class _ShardedPrecision(_precisions.Precision):
         _unwrapped(optimizer).clip_grad_value_(clip_val)
 
 
-# Callbacks that average weights, and those that are derived from them.
+# Base classes of callbacks that average weights.
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 class RingcommStrategy(_strategies.DDPStrategy):
     """Trains a ``LightningModule`` with sharded state, by :func:`ringcomm.zero.shard`.
 
-    ``configure_optimizers()`` returns one optimizer of :mod:`ringcomm.optim`, with or without
+    ``configure_optimizers()`` must return one optimizer of :mod:`ringcomm.optim`, with or without
     schedulers::
 
         trainer = Trainer(
@@ -66,24 +66,26 @@ class RingcommStrategy(_strategies.DDPStrategy):
         )
 
     The module stays sharded after ``fit()``, so that ``test()``, ``predict()`` and
-    ``save_checkpoint()`` follow; :func:`ringcomm.zero.remove_sharding` takes the sharding back.
+    ``save_checkpoint()`` can follow; :func:`ringcomm.zero.remove_sharding` undoes the sharding.
 
     Args:
-        stage: of ZeRO, 0 to 3.
-        options: of the sharding, precision among them; the ``Trainer`` keeps ``precision=32``.
-        part: name of the submodule that has all the parameters, such as "model", which alone is
-            sharded: arguments and results are then cast around its calls. None: the whole
-            ``LightningModule``, whose every step is one call.
-        checkpoint: "full": a file as Lightning writes it, made by rank 0, of whole weights and
-            whole state of the optimizer. "sharded": a folder to which each rank writes its shards.
-        accumulate_locally: gradients of ``accumulate_grad_batches`` add up on each rank, and are
-            reduced once a step, with the same bits at all stages. False: stages 2 and 3 reduce
-            after each backward, and hold shards only.
-        settings: of Lightning's ``DDPStrategy`` for processes and groups, such as ``timeout``,
-            ``cluster_environment``, or ``process_group_backend``, which is "ringcomm" by default.
+        stage: stage of ZeRO, 0 to 3.
+        options: options of the sharding, including precision; the ``Trainer`` keeps
+            ``precision=32``.
+        submodule: name of a submodule with all parameters, such as "model", to shard only this: its
+            calls then cast arguments and results. None shards the whole ``LightningModule``, and
+            each step is one call of it.
+        checkpoint: "full" writes a file in Lightning's format, by rank 0, with whole weights and
+            whole optimizer state. "sharded" makes a folder to which each rank writes its shards.
+        accumulate_locally: True sums the gradients of ``accumulate_grad_batches`` on each rank, and
+            reduces them once per step, with the same bits at all stages. With False, stages 2 and 3
+            reduce after each backward, and hold only shards.
+        settings: settings of Lightning's ``DDPStrategy`` for processes and groups, such as
+            ``timeout``, ``cluster_environment``, or ``process_group_backend``, which is "ringcomm"
+            by default.
 
     Raises:
-        ArgumentError: a bad argument, or a setting of DDP's own.
+        ArgumentError: a bad argument, or a setting of ``DistributedDataParallel``.
     """
 
     strategy_name = "ringcomm"
@@ -119,7 +121,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's own for FP32, with clipping by the optimizer."""
+        """Lightning's plugin for FP32, with clipping by the optimizer."""
         return self._precision
 
     @precision_plugin.setter
@@ -140,7 +142,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         return module if self._submodule is None else module.get_submodule(self._submodule)
 
     def setup(self, trainer: Any) -> None:
-        """Shards the module, and has it make its optimizer when it is to be fitted."""
+        """Shards the module, and for ``fit()`` makes it configure its optimizer."""
         if self._layer_sync:
             raise UnsupportedError(
                 "RingcommStrategy: sync_batchnorm=True: torch's needs CUDA and a group of its own; "
@@ -157,7 +159,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == _FITTING
         if is_sharded(self.sharded_module) and fits:
-            zero.remove_sharding(self.sharded_module)  # an optimizer goes with one sharding
+            zero.remove_sharding(self.sharded_module)  # an optimizer belongs to one sharding
         if not is_sharded(self.sharded_module):
             self.model_to_device()
             self._shard()
@@ -186,12 +188,12 @@ class RingcommStrategy(_strategies.DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Makes tensors on the meta device with ``empty_init``, else on this rank's."""
+        """Makes tensors on the meta device with ``empty_init``, else on this rank's device."""
         with torch.device("meta") if empty_init else self.root_device:
             yield
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Has the module make its optimizer, which is laid out at once."""
+        """Makes the module configure its optimizer, and prepares the optimizer at once."""
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
@@ -199,7 +201,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 f"RingcommStrategy: configure_optimizers: expected one optimizer, got "
                 f"{len(self.optimizers)}: one steps all trainable parameters of a sharded module"
             )
-        # Now, since Lightning's wrapper of it must not be what keeps the shards.
+        # Now, so that the shards belong to the optimizer, and not to Lightning's wrapper of it.
         self._optimizer().prepare()
 
     def _optimizer(self) -> ShardedOptimizer:
@@ -207,7 +209,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         return must_be_sharded(_unwrapped(self.optimizers[0]), where)
 
     def teardown(self) -> None:
-        """Ends what the ``Trainer`` began; the module stays sharded."""
+        """Tears down the ``Trainer``'s environment and plugins; the module stays sharded."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -245,17 +247,17 @@ class RingcommStrategy(_strategies.DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: values go into shards, which there are after the set-up."""
+        """True, since values are loaded into shards, which exist only after the set-up."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns whole weights on rank 0; nothing elsewhere, nor for a sharded checkpoint."""
+        """Returns whole weights on rank 0; {} on other ranks and for a sharded checkpoint."""
         if self._is_sharded_checkpoint:
             return {}
         return state_on_first(self.lightning_module, self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns whole state on rank 0, as the weights."""
+        """Returns whole state on rank 0; {} on other ranks and for a sharded checkpoint."""
         if self._is_sharded_checkpoint:
             return {}
         return self._optimizer().full_state_dict(dst=0)
@@ -282,7 +284,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
                     each.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Reads a file, or what each rank needs of a folder."""
+        """Reads a file, or from a folder the parts that this rank needs."""
         folder = Path(self.broadcast(checkpoint_path))
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -293,13 +295,13 @@ class RingcommStrategy(_strategies.DDPStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads whole weights into the shards; those of a folder are there already."""
+        """Loads whole weights into the shards; a folder's shards are already loaded."""
         if checkpoint["state_dict"]:
             with writing(self.lightning_module):
                 self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads whole state, of this strategy's checkpoints or of one without sharding."""
+        """Loads whole state, from this strategy's checkpoint or from one without sharding."""
         for state in checkpoint["optimizer_states"]:
             if state:
                 self._optimizer().load_torch_state_dict(state)
@@ -311,7 +313,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _rest(folder: Path, number: int) -> Path:
-    """The file of what is neither in the shards of weights nor of the optimizer's state."""
+    """Returns the file of all data that are in no shard of weights or optimizer state."""
     return folder / f"lightning-{number:08d}.ckpt"
 
 

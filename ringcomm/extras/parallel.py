@@ -1,14 +1,14 @@
-"""Tensor and sequence parallelism of a module: linear layers of which each rank has a part.
+"""Tensor and sequence parallelism of a module: linear layers that are divided over ranks.
 
 Between :data:`SPLIT` and :data:`GATHER` each of W ranks of a mesh has 1/W of the tokens of every
-sequence. A column-parallel layer gathers them while it multiplies by its columns, a row-parallel
-one sums and scatters its products (``ringcomm.functional.all_gather_matmul`` and
-``matmul_reduce_scatter``), and what lies between works on some heads, or some columns, of all
+sequence. A column-parallel layer gathers the tokens while it multiplies by its columns; a
+row-parallel layer sums and scatters its products (``ringcomm.functional.all_gather_matmul`` and
+``matmul_reduce_scatter``). Modules between the two work on some heads, or some columns, of all
 tokens. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
 arXiv:2205.05198).
 
 Parameters become ``DTensor`` objects, sharded or replicated over the mesh, so that optimizers,
-``ringcomm.zero`` and checkpoints know what a rank has of them.
+``ringcomm.zero`` and checkpoints can find a rank's part of them.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-#: A linear layer: from a rank's tokens to all tokens, of which it computes some columns.
+#: A linear layer from all columns of a rank's tokens to some columns of all tokens.
 COLUMN = "column"
-#: A linear layer: from some columns of all tokens to all columns of a rank's tokens.
+#: A linear layer from some columns of all tokens to all columns of a rank's tokens.
 ROW = "row"
-#: Works on a rank's tokens with parameters that all ranks have, as norms do.
+#: A module on a rank's tokens, with parameters that all ranks have, such as a norm.
 SEQUENCE = "sequence"
-#: Works on whole sequences, and of what it gives a rank keeps its tokens.
+#: A module on whole sequences, of whose output a rank keeps its own tokens.
 SPLIT = "split"
-#: Works on a rank's tokens, and what it gives is gathered.
+#: A module on a rank's tokens, whose output is gathered.
 GATHER = "gather"
-#: Works on whole sequences alike on all ranks, before a split or after a gather.
+#: A module on whole sequences, equal on all ranks, before a split or after a gather.
 WHOLE = "whole"
 KINDS = (COLUMN, ROW, SEQUENCE, SPLIT, GATHER, WHOLE)
 
 _OPERATION = "parallelize"
-# What zero.shard() leaves on a module; zero stands above this file.
+# The attribute that zero.shard() sets on a module; this file does not import zero.
 _ENGINE = "_ringcomm_engine"
 
 
 def _local(param: Any, *, adds_up: bool = False) -> Tensor:
-    """Returns what this rank has of a parameter.
+    """Returns this rank's local tensor of a parameter.
 
     Args:
         param: a DTensor.
-        adds_up: each rank has the gradient of its tokens alone, which are to be summed.
+        adds_up: True if each rank has the gradient of its own tokens alone, and all must be summed.
     """
     local: Tensor = param.to_local(grad_placements=[Partial()] if adds_up else None)
     return local
@@ -87,13 +87,13 @@ class ColumnParallelLinear(nn.Linear):
     """``nn.Linear`` of which each of W ranks has 1/W of the output features.
 
     Maps this rank's tokens [n, in] or [batch, n, in] to its features of all tokens [..., W n,
-    out / W]. :func:`parallelize` makes it of a linear layer.
+    out / W]. :func:`parallelize` makes it from a linear layer.
     """
 
     group: Communicator
 
     def forward(self, input: Tensor) -> Tensor:
-        """Collective."""
+        """Returns this rank's features of all tokens; collective."""
         bias = None if self.bias is None else _local(self.bias)
         return all_gather_matmul(input, _local(self.weight).mT, self.group, bias=bias)
 
@@ -102,20 +102,20 @@ class RowParallelLinear(nn.Linear):
     """``nn.Linear`` of which each of W ranks has 1/W of the input features.
 
     Maps its features of all tokens [W n, in / W] or [batch, W n, in / W] to all features of this
-    rank's tokens [..., n, out]. :func:`parallelize` makes it of a linear layer.
+    rank's tokens [..., n, out]. :func:`parallelize` makes it from a linear layer.
     """
 
     group: Communicator
 
     def forward(self, input: Tensor) -> Tensor:
-        """Collective."""
+        """Returns all features of this rank's tokens; collective."""
         _check_features(self, input, self.in_features // self.group.world_size)
         out = matmul_reduce_scatter(input, _local(self.weight).mT, self.group)
         return out if self.bias is None else out + _local(self.bias, adds_up=True)
 
 
 def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
-    """Raises where the layer before is divided and this one is not, or the other way round."""
+    """Raises ArgumentError if only one of this layer and the layer before is divided."""
     if input.size(-1) != features:
         raise ArgumentError(
             f"{type(layer).__name__}({layer.extra_repr()}): expected {features} features on this "
@@ -126,7 +126,7 @@ def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
 
 
 class _OnTokens(nn.Module):
-    """A module that works on a rank's tokens, so that its gradients are sums to come.
+    """A module that works on a rank's tokens, so that its gradients are partial sums.
 
     In its forward its parameters are local tensors.
     """
@@ -161,24 +161,24 @@ def parallelize(
 
     Parameters that ``plan`` makes column-parallel, row-parallel, sequence or gather become DTensors
     with the values of the mesh's first rank. The modules stay the same objects, with other classes.
-    Call it before ``ringcomm.zero.shard``, and before an optimizer is made, which would go on with
-    the parameters that were there before.
+    Call it before ``ringcomm.zero.shard``, and before building an optimizer, which would otherwise
+    keep the old parameters.
 
     Args:
-        model: its parameters are no DTensors, perhaps on the meta device.
-        plan: names of modules, as of ``named_modules()``, to one of ``KINDS``; a ``*`` stands for
-            any characters of one part of a name. A module that is not named is what the nearest
-            named one around it is. Every module with parameters must be named so.
-        mesh: of one dimension, such as ``mesh["tp"]``.
-        heads: names of modules to the names of their attributes that count heads; each is divided
-            by the number of ranks.
+        model: a model whose parameters are not DTensors; they may be on the meta device.
+        plan: maps names of modules, as in ``named_modules()``, to one of ``KINDS``; a ``*`` matches
+            any characters of one part of a name. A module that is not named has the kind of the
+            nearest named module around it. Every module with parameters must have a kind.
+        mesh: a mesh of one dimension, such as ``mesh["tp"]``.
+        heads: maps names of modules to the names of their attributes that count heads; each such
+            attribute is divided by the number of ranks.
 
     Returns:
         ``model``.
 
     Raises:
-        ArgumentError: the plan does not fit the model, or the model the mesh, on any rank; all that
-            is wrong is named, on all ranks, and nothing was changed.
+        ArgumentError: the plan does not fit the model, or the model the mesh, on any rank; the
+            message names all problems, on all ranks, and nothing was changed.
         MismatchError: the ranks' models or plans differ; on all ranks, and nothing was changed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
@@ -199,14 +199,14 @@ def parallelize(
 
 @dataclass
 class _ParallelPlan:
-    """The user's plan, read against the model: the kind of each module, and all that is wrong.
+    """The user's plan, checked against the model: the kind of each module, and all problems.
 
     Attributes:
-        model: the whole.
-        world_size: how many ranks divide it.
-        kinds: by name of a module that the plan names.
+        model: the whole model.
+        world_size: number of ranks that divide the model.
+        kinds: kinds of the modules that the plan names, by module name.
         divided: modules with the attributes that count their heads.
-        wrong: one text for each thing.
+        wrong: one text for each problem.
     """
 
     model: nn.Module
@@ -216,7 +216,7 @@ class _ParallelPlan:
     wrong: list[str] = field(default_factory=list)
 
     def read(self, plan: Mapping[str, str], heads: Mapping[str, Sequence[str]]) -> None:
-        """Fills in what a user gave."""
+        """Reads and checks the user's arguments."""
         for argument, given in (("plan", plan), ("heads", heads)):
             if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
                 self.wrong.append(
@@ -327,7 +327,7 @@ class _ParallelPlan:
         ]
 
     def kind_of(self, name: str) -> str | None:
-        """Returns the kind of the nearest module around one that the plan names."""
+        """Returns the kind of a module, or of the nearest module around it that the plan names."""
         while name not in self.kinds:
             if not name:
                 return None
@@ -336,7 +336,7 @@ class _ParallelPlan:
 
 
 def _check_agreement(found: _ParallelPlan, group: Communicator) -> None:
-    """Raises on all ranks what is wrong on any, or what differs; collective."""
+    """Raises on all ranks if a plan is wrong on any rank, or if plans differ; collective."""
     with all_or_none(group, _OPERATION):
         if found.wrong:
             head = where(_OPERATION, group.rank, group.world_size)
@@ -357,12 +357,12 @@ def _kinds() -> str:
 
 
 def _group_of(kind: str) -> str:
-    """Returns a kind whose parameters lie as those of ``kind`` do."""
+    """Returns one kind for all kinds whose parameters are placed as those of ``kind``."""
     return {SPLIT: WHOLE, GATHER: SEQUENCE}.get(kind, kind)
 
 
 def _for_tied(first: str, second: str) -> str:
-    """Returns what to do where an embedding and a head share a weight."""
+    """Returns advice for the case that an embedding and a head share a weight."""
     if {first, second} != {WHOLE, SEQUENCE}:
         return ""
     return (
@@ -372,17 +372,17 @@ def _for_tied(first: str, second: str) -> str:
 
 
 class _Region:
-    """Between a split and a gather: finds modules there that are taken for those outside.
+    """Finds modules between a split and a gather that the plan wrongly calls "whole".
 
     Attributes:
-        tokens: all sizes but the last of what the split gave in this forward, or None.
+        tokens: all sizes but the last of the split's output in this forward, or None.
     """
 
     def __init__(self) -> None:
         self.tokens: torch.Size | None = None
 
     def watch(self, found: _ParallelPlan) -> None:
-        """Hooks onto the modules that are "whole", and to the begin and the end of a forward."""
+        """Hooks the modules that are "whole", and the begin and the end of a forward."""
         found.model.register_forward_pre_hook(self._forget)
         found.model.register_forward_hook(self._forget)
         for name, module in found.model.named_modules():
@@ -394,7 +394,7 @@ class _Region:
         self.tokens = None
 
     def remember(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """A hook, after the one that splits."""
+        """Keeps the sizes of a split's output; a hook that runs after the splitting hook."""
         self.tokens = output.shape[:-1]
 
     def _check(self, name: str, module: nn.Module, args: Any) -> None:
@@ -403,8 +403,8 @@ class _Region:
         if args[0].shape[:-1] == self.tokens:
             raise ArgumentError(
                 f"{_OPERATION}: {name!r}: expected a module that is {WHOLE!r} to be called before "
-                f"{SPLIT!r} or after {GATHER!r}, got it called with a rank's tokens, of which its "
-                f"gradients would be parts that nobody adds; it is {SEQUENCE!r}"
+                f"{SPLIT!r} or after {GATHER!r}, got a call with a rank's tokens, so that no rank "
+                f"would sum its partial gradients; it is {SEQUENCE!r}"
             )
 
 

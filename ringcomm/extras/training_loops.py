@@ -1,6 +1,6 @@
-"""Training loops of other libraries on ``ringcomm.zero``; each module imports its library.
+"""Functions that the integrations of other libraries' training loops share.
 
-``docs/integrations/index.md`` says what works with which, and what does not, and why.
+``docs/integrations/index.md`` lists which features work with which library, and why others do not.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from ringcomm.zero.stages.engine import owner_of
 __all__: list[str] = []
 
 
-# ---- What integrations ask of a module that may be sharded, and do with it -----------------------
-
-# ---- The libraries that integrations belong to, which ringcomm does not bring along -------------
+# ---- Importing the libraries of integrations, and using modules that may be sharded -------------
 
 
 def imported(names: tuple[str, ...], package: str, asks: str) -> Any:
-    """Imports a library that goes by several names: that which the program has, or else the first.
+    """Imports a library that has several names: the name already imported, else the first found.
 
     Args:
-        names: of its modules, the preferred one first.
-        package: what pip calls it.
+        names: names of its modules, the preferred name first.
+        package: its name for pip.
         asks: the module of ringcomm that needs it.
 
     Raises:
-        ImportError: there is none of them.
+        ImportError: none of them is installed.
     """
     loaded = [name for name in names if name in sys.modules]
     there = loaded or [name for name in names if find_spec(name.partition(".")[0]) is not None]
@@ -51,15 +49,15 @@ def imported(names: tuple[str, ...], package: str, asks: str) -> Any:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tells whether ``zero.shard()`` has the module, or a part of it."""
+    """True if ``zero.shard()`` has sharded the module or a part of it."""
     return any(owner_of(param) is not None for param in module.parameters())
 
 
 def must_be_sharded(optimizer: Any, where: str) -> ShardedOptimizer:
-    """Returns the optimizer, if it is one of ringcomm's.
+    """Returns the optimizer, if it is a ringcomm optimizer.
 
     Raises:
-        ArgumentError: it is another's.
+        ArgumentError: it is not a ringcomm optimizer.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
@@ -71,17 +69,17 @@ def must_be_sharded(optimizer: Any, where: str) -> ShardedOptimizer:
 
 
 def all_must_unshard(module: nn.Module) -> bool:
-    """Tells whether unsharding takes all ranks, so that none can read parameters alone."""
+    """True if unsharding needs all ranks, so that no rank can read parameters alone."""
     engines = {engine for param in module.parameters() if (engine := owner_of(param)) is not None}
     options = [engine.options for engine in engines]
     return any(each.params == "world" or each.offload_params is not None for each in options)
 
 
 def state_on_first(module: nn.Module, is_first: bool) -> dict[str, Any]:
-    """Returns whole copies of what ``module.state_dict()`` has, on the first rank only.
+    """Returns ``module.state_dict()`` with copies of whole tensors, on the first rank only.
 
-    All ranks call it. The others hold no copy, and do not unshard either where the first can read
-    their memory.
+    All ranks must call it. The other ranks get an empty dict, and do not unshard if the first rank
+    can read their memory.
     """
     if not is_first and not all_must_unshard(module):
         return {}
@@ -97,7 +95,7 @@ def state_on_first(module: nn.Module, is_first: bool) -> dict[str, Any]:
 
 @contextmanager
 def reading(module: nn.Module) -> Iterator[None]:
-    """Has a module's parameters whole inside, if they are sharded."""
+    """A context in which a module's parameters are whole."""
     if not is_sharded(module):
         yield
         return
@@ -107,9 +105,9 @@ def reading(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def writing(module: nn.Module) -> Iterator[None]:
-    """Has a module's parameters whole inside, and takes over those of the first rank; collective.
+    """A context with whole parameters; all ranks then take the first rank's values; collective.
 
-    What ranks load inside is the same on all of them.
+    All ranks must load the same values inside.
     """
     if not is_sharded(module):
         yield
@@ -122,6 +120,6 @@ def writing(module: nn.Module) -> Iterator[None]:
 def next_number(folder: Path) -> int:
     """Returns the number of the next checkpoint in a folder, the same on all ranks.
 
-    None can become complete before all ranks have begun to save it, and so have asked here.
+    A checkpoint is complete only after all ranks have begun to save it, and so have called this.
     """
     return (Checkpoints(folder).latest() or 0) + 1

@@ -24,27 +24,28 @@ from ringcomm.optim.sharded import ShardedOptimizer
 __all__ = ["ZeroTrainer"]
 
 _trainer: Any = imported(("transformers.trainer",), "transformers", "ringcomm.extras.transformers")
-_FOLDER = "ringcomm"  # of shards, in that of a checkpoint
+_FOLDER = "ringcomm"  # the folder of shards in a checkpoint's folder
 
 
 class ZeroTrainer(_trainer.Trainer):
     """A ``Trainer`` that shards its model by :func:`ringcomm.zero.shard`.
 
-    The optimizer is that of ``args.optim``, sharded: ``adamw_torch`` and ``adamw_torch_fused`` are
-    :class:`ringcomm.optim.AdamW`, and any elementwise class of torch runs in
-    :class:`ringcomm.optim.Sharded`. A checkpoint has whole weights as ever, which
-    ``from_pretrained()`` reads, and beside them the shards of weights and optimizer, from which
-    training resumes with the same bits.
+    The optimizer is the one of ``args.optim``, sharded: ``adamw_torch`` and ``adamw_torch_fused``
+    are :class:`ringcomm.optim.AdamW`, and any other elementwise class of torch runs in
+    :class:`ringcomm.optim.Sharded`. A checkpoint has whole weights, which ``from_pretrained()``
+    reads, and in addition the shards of weights and optimizer, from which training resumes with the
+    same bits.
 
     Args:
-        args: as of ``Trainer``, all of them.
-        stage: of ZeRO, 0 to 3.
-        zero_options: of the sharding, precision among them, instead of ``bf16`` and ``fp16``.
-        optimizer_options: of the optimizer.
-        settings: as of ``Trainer``, all of them.
+        args: all positional arguments of ``Trainer``.
+        stage: stage of ZeRO, 0 to 3.
+        zero_options: options of the sharding, including precision, instead of ``bf16`` and
+            ``fp16``.
+        optimizer_options: options of the optimizer.
+        settings: all keyword arguments of ``Trainer``.
 
     Raises:
-        UnsupportedError: DeepSpeed, FSDP, or mixed precision by autocast in the arguments.
+        UnsupportedError: the arguments ask for DeepSpeed, FSDP, or mixed precision by autocast.
     """
 
     optimizer: Any
@@ -65,10 +66,10 @@ class ZeroTrainer(_trainer.Trainer):
             must_be_sharded(self.optimizer, "ZeroTrainer: optimizers")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator one for sharded modules."""
+        """Makes the accelerator a :class:`ZeroAccelerator`, for sharded modules."""
         super().create_accelerator_and_postprocess()
         check_settings(self.accelerator, "ZeroTrainer")
-        # Trainer names the class of its accelerator in its own code, and has no hook for another.
+        # Trainer's code names its accelerator's class, and has no hook for another class.
         self.accelerator.__class__ = ZeroAccelerator
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -147,6 +148,6 @@ class ZeroTrainer(_trainer.Trainer):
             super()._load_best_model()
 
     def _inner(self) -> ShardedOptimizer:
-        """The optimizer, which Accelerate has wrapped."""
+        """Returns the optimizer, which Accelerate has wrapped."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         return must_be_sharded(inner, "ZeroTrainer")

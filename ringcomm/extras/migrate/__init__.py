@@ -1,1 +1,1 @@
-"""Configurations of others, DeepSpeed's and FSDP2's, read as ringcomm's own."""
+"""Migration from DeepSpeed and FSDP2: settings (``settings.py``), checkpoints (``convert.py``)."""

@@ -1,19 +1,19 @@
-"""``convert()``: checkpoints of DeepSpeed and of torch's own become ringcomm's.
+"""``convert()`` turns checkpoints of DeepSpeed and of torch into ringcomm's.
 
 NOTE [DeepSpeed's checkpoints]
-A folder ``global_step<N>`` has files of model states, one at stages 1 and 2 and one a rank at 3,
-and one of optimizer states of each rank. A param group's trainable parameters are flattened one
-after the other. At stages 1 and 2 the flat tensor is cut into a partition for each rank;
-``param_slice_mappings`` says which elements of the partition are which parameter's. At stage 3 each
-parameter is padded to a multiple of W elements and cut, and a rank's partitions are flattened one
-after the other. FP32 masters and moments lie alike. At stage 3 a param group may be several
-flat ones; the numbers in its "params" are those of the flat ones. DeepSpeed 0.19 writes this.
+A folder ``global_step<N>`` has files of model states, one file at stages 1 and 2 and one per rank
+at stage 3, and one file of optimizer states per rank. A param group's trainable parameters are
+concatenated to a flat tensor. At stages 1 and 2 the flat tensor is cut into one partition per rank;
+``param_slice_mappings`` maps the partition's elements to parameters. At stage 3 each parameter is
+padded to a multiple of W elements and cut, and a rank's partitions are concatenated. FP32 masters
+and moments have the same layout. At stage 3 a param group may consist of several flat groups; its
+"params" are then the numbers of the flat groups. DeepSpeed 0.19 writes this format.
 
 NOTE [Checkpoints of torch]
 The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their offsets in the
-files; each chunk there is a file of ``torch.save()`` of its own. The planner has kept the path to
-each value: those of the optimizer lead through "state" and "param_groups", as
-``get_optimizer_state_dict()`` makes them, flattened or not. The rest is the model's.
+files; each chunk is a complete ``torch.save()`` archive inside a file. The planner has saved the
+path to each value: the optimizer's paths contain "state" and "param_groups", as
+``get_optimizer_state_dict()`` makes them, flattened or not. All other paths are the model's.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ Keys = tuple[Any, ...]
 OPERATION = "convert"
 # The file of torch's metadata.
 METADATA = ".metadata"
-# Weights of a byte become at most themselves and three FP32 moments.
+# Weights of one byte become at most FP32 weights and three FP32 moments.
 _MOST_GROWTH = 16
-# The hyper-parameters of a param group that AdamW has here, too. The rest says how torch computes.
+# The hyper-parameters of a param group that ringcomm's AdamW has as well. Other entries select
+# torch's implementation.
 HYPER = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -69,27 +70,28 @@ def convert(
     weights_only: bool = False,
     step: int | None = None,
 ) -> Path:
-    """Writes a checkpoint of another library as one of ringcomm's, for :func:`ringcomm.zero.load`.
+    """Converts another library's checkpoint to ringcomm's format, for :func:`ringcomm.zero.load`.
 
-    It runs in one process. Pickles are read without running anything, tensors are views of the
-    files and written in slices, so memory for a whole model is not needed. Weights are written in
-    FP32 where the source has them, as masters or weights, and buffers as they were saved: a module
-    of any precision loads them, its FP32 masters exactly and its 16-bit parameters rounded.
+    It runs in one process. Pickles are read without running code. Tensors are views of the files
+    and are written in slices, so the whole model need not fit into memory. Weights are written in
+    FP32 if the source has FP32 masters or weights, and buffers as they were saved. A module of any
+    precision loads them, its FP32 masters exactly and its 16-bit parameters rounded.
 
     Args:
         source: folder of a DeepSpeed checkpoint (ZeRO stages 1 to 3) or of one of
             ``torch.distributed.checkpoint``.
-        root: a run's folder, in which the checkpoint becomes step-00000100 or so.
+        root: a run's folder, in which the checkpoint gets a name such as step-00000100.
         weights_only: leave the optimizer's state out.
-        step: number of the checkpoint; default as saved, or 0.
+        step: number of the checkpoint; by default the saved number, or 0.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: the source is damaged, or none of these; or it cannot be written.
-        UnsupportedError: it has what cannot be converted; the message says what.
-        ArgumentError: the step is no integer, or not after those in ``root``.
+        CheckpointError: the source is damaged or not such a checkpoint, or the result cannot be
+            written.
+        UnsupportedError: the source has parts that cannot be converted; the message names them.
+        ArgumentError: the step is not an integer, or not after the steps in ``root``.
     """
     state = _read(Path(source), weights_only)
     number = integer((state.step or 0) if step is None else step)
@@ -122,7 +124,7 @@ def convert(
 def _read(source: Path, weights_only: bool) -> ForeignState:
     """Reads a checkpoint of another library.
 
-    Raises: as of :func:`convert`.
+    It raises the errors of :func:`convert`.
     """
     folder, state = None, None
     try:
@@ -139,7 +141,7 @@ def _read(source: Path, weights_only: bool) -> ForeignState:
     except DAMAGE as error:
         kind = "torch.distributed.checkpoint" if folder is None else "DeepSpeed"
         told = in_words(error)
-        if not isinstance(error, ValueError):  # a check of this module says itself what is wrong
+        if not isinstance(error, ValueError):  # checks of this module already say what is wrong
             told = f"its files hold other values than {kind} writes: {told}"
         raise CheckpointError(f"{source}: is no checkpoint of {kind}: {told}") from error
     except OSError as error:
@@ -154,17 +156,17 @@ class ForeignTensor(FlatShard):
     """A tensor of another library's checkpoint, in pieces that are views of files.
 
     Args:
-        shape: of the tensor.
-        size: of the tensor that the pieces are boxes of: the shape, or [elements] where they are
+        shape: shape of the tensor.
+        size: size of the tensor of which the pieces are boxes: the shape, or [elements] if they are
             runs of the flattened tensor.
-        pieces: the offsets of each, and its elements, of the size of its box and of one dtype.
-        dtype: to save it in; default that of the pieces.
+        pieces: offsets and elements of each piece; the elements have the box's size and one dtype.
+        dtype: dtype in which to save the tensor; by default the pieces' dtype.
 
     Raises:
         ValueError: the pieces have several dtypes.
     """
 
-    # By the number of elements in the pieces before it.
+    # Each piece, by the number of elements in the pieces before it.
     pieces: dict[int, tuple[tuple[int, ...], Tensor]]
 
     @staticmethod
@@ -196,10 +198,10 @@ class ForeignTensor(FlatShard):
 
     @classmethod
     def of_runs(cls, runs: Sequence[Tensor], shape: Sequence[int], called: str) -> ForeignTensor:
-        """Returns the tensor whose flattened elements are in runs one after the other.
+        """Returns the tensor whose flattened elements are the runs, one after the other.
 
         Raises:
-            ValueError: they are not as many as the tensor has.
+            ValueError: the runs do not have as many elements as the tensor.
         """
         begins = [0, *accumulate(run.numel() for run in runs)]
         if begins[-1] != prod(shape):
@@ -228,15 +230,15 @@ class ForeignState:
     """The state of a training run that another library has saved.
 
     Attributes:
-        kind: of checkpoint, "DeepSpeed" or "DCP".
-        size_bytes: of the files with its tensors.
+        kind: kind of checkpoint, "DeepSpeed" or "DCP".
+        size_bytes: bytes of the files with its tensors.
         weights: parameters, as FP32 masters where there are any, and persistent buffers, by name.
-        moments: by kind, then by parameter.
-        steps: that each parameter has taken.
+        moments: moments by kind, then by parameter.
+        steps: number of steps that each parameter has taken.
         groups: hyper-parameters of the param groups.
-        group_params: names of the parameters of each.
+        group_params: names of the parameters of each param group.
         tied: aliases of parameters, with the names whose tensors they share.
-        step: number under which it was saved; None where the checkpoint does not say.
+        step: number under which it was saved; None if the checkpoint has no number.
         data: further JSON data.
     """
 
@@ -252,7 +254,7 @@ class ForeignState:
     data: Any = None
 
     def settled(self) -> ForeignState:
-        """Returns the state in names without wrappers, and with moments of all parameters.
+        """Returns the state with names without wrappers, and moments of all trained parameters.
 
         Raises:
             ValueError, LookupError, TypeError, AttributeError: the parts do not fit each other.
@@ -299,11 +301,11 @@ class ForeignState:
             raise ValueError(f"it has step {shown(self.step)}")
 
     def facts(self) -> dict[str, Any]:
-        """Returns the facts that ringcomm's own checkpoints have beside their tensors."""
+        """Returns the data that ringcomm's own checkpoints have in addition to tensors."""
         facts: dict[str, Any] = {
             "version": VERSION,
             "stage": 0,
-            # No world has this size, so that no rank's own state is looked for.
+            # No world has this size, so loading looks for no rank's own state.
             "world_size": 0,
             "converted": self.kind,
             "params": list(self.weights),
@@ -328,7 +330,7 @@ def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_data(value: Any) -> Any:
-    """Returns a saved value as JSON data, or None for what is none."""
+    """Returns a saved value as JSON data, or None if it cannot be JSON data."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     if isinstance(value, (list, tuple)):
@@ -372,12 +374,12 @@ def _find_folder(folder: Path) -> Path | None:
 
 
 class _DeepSpeedCheckpoint:
-    """The files of a checkpoint of DeepSpeed, read.
+    """The contents of the files of a DeepSpeed checkpoint.
 
     Raises:
         CheckpointError: files are missing or damaged.
-        UnsupportedError: it is of model-parallel ranks, or of another optimizer than Adam or AdamW.
-        Exception: one of ``DAMAGE``: they are not what DeepSpeed writes.
+        UnsupportedError: it has model-parallel ranks, or another optimizer than Adam or AdamW.
+        Exception: one of ``DAMAGE``: the files are not as DeepSpeed writes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -392,7 +394,7 @@ class _DeepSpeedCheckpoint:
         ]
         names = ("zero_stage", "partition_count")
         stage, counts = (entry(self._optimizers[0], name, states[0]) for name in names)
-        # An enum is called with its value.
+        # An enum is pickled as a call with its value.
         self._stage = int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
         expected = max(counts) if isinstance(counts, list) else int(counts)
         if expected != len(states):
@@ -498,7 +500,7 @@ class _DeepSpeedCheckpoint:
         ]
 
     def _tensors(self, flat: list[list[Tensor]]) -> dict[str, ForeignTensor]:
-        """Returns the parameters' tensors of flat partitions, by rank and then by group."""
+        """Returns the parameters' tensors from flat partitions by rank and then by group."""
         runs: dict[str, list[Tensor]] = {}
         if self._stage == 3:
             for group, shapes in enumerate(self._shapes):
@@ -519,7 +521,7 @@ class _DeepSpeedCheckpoint:
 
 
 def _cut(fragments: Sequence[Tensor], elems: int) -> list[Tensor]:
-    """Returns the first ``elems`` elements of fragments that lie one after the other."""
+    """Returns the first ``elems`` elements of the concatenated fragments."""
     found: list[Tensor] = []
     for fragment in fragments:
         found.append(fragment[:elems])
@@ -528,7 +530,7 @@ def _cut(fragments: Sequence[Tensor], elems: int) -> list[Tensor]:
 
 
 def _fragment(partition: Tensor, mapping: Any, name: str) -> Tensor:
-    """Returns the elements of a partition that a ``fragment_address`` tells."""
+    """Returns the elements of a partition at a ``fragment_address``."""
     numel, start = sizes_of(mapping.args or (mapping.get("numel"), mapping.get("start")))
     if start + numel > partition.numel():
         raise ValueError(f"a part of {name} lies outside of its partition")
@@ -541,7 +543,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 class _SavedChunk(NamedTuple):
-    """The location of a chunk: bytes of a file, which are a file of ``torch.save()``."""
+    """The location of a chunk: the bytes of a ``torch.save()`` archive inside a file."""
 
     file: str
     begin: int
@@ -549,12 +551,12 @@ class _SavedChunk(NamedTuple):
 
 
 class _TorchCheckpoint:
-    """The metadata of a checkpoint of torch, read, and its files, mapped.
+    """The metadata of a torch checkpoint, and its files, mapped.
 
     Raises:
         CheckpointError: files are missing or damaged.
         UnsupportedError: the optimizer is another one than Adam or AdamW.
-        Exception: one of ``DAMAGE``: they are not what torch writes.
+        Exception: one of ``DAMAGE``: the files are not as torch writes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -615,7 +617,7 @@ class _TorchCheckpoint:
         return next((heads[_STATE][each] for each in heads[_GROUPS] if each in heads[_STATE]), None)
 
     def _value(self, name: str) -> Any:
-        """Returns a tensor in its chunks, or another value."""
+        """Returns a saved value; a tensor has its chunks as pieces."""
         described, chunks = self._described[name], self._chunks[name]
         read = [
             (at, TorchFile(self._files[chunk.file], chunk.begin, chunk.size_bytes).read())
@@ -652,7 +654,7 @@ class _TorchCheckpoint:
 
 
 def _put_groups(made: ForeignState, groups: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Puts param groups together: those of one parameter each where hyper-parameters are equal."""
+    """Adds param groups; merges groups of one parameter that have equal hyper-parameters."""
     numbered = all(isinstance(key, int) for key in groups)
     alike: dict[str, list[str]] = {}
     for key in sorted(groups) if numbered else groups:
@@ -677,7 +679,7 @@ def _chunk(info: Any) -> _SavedChunk:
 
 
 def _split(path: Any) -> Keys:
-    """Returns a path whose keys of a flattened optimizer's state are split off."""
+    """Returns a path with the joined keys of a flattened optimizer's state split in two."""
     found: list[Any] = []
     for key in path if isinstance(path, (tuple, list)) else (path,):
         head, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
@@ -688,13 +690,13 @@ def _split(path: Any) -> Keys:
 
 
 def _leads(prefix: Keys | None, path: Keys) -> bool:
-    """Returns whether a path leads into the optimizer's state at a prefix."""
+    """True if a path leads into the optimizer's state at a prefix."""
     is_state = _STATE in path or _GROUPS in path
     return prefix is not None and path[: len(prefix)] == prefix and is_state
 
 
 def _common(paths: list[Keys]) -> int:
-    """Returns how many keys all paths begin with, less the last key of each."""
+    """Returns how many leading keys all paths share, not counting the last key of a path."""
     depth = 0
     while all(len(path) > depth + 1 and path[depth] == paths[0][depth] for path in paths):
         depth += 1
@@ -702,7 +704,7 @@ def _common(paths: list[Keys]) -> int:
 
 
 def _step_in(more: Mapping[str, Any]) -> int | None:
-    """Returns the step number that was saved beside, if there is one."""
+    """Returns the step number among other saved values, or None."""
     for name, value in more.items():
         known = name.rpartition(".")[2] in ("step", "global_step", "global_steps")
         if known and type(value) is int:

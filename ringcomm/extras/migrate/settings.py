@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed and FSDP2, read as ringcomm's own; ``keys.ini`` is the table of them."""
+"""Translates settings of DeepSpeed and FSDP2 to ringcomm's; ``keys.ini`` lists the settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Key:
     """A setting of another library; ``docs/migrating.md`` has a row for it.
 
     Attributes:
-        name: the name, with those of the sections around it: "zero_optimization.stage".
+        name: the full name, with the enclosing sections: "zero_optimization.stage".
         fate: ``MAPPED``, ``NO_EFFECT`` or ``UNSUPPORTED``.
         text: the setting of ringcomm that it becomes; or the reason, and the remedy.
     """
@@ -55,7 +55,7 @@ class Key:
     text: str
 
     def note(self, value: Any) -> str:
-        """Returns what became of the key with a value."""
+        """Returns how ringcomm treats the key with a value."""
         if self.fate == UNSUPPORTED:
             return f"{self.fate}, and {shown(value)} does not ask for it"
         return f"{self.fate}: {self.text}"
@@ -75,13 +75,13 @@ def section_of(name: str) -> Mapping[str, str]:
 
 
 def keys_of(library: str) -> dict[str, Key]:
-    """Returns the settings of a library by name, in the order of the page."""
+    """Returns the settings of a library by name, in the order of ``docs/migrating.md``."""
     parts = {name: each.partition(": ") for name, each in section_of(library).items()}
     return {name: Key(name, fate, text) for name, (fate, _, text) in parts.items()}
 
 
 def refuse_unsupported(operation: str, asked: Iterable[tuple[str, str]]) -> None:
-    """Raises UnsupportedError that names each key asked for with its reason, if there is any."""
+    """Raises UnsupportedError with each unsupported key and its reason, if there is any."""
     reasons = [f"{name}: {text}" for name, text in asked]
     if reasons:
         raise UnsupportedError(
@@ -104,10 +104,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 # ---- DeepSpeed's learning rates over steps, set by torch's ``LambdaLR`` -------------------------
-# DeepSpeed counts iterations from -1: after t steps its formulas hold at t - 1. Step 0 has rates of
-# its own, which a scheduler sets when it is built.
+# DeepSpeed counts iterations from -1: after t steps its formulas hold at t - 1. Step 0 has special
+# rates, which a scheduler sets when it is built.
 
-# By DeepSpeed's name, the parameters of a scheduler and their defaults; "needed" is none.
+# By DeepSpeed's name, a scheduler's parameters and defaults; "needed" marks a missing default.
 SCHEDULERS = {kind: json.loads(text) for kind, text in section_of("schedulers").items()}
 _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "warmup_num_steps": ("an integer >= 1", lambda value: value >= 1),
@@ -136,7 +136,7 @@ class Schedule:
         groups = optimizer.param_groups
         lrs = [deepcopy(group.get("initial_lr", group["lr"])) for group in groups]
         rates = [self._rate(optimizer, number, float(lr)) for number, lr in enumerate(lrs)]
-        # LambdaLR multiplies the initial rate. Times 1 a rate keeps its bits.
+        # LambdaLR multiplies the initial rate by the returned rate, which times 1 keeps its bits.
         for group in groups:
             group["initial_lr"] = 1.0
         made = LambdaLR(optimizer, rates)
@@ -165,10 +165,10 @@ class Schedule:
 
 
 def make_schedule(kind: str, given: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule of DeepSpeed's name and parameters.
+    """Returns the schedule for DeepSpeed's name and parameters of a scheduler.
 
     Raises:
-        ArgumentError: a parameter is missing, of another scheduler, or out of range.
+        ArgumentError: a parameter is missing, belongs to another scheduler, or is out of range.
     """
     known = SCHEDULERS[kind]
     params = {**known, **given}
@@ -187,11 +187,11 @@ def make_schedule(kind: str, given: Mapping[str, Any]) -> Schedule:
     return Schedule(kind, params)
 
 
-# ---- DeepSpeed's formulas: parameters, the group's own rate and steps taken ---------------------
+# ---- DeepSpeed's formulas of parameters, a group's own rate, and steps taken --------------------
 
 
 def _rise(p: Any, t: int) -> float | None:
-    """Returns the height of a warm-up, from 0 to 1; None when it is over."""
+    """Returns the height of a warm-up, from 0 to 1; None after the warm-up."""
     steps = max(2, p.warmup_num_steps)
     if t > steps:
         return None
@@ -281,19 +281,19 @@ _ZERO, _ADAM, _SCHEDULE = "zero_optimization.", "optimizer.params.", "scheduler.
 _PARAMS_OF: dict[str, dict[str, Any]] = {
     kind: json.loads(text) for kind, text in section_of("optimizer parameters").items()
 }
-# By type; Adam is one of two.
+# By type; for Adam, another key chooses between two classes.
 _OPTIMIZERS: dict[str, Callable[..., ShardedOptimizer]] = {
     "lion": optim.Lion,
     "sgd": optim.SGD,
     "adagrad": partial(optim.Sharded, torch.optim.Adagrad),
 }
 DEEPSPEED_KEYS = keys_of("DeepSpeed")
-#: Other names that DeepSpeed takes for keys.
+#: Alternative names of DeepSpeed's keys.
 ALIASES = section_of("aliases")
 _AUTO = section_of("auto")
-#: Why an optimizer of DeepSpeed's cannot be built.
+#: By type of a DeepSpeed optimizer, why it cannot be built.
 OTHER_OPTIMIZERS = section_of("optimizers")
-# Values with which an unsupported key asks for nothing, with the keys that have others.
+# Values that mean "off" for an unsupported key, and the keys that have other such values.
 _OFF = (None, False, "none")
 _OFF_OF = {name: json.loads(values) for name, values in section_of("off").items()}
 _SWITCHES = section_of("switches")
@@ -304,16 +304,16 @@ class DeepSpeedSetup:
     """The settings of a DeepSpeed configuration, for a trainer on ringcomm.
 
     Attributes:
-        stage: for ``zero.shard``.
-        options: for ``zero.shard``.
-        optimizer_options: for the optimizer; :meth:`build_optimizer` takes them.
+        stage: stage for ``zero.shard``.
+        options: options for ``zero.shard``.
+        optimizer_options: options for the optimizer; :meth:`build_optimizer` passes them.
         loss_scale: rules of the loss scale of FP16, or None.
-        clip: for ``optimizer.clip_grad_norm_()``, or None.
-        accumulation_steps: backwards of a step, each of a loss that is divided by their number.
-        micro_batch_size: samples of a backward on a rank.
-        train_batch_size: samples of a step on all ranks.
-        schedule: of the learning rate, or None.
-        notes: by key that the configuration has, what became of it.
+        clip: bound for ``optimizer.clip_grad_norm_()``, or None.
+        accumulation_steps: number of backwards per step; the loop divides each loss by it.
+        micro_batch_size: samples per backward on a rank.
+        train_batch_size: samples per step on all ranks.
+        schedule: schedule of the learning rate, or None.
+        notes: by key of the configuration, how ringcomm treats it.
     """
 
     stage: int
@@ -377,21 +377,22 @@ def from_deepspeed(
     world_size: int | None = None,
     comm: CommArgument = None,
 ) -> DeepSpeedSetup:
-    """Reads a DeepSpeed configuration; ``docs/migrating.md`` says what becomes of each key.
+    """Reads a DeepSpeed configuration; ``docs/migrating.md`` explains the treatment of each key.
 
     Args:
         config: as ``deepspeed.initialize(config=)`` takes it: a dict, or the path of a JSON file.
-        world_size: number of ranks that the batches are divided among; None takes that of ``comm``.
+        world_size: number of ranks among which the batches are divided; None takes the size of
+            ``comm``.
         comm: the ranks, as ``zero.shard`` takes them.
 
     Returns:
         The settings of ``zero.shard`` and the loop, and a note for each key.
 
     Raises:
-        ArgumentError: the file cannot be read, or is no JSON; a key is unknown or has a bad value;
+        ArgumentError: the file cannot be read, or is not JSON; a key is unknown or has a bad value;
             values are "auto"; batch sizes do not fit the ranks; ``world_size`` is not a positive
             integer.
-        UnsupportedError: names all keys that ask for what ringcomm does not have.
+        UnsupportedError: keys ask for features that ringcomm does not have; the message names all.
     """
     given = _Given(_load(config))
     if world_size is None:
@@ -446,7 +447,7 @@ def _load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
 
 
 class _Given:
-    """The values of a configuration by full name, all of known keys.
+    """The values of a configuration by full key name; unknown keys are refused.
 
     Raises:
         ArgumentError: a key is unknown, or has the value "auto".
@@ -465,7 +466,7 @@ class _Given:
             self.values[name] = value
         self._refuse_unknown()
         auto = [
-            f"{name}: put {_AUTO.get(name, 'a value, or leave the key away')}"
+            f"{name}: put {_AUTO.get(name, 'a value, or leave the key out')}"
             for name, value in self.values.items()
             if value == "auto" and DEEPSPEED_KEYS[name].fate != NO_EFFECT
         ]
@@ -490,7 +491,7 @@ class _Given:
                 self._unknown.append(name)
             elif value is not None and not isinstance(value, Mapping):
                 raise _wrong(name, "an object", value)
-            # Nothing is known of the parameters of an unknown optimizer or scheduler.
+            # The parameters of an unknown optimizer or scheduler cannot be checked.
             elif not (f"{name}." in (_ADAM, _SCHEDULE) and self._foreign):
                 yield from self._walk(value or {}, f"{name}.")
 
@@ -522,7 +523,7 @@ class _Given:
         value = self.values.get(name)
         if value is None:
             return default
-        # 5e8 is a float to JSON.
+        # JSON reads 5e8 as a float.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if type(value) is not int or value < least:
@@ -552,7 +553,7 @@ class _Given:
         return stage
 
     def param_dtype(self) -> torch.dtype | None:
-        """Returns the 16-bit dtype of the parameters, or None where they stay as they are."""
+        """Returns the 16-bit dtype of the parameters, or None if they keep their dtype."""
         fp16, bf16 = self.flag("fp16.enabled", False), self.flag("bf16.enabled", False)
         if fp16 and bf16:
             raise ArgumentError(f"{_DEEPSPEED}: expected one of fp16 and bf16 enabled, got both")
@@ -627,7 +628,7 @@ class _Given:
         return optim.AdamW if decoupled else optim.Adam, hyper
 
     def _hyper(self, kind: str) -> dict[str, Any]:
-        """Returns the hyper-parameters of an optimizer; refuses those of other ones."""
+        """Returns the hyper-parameters of an optimizer; refuses those of other optimizers."""
         defaults = _PARAMS_OF[kind]
         for name in self.values:
             mapped = name.startswith(_ADAM) and DEEPSPEED_KEYS[name].fate == MAPPED
@@ -676,7 +677,7 @@ def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Returns whether a value asks for the feature of an unsupported key."""
+    """True if a value asks for the feature of an unsupported key."""
     if DEEPSPEED_KEYS[name].fate != UNSUPPORTED:
         return False
     off, switch = _OFF_OF.get(name, _OFF), _SWITCHES.get(name)
@@ -688,7 +689,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def _is_on(value: Any, off: Sequence[Any]) -> bool:
-    # true equals 1, and is another value.
+    # True equals 1 in Python, but is another value in JSON.
     return not any(value == each and type(value) is type(each) for each in off)
 
 
@@ -701,8 +702,8 @@ def _turned_on(section: Mapping[str, Any], switch: str, off: Sequence[Any]) -> b
 
 
 def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
-    """Returns micro batch, accumulation steps and batch, of which some may be given."""
-    # 0 is one that is not given.
+    """Returns micro batch, accumulation steps and batch, from those that are given."""
+    # 0 means that a number is not given.
     batch = given.integer("train_batch_size", 1, 0)
     micro = given.integer("train_micro_batch_size_per_gpu", 1, 0)
     steps = given.integer("gradient_accumulation_steps", 1, 0)
@@ -729,7 +730,7 @@ def _wrong(name: str, expected: str, got: Any) -> ArgumentError:
     return ArgumentError(f"{_DEEPSPEED}: {name}: expected {expected}, got {shown(got)}")
 
 
-# ---- The arguments of FSDP2's fully_shard, read as ringcomm's own --------------------------------
+# ---- The arguments of FSDP2's fully_shard, translated to ringcomm's ------------------------------
 
 _FSDP2 = "from_fsdp2"
 
@@ -738,13 +739,13 @@ FSDP2_KEYS = keys_of("FSDP2")
 
 @dataclass(frozen=True)
 class FSDP2Setup:
-    """The settings that FSDP2's arguments stand for, for ``zero.shard``.
+    """The settings of ``zero.shard`` that correspond to FSDP2's arguments.
 
     Attributes:
         stage: 3.
-        options: choices.
+        options: options for ``zero.shard``.
         comm: the mesh, or None for the default group.
-        notes: by argument, what became of it.
+        notes: by argument, how ringcomm treats it.
     """
 
     stage: int
@@ -753,16 +754,16 @@ class FSDP2Setup:
     notes: Mapping[str, str]
 
     def with_nested(self, nested: Mapping[str, Mapping[str, Any]]) -> FSDP2Setup:
-        """Returns the settings with those of nested calls, whose modules become units.
+        """Returns the settings with those of nested calls added; nested modules become units.
 
         Args:
-            nested: by names of modules inside, in which a ``*`` stands for any characters of one
-                part, ``reshard_after_forward`` and ``mp_policy`` of the calls on these. One without
-                ``param_dtype`` stays FP32 among others with it.
+            nested: by name of an inner module, in which a ``*`` matches any characters of one part,
+                ``reshard_after_forward`` and ``mp_policy`` of the call on it. A module without
+                ``param_dtype`` stays FP32 if other modules have one.
 
         Raises:
-            ArgumentError: another argument.
-            UnsupportedError: as of :func:`from_fsdp2`.
+            ArgumentError: a nested call has another argument.
+            UnsupportedError: see :func:`from_fsdp2`.
         """
         return replace(self, options=_with_units(self.options, nested))
 
@@ -777,14 +778,15 @@ def from_fsdp2(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> FSDP2Setup:
-    """Reads the arguments of ``torch.distributed.fsdp.fully_shard``, by their names there.
+    """Reads the arguments of ``torch.distributed.fsdp.fully_shard``, under their names there.
 
     Returns:
         The settings of ``zero.shard``, and a note for each argument that was given.
 
     Raises:
         ArgumentError: an argument is of another type.
-        UnsupportedError: names all arguments that ask for what ringcomm does not have.
+        UnsupportedError: arguments ask for features that ringcomm does not have; the message names
+            all.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_kinds(
@@ -859,10 +861,10 @@ def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -
     asked = []
     for name, policy in policies.items():
         if policy.output_dtype not in (None, outside):
-            text = f"a unit returns the dtype around it, {outside}; leave it away"
+            text = f"a unit returns the dtype around it, {outside}; leave it out"
             asked.append((f"nested: {name}: mp_policy.output_dtype", text))
         if not policy.cast_forward_inputs:
-            text = "arguments of a unit are cast to the dtype of its parameters; leave it away"
+            text = "arguments of a unit are cast to the dtype of its parameters; leave it out"
             asked.append((f"nested: {name}: mp_policy.cast_forward_inputs", text))
         if type(nested[name].get("reshard_after_forward")) is int:
             text = FSDP2_KEYS["reshard_after_forward"].text

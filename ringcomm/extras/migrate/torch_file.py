@@ -1,21 +1,21 @@
-"""Files of ``torch.save()`` and pickles of data, read without running anything.
+"""Reads files of ``torch.save()`` and pickles of data without running their code.
 
 NOTE [Pickles without unpickling]
-A pickle is a program, and Python's unpickler calls what it names. This reader knows the
-instructions, and builds containers, numbers and text itself. What a pickle would call is not
-called: tensors become views of the file, ``OrderedDict`` a dict, ``torch.Size`` a tuple, and
-anything else an :class:`Inert` with the name and the arguments, whose class need not be installed.
-The format is that of Python's ``pickletools``; torch's files are zip archives of one pickle and the
-bytes of its storages, not compressed.
+A pickle is a program, and Python's unpickler calls the functions that it names. This reader
+interprets the instructions, and builds containers, numbers and text itself. It calls nothing that a
+pickle names: tensors become views of the file, ``OrderedDict`` a dict, ``torch.Size`` a tuple, and
+any other call an :class:`Inert` with the name and the arguments, whose class need not be installed.
+Python's ``pickletools`` documents the format; torch's files are uncompressed zip archives of one
+pickle and the bytes of its storages.
 
 NOTE [The cost of a pickle]
-Reading n bytes costs O(n) time and memory. One instruction makes one object of bounded size. What
-an instruction can copy or make again from the memo (tensors, items of an ``OrderedDict``, encoded
-text) is charged to a budget of 4 n. The memo is a list, and dict keys are text, small integers or
-objects, since the hashes of other keys can be made to collide or take long. The result is checked
-as a tree: no deeper than ``DEEPEST``, without cycles, and of O(n) bytes in JSON where the memo
-repeats values. Members of an archive may not share bytes, and a tensor has no more elements than
-its storage.
+Reading n bytes costs O(n) time and memory. One instruction makes one object of bounded size. Data
+that an instruction copies or makes again from the memo (tensors, items of an ``OrderedDict``,
+encoded text) are charged to a budget of 4 n. The memo is a list, and dict keys are text, small
+integers or objects, since the hashes of other keys can be made to collide or take long. The result
+is checked as a tree: no deeper than ``DEEPEST``, without cycles, and of O(n) bytes in JSON even if
+the memo repeats values. Members of an archive may not share bytes, and a tensor has no more
+elements than its storage.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from ringcomm.zero.checkpoint.format import DTYPES, MOST_DIMS
 
 Tensor = torch.Tensor
 
-# Far more than the structure of any model, and little enough to be read on any machine.
+# Far more than the structure of any model needs, and small enough to read on any machine.
 LARGEST_PICKLE_BYTES = 1 << 28
 DEEPEST = 64
-# What zipfile raises of a damaged archive.
+# Exceptions that zipfile raises for a damaged archive.
 _DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _LONGEST_NAME = 256
 _MOST_KEY = 1 << 16
 # Bytes of JSON for each unit of a tree.
 _UNIT_BYTES = 16
-# Units of the budget that a tensor costs, whose objects take about 1 KB.
+# Units of the budget per tensor, since its objects take about 1 KB.
 _TENSOR_COST = 64
 
 
@@ -79,7 +79,7 @@ class Inert:
         return f"Inert({self.name!r})"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns an attribute that its state has."""
+        """Returns an attribute from the object's state."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
@@ -112,7 +112,7 @@ _MakeTensor = Callable[[_Storage, int, Any, Any], Tensor]
 
 
 class _Machine:
-    """Follows the instructions of a pickle."""
+    """Interprets the instructions of a pickle."""
 
     def __init__(self, tensor: _MakeTensor | None) -> None:
         self._tensor = tensor
@@ -125,7 +125,8 @@ class _Machine:
         """Returns the value that the pickle describes.
 
         Raises:
-            DAMAGE: it is damaged, has an unknown instruction, or costs more than its size allows.
+            DAMAGE: the pickle is damaged, has an unknown instruction, or costs more than its size
+                allows.
         """
         self._most, self._left = len(pickled), 4 * len(pickled)
         for opcode, argument, _ in pickletools.genops(pickled):
@@ -135,7 +136,7 @@ class _Machine:
                 return result
             action = _ACTIONS.get(opcode.name)
             if action is None:
-                raise ValueError(f"it has {opcode.name}, an instruction that data have not")
+                raise ValueError(f"it has {opcode.name}, an instruction that data do not need")
             action(self, argument)
         raise ValueError("it has no end")
 
@@ -180,7 +181,7 @@ class _Machine:
         return found
 
     def remember(self, index: int | None = None) -> None:
-        """Keeps the last value in the memo; None: behind all that are there."""
+        """Keeps the last value in the memo, at ``index``; None for its end."""
         at = len(self._memo) if index is None else int(index)
         if not 0 <= at < self._most:
             raise ValueError(f"it has entry {shown(at)} of its memo")
@@ -194,19 +195,19 @@ class _Machine:
         if isinstance(target, list):
             target.extend(values)
         elif not isinstance(target, Inert):
-            raise TypeError("it appends to what is no list")
+            raise TypeError("it appends to something that is not a list")
 
     def update(self, pairs: Sequence[Any]) -> None:
         """Sets items of a dict: key, value, key, value."""
         target = self._stack[-1]
         if not isinstance(target, (dict, Inert)) or len(pairs) % 2:
-            raise TypeError("it sets items of what is no dict")
+            raise TypeError("it sets items of something that is not a dict")
         entries = zip(map(self.key, pairs[::2]), pairs[1::2], strict=True)
         if isinstance(target, dict):
             target.update(entries)
 
     def key(self, key: Any) -> Any:
-        """Returns a key, as text if its hash could be made to collide, as no text's can."""
+        """Returns a key, as text if its hash could be made to collide; hashes of text cannot."""
         kind = type(key)
         if key is None or kind in (str, bool, Inert) or (kind is int and 0 <= key < _MOST_KEY):
             return key
@@ -215,7 +216,7 @@ class _Machine:
             type(each) not in (int, float, bool) and len(exactly(each, str, bytes)) > _LONGEST_NAME
             for each in flat
         ):
-            raise TypeError(f"it has a {kind.__name__} as a key, which data have not")
+            raise TypeError(f"it has a {kind.__name__} as a key, which data do not need")
         text = str(key)
         self.charge(len(text))
         return text
@@ -237,23 +238,23 @@ class _Machine:
         called, args = self.last(2)
         name, args = called.name, exactly(args, tuple)
         if name == "torch._tensor._rebuild_from_type_v2":
-            # A tensor with attributes, or of a class of its own.
+            # A tensor with attributes, or of a subclass.
             name, args = args[0].name, exactly(args[2], tuple)
         self.push(self._made(name, args))
 
     def new(self, count: int) -> None:
-        """Puts an object on the stack, of a class and its arguments among ``count`` values."""
+        """Pushes an object: the first two of ``count`` values are its class and arguments."""
         kind, args = self.last(count)[:2]
         self.push(Inert(kind.name, args))
 
     def build(self, _: Any = None) -> None:
-        """Gives an object its state; a dict of a kind of its own needs none."""
+        """Sets an object's state; a dict of a special class needs no state."""
         (state,) = self.last(1)
         if isinstance(self._stack[-1], Inert):
             self._stack[-1].state = state
 
     def persistent(self, _: Any = None) -> None:
-        """Puts a storage on the stack, which torch's pickles name."""
+        """Pushes a storage that torch's pickle names."""
         ((kind, storage, key, _, elems),) = self.last(1)
         dtype = _STORAGES.get(storage.name.rpartition(".")[2])
         known = type(key) is str and len(key) <= _LONGEST_NAME and type(elems) is int
@@ -262,7 +263,7 @@ class _Machine:
         self.push(_Storage(dtype, key, elems))
 
     def _made(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns the value that a call of ``name`` stands for."""
+        """Returns the value that a call of ``name`` is read as."""
         if name == "collections.OrderedDict":
             return self._ordered(*args)
         if name == "_codecs.encode" and args[1] == "latin1":
@@ -280,7 +281,7 @@ class _Machine:
         if name in _TENSORS and self._tensor is not None:
             self.charge(_TENSOR_COST)
             stored = args[0]
-            if name == _TENSORS[1]:  # of a dtype that has no storages of its own
+            if name == _TENSORS[1]:  # a dtype without a storage class
                 dtype = _DTYPES[args[6].name]
                 elems = stored.elems * stored.dtype.itemsize // dtype.itemsize
                 stored = _Storage(dtype, stored.key, elems)
@@ -309,13 +310,13 @@ def _check_tree(value: Any, most: int) -> None:
 
 
 def _json_bytes(value: Any) -> int:
-    """Returns about how many bytes a value makes in JSON, where that depends on the value."""
+    """Returns roughly the bytes of a value in JSON, if they depend on the value."""
     if type(value) is int:
         return value.bit_length() // 3
     if type(value) is bytes:
         return len(value)
     text = value.name if type(value) is Inert else value if type(value) is str else ""
-    # Other characters are written as escapes, of six bytes and at most two for each.
+    # Other characters are written as at most two escapes of six bytes each.
     return len(text) * (1 if text.isascii() and text.isprintable() else 12)
 
 
@@ -335,7 +336,7 @@ _CONSTANTS = (
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 )
-# By instruction, its effect; it takes the argument of the instruction.
+# By instruction, the function that performs it; it takes the instruction's argument.
 _ACTIONS: dict[str, _Action] = {
     **dict.fromkeys(_CONSTANTS, _Machine.push),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
@@ -375,8 +376,9 @@ def read_pickle(pickled: bytes, called: str, tensor: _MakeTensor | None = None) 
 
     Args:
         pickled: bytes of the pickle.
-        called: name of it, for errors.
-        tensor: makes a tensor of a storage, its offset, size and stride; None: there are none.
+        called: name of the pickle, for errors.
+        tensor: makes a tensor of a storage, its offset, size and stride; None if there are no
+            tensors.
 
     Raises:
         CheckpointError: it is damaged.
@@ -388,10 +390,10 @@ def read_pickle(pickled: bytes, called: str, tensor: _MakeTensor | None = None) 
 
 
 def sizes_of(values: Any) -> tuple[int, ...]:
-    """Returns sizes, offsets or strides that a checkpoint says.
+    """Returns sizes, offsets or strides from a checkpoint, checked.
 
     Raises:
-        ValueError: they are too many, or no numbers from 0 to below 2^62.
+        ValueError: they are too many, or not numbers from 0 to below 2^62.
     """
     found = tuple(values)
     if len(found) > MOST_DIMS or not all(number_below(each, 1 << 62) for each in found):
@@ -400,7 +402,7 @@ def sizes_of(values: Any) -> tuple[int, ...]:
 
 
 class MappedFile:
-    """A regular file, mapped.
+    """A regular file, mapped into memory.
 
     Raises:
         CheckpointError: it cannot be opened, is not a regular file, or is empty.
@@ -409,12 +411,12 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.called = str(path)
         try:
-            # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+            # Without O_NONBLOCK, opening a pipe without a writer would wait.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise ValueError("not a regular file")
-                # Private pages: whoever writes to a tensor changes no file.
+                # Private pages, so that writing to a tensor changes no file.
                 self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             finally:
                 os.close(descriptor)
@@ -423,15 +425,15 @@ class MappedFile:
 
 
 class TorchFile:
-    """A file of ``torch.save()``, or one inside of a file.
+    """An archive of ``torch.save()``: a file, or a part of a file.
 
     Args:
-        file: where it is.
+        file: the file that has the archive.
         begin: first byte of the archive.
-        size_bytes: of the archive; None: to the end of the file.
+        size_bytes: bytes of the archive; None for all up to the end of the file.
 
     Raises:
-        CheckpointError: it is none, or damaged.
+        CheckpointError: it is not such an archive, or damaged.
     """
 
     def __init__(self, file: MappedFile, begin: int = 0, size_bytes: int | None = None) -> None:
@@ -447,7 +449,7 @@ class TorchFile:
             self._fail(f"is no file of torch.save(): {error}")
         members = sorted(self._zip.infolist(), key=lambda each: each.header_offset)
         ends = [*(each.header_offset for each in members[1:]), end - begin]
-        # By name, each member and the byte of the file that it ends before.
+        # By name, each member and the position in the file before which it must end.
         self._members = {
             each.filename.partition("/")[2]: (each, begin + stop)
             for each, stop in zip(members, ends, strict=True)
@@ -459,7 +461,7 @@ class TorchFile:
         raise CheckpointError(f"{self._called}: {text}")
 
     def read(self) -> Any:
-        """Returns the value that was saved; tensors are views of the file, which is not in memory.
+        """Returns the saved value; tensors are views of the mapped file, which is not loaded.
 
         Raises:
             CheckpointError: it is damaged.
@@ -508,12 +510,12 @@ class TorchFile:
         for n, step in zip(size, stride, strict=True):
             last += (n - 1) * step
         if not 0 < elems <= storage.elems or last >= storage.elems:
-            raise ValueError("a tensor has more elements than its storage, or others")
+            raise ValueError("a tensor has elements outside its storage")
         self._left_bytes -= elems * storage.dtype.itemsize
         if self._left_bytes < 0:
             raise ValueError("its tensors have the same bytes more than a few times")
         flat = torch.frombuffer(self._map, dtype=storage.dtype, count=storage.elems, offset=at)
-        # A dimension of 1 may have any stride, and one that no number holds.
+        # A dimension of 1 may have any stride, even one that does not fit an integer.
         stride = [step if n > 1 else 1 for n, step in zip(size, stride, strict=True)]
         return flat.as_strided(size, stride, offset)
 
@@ -534,13 +536,13 @@ class _FileRange:
 
     def read(self, size: int = -1) -> bytes:
         first = self._begin + self._at
-        # No more room than there are bytes, whatever the archive says of its sizes.
+        # Allocate no more than there are bytes, whatever sizes the archive claims.
         found: bytes = self._mapped[first : self._end if size < 0 else min(self._end, first + size)]
         self._at += len(found)
         return found
 
 
-# ---- Parts of what a file holds; errors say what was expected, and what was found ---------------
+# ---- Parts of a file's contents; errors say what was expected, and what was found ---------------
 
 _ARTICLES = {dict: "a dict", list: "a list", object: "a value"}
 
@@ -550,9 +552,9 @@ def entry(value: Any, name: str, called: object, kind: type = object) -> Any:
 
     Args:
         value: expected to be a dict that has the entry.
-        name: of the entry.
+        name: name of the entry.
         called: name of the file or folder, for errors.
-        kind: dict, list or object, which the entry is to be.
+        kind: the expected kind of the entry: dict, list or object.
 
     Raises:
         CheckpointError: the value is not a dict, or the entry is missing or of another kind.
@@ -575,7 +577,7 @@ def attribute(value: Any, name: str, called: object, kind: type) -> Any:
 
 
 def of_kind(value: Any, kind: type, called: object) -> Any:
-    """Returns a value of a kind: dict, list or object.
+    """Returns a value, if it is of a kind: dict, list or object.
 
     Raises:
         CheckpointError: it is of another kind.
@@ -590,7 +592,7 @@ def _fail(called: object, expected: str, value: Any) -> NoReturn:
 
 
 def described(value: Any) -> str:
-    """Words a value of unknown size, for a message."""
+    """Describes a value of unknown size, for a message."""
     if isinstance(value, Inert):
         return f"an object of {printable(value.name)}"
     if isinstance(value, torch.Tensor):

@@ -1,6 +1,6 @@
-"""Mixtures of experts: tokens to the ranks of their experts and back, and a layer made of that.
+"""Mixtures of experts: a layer, and the calls that send tokens to their experts and back.
 
-``docs/moe.md`` says what is promised.
+Read ``layer.py`` first, then ``dispatch.py``; ``docs/moe.md`` states the guarantees.
 """
 
 from __future__ import annotations

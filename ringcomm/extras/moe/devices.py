@@ -1,9 +1,9 @@
-"""Dispatch on devices of one node, whose kernels read peers' rows where they lie.
+"""Dispatch on devices of one node, whose kernels read peers' rows in place.
 
-It gives the rows, counts and tables of :mod:`ringcomm.extras.moe.dispatch`, to the bit. Where the
-host walks through lists of assignments, here torch's operations make them: a sort of a rank's own
-assignments, and sums of the counts of all ranks. The host waits for the device twice, for the
-headers and for the counts, by which it knows how many rows there are.
+It returns the same bits of rows, counts and tables as :mod:`ringcomm.extras.moe.dispatch` on the
+host. The host walks through lists of assignments; here torch operations compute these lists, by
+sorting a rank's own assignments and summing the counts of all ranks. The host waits for the device
+twice: for the headers, and for the counts, which determine the number of rows.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from ringcomm.extras.moe.rows import (
 Tensor = torch.Tensor
 _SOURCE_WORDS = _native.SOURCE_WORDS
 _BLOCK = _native.QUANT_BLOCK
-# Bytes of a block's scale, and its values of a byte each.
+# Bytes of a block's scale: a quantized block has one byte per value, and the scale.
 _SCALE_BYTES = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], _BLOCK) - _BLOCK
 
 
 class _Assignments(NamedTuple):
-    """A rank's assignments, of its tokens to experts.
+    """A rank's assignments of its tokens to experts.
 
     Attributes:
-        order: int64 [assignments], those of no expert first, then by expert.
+        order: int64 [assignments], sorted by expert; assignments to no expert come first.
         counts: int64 [experts].
-        refused: int64, 1 + the first assignment to an expert that there is not, or 0.
+        refused: int64, 1 + the first assignment to an expert that does not exist, or 0.
     """
 
     order: Tensor
@@ -72,7 +72,7 @@ class _Assignments(NamedTuple):
         none = len(flat) + 1
         is_bad = (flat < -1) | (flat >= experts)
         numbers = torch.arange(1, none, device=flat.device)
-        # Where there is no bad one the least number is `none`, which becomes 0.
+        # Without a bad assignment the least number is `none`, which becomes 0.
         return cls(order, counts, torch.where(is_bad, numbers, none).amin() % none)
 
 
@@ -83,10 +83,10 @@ class _DeviceDispatch(NamedTuple):
         comm: the ranks.
         operation: named in errors.
         routes: the arguments.
-        headers: of all ranks.
-        counts: int64 [ranks, experts] on the host, rows by rank of the token and expert.
-        order_ptrs, weights_ptrs, tokens_ptrs: by rank, where its assignments by expert, its weights
-            and its tokens lie.
+        headers: headers of all ranks.
+        counts: int64 [ranks, experts] on the host, number of rows by the token's rank and expert.
+        order_ptrs, weights_ptrs, tokens_ptrs: by rank, the addresses of its assignments by expert,
+            its weights and its tokens.
     """
 
     comm: Communicator
@@ -99,14 +99,14 @@ class _DeviceDispatch(NamedTuple):
     tokens_ptrs: list[int]
 
     def pull(self, entries_ptr: int, entry_words: int, ptrs: list[int], out: Tensor) -> None:
-        """Copies a row of ``out`` for each entry."""
+        """Fills ``out`` with one row for each entry."""
         row_bytes = out.nbytes // len(out) if len(out) else 0
         given = (entries_ptr, entry_words, len(out), ptrs, row_bytes, out.data_ptr())
         run_native(self.comm, self.operation, "copy_rows", *given)
 
 
 def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
-    """Dispatches tokens on devices, as ``operators._dispatch`` does on the host."""
+    """Dispatches tokens on devices, as ``_dispatch`` in ``dispatch.py`` does on the host."""
     outboxes = outboxes_of(comm)
     published, refusal = prepared(lambda: _publish(comm, outboxes, operation, routes))
     mine, assignments = (RowsHeader(DISPATCH, refused=1), None) if published is None else published
@@ -115,7 +115,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
     assert assignments is not None
     if refused := headers[comm.rank].refused:
         comm.engine.checks(operation).fail(no_such_expert(routes, refused - 1))
-    # Calls that end here end so on all ranks, which therefore count alike.
+    # Up to here a call fails on all ranks or on none, so the ranks' counters agree.
     outboxes.calls += 1
     k, experts = headers[0].k, headers[0].experts
     order_ptrs = outboxes.at([header.tables for header in headers])
@@ -140,7 +140,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
 
 
 def _load_kernels(comm: Communicator, compression: str | None) -> None:
-    """Loads what the calls launch, before a peer waits for it."""
+    """Loads the kernels that the calls launch, before a peer waits for them."""
     engine = comm.engine
     assert isinstance(engine, DeviceCallEngine)
     runtime, device = engine.device_ref
@@ -200,17 +200,17 @@ def _counts_of_all(comm: Communicator, operation: str, counts_ptrs: list[int], r
 
 
 def _before(counts: Tensor) -> Tensor:
-    """Returns the sums of what stands before each number of a row, or of a vector."""
+    """Returns exclusive prefix sums along the last dimension."""
     return counts.cumsum(-1) - counts
 
 
 def _found_of(call: _DeviceDispatch, count: int, number: int, order: Tensor) -> tuple[Tensor, ...]:
-    """Returns what a dispatch returns: rows, counts, and the tables.
+    """Returns the results of a dispatch: rows, counts, and the tables.
 
     Args:
-        call: what all ranks have told.
-        count: rows of this rank.
-        number: of the dispatch.
+        call: the dispatch, with all ranks' headers and counts.
+        count: number of rows of this rank.
+        number: number of the dispatch.
         order: this rank's assignments.
     """
     r, idx = call.routes, call.routes.topk_idx
@@ -230,18 +230,20 @@ def _found_of(call: _DeviceDispatch, count: int, number: int, order: Tensor) -> 
 
 
 class _Lists(NamedTuple):
-    """Lists by expert, from which tables of rows follow; int64 [experts] each, on the device.
+    """Lists by expert, from which the tables are computed; int64 [experts] each, on the device.
 
-    The first three are of the rows here, by expert of this rank and then by rank; the others of
-    this rank's assignments, by expert.
+    The first three describe the rows here, by this rank's expert and then by rank; the others
+    describe this rank's assignments, by expert.
 
     Attributes:
-        lengths: rows of an expert from a rank.
-        ranks: the rank.
-        begins: the first of those rows in the rank's order, less its position among the rows here.
-        own: assignments to an expert.
+        lengths: number of an expert's rows from a rank.
+        ranks: the rank that these rows come from.
+        begins: position of the first of these rows in that rank's order, minus its position among
+            the rows here.
+        own: number of this rank's assignments to an expert.
         to: the expert's rank.
-        first: the row there of the first of them, less its position in this rank's order.
+        first: the row there of the first of these assignments, minus its position in this rank's
+            order.
     """
 
     lengths: Tensor
@@ -274,7 +276,7 @@ class _Lists(NamedTuple):
 
 
 def _list_sources(call: _DeviceDispatch, lists: _Lists, count: int) -> Tensor:
-    """Returns where each row comes from: int64 [count, 4], as ``list_sources`` on the host."""
+    """Returns the source of each row: int64 [count, 4], as ``list_sources`` on the host."""
     rank, begin = (
         each.repeat_interleave(lists.lengths, output_size=count)
         for each in (lists.ranks, lists.begins)
@@ -287,7 +289,7 @@ def _list_sources(call: _DeviceDispatch, lists: _Lists, count: int) -> Tensor:
 
 
 def _expert_rows(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
-    """Returns where the rows of this rank's tokens are: int64 [tokens, k, 2]."""
+    """Returns the positions of the rows of this rank's tokens: int64 [tokens, k, 2]."""
     idx, total = call.routes.topk_idx, int(call.counts[call.comm.rank].sum())
     to, first = (
         each.repeat_interleave(lists.own, output_size=total) for each in (lists.to, lists.first)
@@ -300,10 +302,10 @@ def _expert_rows(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
 
 
 def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
-    """Returns the rows that sources name.
+    """Returns the rows that ``sources`` names.
 
-    Of quantized rows it copies the values of all, and behind them the scales: that is a quantized
-    run.
+    For quantized rows it copies all values, and after them all scales: together they are one
+    quantized run.
     """
     r, count, hidden = call.routes, len(sources), call.routes.x.size(1)
     rows = r.x.new_empty((count, hidden))

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and back: dispatch and combine."""
+"""Dispatch sends tokens to the ranks of their experts, and combine returns the results."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
     published, refusal = prepared(lambda: _publish_routes(comm, outboxes, operation, routes))
     mine = RowsHeader(DISPATCH, refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
-    # Calls that end here end so on all ranks, which therefore count alike.
+    # Up to here a call fails on all ranks or on none, so the ranks' counters agree.
     outboxes.calls += 1
     counts_ptrs = outboxes.at([header.tables for header in headers])
     count = rows_by_rank(comm, headers, counts_ptrs)
@@ -151,7 +151,7 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
         topk_idx.new_empty((*topk_idx.shape, ENTRY_WORDS)),
         topk_idx.new_empty((room, _native.SOURCE_WORDS)),
         x.new_empty((room if weighted else 0,), dtype=torch.float32),
-        # The host looks at it without waiting for a device.
+        # On the CPU, so that the host reads it without waiting for a device.
         torch.empty(2, dtype=torch.int64, device="cpu"),
     )
 
@@ -162,7 +162,7 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
 def _publish_rows(
     comm: Communicator, outboxes: Outboxes, rows: Tensor, count: int, header: RowsHeader
 ) -> _Published:
-    """Publishes the first ``count`` of rows, unless there are several nodes."""
+    """Publishes the first ``count`` rows; over several nodes only describes them."""
     rows = rows.detach()[:count]
     header = header._replace(hidden=rows.size(1), dtype=DTYPE_CODES[rows.dtype], tokens=count)
     if comm.num_nodes > 1:
@@ -234,7 +234,7 @@ def _published_tokens(
     headers: Sequence[RowsHeader],
     given: tuple[Tensor, Tensor],
 ) -> nodes.Lent:
-    """Where the gradients of all ranks' tokens lie."""
+    """Returns the addresses of the gradients of all ranks' tokens."""
     grad, expert_rows = given[0].detach(), readable(given[1])
     if comm.num_nodes == 1:
         return outboxes.at([header.payload for header in headers]), []
@@ -297,7 +297,7 @@ def _no_gradient(grad: Tensor) -> Tensor:
 
 
 def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tensor:
-    """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
+    """Sends the scalar products of rows to the ranks of their tokens; returns [tokens, k]."""
     operation = "moe.combine_backward"
     outboxes, expert_rows = outboxes_of(comm), readable(tables.expert_rows)
     number, count = tables.stamp.tolist()
@@ -343,7 +343,7 @@ def _gradients_of_dispatch(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 def _remember_combine(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     y, weights, expert_rows, sources, row_weights, stamp = inputs[:6]
-    # The weights only for autograd's sake, which complains if they have changed since.
+    # The weights are saved only so that autograd raises if they have changed since.
     ctx.save_for_backward(y, weights, expert_rows, sources, row_weights, stamp)
     ctx.group = inputs[6:]
 
@@ -377,7 +377,7 @@ def _refuse_tangents(inputs: Sequence[Any], has_tangent: bool) -> None:
 def _tangent_of_dispatch(
     inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Copies the tangents of the tokens where dispatch has copied the tokens."""
+    """Copies the tokens' tangents to the rows to which dispatch copied the tokens."""
     rows, _, expert_rows, sources, _, stamp = results
     none = rows.new_empty(0, dtype=torch.float32)
     of_rows, _ = _ops.moe_combine_backward(
@@ -423,18 +423,18 @@ register(
 )
 
 
-# ---- Tokens to the ranks of their experts and back: dispatch and combine -------------------------
+# ---- The public calls: dispatch and combine ------------------------------------------------------
 
 _DISPATCH = "moe.dispatch"
 _COMBINE = "moe.combine"
 
 
 class Handle(NamedTuple):
-    """The routing of a :func:`dispatch`, by which :func:`combine` brings its rows back.
+    """The routing of a :func:`dispatch`, by which :func:`combine` returns its rows.
 
     Attributes:
         weights: [tokens, k], or None.
-        tables: where rows and tokens lie.
+        tables: the positions of rows and tokens.
         group: the key of the group, and its world size.
     """
 
@@ -455,31 +455,34 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Handle]:
     """Copies each token to the ranks of its experts; collective.
 
-    Experts are divided evenly over the ranks: of W ranks, rank r has experts r * num_experts / W
-    and following. Rows come without padding, and as many as there are. The gradient of ``x`` is the
-    sum over k of those of its rows, in FP32; so all ranks must take part in backward.
+    Experts are divided evenly over the ranks: of W ranks, rank r has the num_experts / W experts
+    from r * num_experts / W on. The result has as many rows as arrive, without padding. The
+    gradient of a token in ``x`` is the sum over k of its rows' gradients, in FP32; so all ranks
+    must take part in backward.
 
     Args:
-        x: [tokens, hidden] in float32, bfloat16 or float16; any strides, and as many tokens as
-            this rank has, even none. One in the heap (``ringcomm.empty``) is not copied first.
+        x: [tokens, hidden] in float32, bfloat16 or float16; any strides. The number of tokens may
+            differ between ranks, and may be 0. A tensor in the heap (``ringcomm.empty``) is not
+            copied first.
         topk_idx: int64 [tokens, k], the experts of each token; -1 means none.
         topk_weights: [tokens, k] in float32 or x's dtype, for :func:`combine`; None on all ranks
             means 1.
-        num_experts: of all ranks; a multiple of the world size.
+        num_experts: number of experts of all ranks; a multiple of the world size.
         group: a Communicator, process group of the backend or mesh; None means the default group.
-        compression: "fp8" or "int8": rows travel quantized to 8 bits in blocks of 128 with a scale
-            each, whatever the nodes; None: as they are. Gradients always travel as they are.
-        max_rows: return so many rows, zeros behind the last; None: as many as there are. All
-            ranks fail if one gets more.
+        compression: "fp8" or "int8" sends rows quantized to 8 bits, in blocks of 128 with one scale
+            each, even within a node; None does not quantize. Gradients are never quantized.
+        max_rows: number of rows to return, with zeros after the last; None returns as many as
+            arrive. All ranks raise if one rank gets more.
 
     Returns:
-        rows [n, hidden], the tokens of this rank's experts: by expert, and of one expert in the
-        order (rank, token, k); counts int64 [experts of this rank]; and what ``combine`` needs.
+        rows [n, hidden], the tokens of this rank's experts: ordered by expert, and for one expert
+        by (rank, token, k); counts int64 [experts of this rank]; and the handle for
+        :func:`combine`.
 
     Raises:
         ArgumentError: bad argument here, or more rows than ``max_rows`` on a rank. Nothing was
             copied, and the group stays usable.
-        MismatchError: another rank has a bad argument, or other sizes or options than this one.
+        MismatchError: another rank has a bad argument, or other sizes or options than this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter(_DISPATCH, x, group)
@@ -494,7 +497,7 @@ def dispatch(
         topk_idx,
         None if topk_weights is None else topk_weights.detach(),
         num_experts,
-        # To the operator -1 means None, and what is below it is refused on all ranks.
+        # To the operator -1 means None, and it refuses smaller numbers on all ranks.
         -1 if max_rows is None else -2 if max_rows == -1 else max_rows,
         compression,
         key,
@@ -507,25 +510,26 @@ def combine(y: Tensor, handle: Handle) -> Tensor:
     """Sums the experts' rows of each token, times their weights; collective.
 
     Products and sums are made in FP32 in the order of k, and the sum is rounded once. A token
-    without experts gets zeros. There are gradients for ``y`` and for the weights that
-    :func:`dispatch` was given, whose own gradients are refused.
+    without experts gets zeros. ``y`` and the weights of :func:`dispatch` have gradients; gradients
+    of these gradients are refused.
 
     Args:
-        y: [n, hidden], a row for each of those that ``dispatch`` returned, in float32, bfloat16 or
-            float16; its hidden size may be another one. One in the heap is not copied first.
-        handle: of the dispatch; it may serve several combines.
+        y: [n, hidden], a row for each row that ``dispatch`` returned, in float32, bfloat16 or
+            float16; its hidden size may differ from that of ``x``. A tensor in the heap is not
+            copied first.
+        handle: the handle of the dispatch; several combines may use it.
 
     Returns:
         [tokens, hidden], the rows of this rank's tokens.
 
     Raises:
         ArgumentError: bad argument; the group stays usable.
-        MismatchError: another rank has a bad argument, or another handle or size than this one.
+        MismatchError: another rank has a bad argument, or another handle or size than this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if not isinstance(handle, Handle):
         raise ArgumentError(
-            f"{_COMBINE}: handle: expected what dispatch() returned third, got {handle!r:.80}"
+            f"{_COMBINE}: handle: expected the third result of dispatch(), got {handle!r:.80}"
         )
     if not isinstance(y, Tensor):
         raise ArgumentError(f"{_COMBINE}: y: expected a tensor, got {type(y).__name__}")

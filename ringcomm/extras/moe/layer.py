@@ -34,15 +34,15 @@ from ringcomm.zero.checkpoint import Checkpoints
 from ringcomm.zero.checkpoint.save_load import check_load, take_load
 from ringcomm.zero.stages.sharding import check_module, check_step_number, is_sharded, path_of
 
-# ---- Which experts a token goes to, how much each counts, and how experts are kept busy alike ---
+# ---- Routing: the experts of a token, their weights, and the balance of the experts' load -------
 # * The auxiliary loss of Fedus et al., "Switch Transformers" (2021, arXiv:2101.03961), equation 4,
-#   for k experts a token as in Lepikhin et al., "GShard" (2020, arXiv:2006.16668): with E experts,
-# of   which expert i has the share f_i of a rank's assignments and the mean probability P_i over
-# its   tokens, E * sum of f_i P_i. It is 1 where all are alike.
+#   for k experts per token as in Lepikhin et al., "GShard" (2020, arXiv:2006.16668). With E experts
+#   it is E * sum of f_i P_i, where f_i is expert i's share of a rank's assignments, and P_i its
+#   mean probability over the rank's tokens. It is 1 if all experts are equally busy.
 # * The bias of Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
 #   (2024, arXiv:2408.15664), algorithm 1, as in DeepSeek-V3: a number per expert is added to the
-#   scores by which experts are chosen, and not to the weights. After a step it grows by a constant
-#   for experts with less than the mean, and shrinks for those with more.
+#   scores by which experts are chosen, but not to the weights. After a step it grows by a constant
+#   for experts with fewer tokens than the mean, and shrinks for experts with more.
 
 Tensor = torch.Tensor
 _SCORES = ("softmax", "sigmoid")
@@ -50,15 +50,15 @@ _SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Choices of a layer of experts; equal on all ranks.
+    """Options of a layer of experts; they must be equal on all ranks.
 
     Attributes:
-        top_k: experts of a token.
-        scores: what makes scores of the router's outputs, over all experts: "softmax", or
-            "sigmoid" of each.
-        normalized: the weights of a token's experts are divided by their sum.
-        balance_bias: experts are chosen by score plus a bias, which ``update_bias()`` moves by so
-            much; 0: no bias.
+        top_k: number of experts per token.
+        scores: how the router's outputs become scores: by "softmax" over all experts, or by
+            "sigmoid" of each output.
+        normalized: True to divide the weights of a token's experts by their sum.
+        balance_bias: amount by which ``update_bias()`` moves a bias that is added to the scores
+            when experts are chosen; 0 for no bias.
         compression: as for :func:`ringcomm.extras.moe.dispatch`.
         max_rows: as for :func:`ringcomm.extras.moe.dispatch`.
     """
@@ -91,8 +91,8 @@ class Routing(NamedTuple):
     Attributes:
         topk_idx: int64 [tokens, k].
         topk_weights: float32 [tokens, k].
-        counts: int64 [experts], how many tokens go to each.
-        auxiliary_loss: float32, a scalar; its gradient is one of this rank's tokens.
+        counts: int64 [experts], number of tokens that go to each expert.
+        auxiliary_loss: float32, a scalar; its gradient reaches only this rank's tokens.
     """
 
     topk_idx: Tensor
@@ -109,8 +109,8 @@ def route(
     Args:
         logits: float32 [tokens, experts].
         bias: float32 [experts], added to the scores by which experts are chosen, or None.
-        options: choices.
-        counted_over: the ranks whose tokens the auxiliary loss counts together; None for this one.
+        options: options of the layer.
+        counted_over: the ranks whose tokens the auxiliary loss counts together; None for this rank.
     """
     softmax = options.scores == "softmax"
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
@@ -125,10 +125,10 @@ def route(
     probabilities = scores if softmax else scores / scores.sum(-1, keepdim=True)
     of_all, ranks = torch.cat([counts, counts.new_tensor([logits.size(0)])]), 1
     if counted_over is not None:
-        # Counts are whole numbers that no gradient reaches, so one sum of them is all.
+        # Counts are integers without gradient, so summing them over the ranks is enough.
         of_all = all_reduce(of_all, group=counted_over)
         ranks = communicator_of(counted_over, "moe.MoE").world_size
-    # A rank without tokens has a loss of 0, which still reaches the router.
+    # A rank without tokens has a loss of 0, which still depends on the router.
     share = of_all[:-1] / of_all[:-1].sum().clamp(min=1)
     mean = probabilities.sum(0) / of_all[-1].clamp(min=1)
     return Routing(topk_idx, topk_weights, counts, ranks * experts * (share * mean).sum())
@@ -138,40 +138,40 @@ _MOE = "moe.MoE"
 
 
 class MoE(nn.Module):
-    """A mixture of experts, of which each rank of a group has as many as the others.
+    """A mixture of experts that are divided evenly over the ranks of a group.
 
-    Each token goes to the experts that the router chooses, and the result is the sum of theirs,
-    times the weights. The router's outputs are computed in FP32, whatever autocast says. Its
-    parameters belong to all ranks alike, as those of other layers do; an expert's belong to the
-    ranks that have this expert.
+    Each token goes to the experts that the router chooses, and the result is the sum of these
+    experts' results times the weights. The router's outputs are computed in FP32, even under
+    autocast. All ranks have the router's parameters, as those of other layers; an expert's
+    parameters belong to the ranks that have this expert.
 
     Args:
         router: maps float32 [tokens, hidden] to float32 [tokens, num_experts]; its parameters are
             float32.
-        experts: this rank's: an ``nn.ModuleList``, each of which maps its rows [n, hidden] to
-            [n, ...], even if n is 0; or one module, which is called with all rows [n, hidden] and
-            ``counts`` int64 [experts of this rank].
+        experts: this rank's experts: an ``nn.ModuleList``, whose modules each map their rows [n,
+            hidden] to [n, ...], even if n is 0; or one module, which is called with all rows [n,
+            hidden] and ``counts`` int64 [experts of this rank].
         group: the ranks that the experts are divided over: a Communicator, process group of the
             backend or one-dimensional mesh, such as ``mesh["ep"]``; None means the default group.
-        num_experts: of all ranks; only needed where ``experts`` is no list.
-        options: choices, equal on all ranks.
-        counted_over: the ranks over whose tokens experts are kept busy alike, usually all that
-            train the layer: ``auxiliary_loss`` takes the shares of all their tokens, after one
-            small all-reduce, and its mean over them is the loss of all tokens together;
-            :meth:`update_bias` adds up their counts. None: the loss is of this rank's tokens alone,
-            and :meth:`update_bias` is over ``group``.
+        num_experts: number of experts of all ranks; needed only if ``experts`` is not a list.
+        options: options of the layer, equal on all ranks.
+        counted_over: the ranks over whose tokens the experts' load is balanced, usually all ranks
+            that train the layer: ``auxiliary_loss`` uses the shares of all their tokens, after one
+            small all-reduce, and its mean over these ranks is the loss of all tokens together;
+            :meth:`update_bias` sums their counts. None: the loss covers this rank's tokens alone,
+            and :meth:`update_bias` sums over ``group``.
 
     Attributes:
-        num_experts: of all ranks.
-        auxiliary_loss: of the last forward; to be added to the loss, times a factor such as 0.01.
-            None before the first.
+        num_experts: number of experts of all ranks.
+        auxiliary_loss: the loss of the last forward; add it to the model's loss, times a factor
+            such as 0.01. None before the first forward.
         bias: float32 [num_experts], in the state dict; zeros without ``balance_bias``.
-        tokens_by_expert: int64 [num_experts], how many of this rank's tokens went to each expert in
-            training since the last :meth:`update_bias`.
+        tokens_by_expert: int64 [num_experts], number of this rank's tokens that went to each expert
+            in training since the last :meth:`update_bias`.
 
     Raises:
-        ArgumentError: the router's parameters are not float32, or the experts are not those of a
-            rank.
+        ArgumentError: the router's parameters are not float32, or the number of experts does not
+            fit the ranks.
     """
 
     auxiliary_loss: Tensor | None
@@ -192,7 +192,7 @@ class MoE(nn.Module):
         comm = communicator_of(group, _MOE)
         self._head = where(_MOE, comm.rank, comm.world_size)
         self.router = router
-        # What zero keeps in FP32 it would cast back to the dtype of the parameters around it.
+        # Otherwise zero would cast the FP32 outputs to the dtype of the surrounding parameters.
         router.returns_fp32 = True  # type: ignore[assignment]
         self.experts = experts
         self.group = group
@@ -218,7 +218,7 @@ class MoE(nn.Module):
             if given is None:
                 raise ArgumentError(
                     f"{self._head}: num_experts: expected the number of the experts of all ranks, "
-                    f"since a {type(self.experts).__name__} does not tell"
+                    f"which a {type(self.experts).__name__} does not show"
                 )
             return given
         found = len(self.experts) * world_size
@@ -278,7 +278,7 @@ class MoE(nn.Module):
             f"{self._head}: router: expected float32 [tokens, {self.num_experts}], a number for "
             f"each expert of all ranks, got {logits.dtype} {tuple(logits.shape)}"
         )
-        # Ranks with fewer experts, or another router, would wait for this one.
+        # Ranks whose router is right would wait for this rank, so it takes part in their calls.
         if self.counted_over is not None:
             all_reduce(logits.new_zeros(logits.size(-1) + 1).long(), group=self.counted_over)
         nowhere = torch.full((len(tokens), 1), -1, device=tokens.device)
@@ -298,13 +298,13 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, group: Group = None) -> None:
-        """Moves the bias towards experts with few tokens, and begins to count anew; collective.
+        """Moves the bias towards experts with few tokens, and resets the counts; collective.
 
-        To be called after each optimizer step, where ``balance_bias`` is above 0.
+        Call it after each optimizer step if ``balance_bias`` is above 0.
 
         Args:
-            group: all ranks that train the layer; None for ``counted_over``, or else those that its
-                experts are divided over.
+            group: all ranks that train the layer; None for ``counted_over``, or else the ranks over
+                which its experts are divided.
         """
         ranks = next((each for each in (group, self.counted_over) if each is not None), self.group)
         comm = communicator_of(ranks, f"{_MOE}.update_bias")
@@ -319,12 +319,13 @@ class MoE(nn.Module):
 
 
 # ---- Sharded state of modules with experts: dense layers over all ranks, experts over replicas ---
-# The *dense layers* of a module are what all ranks have alike: everything but the experts, and so
-# the routers, too. Of the experts a rank has its own; its *replicas* are the ranks with the same.
+# The *dense layers* of a module are the parts that all ranks have: everything except the experts,
+# including the routers. Each rank has its own experts; its *replicas* are the ranks with the same
+# experts.
 
 _SHARD = "moe.shard"
 _EXPERTS, _TENSOR = "ep", "tp"
-# An attribute of the module, so that both end together.
+# The module's attribute with its groups, so that both are freed together.
 _GROUPS = "_ringcomm_expert_groups"
 
 
@@ -334,12 +335,12 @@ class ExpertGroups:
 
     Attributes:
         everyone: the ranks that have the dense layers.
-        experts: the experts of this rank, by layer; None where there are none.
-        group: the ranks that experts are divided over, or None.
+        experts: the experts of this rank, by layer; None if there are none.
+        group: the ranks over which experts are divided, or None.
         replicas: the ranks with the same experts, or None.
         stages: the ranks with other stages of the model, or None.
-        writes: True if this rank's experts go into checkpoints; others have the same, under tensor
-            parallelism that leaves experts whole.
+        writes: True if this rank writes its experts to checkpoints; under tensor parallelism that
+            leaves experts whole, several ranks have the same experts and one of them writes.
     """
 
     everyone: Communicator
@@ -370,29 +371,30 @@ def shard(
 ) -> nn.Module:
     """Shards a module that has :class:`MoE` layers, as ``zero.shard`` does; collective.
 
-    The dense layers are sharded over all ranks, and experts over the ranks that have the same. With
-    ``reduce="avg"`` both have the gradient of the mean of all ranks' losses; with "sum", of the
-    sum. Routers stay float32. Build :class:`Optimizer` on the module afterwards.
+    The dense layers are sharded over all ranks, and experts over the ranks that have the same
+    experts. With ``reduce="avg"`` both get the gradient of the mean of all ranks' losses; with
+    "sum", the gradient of the sum. Routers stay float32. Build :class:`Optimizer` on the module
+    afterwards.
 
     Args:
-        module: has layers of experts that are all divided over the same ranks.
-        stage: of ZeRO, 0 to 3, of dense layers and experts.
-        comm: all ranks that train the module, as of ``zero.shard``.
-        mesh: in place of ``comm``, a DeviceMesh of the axes "ep" and of data parallelism, and
+        module: a module whose layers of experts are all divided over the same ranks.
+        stage: stage of ZeRO, 0 to 3, for dense layers and experts.
+        comm: all ranks that train the module; see ``zero.shard``.
+        mesh: instead of ``comm``, a DeviceMesh with the axis "ep", axes of data parallelism, and
             perhaps "pp" and "tp".
-        options: of the dense layers.
-        expert_options: of the experts, whose names are "0.1.weight" and so on, by layer; None
-            takes ``options``, but no names of modules in them.
+        options: options of the dense layers.
+        expert_options: options of the experts, whose names are "0.1.weight" and so on, by layer;
+            None takes ``options`` without the names of modules in them.
 
     Returns:
         ``module``.
 
     Raises:
-        ArgumentError: layers of different groups, which do not divide the ranks evenly; experts
-            with buffers, or on the meta device; a mesh without "ep".
-        Exception: as of ``zero.shard``.
+        ArgumentError: layers have different groups, or groups do not divide the ranks evenly;
+            experts have buffers, or are on the meta device; the mesh has no "ep".
+        Exception: see ``zero.shard``.
 
-    If it raises the module is as it was, and it raises on all ranks.
+    If it raises, it raises on all ranks, and the module is unchanged.
     """
     ranks = _ranks_of(comm, mesh, module)
     everyone, options = ranks.everyone, zero.ZeroOptions() if options is None else options
@@ -406,7 +408,7 @@ def shard(
         return module
     replicas = _replicas_of(group, everyone)
     if group is everyone:
-        # The layers' calls and reductions have no common order on one communicator.
+        # A communicator of its own, since layers' calls and reductions have no common order.
         own = everyone.split(0)
         assert own is not None
         everyone = own
@@ -432,7 +434,7 @@ def groups_of(module: nn.Module, operation: str) -> ExpertGroups:
     """Returns the groups of a module.
 
     Raises:
-        ArgumentError: :func:`shard` has not made any.
+        ArgumentError: the module was not sharded by :func:`shard`.
     """
     check_module(module, operation)
     found = vars(module).get(_GROUPS)
@@ -445,7 +447,7 @@ def groups_of(module: nn.Module, operation: str) -> ExpertGroups:
 
 
 def remove_sharding(module: nn.Module) -> nn.Module:
-    """Undoes :func:`shard` like ``zero.remove_sharding``; collective. Experts stay this rank's."""
+    """Undoes :func:`shard` like ``zero.remove_sharding``; collective. Ranks keep their experts."""
     groups = groups_of(module, "moe.remove_sharding")
     if groups.experts is not None:
         zero.remove_sharding(groups.experts)
@@ -480,7 +482,7 @@ def _ranks_of(comm: CommArgument, mesh: DeviceMesh | None, module: nn.Module) ->
 
 
 def _group_of(layers: Mapping[str, MoE], everyone: Communicator) -> Communicator | None:
-    """Returns the ranks that the experts of all layers are divided over."""
+    """Returns the ranks over which the experts of all layers are divided."""
     groups = {name: communicator_of(each.group, _SHARD) for name, each in layers.items()}
     first = next(iter(groups.items()), None)
     if first is None:
@@ -509,7 +511,7 @@ def _replicas_of(group: Communicator, everyone: Communicator) -> Communicator:
             raise ArgumentError(
                 f"{_SHARD}: expected groups of {group.world_size} ranks that divide the "
                 f"{everyone.world_size} evenly, but {replicas.world_size} have rank {group.rank} "
-                "of theirs"
+                "in their groups"
             )
     return replicas
 
@@ -556,7 +558,8 @@ def _expert_options(
 ) -> zero.ZeroOptions:
     """Returns the options of the experts.
 
-    Backward brings each of them the gradients of the tokens of its whole group.
+    Backward gives each expert the gradients of all tokens of its group, so an average divides by
+    its size.
     """
     if given is None:
         precision = replace(options.precision, keep_fp32=())
@@ -579,25 +582,26 @@ _OPTIMIZER = "moe.Optimizer"
 class Optimizer:
     """The optimizers of the dense layers and of the experts, which step together.
 
-    Norms are those of the whole model, and a step that ``check_finite`` skips is skipped for all of
-    it. Schedules of learning rates are made for each of ``optimizers``::
+    Norms cover the whole model, and a step that ``check_finite`` skips is skipped by both. Make a
+    learning-rate schedule for each of ``optimizers``::
 
         moe.shard(model, stage=2, comm=comm)
         optimizer = moe.Optimizer(model, lambda params: AdamW(params, lr=3e-4))
         schedulers = [LambdaLR(each, warmup) for each in optimizer.optimizers]
 
     Args:
-        module: what :func:`ringcomm.extras.moe.shard` returned.
+        module: the module that :func:`ringcomm.extras.moe.shard` returned.
         make: makes an optimizer of :mod:`ringcomm.optim` on a list of parameters; called for the
-            dense layers, and on ranks with experts for these. Equal on all ranks.
+            dense layers, and on ranks with experts also for the experts. It must be equal on all
+            ranks.
 
     Attributes:
         dense: the optimizer of the dense layers.
-        experts: that of the experts; None where there are none.
+        experts: the optimizer of the experts; None if there are none.
 
     Raises:
         ArgumentError: the module was not sharded, or ``make`` returns something else.
-        UnsupportedError: an optimizer with a loss scaler, of which one is for one optimizer.
+        UnsupportedError: an optimizer has a loss scaler, which can serve only one optimizer.
     """
 
     def __init__(self, module: nn.Module, make: Callable[[list[Tensor]], ShardedOptimizer]) -> None:
@@ -614,7 +618,7 @@ class Optimizer:
 
     @property
     def optimizers(self) -> list[ShardedOptimizer]:
-        """The optimizers, that of the dense layers first."""
+        """The optimizers, the dense layers' optimizer first."""
         return [self.dense] if self.experts is None else [self.dense, self.experts]
 
     @property
@@ -623,16 +627,16 @@ class Optimizer:
         return [group for each in self.optimizers for group in each.param_groups]
 
     def prepare(self) -> None:
-        """Prepares both; collective. See ``ShardedOptimizer.prepare``."""
+        """Prepares both optimizers; collective. See ``ShardedOptimizer.prepare``."""
         for each in self.optimizers:
             each.prepare()
 
     @normal_tensors()
     def step(self) -> None:
-        """Takes one step of both; collective.
+        """Takes one step of both optimizers; collective.
 
         Raises:
-            Exception: as of ``ShardedOptimizer.step``. A hyper-parameter that cannot be used raises
+            Exception: see ``ShardedOptimizer.step``. A hyper-parameter that cannot be used raises
                 on all ranks before anything is changed.
         """
         terms = self._norm_terms()
@@ -656,13 +660,13 @@ class Optimizer:
         """Scales the next step's gradient down to a norm of ``max_norm``; collective.
 
         Args:
-            max_norm: as of ``ShardedOptimizer.clip_grad_norm_``.
-            norm_type: as of ``ShardedOptimizer.clip_grad_norm_``.
-            error_if_nonfinite: as of ``ShardedOptimizer.clip_grad_norm_``.
+            max_norm: see ``ShardedOptimizer.clip_grad_norm_``.
+            norm_type: see ``ShardedOptimizer.clip_grad_norm_``.
+            error_if_nonfinite: see ``ShardedOptimizer.clip_grad_norm_``.
 
         Returns:
-            The norm before, of the dense layers once and of all experts; with stages of a pipeline
-            ("pp" in the mesh of :func:`ringcomm.extras.moe.shard`) of all stages.
+            The norm before clipping, of the dense layers (counted once) and all experts; with
+            pipeline stages ("pp" in the mesh of :func:`ringcomm.extras.moe.shard`), of all stages.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
         return clip_joint_norm(self._norm_terms(), self._groups.stages, bound_of)
@@ -673,7 +677,7 @@ class Optimizer:
             each.clip_grad_value_(clip_value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of both."""
+        """Forgets the gradients of both optimizers."""
         for each in self.optimizers:
             each.zero_grad(set_to_none)
 
@@ -704,9 +708,9 @@ def _made(
 # ---- Checkpoints: the dense layers in one folder, the experts of each rank in another ----------
 #
 # NOTE [When a checkpoint of both is whole]
-# Experts are saved first, and the dense layers last. So a step has a checkpoint once the dense
-# layers have one, and what experts have of later steps is of a save that was cut off: the next save
-# removes it.
+# Experts are saved first, and the dense layers last. So a step's checkpoint is complete once the
+# dense layers have one. Experts' checkpoints of later steps are from a save that was cut off: the
+# next save removes them.
 
 _SAVE, _LOAD = "moe.save", "moe.load"
 
@@ -723,18 +727,19 @@ def save(
     """Saves dense layers and experts below ``root``; collective.
 
     Args:
-        root: the run's folder, which all ranks see; another one for each stage of a pipeline.
-        step: as of ``zero.save``.
-        data: as of ``zero.save``.
-        keep: as of ``zero.save``.
-        module: what :func:`ringcomm.extras.moe.shard` returned.
-        optimizer: on it.
+        root: the run's folder, which all ranks can access; a different folder for each pipeline
+            stage.
+        step: see ``zero.save``.
+        data: see ``zero.save``.
+        keep: see ``zero.save``.
+        module: the module that :func:`ringcomm.extras.moe.shard` returned.
+        optimizer: the optimizer of the module, or None.
 
     Returns:
         The folder of the dense layers' checkpoint.
 
     Raises:
-        Exception: as of ``zero.save``.
+        Exception: see ``zero.save``.
     """
     root = path_of(root, _SAVE, "root")
     check_step_number(step, _SAVE)
@@ -756,20 +761,20 @@ def load(
     *,
     step: int | None = None,
 ) -> zero.Loaded:
-    """Continues from what :func:`save` wrote, at any stage and number of replicas; collective.
+    """Continues from a checkpoint of :func:`save`, at any stage and number of replicas; collective.
 
-    The experts must be divided over as many ranks as they were.
+    The experts must be divided over as many ranks as when they were saved.
 
     Args:
-        root: as of ``zero.load``.
-        step: as of ``zero.load``.
-        module: what :func:`ringcomm.extras.moe.shard` returned.
-        optimizer: on it, or None to load the module alone.
+        root: see ``zero.load``.
+        step: see ``zero.load``.
+        module: the module that :func:`ringcomm.extras.moe.shard` returned.
+        optimizer: the optimizer of the module, or None to load the module alone.
 
     Raises:
-        CheckpointError: there is none of both, experts were divided over another number of
-            ranks, or one of them is damaged; nothing was changed.
-        ArgumentError: as of ``zero.load``.
+        CheckpointError: there is no checkpoint of both parts, experts were divided over another
+            number of ranks, or a checkpoint is damaged; nothing was changed.
+        ArgumentError: see ``zero.load``.
     """
     root = path_of(root, _LOAD, "root")
     groups = groups_of(module, _LOAD)
@@ -812,7 +817,7 @@ def _optimizers(
 
 
 def _remove_cut_off(root: Path, groups: ExpertGroups) -> None:
-    """Removes what only experts have; see NOTE [When a checkpoint of both is whole]."""
+    """Removes checkpoints that only experts have; see NOTE [When a checkpoint of both is whole]."""
     assert groups.replicas is not None
     if groups.replicas.rank or not groups.writes:
         return

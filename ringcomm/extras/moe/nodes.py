@@ -1,17 +1,17 @@
-"""The calls over several nodes, of which only a node's own memory is mapped.
+"""Dispatch and combine over several nodes; ranks map only the memory of their own node.
 
 NOTE [A token crosses once]
-A rank sends each token once to every other node on which it has experts: to its *proxy*, the rank
-there with the sender's local rank. The proxy keeps what arrives in its outbox, and its local peers
-read it there as they read the tokens of ranks of their node. So a token of H bytes of which k
-experts are on n other nodes costs n H on the network, and not k H.
+A rank sends each token once to every other node that has experts of the token: to its *proxy*, the
+rank there with the sender's local rank. The proxy keeps arriving tokens in its outbox, where its
+local peers read them like tokens of their own node. So a token of H bytes whose k experts are on n
+other nodes costs n H bytes on the network, and not k H.
 
-On the way back the sum of a token is made in the order of k, in FP32, and so of all its rows at
-once: each row of an expert on another node crosses by itself. A node could add up its rows of a
-token and send one, but then bits would depend on which ranks are of one node. The weights'
-gradients, a number per row, cross like rows.
+On the way back a token's rows are summed in the order of k, in FP32, and therefore all at once on
+the token's rank: each row of an expert on another node is sent separately. A node could sum its
+rows of a token and send one row, but then the bits would depend on which ranks share a node. The
+weights' gradients, one number per row, are sent like rows.
 
-The bits are those of one node, for any division of ranks.
+The bits are the same as on one node, however the ranks are divided over nodes.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from ringcomm.extras.moe.rows import (
 )
 
 Tensor = torch.Tensor
-# What is read at addresses, and the tensors there, which must stay until it is read.
+# Addresses to read from, and the tensors there, which must stay alive until they are read.
 Lent = tuple[list[int], list[Tensor]]
 
 
 def _gathered(comm: Communicator, own: Tensor) -> Tensor:
-    """All ranks' numbers: [world size, numbers]."""
+    """Returns all ranks' numbers: [world size, numbers]; collective."""
     everyone = own.new_empty((comm.world_size, own.numel()))
     comm.all_gather_into_tensor(everyone.view(-1), own.contiguous())
     return everyone
 
 
 def _nodes_of_ranks(comm: Communicator) -> Tensor:
-    """The node of each rank; -1 is the last entry's index, and no node."""
+    """Returns the node of each rank; the last entry, which rank -1 indexes, is not a node."""
     nodes = [comm.node_layout.node_of(rank) for rank in range(comm.world_size)]
     return torch.tensor([*nodes, comm.num_nodes], dtype=torch.int64, device="cpu")
 
 
 def _proxy(comm: Communicator, rank: int, node: int) -> int:
-    """The rank of another node that a rank sends tokens to."""
+    """Returns the rank of another node to which a rank sends tokens."""
     ranks = comm.node_layout.nodes[node]
     return ranks[comm.node_layout.local_rank_of(rank) % len(ranks)]
 
 
 def _needed(comm: Communicator, expert_rows: Tensor) -> Tensor:
-    """Which other nodes need which tokens: bool [tokens, nodes]."""
+    """Returns which other nodes need which tokens: bool [tokens, nodes]."""
     node_of = _nodes_of_ranks(comm)[expert_rows[..., 0]]
     needed = torch.zeros(len(expert_rows), comm.num_nodes + 1, dtype=torch.bool, device="cpu")
     needed.scatter_(1, node_of, True)
@@ -73,7 +73,7 @@ def _needed(comm: Communicator, expert_rows: Tensor) -> Tensor:
 
 
 def _local_ptrs(comm: Communicator, outboxes: Outboxes, tensors: Sequence[Tensor]) -> list[Lent]:
-    """Where ranks of the node have such tensors of outboxes, by local rank; collective."""
+    """Returns the addresses of such tensors in the node's outboxes, by local rank; collective."""
     offsets = [outboxes.offset_of(tensor) for tensor in tensors]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
     return [
@@ -89,18 +89,18 @@ def share_tokens(
     row_bytes: int,
     write: Callable[[Tensor], None],
 ) -> Lent:
-    """Publishes a row for each token, on its node and where it is needed; collective.
+    """Publishes a row for each token, on its node and on nodes that need it; collective.
 
     Args:
         comm: the ranks.
-        outboxes: of the communicator.
+        outboxes: outboxes of the communicator.
         expert_rows: int64 [tokens, k, 2].
-        row_bytes: of a token's row.
+        row_bytes: bytes of a token's row.
         write: writes the rows to bytes [tokens * row_bytes].
 
     Returns:
-        By rank, where its rows begin: of a rank of this node all, of another those that this node
-        needs, in the order of tokens.
+        By rank, the address of its first row: a rank of this node has all its rows, another rank
+        only the rows that this node needs, in the order of tokens.
     """
     layout, rank, node = comm.node_layout, comm.rank, comm.node_layout.node
     needed = _needed(comm, expert_rows)
@@ -137,7 +137,7 @@ def share_tokens(
 
 
 def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
-    """Dispatches tokens over several nodes, as ``operators._dispatch`` does on one."""
+    """Dispatches tokens over several nodes, as ``_dispatch`` in ``dispatch.py`` does on one."""
     outboxes, experts = outboxes_of(comm), routes.experts
 
     def sort() -> Tensor:
@@ -179,7 +179,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
 def _exchange_entries(
     comm: Communicator, routes: Routes, order: Tensor, counts: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tells the ranks of experts where the rows come from; returns sources and weights of rows.
+    """Sends the ranks of experts the sources of rows; returns sources and weights of rows here.
 
     Args:
         comm: the ranks.
@@ -207,7 +207,7 @@ def _exchange_entries(
     comm.all_to_all_single(
         got, torch.stack([slot, order, bits], 1), of_here.sum(1).tolist(), leaving.tolist()
     )
-    # They come by rank and expert, and rows lie by expert and rank.
+    # Entries arrive by rank and then expert, but rows are ordered by expert and then rank.
     by_source = got.split(of_here.reshape(-1).tolist())  # type: ignore[no-untyped-call]
     got = torch.cat([by_source[rank * here + e] for e in range(here) for rank in range(world_size)])
     ranks = torch.arange(world_size, device="cpu").repeat(here)
@@ -226,7 +226,7 @@ def _exchange_entries(
 
 
 def _by_rank_and_row(expert_rows: Tensor) -> Tensor:
-    """The assignments that have a row, by its rank and number."""
+    """Returns the assignments that have a row, ordered by the row's rank and number."""
     ranks, rows = expert_rows.view(-1, ENTRY_WORDS).unbind(1)
     order = rows.argsort(stable=True)
     order = order[ranks[order].argsort(stable=True)]
@@ -236,14 +236,14 @@ def _by_rank_and_row(expert_rows: Tensor) -> Tensor:
 def _send_back(
     comm: Communicator, rows: Tensor, sources: Tensor, expert_rows: Tensor, local: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sends rows to the ranks of their tokens; returns what came, and of which assignments it is.
+    """Sends rows to the ranks of their tokens; returns received rows and their assignments.
 
     Args:
         comm: the ranks.
-        rows: [n, ...], the rows that there are.
+        rows: [n, ...], the rows of this rank's experts.
         sources: int64 [n, 4].
         expert_rows: int64 [tokens, k, 2].
-        local: also to ranks of this node, itself included.
+        local: True to send also to ranks of this node, including this rank.
     """
     node_of, node, world_size = _nodes_of_ranks(comm), comm.node_layout.node, comm.world_size
     to = sources[:, 0]
@@ -267,17 +267,17 @@ def _send_back(
 def fetch_rows(
     comm: Communicator, outboxes: Outboxes, y: Tensor, sources: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Lent]:
-    """Brings experts' rows to where their tokens' rank can read them; collective.
+    """Sends experts' rows to places where their tokens' ranks can read them; collective.
 
     Args:
         comm: the ranks.
-        outboxes: of the communicator.
-        y: [n, hidden], the rows that there are.
+        outboxes: outboxes of the communicator.
+        y: [n, hidden], the rows of this rank's experts.
         sources: int64 [n, 4].
         expert_rows: int64 [tokens, k, 2].
 
     Returns:
-        A table like ``expert_rows``, and by rank the addresses that its entries count from.
+        A table like ``expert_rows``, and by rank the addresses to which its entries are relative.
     """
     got, arriving = _send_back(comm, y, sources, expert_rows, local=False)
     [own] = outboxes.take(y.numel() * y.element_size())
@@ -297,7 +297,7 @@ def fetch_rows(
 def send_numbers(
     comm: Communicator, numbers: Tensor, sources: Tensor, expert_rows: Tensor
 ) -> Tensor:
-    """Sends a number of each row to the rank of its token: float32 [tokens, k]; collective."""
+    """Sends one number per row to the rank of its token: float32 [tokens, k]; collective."""
     got, arriving = _send_back(comm, numbers, sources, expert_rows, local=True)
     found = torch.zeros(expert_rows.shape[:2], dtype=torch.float32, device="cpu")
     found.view(-1)[arriving] = got.view(-1)

@@ -1,4 +1,4 @@
-"""Rows and routes of the calls: their arguments, checked, and the tables made of them."""
+"""Rows and routes of dispatch and combine: checks of arguments, headers, outboxes and tables."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from ringcomm.errors import MismatchError, UnsupportedError, where
 from ringcomm.functional.collectives import find
 from ringcomm.memory import empty, normal_tensors
 
-# ---- Outboxes in the heap, where local peers read rows, and the one collective before they do ----
+# ---- Outboxes in the heap, where local peers read rows, and the exchange of headers --------------
 # NOTE [Two outboxes by turns]
-# What a call publishes stays where it is until all local peers have read it, and no call ends with
-# a collective to say so. Each rank has two outboxes and writes them by turns: it writes one again
-# in the call after the next one. In between lies that next call's exchange of headers, which a
-# local peer enters once it has read all it wants of the call before, and which ends once all have
-# entered. So when an outbox is written again, or replaced by a larger one, nobody reads it. They
-# end with their communicator; a rank whose last call on it was one of these calls a barrier, say,
-# before it drops the communicator and goes on.
+# The data that a call publishes must stay in place until all local peers have read them, but no
+# call ends with a collective that confirms this. So each rank has two outboxes, and calls write
+# them alternately: a call writes the outbox of the call before the previous one. Between the two is
+# the previous call's exchange of headers. A local peer enters this exchange once it has read all it
+# needs of the call before, and the exchange ends once all ranks have entered. So when an outbox is
+# written again, or replaced by a larger one, no peer reads it. Outboxes live as long as their
+# communicator; a rank whose last call on a communicator was a dispatch or combine must call a
+# barrier, for example, before it drops the communicator.
 #
-# Memory of the caller's that lies in the heap is read where it is, and not copied to an outbox. It
-# may be written once the call ends; so then, if any rank has lent such memory, all wait for each
-# other at the end.
+# A caller's tensor that is in the heap is read in place, and not copied to an outbox. The caller
+# may write to it once the call ends; so if any rank has lent such memory, all ranks wait for each
+# other at the end of the call.
 #
-# On devices the outboxes lie in the devices' heaps, and all of this is in the order of the streams:
-# a rank enters the exchange once its kernels have read what they want of the call before. Its host
-# waits for the headers, by which it knows what to launch.
+# On devices the outboxes are in the devices' heaps, and everything happens in stream order: a rank
+# enters the exchange once its kernels have read what they need of the call before. Its host waits
+# for the headers, which determine what it launches.
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -47,19 +48,19 @@ _LINE_BYTES = 64
 
 
 class RowsHeader(NamedTuple):
-    """The header of a rank's call, in numbers alone, so that one collective exchanges all.
+    """A rank's header of a call: only numbers, so that one collective exchanges all headers.
 
     Attributes:
-        operation: which of the calls that exchange rows it is.
-        number: that of the dispatch whose rows these are; 0 in a dispatch.
-        refused: not 0 if this rank's arguments are no good; the rest then says nothing.
-        experts, k, hidden, dtype, compression, weighted: what ranks must have in common.
+        operation: number of the kind of call: dispatch, combine, or one of their backwards.
+        number: number of the dispatch whose rows these are; 0 in a dispatch.
+        refused: nonzero if this rank refuses its arguments; the other fields are then meaningless.
+        experts, k, hidden, dtype, compression, weighted: values that must be equal on all ranks.
         tokens: rows that this rank publishes.
-        limit: rows that it has room for; -1: any number.
-        wants: what it wants of gradients of weights; see operators.WANTS_GRADIENT.
-        lent: 1 if what it publishes is the caller's memory.
-        payload: where in its heap the rows begin.
-        tables: where in its heap the tables begin.
+        limit: rows that this rank has room for; -1 for any number.
+        wants: whether this rank has weights and needs their gradients; see WANTS_GRADIENT.
+        lent: 1 if this rank publishes the caller's memory.
+        payload: offset of the rows in this rank's heap.
+        tables: offset of the tables in this rank's heap.
     """
 
     operation: int
@@ -93,10 +94,10 @@ _in_common = attrgetter(*_IN_COMMON)
 
 
 class Outboxes:
-    """The outboxes of this rank, and the heaps of its node as mapped here.
+    """The outboxes of this rank, and the addresses at which the node's heaps are mapped here.
 
     Attributes:
-        calls: how many dispatches there were, of which all ranks agreed on the arguments.
+        calls: number of dispatches so far for which all ranks agreed on the arguments.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -109,7 +110,7 @@ class Outboxes:
         self.calls = 0
 
     def take(self, *sizes_bytes: int) -> list[Tensor]:
-        """Returns parts of the outbox whose turn it is, as tensors of bytes.
+        """Switches to the other outbox, and returns parts of it as tensors of bytes.
 
         Raises:
             HeapError: there is no room for a larger outbox.
@@ -120,7 +121,7 @@ class Outboxes:
             total += -(-size // _LINE_BYTES) * _LINE_BYTES
         self._turn ^= 1
         if self._outboxes[self._turn].numel() < total:
-            # The smaller one goes first: there may not be room for both.
+            # Free the smaller outbox first: there may not be room for both.
             self._outboxes[self._turn] = self._outboxes[self._turn].new_empty(0)
             with normal_tensors():
                 made = empty(total, dtype=torch.uint8, device=self._heap_device)
@@ -129,11 +130,11 @@ class Outboxes:
         return [outbox[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Returns where in this rank's heap a tensor of it begins."""
+        """Returns the offset of a tensor in this rank's heap."""
         return tensor.data_ptr() - self._own_base if tensor.numel() else 0
 
     def at(self, offsets: Sequence[int]) -> list[int]:
-        """Returns by rank of the node the addresses, as mapped here, of offsets in the heaps."""
+        """Returns, by rank of the node, the addresses here of offsets in the ranks' heaps."""
         return [base + offset for base, offset in zip(self._bases, offsets, strict=True)]
 
 
@@ -141,7 +142,7 @@ _outboxes: WeakKeyDictionary[Communicator, Outboxes] = WeakKeyDictionary()
 
 
 def outboxes_of(comm: Communicator) -> Outboxes:
-    """Returns the outboxes of this rank of a communicator, which live as long as that."""
+    """Returns this rank's outboxes of a communicator, which live as long as the communicator."""
     found = _outboxes.get(comm)
     if found is None:
         found = _outboxes[comm] = Outboxes(comm)
@@ -149,12 +150,12 @@ def outboxes_of(comm: Communicator) -> Outboxes:
 
 
 def lendable(comm: Communicator, tensor: Tensor) -> bool:
-    """True if the communicator's ranks can read the tensor where it lies."""
+    """True if the communicator's ranks can read the tensor in place."""
     return is_contiguous(tensor) if comm.world_size == 1 else is_in_heap(comm, tensor)
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs what comes before an exchange; an error is for the exchange to tell all ranks."""
+    """Runs the work before an exchange; returns an error, which the exchange reports to all."""
     try:
         return make(), None
     except Exception as error:
@@ -162,10 +163,10 @@ def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def numbers_on_host(comm: Communicator, operation: str, tensor: Tensor) -> list[Any]:
-    """Returns the numbers of a tensor, once the current stream has come to what made them.
+    """Returns the numbers of a tensor, after the current stream has computed them.
 
     Raises:
-        RingcommError: the communicator has become unusable, and the numbers say nothing.
+        RingcommError: the communicator has become unusable, and the numbers are invalid.
     """
     engine = comm.engine
     if isinstance(engine, DeviceCallEngine):
@@ -177,7 +178,7 @@ def numbers_on_host(comm: Communicator, operation: str, tensor: Tensor) -> list[
 
 
 def on_device_of(comm: Communicator, numbers: Tensor) -> Tensor:
-    """Returns a tensor of the host where the communicator's tensors lie, and waits for nothing."""
+    """Copies a host tensor to the communicator's device, without waiting."""
     if comm.device.type == "cuda":
         numbers = numbers.pin_memory()
     return numbers.to(comm.device, non_blocking=True)
@@ -190,18 +191,20 @@ def exchange(
     refusal: Exception | None,
     refused: Tensor | None = None,
 ) -> list[RowsHeader]:
-    """Returns the headers of all ranks; what they published may be read from now on. Collective.
+    """Returns the headers of all ranks, whose published data may then be read; collective.
 
     Args:
         comm: the ranks.
         operation: named in errors.
-        mine: this rank's.
-        refusal: why this rank refuses its arguments; raised here once all ranks know.
-        refused: int64, on the device: what that has found out of the arguments takes the header's
-            place. If it is not 0 here the headers are returned, and the caller raises.
+        mine: this rank's header.
+        refusal: the error for which this rank refuses its arguments, or None; raised here once all
+            ranks know of it.
+        refused: int64 on the device, added to ``mine.refused``: nonzero if the device has found a
+            bad argument. If it is nonzero on this rank the headers are returned, and the caller
+            raises.
 
     Raises:
-        MismatchError: another rank refused its arguments, or has others than this one.
+        MismatchError: another rank refused its arguments, or they differ from this rank's.
     """
     if comm.world_size == 1 and refused is None:
         if refusal is not None:
@@ -230,9 +233,9 @@ def exchange(
 
 @contextmanager
 def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -> Iterator[None]:
-    """Surrounds what reads peers' memory; waits for them at the end if that has to be.
+    """A context for reading peers' memory; waits for peers at the end if memory was lent.
 
-    An error here is this rank's own: it would leave its peers waiting, so it aborts.
+    An error inside occurs on this rank alone and would leave its peers waiting, so it aborts.
     """
     try:
         yield
@@ -248,12 +251,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPRESSIONS = ("int8", "fp8")
 
 DISPATCH, COMBINE, BACKWARD, WEIGHTS = range(4)
-# What a combine has of weights, and whether their gradients are wanted.
+# Whether a combine has weights, and whether their gradients are needed.
 UNWEIGHTED, WEIGHTED, WANTS_GRADIENT = range(3)
 WORD_BYTES = 8
 FLOAT_BYTES = 4
 ENTRY_WORDS = 2
-# Rows of so many bytes on lie in the heap, whose pages are in use already.
+# Rows of at least IN_HEAP_FROM_BYTES are allocated in the heap, whose pages are in use already.
 IN_HEAP_FROM_BYTES = 1 << 20
 
 
@@ -288,10 +291,10 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
 
 
 def run_native(comm: Communicator, operation: str, name: str, *arguments: Any) -> None:
-    """Calls a native function where the communicator's ranks have their rows.
+    """Calls a native function on the host or device that has the communicator's rows.
 
-    On the host it is the module's. On a device it is that of the same name of the device's end,
-    which enqueues a kernel on the current stream.
+    On the host it is the native module's function. On a device it is the method of the same name of
+    the device's core, which enqueues a kernel on the current stream.
     """
     if comm.launches:
         comm.engine.start_call(Call(operation, lambda end: getattr(end, name)(*arguments), []))
@@ -311,9 +314,9 @@ class Tables(NamedTuple):
     """The routes of a dispatch, by which a combine and the gradients find their rows.
 
     Attributes:
-        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1:
-        none.
-        sources: int64 [rows, 4], where each row's token and weight lie; -1 behind the last row.
+        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1 if
+            there is none.
+        sources: int64 [rows, 4], positions of each row's token and weight; -1 after the last row.
         row_weights: float32 [rows], the weights of the rows; [0] without weights.
         stamp: int64 [2], the number of the dispatch, and the rows of this rank.
     """
@@ -385,7 +388,7 @@ class Routes(NamedTuple):
         return _native.quantized_bytes(_native.QUANT_FORMATS[self.compression], hidden)
 
     def write_payload(self, payload: Tensor) -> None:
-        """Writes the tokens, as they are published, to bytes."""
+        """Writes the tokens in their published form to ``payload``, a tensor of bytes."""
         x = self.x.detach()
         if self.compression is None:
             payload.view(x.dtype).view(x.shape).copy_(x)
@@ -396,7 +399,7 @@ class Routes(NamedTuple):
         )
 
     def read_rows(self, comm: Communicator, sources: Tensor, tokens_ptrs: list[int]) -> Tensor:
-        """Returns the rows that sources name of what was published."""
+        """Returns the published rows that ``sources`` names."""
         rows = new_rows(comm, self.x, len(sources))
         entries = (sources.data_ptr(), _native.SOURCE_WORDS, len(sources), tokens_ptrs)
         if self.compression is None:
@@ -407,7 +410,7 @@ class Routes(NamedTuple):
         return rows
 
     def header(self) -> RowsHeader:
-        """Returns what all ranks are told of the arguments."""
+        """Returns the header that describes the arguments to all ranks."""
         return RowsHeader(
             operation=DISPATCH,
             experts=self.experts,
@@ -442,7 +445,7 @@ def write_tables(checks: CallChecks, routes: Routes, tables: Tensor) -> None:
 
 
 def no_such_expert(routes: Routes, assignment: int) -> str:
-    """Returns the words for an assignment to an expert that there is not."""
+    """Returns the message for an assignment to an expert that does not exist."""
     token, column = divmod(assignment, routes.topk_idx.size(1))
     return (
         f"topk_idx[{token}, {column}]: expected an expert from 0 to {routes.experts - 1}, or -1 "
@@ -457,7 +460,7 @@ def check_combined(checks: CallChecks, y: Tensor, sources: Tensor) -> None:
 
 
 def rows_by_rank(comm: Communicator, headers: Sequence[RowsHeader], counts_ptrs: list[int]) -> int:
-    """Returns how many rows this rank gets; raises on all ranks if one has no room for its own."""
+    """Returns this rank's number of rows; raises on all ranks if one has no room for its rows."""
     here = headers[0].experts // comm.world_size
     for rank, header in enumerate(headers):
         if header.limit < 0 and rank != comm.rank:

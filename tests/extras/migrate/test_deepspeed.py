@@ -463,7 +463,7 @@ def test_auto_is_refused_with_what_to_put():
         )
     for said in (
         "train_micro_batch_size_per_gpu: put TrainingArguments.per_device_train_batch_size",
-        "zero_optimization.reduce_bucket_size: put a value, or leave the key away",
+        "zero_optimization.reduce_bucket_size: put a value, or leave the key out",
         "optimizer.params.lr: put TrainingArguments.learning_rate",
     ):
         assert said in str(raised.value)

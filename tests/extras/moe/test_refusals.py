@@ -160,7 +160,7 @@ def test_one_rank_calls_something_else(world):
     ("call", "message"),
     [
         (moe.dispatch, "tensor: expected a tensor"),
-        (moe.combine, "handle: expected what dispatch"),
+        (moe.combine, "handle: expected the third result of dispatch"),
     ],
 )
 def test_what_is_no_tensor(world, call: Callable[..., object], message: str):
