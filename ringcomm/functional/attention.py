@@ -18,8 +18,8 @@ ranks have equal work.
 
 Sources: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023, arXiv:2310.01889); merging: Milakov, Gimelshein, "Online normalizer calculation for
-softmax" (2018); zigzag: Brandon et al., "Striped Attention" (2023, arXiv:2311.09431) has the
-problem and a different order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509).
+softmax" (2018); zigzag: Brandon et al., "Striped Attention" (2023, arXiv:2311.09431) describes the
+problem, with a different order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def ring_attention(
     Raises:
         ArgumentError: a tensor has another shape, dtype or device.
         MismatchError: the ranks' shapes or, on the host, options differ.
-        UnsupportedError: on a GPU, the dtype is not bfloat16 or float16; in backward, the gradients
-            are to be differentiated.
+        UnsupportedError: on a GPU, the dtype is not bfloat16 or float16; backward must compute
+            gradients of gradients.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     _checked("ring_attention", group, query, key, value, zigzag, scale)

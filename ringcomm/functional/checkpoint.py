@@ -28,7 +28,7 @@ _OPERATION = named("partitioned_checkpoint")
 _WITHOUT_TRANSFORMS = (
     "call the function itself there, or torch.utils.checkpoint.checkpoint(use_reentrant=False)"
 )
-# By bytes of an element, the integer dtype in which a checksum sums its bits.
+# By element size in bytes, the integer dtype in which a checksum sums the elements' bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

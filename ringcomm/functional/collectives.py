@@ -251,8 +251,8 @@ def refuse_transforms(operation: str, advice: str, *tensors: Any) -> None:
     transform = _transform()
     if transform is not None:
         raise UnsupportedError(
-            f"{operation}: torch.func's transforms do not go through it, and {transform} is "
-            f"active; {advice}"
+            f"{operation}: torch.func's transforms are not supported, and {transform} is active; "
+            f"{advice}"
         )
     if has_tangent(*tensors):
         raise no_forward_mode(operation, advice)
@@ -957,7 +957,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
             f"{where(operation, rank, world_size)}: tensor: expected a tensor, got "
             f"{type(tensor).__name__}"
         )
-    if tensor.is_nested:  # an operator cannot ask for its shape
+    if tensor.is_nested:  # an operator cannot read its shape
         raise UnsupportedError(
             f"{where(operation, rank, world_size)}: tensor: expected a dense tensor with memory, "
             f"got a {without_memory(tensor)}"
@@ -1033,6 +1033,6 @@ def _check_agreement(operation: str, differentiable: bool, has_tangent: bool, gr
                 (f"whether the tensor {what}",),
                 rows,
                 other,
-                f"It is true on ranks {here} of the group. Have it so on all ranks or on none, "
+                f"It is true on ranks {here} of the group. Make it so on all ranks or on none, "
                 f"since the {('gradient', 'tangent')[number]} is a collective",
             )

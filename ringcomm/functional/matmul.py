@@ -66,7 +66,7 @@ def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 def join_sequence(tensor: Tensor, group: Group = None) -> Tensor:
-    """Returns the tokens of all ranks; the gradient is this rank's part of an equal gradient.
+    """Returns the tokens of all ranks; the gradient is this rank's part of the result's gradient.
 
     So all ranks must compute the same from the result. If ranks compute different values from it,
     ``all_gather`` has the right gradient.
@@ -171,18 +171,18 @@ Bias = Tensor | None
 # and m of 256 to 4096 (docs/performance.md). 4 ranks on the two cores had the same bounds: reading
 # was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 #
-# With at least so many bytes of rows, the peers' rows are read in place; with fewer they are
-# gathered. Compared to all-gather and one product, reading in place, where each product packs the
-# weights again, was 0.6 to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2
-# MiB, 1.02 to 1.13 at 4 MiB with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times
-# as long as the copy) and 1.6 to 1.8 at 16 MiB, where the pages of a gathered copy are new.
+# Rows of at least READ_FROM_BYTES are read in place; smaller ones are gathered. Compared to
+# all-gather and one product, reading in place, where each product packs the weights again, was 0.6
+# to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to 1.13 at 4 MiB
+# with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and
+# 1.6 to 1.8 at 16 MiB, where the pages of a gathered copy are new.
 READ_FROM_BYTES = 4 << 20
-# With at least so many bytes of products, these are computed in the heap. Compared to product and
+# Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to product and
 # reduce-scatter this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2
 # MiB, 1.0 to 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
-# With at least so many rows, each sequence of a batch and each rank has its own product; with
-# fewer, one product of the batch is computed and then copied.
+# With at least ROWS_OF_A_PRODUCT rows, each sequence of a batch and each rank has its own product;
+# with fewer, one product of the batch is computed and then copied.
 ROWS_OF_A_PRODUCT = 128
 
 

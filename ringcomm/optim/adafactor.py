@@ -6,8 +6,9 @@ compared to its m n elements. So every rank keeps all of them, and a single rank
 them. The state of a parameter that is not a matrix, such as a bias, is its variance.
 
 W ranks that share the state exchange W buckets at a time, so that each rank owns about one bucket:
-a step needs memory for two buckets of float32 besides one bucket of gradients. For each element of
-a parameter in pieces 12 bytes travel: gradient and value to the owner, and the new value back.
+a step needs memory for two buckets of float32 in addition to one bucket of gradients. For each
+element of a parameter in pieces 12 bytes travel: gradient and value to the owner, and the new value
+back.
 """
 
 from __future__ import annotations

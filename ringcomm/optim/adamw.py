@@ -17,9 +17,9 @@ Tensor = torch.Tensor
 class AdamW(ShardedOptimizer):
     """AdamW (decoupled weight decay) with FP32 state, sharded over a communicator.
 
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019. It takes the
-    arguments of ``torch.optim.AdamW`` and makes the same steps; on replicated parameters it is ZeRO
-    stage 1. ``docs/optimizer.md`` says which results are exact.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019. It has the arguments
+    of ``torch.optim.AdamW`` and takes the same steps; on replicated parameters it is ZeRO stage 1.
+    ``docs/optimizer.md`` says which results are exact.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks. DTensors of
@@ -30,7 +30,7 @@ class AdamW(ShardedOptimizer):
         weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         amsgrad: divide by the largest second moment so far.
         maximize: maximize the objective.
-        foreach: accepted and ignored, as are ``capturable`` and ``fused``: a step is fused.
+        foreach: accepted and ignored, as are ``capturable`` and ``fused``: every step is fused.
         capturable: see ``foreach``.
         differentiable: must be False.
         fused: see ``foreach``.
@@ -131,10 +131,11 @@ class Adam(ShardedOptimizer):
 class AdamW8bit(ShardedOptimizer):
     """AdamW whose moments are quantized to 8 bits; all else is as in :class:`AdamW`.
 
-    The moments take 2.03 bytes per parameter instead of 8; masters, if any, come on top. The method
-    follows Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, but stores
-    small floats, which a step rounds stochastically by ``options.seed``. ``docs/optimizer.md``
-    states the accuracy. Saved moments are FP32, so AdamW and AdamW8bit load each other's state.
+    The moments take 2.03 bytes per parameter instead of 8; masters, if any, take additional memory.
+    The method follows Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022,
+    but stores small floats, which a step rounds stochastically by ``options.seed``.
+    ``docs/optimizer.md`` states the accuracy. Saved moments are FP32, so AdamW and AdamW8bit load
+    each other's state.
 
     Args:
         params: see :class:`AdamW`.
@@ -198,7 +199,7 @@ class SGD(ShardedOptimizer):
         weight_decay: weight_decay times the parameter is added to the gradient.
         nesterov: step along Nesterov's momentum.
         maximize: maximize the objective.
-        foreach: accepted and ignored, as is ``fused``: a step is fused.
+        foreach: accepted and ignored, as is ``fused``: every step is fused.
         differentiable: must be False.
         fused: see ``foreach``.
         comm: see :class:`ringcomm.optim.AdamW`.

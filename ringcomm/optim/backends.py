@@ -132,7 +132,7 @@ class StepTable:
 
 
 class Backend(ABC):
-    """Updates the buckets of one optimizer on one rank, by one kind of kernels.
+    """Updates the buckets of one optimizer on one rank, with one kind of kernel.
 
     A fused backend reduces, updates and gathers in one call. Other backends make three calls, with
     the same bits, and update a bucket's state piece by piece. They are needed if the state is
@@ -239,11 +239,11 @@ class Backend(ABC):
         """Updates the chunk of a bucket, or of a piece of a bucket, whose state is in memory."""
 
     def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        """Does :meth:`update_gather` among several ranks in one call; only in fused backends."""
+        """Runs :meth:`update_gather` among several ranks in one call; only in fused backends."""
         raise NotImplementedError
 
     def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        """Does :meth:`one_pass` among several ranks in one call; only in fused backends."""
+        """Runs :meth:`one_pass` among several ranks in one call; only in fused backends."""
         raise NotImplementedError
 
 
@@ -394,7 +394,7 @@ def shard_of(
     tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
-        # The kernel updates FP32 parameters in place, so it gets the masters; gathering quantizes.
+        # For FP32 parameters the kernel updates the masters in place; gathering quantizes them.
         before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
         params_ptr, master = master.data_ptr() - before_bytes, None
 
@@ -717,7 +717,7 @@ class TritonReducer(Reducer):
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         if into.accumulate or async_op or into.tag:
             raise UnsupportedError(
-                f'{self._triton.checks}: kernels="triton" reduces at the step alone; use '
+                f'{self._triton.checks}: kernels="triton" reduces only in step(); use '
                 'kernels="native"'
             )
         words = into.words

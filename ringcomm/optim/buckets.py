@@ -41,7 +41,7 @@ _LEAST_EXPONENT = 36
 _NOT_FINITE = 255 - _LEAST_EXPONENT
 _WORD = (1 << 32) - 1
 
-# : Passed in place of random bits: rounds to nearest, and ties to the larger magnitude.
+#: Passed in place of random bits: rounds to nearest, and ties to the larger magnitude.
 TO_NEAREST = 1 << (_CUT_BITS - 1)
 
 
@@ -109,7 +109,7 @@ class MomentFormat:
         return (values & 0xFF).to(torch.uint8), exponents
 
 
-# : The number format of each moment.
+#: The number format of each moment.
 MOMENT_FORMATS = {"exp_avg": MomentFormat(14, True), "exp_avg_sq": MomentFormat(30, False)}
 
 
@@ -196,7 +196,7 @@ def count_change(params: Sequence[Tensor]) -> None:
 
 
 def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns parameters, followed by the DTensors' local tensors, which have own versions."""
+    """Returns parameters, followed by the DTensors' local tensors, which have separate versions."""
     if TORCH_CLASSES.issuperset(map(type, params)):
         return params
     others = [param for param in params if type(param) not in TORCH_CLASSES]
@@ -288,7 +288,7 @@ def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
     Args:
         wide: float32, contiguous, on the CPU.
         compression: "int8", "fp8" or "int4".
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     elems, code = wide.numel(), _native.QUANT_FORMATS[compression]
     quantized = torch.empty(
@@ -493,7 +493,7 @@ class StateOffload:
     A subclass keeps state elsewhere, and loads it into memory in pieces.
     """
 
-    # : True if accesses never move state, so that no access can fail on this rank alone.
+    #: True if accesses never move state, so that no access can fail on this rank alone.
     in_memory = True
 
     def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
@@ -559,16 +559,17 @@ class Bucket:
         device: device of all tensors.
         state: the optimizer's state of the chunk; if it is offloaded, a placeholder, whose elements
             :meth:`pieces` loads.
-        offload: the place of the state. is_piece: True if another bucket's :meth:`piece` made it,
-            so that the other bucket allocates its state.
+        offload: the place of the state.
+        is_piece: True if another bucket's :meth:`piece` made it, so that the other bucket allocates
+            its state.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
         error_feedback: buffer of the quantization errors of gradients, or None.
         tag: returns a number that distinguishes reductions of this bucket's gradients from other
             reductions of the same size; 0 for no number.
-        share: exchanges chunks with the nodes that have copies of ``own_params``, if no rank keeps
-            all parameters; with :attr:`compression` always, and as quantized and dequantized
-            masters; collective.
+        share: collective function that updates the other nodes' copies of ``own_params`` if no rank
+            keeps all parameters; with :attr:`compression` it is always called, and shares the
+            masters, quantized and dequantized.
     """
 
     def __init__(
@@ -636,7 +637,7 @@ class Bucket:
         Args:
             master: as in :class:`AdamWOptions`.
             quantized_state: as in :class:`ShardState`.
-            offload: what keeps the state.
+            offload: the place of the state.
         """
         self.offload = offload
         if self.compression is not None:
@@ -664,7 +665,8 @@ class Bucket:
         """Returns the positions of those bucket elements [begin, end) that are in the chunk.
 
         Returns:
-            Positions in a tensor [chunk elements], and in a tensor [end - begin]; empty if none is.
+            Positions in a tensor [chunk elements], and in a tensor [end - begin]; empty if there
+            are none.
         """
         low, high = max(begin, self.chunk.begin), min(end, self.chunk.end)
         if low >= high:
@@ -801,7 +803,7 @@ class Bucket:
                 own.copy_(values[low - begin : high - begin])
 
     def take_wide(self) -> None:
-        """Sets the master to the unrounded parameters, or if unknown to the parameters."""
+        """Sets the master to the unrounded parameters if they are known, else to the parameters."""
         if self.compression is not None:
             self.follow_params()
             return
@@ -911,7 +913,7 @@ def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
 
 
 def gather_params(bucket: Bucket, sharers: Communicator) -> None:
-    """Gathers a bucket's parameters from the ranks that share the state on all of them."""
+    """Gathers the chunks of a bucket's parameters on all ranks that share the state."""
     if bucket.compression is not None:
         bucket.share()
         return

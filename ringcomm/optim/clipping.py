@@ -279,7 +279,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
     if before.written and sharded.two_passes:
         before = sharded.reduce("l2")  # the norm words after the writes
     if before.clipped:
-        # The bound applies to the clipped norm: multiply by its coefficient first, as torch does.
+        # Clipping by value follows clipping by norm, so apply the coefficient first, as torch does.
         factor = before.clip.to(torch.float32)
         _write(sharded, range(len(sharded.params)), lambda piece: piece.mul_(factor))
         before = replace(before, clip=torch.ones_like(before.clip))

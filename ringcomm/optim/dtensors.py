@@ -216,8 +216,9 @@ def check_placements(param: Tensor, called: str) -> None:
     shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, placements)
     if tuple(shape) != tuple(local_of(param).shape):
         raise ArgumentError(
-            f"{called}: expected a local tensor of shape {tuple(shape)}, the share by "
-            f"{placements} on {mesh} of {tuple(param.shape)}, got {tuple(local_of(param).shape)}; "
+            f"{called}: expected a local tensor of shape {tuple(shape)}, as "
+            f"{placements} on {mesh} divide {tuple(param.shape)}, got "
+            f"{tuple(local_of(param).shape)}; "
             "pass shape= to DTensor.from_local()"
         )
 

@@ -247,7 +247,8 @@ def _slot(index: int, param: Tensor, view: Tensor) -> Slot:
 class Accumulator:
     """The FP32 sums of gradients, to which each backward's ``p.grad`` is added and then dropped.
 
-    The sums are in separate tensors until the buckets exist, at stages 2 and 3 of ZeRO always.
+    The sums are in separate tensors until the buckets exist; at stages 2 and 3 of ZeRO they stay
+    there.
     """
 
     def __init__(self) -> None:
@@ -475,7 +476,7 @@ def combine(words: Tensor, kind: str) -> Tensor:
 
 
 def leave_to_replica(words: Tensor) -> None:
-    """Zeroes a bucket's sum, which a replica adds; the count of non-finite tiles stays.
+    """Zeroes a bucket's sum, which another replica adds; keeps the count of non-finite tiles.
 
     Args:
         words: int64 [24], of the bucket.
@@ -549,8 +550,8 @@ class Into:
         accumulate: True to add to ``out``.
         tag: number that distinguishes this reduction from others of the same size, equal on all
             ranks; 0 for no number.
-        error_feedback: buffer of the bucket, from and to which quantization carries its errors;
-            None to discard the errors.
+        error_feedback: the bucket's buffer of errors, which quantization reads and updates; None to
+            discard the errors.
         zeroed: True if ``words`` are zeros already.
     """
 

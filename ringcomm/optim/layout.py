@@ -270,7 +270,7 @@ class BucketLayout:
         return [self.chunk(sharers.steps.shard_index_of(rank), count) for rank in range(count)]
 
     def chunk_of_copy(self, comm: Communicator) -> Chunk:
-        """Returns the part of the state that only this rank counts, if each node has a copy.
+        """Returns this rank's own part of a chunk of which each node has a copy.
 
         The ranks of a rail have copies of the same chunk, and divide it among themselves.
         """

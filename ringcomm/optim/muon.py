@@ -7,7 +7,8 @@ is the rank that orthogonalises it. There are W ranks, and M elements in all mat
 The state is sharded by elements, as AdamW's: chunk r of a bucket has pieces of several matrices.
 Like every optimizer, a step reduces gradients and gathers parameters; in between:
 
-1. each rank computes the directions of its pieces, in bfloat16, which torch orthogonalises;
+1. each rank computes the directions of its pieces, in bfloat16, the dtype in which torch
+   orthogonalises;
 2. an all-to-all gives each owner its whole matrices: each rank sends 2 M (W-1)/W^2 bytes;
 3. owners orthogonalise; a matrix of m x n elements, m <= n, takes 2 m (2 m n + m^2) operations per
    iteration, and owners are chosen to balance this number;
@@ -513,8 +514,8 @@ def muon_groups(
 
     Args:
         module: the module.
-        adamw: names of matrices that AdamW shall step, such as embeddings and the head, even while
-            they are frozen; a ``*`` matches any characters of one part of a name.
+        adamw: names of matrices that AdamW steps, such as embeddings and the head, even while they
+            are frozen; a ``*`` matches any characters of one part of a name.
         settings: further entries of AdamW's group, such as ``lr``; missing entries, including
             ``weight_decay``, are the optimizer's.
 

@@ -90,8 +90,8 @@ class Compression:
         asked = f"compression: parameters={self.parameters!r}"
         if state == "node":
             raise ArgumentError(
-                f'{asked}: expected state="world" with it, got "node": with "node" no parameters '
-                "are sent between nodes, but sums of gradients (Compression(gradients=))"
+                f'{asked}: expected state="world" with it, got "node", which sends no '
+                "parameters between nodes, but sums of gradients (Compression(gradients=))"
             )
         if master != "fp32" or rounding != "nearest":
             raise ArgumentError(
@@ -135,8 +135,8 @@ class AdamWOptions:
         update: "in_step" updates parameters in ``step()``. "in_backward" updates them while
             backward runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each
             bucket as soon as its gradients are reduced, which are then dropped. ``step()`` only
-            ends the step. The bits are the same, but nothing can read all gradients before the
-            update: no clipping, scaling or ``check_finite``.
+            ends the step. The bits are the same, but nothing can read all gradients first: no
+            clipping, scaling or ``check_finite``.
     """
 
     algorithm: str = "auto"

@@ -102,8 +102,8 @@ def _axis_of(dim: int, tensor_mesh: MeshView, whole: MeshView, operation: str) -
         if dist.get_process_group_ranks(whole.mesh.get_group(axis)) == mine:
             return axis
     raise ArgumentError(
-        f"{operation}: mesh: the parameters are DTensors on ranks {mine}, which are those of no "
-        f"axis of {_names(whole.mesh)}; parallelize on mesh[{_TENSOR!r}]"
+        f"{operation}: mesh: the parameters are DTensors on ranks {mine}, which match no axis of "
+        f"{_names(whole.mesh)}; parallelize on mesh[{_TENSOR!r}]"
     )
 
 
@@ -299,8 +299,8 @@ def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str)
     """Checks that the ranks that share state have the same local tensors; collective.
 
     Args:
-        comm: the ranks; None for this rank alone. mesh: mesh of the DTensor parameters; None if
-            every rank has whole parameters.
+        comm: the ranks; None for this rank alone.
+        mesh: mesh of the DTensor parameters; None if every rank has whole parameters.
         operation: name of the operation, for the error.
 
     Raises:
@@ -369,7 +369,8 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
 
     Args:
         comm: all ranks.
-        sharers: the ranks that share the state. buckets: buckets of the parameters.
+        sharers: the ranks that share the state.
+        buckets: buckets of the parameters.
     """
     for bucket in buckets:
         if bucket.has_all_params and bucket.compression is None:
@@ -442,7 +443,7 @@ def check_segments(comm: Communicator, algorithm: int) -> None:
 
 
 class BucketOwner(Protocol):
-    """The step that keeps the state of a placement's parameters, as the placement uses it."""
+    """The interface of a step, which keeps the state of a placement's parameters."""
 
     buckets: Buckets
 
@@ -603,8 +604,8 @@ _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKe
 _frozen: MutableMapping[Tensor, tuple[str, weakref.ref[Placement]]] = cast(
     Any, WeakIdKeyDictionary
 )()
-# The ids of both dictionaries' keys, and of some deleted keys: a set look-up takes an eighth of the
-# time of a weak dictionary's.
+# The ids of both dictionaries' keys, and of some deleted keys: a look-up in a set takes an eighth
+# of the time of a look-up in a weak dictionary.
 _ids: set[int] = set()
 
 
@@ -686,7 +687,7 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
 def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> Placement | None:
     """Returns the placement of an optimizer's parameters, or None when they have none.
 
-    With ``grows`` parameters may be missing, since a later group may add them; a step refuses.
+    ``grows`` allows missing parameters, which a later group may add; a step refuses them.
 
     Raises:
         ArgumentError: the parameters have several placements, or only some have a placement, or

@@ -112,7 +112,7 @@ class UpdateRule(ABC):
         """
 
     def replaced(self, group: Group) -> dict[str, Any]:
-        """Returns the entries of a new group that must be stored in another form, as betas."""
+        """Returns the entries of a new group that must be stored in another form, such as betas."""
         return {"betas": numbers(group["betas"])} if "betas" in group else {}
 
     def compared(self, group: Group) -> dict[str, Any]:
@@ -500,7 +500,7 @@ class FusedRule(UpdateRule):
 
     @abstractmethod
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
-        """Returns beta1, beta2, eps, weight decay and flags, or the rule's replacements of them."""
+        """Returns beta1, beta2, eps, weight decay and flags, or what the rule has instead."""
 
     def digest(self, groups: Sequence[Group]) -> float:
         rows = tuple((float(group["lr"]), *self.row(group)) for group in groups)
@@ -509,7 +509,8 @@ class FusedRule(UpdateRule):
     def row(self, group: Group) -> list[float]:
         lr, (*others, flags) = group["lr"], self.columns(group)
         flags |= _FLAGS["maximize"] if group["maximize"] else 0
-        # -1.0 represents a tensor lr; no float lr equals it, so a float after a tensor is a change.
+        # -1.0 represents a tensor lr; no float lr equals it, so replacing a tensor by a float is a
+        # change.
         known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
         return [known_lr, *others, float(flags)]
 
@@ -520,7 +521,7 @@ class FusedRule(UpdateRule):
             rank, world_size = (0, 1) if comm is None else (comm.rank, comm.world_size)
             raise UnsupportedError(
                 f'{where("optimizer", rank, world_size)}: {self.name}: expected kernels="native", '
-                'got "triton": Triton\'s kernels update by AdamW and Adam alone. Pass '
+                'got "triton": Triton\'s kernels implement only AdamW and Adam. Pass '
                 'AdamWOptions(kernels="native"), which runs on CPUs and, as CUDA, on GPUs'
             )
         native: Backend
@@ -534,7 +535,7 @@ class FusedRule(UpdateRule):
 
 
 class AdamWRule(FusedRule):
-    """AdamW, and Adam where a group's ``decoupled_weight_decay`` is False."""
+    """The rule of AdamW; of Adam in groups with ``decoupled_weight_decay=False``."""
 
     name = "AdamW"
     in_triton = True
@@ -561,7 +562,7 @@ class AdamWRule(FusedRule):
 
 
 class AdamW8bitRule(AdamWRule):
-    """AdamW with 8-bit moments."""
+    """The rule of AdamW with 8-bit moments."""
 
     name = "AdamW8bit"
     in_triton = False
@@ -613,7 +614,7 @@ class _OneMoment(FusedRule):
 
 
 class SgdRule(_OneMoment):
-    """SGD, with momentum or without."""
+    """The rule of SGD, with or without momentum."""
 
     name = "SGD"
     moments = ("momentum_buffer",)
@@ -639,7 +640,7 @@ class SgdRule(_OneMoment):
 
 
 class LionRule(_OneMoment):
-    """Lion."""
+    """The rule of Lion."""
 
     name = "Lion"
     moments = ("exp_avg",)

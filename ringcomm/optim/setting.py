@@ -37,7 +37,7 @@ class LossScaleOptions:
         growth_factor: factor by which the scale grows after ``growth_interval`` clean steps.
         backoff_factor: factor by which an overflow lowers the scale.
         growth_interval: number of clean steps in a row after which the scale grows.
-        hysteresis: number of overflows, since the scale last grew, that lower the scale; each
+        hysteresis: number of overflows since the scale last grew after which the scale falls; each
             further overflow lowers it again.
         min_scale: lower bound of the scale; steps that overflow are skipped there too.
         max_scale: upper bound of the scale.

@@ -43,8 +43,8 @@ from ringcomm.optim.step import Amp, ShardedStep
 
 # ---- Adding a param group to an optimizer whose buckets are already laid out --------------------
 # NOTE [Growth] The earlier parameters, gradients and states stay in their buckets, whose layout
-# does not change. New parameters of a sharded module are in the module's buckets since ``shard()``,
-# but had no segment there; other new parameters get buckets of their own. As in torch, new
+# does not change. New parameters of a sharded module have been in the module's buckets since
+# ``shard()``, but without segments; other new parameters get buckets of their own. As in torch, new
 # parameters begin at step 0. Tables of all parameters are made again, with the numbers of the old
 # tables.
 
@@ -274,8 +274,8 @@ def check_param(entry: Any, called: str, device: torch.device) -> None:
         raise ArgumentError(f"{called}: expected a dense tensor, got layout {param.layout}")
     if param.device != device:
         raise ArgumentError(
-            f"{called}: expected a tensor on {device}, as the communicator's or the first one, got "
-            f"one on {param.device}; all parameters must be on one device"
+            f"{called}: expected a tensor on {device}, the device of the communicator or of the "
+            f"first parameter, got one on {param.device}; all parameters must be on one device"
         )
 
 
@@ -374,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if mesh is not None and others != self.placement.others:
             raise ArgumentError(
                 f"{type(self).__name__}: mesh: the parameters were sharded over another mesh; "
-                "pass the same to shard(), or leave mesh= away here"
+                "pass the same to shard(), or omit mesh= here"
             )
         return comm, self.placement.others
 
@@ -386,8 +386,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if comm is None or _same_ranks(find_communicator(comm, operation, device), own):
                 return own
             raise ArgumentError(
-                f"{operation}: comm: the parameters were sharded over another communicator; leave "
-                "comm= away"
+                f"{operation}: comm: the parameters were sharded over another communicator; omit "
+                "comm="
             )
         found = find_communicator(comm, operation, device)
         if found is None and device is not None and device.type == "cuda":
@@ -517,7 +517,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built_on = None
 
     def _check_values(self, operation: str) -> None:
-        """Raises ArgumentError if parameters hold other values than their own for a while."""
+        """Raises ArgumentError if parameters temporarily hold other values than their own."""
         if self.placement is not None:
             self.placement.module.check_values(f"optimizer.{operation}")
 
@@ -794,7 +794,7 @@ def _check_in_backward(
     if not rule.elementwise:
         raise ArgumentError(
             f'{name}: update: expected "in_step", got "in_backward": the update of an element '
-            "depends on others, of whole parameters or of several buckets"
+            "depends on others, in whole parameters or in several buckets"
         )
     if loss_scaler is not None:
         raise ArgumentError(
@@ -804,7 +804,7 @@ def _check_in_backward(
 
 
 def refuse_join(**kwargs: Any) -> NoReturn:
-    """Refuses to be joined, in place of the hook of ``torch.distributed.algorithms.Join``.
+    """Raises in place of the hook that ``torch.distributed.algorithms.Join`` expects.
 
     Raises:
         UnsupportedError: always.

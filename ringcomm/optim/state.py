@@ -47,8 +47,9 @@ from ringcomm.optim.step import ShardedStep
 
 Tensor = torch.Tensor
 
-#: Fills a tensor with a bucket's saved errors from an element on: the errors of a node's partial
-#: sums, or with None for the node the errors of sums; with zeros where nothing was saved.
+#: Reads a bucket's saved errors, from an element on, into a tensor. The first argument is the node
+#: whose partial sums have these errors, or None for the errors of the sums. Elements that were not
+#: saved become zeros.
 Read = Callable[[int | None, int, Tensor], None]
 
 
@@ -252,7 +253,7 @@ def check_error_feedback(
 
 
 def take_error_feedback(sharded: ShardedStep, saved: Sequence[SavedErrorFeedback]) -> None:
-    """Loads error feedback that :func:`check_error_feedback` has checked; clears it without any."""
+    """Loads error feedback checked by :func:`check_error_feedback`; clears it if none was saved."""
     forget_all(sharded)
     if not saved or Debtors.of(sharded) is None:
         return
@@ -610,7 +611,7 @@ def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
     error feedback, load the shards of all ranks instead.
 
     Args:
-        shards: ``state_dict()`` of all ranks, in any order; their tensors are not kept.
+        shards: ``state_dict()`` of all ranks, in any order; the result does not keep their tensors.
         world_size: number of ranks that will load the new shards.
 
     Returns:

@@ -52,7 +52,7 @@ Tensor = torch.Tensor
 PIECE_ELEMS = 1 << 20
 # The largest state of an element: three moments and a master in FP32.
 LARGEST_ELEM_BYTES = 16
-# The buffers must hold as many swap units, so that reads, writes and updates overlap.
+# Least number of swap units that the buffers must hold, so that reads, writes and updates overlap.
 LEAST_BUFFERS = 4
 # Device memory for buffers with offload_state="cpu": as much as a disk's default.
 PINNED_BUFFER_BYTES = 64 << 20

@@ -97,11 +97,11 @@ class PreparedStep:
     Building it is collective, and moves the parameters into the heap.
     """
 
-    # : Name of the operation that builds the step, for errors.
+    #: Name of the operation that builds the step, for errors.
     _operation = OPERATION
-    # : While this step is built: the optimizer's previous step, which it replaces.
+    #: While this step is built: the optimizer's previous step, which it replaces.
     _before: PreparedStep | None = None
-    # : The states of the previous step's parameters.
+    #: The states of the previous step's parameters.
     _states: Sequence[ParamState | None] = ()
     # By bucket, the names of the state tensors that the latest hyper-parameters need.
     _ensured: Sequence[Sequence[str]] = ()
@@ -126,7 +126,7 @@ class PreparedStep:
         options, comm = setting.options, setting.comm
         #: The mesh of DTensor parameters, or None.
         self.mesh = find_mesh(self.params, setting.where("prepare"))
-        #: The mesh of all stages and parts, over which norms are taken, or None.
+        #: The mesh of all stages and shards, over which norms are taken, or None.
         self.over = over_mesh(setting.others, self.mesh, setting.where("prepare"))
         with with_all_stages(comm, setting.others, self._operation):
             check_axis(comm, self.mesh, self._operation)
@@ -142,14 +142,14 @@ class PreparedStep:
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
         self.backend = self._make_backend()
-        # : The order in which a step reduces, updates and gathers each bucket.
+        #: The order in which a step reduces, updates and gathers each bucket.
         self.plan: StagePlan
         self._check_ranks()
         # Made after the ranks have compared their options, since making it is collective.
         self.offload: StateOffload = (
             make_offload(setting) if self._before is None else self._before.offload
         )
-        # : Index of this rank's chunk of the state, and the number of chunks.
+        #: Index of this rank's chunk of the state, and the number of chunks.
         self.shard_of = setting.shard_of
         if placement is None:
             self.plan = OwnPlan(self.backend)
@@ -299,7 +299,7 @@ class PreparedStep:
 
     @property
     def masters_decide(self) -> bool:
-        """True if writing masters changes parameters: their high halves, or quantized from them."""
+        """True if masters determine parameters, which are their high halves or quantized values."""
         options = self.setting.options
         return options.master == "remainder" or options.compression.quantizes_parameters
 
@@ -388,7 +388,7 @@ class ShardedStep(PreparedStep):
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
         super().__init__(groups, setting)
         self.partly_updated = False
-        # : With ``update="in_backward"``, True from the updating backward until :meth:`step`.
+        #: With ``update="in_backward"``, True from the updating backward until :meth:`step`.
         self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
@@ -411,7 +411,7 @@ class ShardedStep(PreparedStep):
         return reduced
 
     def forget_reduced(self) -> None:
-        """Forgets the result of :meth:`clip`, since the gradients are new."""
+        """Forgets the result of the first pass, since the gradients are new."""
         self.first_pass = None
 
     def begin_anew(self) -> None:
@@ -437,7 +437,7 @@ class ShardedStep(PreparedStep):
         self._ensure_all()
 
     def check_hyper(self) -> None:
-        """Raises this rank's reason to refuse a step or clipping; callers tell it to all ranks."""
+        """Raises why this rank refuses a step or clipping; callers report it to all ranks."""
         if self._placement is not None and self._placement.lost is not None:
             raise self._placement.lost
         for index, group in enumerate(self.groups):
@@ -604,7 +604,7 @@ class ShardedStep(PreparedStep):
             )
 
     def refuse_if_partly_updated(self, operation: str) -> None:
-        """Raises RingcommError if an earlier step failed halfway, or one is under way."""
+        """Raises RingcommError if an earlier step failed halfway, or if a step is under way."""
         self.refuse_under_way(operation)
         if self.partly_updated:
             raise RingcommError(
@@ -619,7 +619,7 @@ class ShardedStep(PreparedStep):
         if expected and self.setting.loss_scaler is None and amp.found_inf is None:
             raise ArgumentError(
                 f"{self.setting.where('step')}: the parameters were sharded with "
-                'Precision(scaled=True), as the preset "fp16-scaled" has it, and their small '
+                'Precision(scaled=True), as in the preset "fp16-scaled", and their small '
                 "gradients are lost unless the loss is scaled; build the optimizer with "
                 "loss_scaler=ringcomm.optim.LossScaler(), or step it by a ringcomm.optim.GradScaler"
             )
@@ -699,7 +699,8 @@ class ShardedStep(PreparedStep):
         """Compares the ranks' requests, and determines which parameters step; collective."""
         before = self.still_reduced()
         if before is not None and before.written:
-            # The parameters are determined, and include those whose gradient was written to.
+            # The stepping parameters are already determined, and include those whose gradient was
+            # written to.
             self._compare(asked, [])
         else:
             self._collect(asked)
@@ -728,7 +729,7 @@ class ShardedStep(PreparedStep):
         return replace(before, words=total, kind=kind, mark=mark, written=written, seen=seen)
 
     def norm_words(self, kind: str, gradient_of: Callable[[Bucket], Tensor | None]) -> Tensor:
-        """Sums the norm words of the gradient that a function returns of each bucket; collective.
+        """Returns the norm words of the gradients that a function returns by bucket; collective.
 
         Args:
             kind: "l2", "l1" or "inf".
@@ -830,7 +831,7 @@ class ShardedStep(PreparedStep):
                 found.add_(reduced.overflowed)
 
     def _report(self) -> None:
-        """Logs on rank 0 that a step was skipped; only on the host, where reading it is free."""
+        """Logs on rank 0 that a step was skipped; only on the host, as reading there is free."""
         if self._launches:
             return
         skipped = int(self.table.control[backends.SKIPPED])

@@ -239,7 +239,7 @@ REFUSALS = [
     Refusal(
         {"optimizer": ("torch.NAdam",), "precision": NO_MASTERS},
         UnsupportedError,
-        "is what the kernels of ringcomm.optim.AdamW can",
+        "needs the kernels of ringcomm.optim.AdamW",
     ),
 ]
 
