@@ -40,6 +40,7 @@ from tests.ptx_interpreter.interpreter import (
     load,
     reached,
     run,
+    trips,
     watching,
 )
 
@@ -54,5 +55,6 @@ __all__ = [
     "load",
     "reached",
     "run",
+    "trips",
     "watching",
 ]

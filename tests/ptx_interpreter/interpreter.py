@@ -27,6 +27,7 @@ class PtxSchedule(ctypes.Structure):
             they end.
         replicates_reads: several threads of a block may read what one of them stores, as in
             Triton's kernels.
+        counts_trips: the trips to memory of each launch are counted: see :func:`trips`.
     """
 
     _fields_ = (
@@ -34,6 +35,7 @@ class PtxSchedule(ctypes.Structure):
         ("no_progress_in_a_warp", c_uint8),
         ("even_are_late", c_uint8),
         ("replicates_reads", c_uint8),
+        ("counts_trips", c_uint8),
     )
 
 
@@ -54,6 +56,7 @@ _PROTOTYPES = {
     "ptx_load": (c_void_p, [c_char_p]),
     "ptx_refusal": (c_char_p, []),
     "ptx_reached": (c_int, [c_void_p, POINTER(c_uint32), c_int]),
+    "ptx_trips": (c_int, [c_void_p, c_char_p]),
     "ptx_run": (c_char_p, [c_void_p, c_char_p, POINTER(_PtxLaunch)]),
     "ptx_failure": (c_char_p, []),
     "ptx_forget_failure": (None, []),
@@ -134,6 +137,15 @@ def reached(module: int) -> list[int]:
     lines = (c_uint32 * room)()
     _library().ptx_reached(module, lines, room)
     return sorted(set(lines))
+
+
+def trips(module: int, kernel: str) -> int:
+    """Returns how many trips to memory a kernel made one after the other: see ``source/trips.h``.
+
+    Of a launch those of the block with the most, and of the launches whose schedule counts them the
+    fewest; -1 if there was none.
+    """
+    return int(_library().ptx_trips(module, kernel.encode()))
 
 
 def be_strict(strict: bool) -> None:

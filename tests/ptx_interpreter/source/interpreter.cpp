@@ -14,7 +14,7 @@ const ptx::Module& module_at(const void* module) {
 
 ptx::Schedule schedule_of(const PtxSchedule& given) {
   return {given.seed, given.no_progress_in_a_warp != 0, given.even_are_late != 0,
-          given.replicates_reads != 0};
+          given.replicates_reads != 0, given.counts_trips != 0};
 }
 
 }  // namespace
@@ -45,6 +45,11 @@ int ptx_reached(const void* module, uint32_t* lines, int room) {
     ++count;
   }
   return count;
+}
+
+int ptx_trips(const void* module, const char* kernel) {
+  const ptx::Function* found = module_at(module).kernel(kernel);
+  return found == nullptr ? -1 : int(found->fewest_trips->load());
 }
 
 const char* ptx_run(const void* module, const char* kernel, const PtxLaunch* launch) {

@@ -9,7 +9,7 @@ extern "C" {
 // In which order warps and lanes run; see Schedule in warp.h.
 struct PtxSchedule {
   uint32_t seed;
-  uint8_t no_progress_in_a_warp, even_are_late, replicates_reads;
+  uint8_t no_progress_in_a_warp, even_are_late, replicates_reads, counts_trips;
 };
 
 struct PtxLaunch {
@@ -41,6 +41,10 @@ int ptx_threads(const void* module, const char* kernel);
 // Writes the lines of a module's text that order memory and that kernels have come to, at most
 // `room` of them. Returns how many there are.
 int ptx_reached(const void* module, uint32_t* lines, int room);
+// Returns the trips to memory that the block with the most of them made one after the other, in
+// that launch of a kernel that took the fewest, of those whose schedule counts them. -1: there was
+// none.
+int ptx_trips(const void* module, const char* kernel);
 
 // Runs a kernel of a module to its end, in the caller's thread. Returns what the first kernel that
 // failed did wrong, or nullptr. All kernels of the process end then, until ptx_forget_failure().

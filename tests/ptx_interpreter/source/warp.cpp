@@ -58,6 +58,7 @@ Frame* Warp::make_frame(const Function* function) {
   frame->function = function;
   frame->rows.assign(size_t(function->rows) * kLanes, 0);
   frame->params.assign(size_t(function->param_bytes) * kLanes, 0);
+  if (block_.launch().schedule.counts_trips) frame->ready.assign(function->rows, 0);
   frame->caller = nullptr;
   frame->call = nullptr;
   frame->depth = 0;
@@ -137,6 +138,7 @@ void Warp::run_group(uint32_t* backward) {
     const Mask active = guarded(i);
     bool goes_on = true;
     if (i.site != nullptr && active != 0) i.site->reached = true;
+    if (block_.launch().schedule.counts_trips) count_trips(i, active);
     try {
       switch (i.control) {
         case Control::kNone:
@@ -167,6 +169,15 @@ void Warp::run_group(uint32_t* backward) {
     if (!goes_on) return;
     code = &frame_->function->code;
   }
+}
+
+void Warp::count_trips(const Instruction& i, Mask active) {
+  trips_.guarded(i, frame_->ready);
+  if (active == 0) return;
+  bool global = i.space == Space::kGlobal;
+  if (i.space == Space::kGeneric && i.src[0] != Instruction::kNoRow)
+    global = in(i.src[0])[__builtin_ctz(active)] + uint64_t(i.offset) < kSharedWindow;
+  trips_.executed(i, frame_->ready, global);
 }
 
 bool Warp::others_ready() const {
@@ -326,7 +337,17 @@ void Block::arrive(int count, bool any, bool reduces) {
   ++barriers_;
   memory_.barrier();
   shared_.barrier();
-  for (Warp& warp : warps_) warp.pass_barrier();
+  const uint32_t now = trips();
+  for (Warp& warp : warps_) {
+    warp.trips().wait_until(now);
+    warp.pass_barrier();
+  }
+}
+
+uint32_t Block::trips() {
+  uint32_t most = 0;
+  for (Warp& warp : warps_) most = std::max(most, warp.trips().now());
+  return most;
 }
 
 void Block::order_warps(std::vector<size_t>& order) {
@@ -380,20 +401,28 @@ void Block::run() {
 
 void run(const Launch& launch) {
   KernelHistory history;
+  std::atomic<uint32_t> trips = 0;
   std::vector<std::thread> threads;
   for (int y = 0; y < launch.grid_y; ++y)
     for (int x = 0; x < launch.grid_x; ++x)
-      threads.emplace_back([&launch, &history, x, y] {
+      threads.emplace_back([&launch, &history, &trips, x, y] {
         if (failed) return;
         try {
           Block block(launch, history, x, y);
           block.run();
+          uint32_t most = trips;
+          while (most < block.trips() && !trips.compare_exchange_weak(most, block.trips())) {
+          }
           if (block.is_late()) block.nap_before_end();
         } catch (const std::exception& error) {
           fail(launch.kernel->name + ": " + error.what());
         }
       });
   for (std::thread& thread : threads) thread.join();
+  if (!launch.schedule.counts_trips || failed) return;
+  uint32_t fewest = *launch.kernel->fewest_trips;
+  while (trips < fewest && !launch.kernel->fewest_trips->compare_exchange_weak(fewest, trips)) {
+  }
 }
 
 const char* failure() { return failed ? failure_text.c_str() : nullptr; }

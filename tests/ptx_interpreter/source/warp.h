@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "tests/ptx_interpreter/source/memory.h"
+#include "tests/ptx_interpreter/source/trips.h"
 
 namespace ptx {
 
@@ -29,6 +30,8 @@ struct Schedule {
   // Several threads may read an element, of which the one that stores it uses what it read alone:
   // so does Triton with tensors that have fewer elements than the block has threads.
   bool replicates_reads = false;
+  // The trips of blocks are counted (trips.h).
+  bool counts_trips = false;
 };
 
 struct Launch {
@@ -52,6 +55,7 @@ struct Frame {
   int lanes = 0;                // that are in it or in what it calls
   std::vector<uint64_t> rows;   // of kLanes
   std::vector<uint8_t> params;  // param_bytes of each lane
+  Trips::Ready ready;           // of the rows, where trips are counted
   uint8_t* param(int lane, uint32_t offset) {
     return params.data() + size_t(lane) * function->param_bytes + offset;
   }
@@ -75,6 +79,7 @@ class Warp {
 
   void pass_barrier();  // all threads have come
   int waiting() const;  // lanes at a barrier or a shuffle
+  Trips& trips() { return trips_; }
 
  private:
   enum class State : uint8_t { kReady, kAtBarrier, kAtShuffle, kEnded };
@@ -87,6 +92,7 @@ class Warp {
 
   bool pick();
   void run_group(uint32_t* backward);
+  void count_trips(const Instruction& i, Mask active);
   void park(uint32_t pc);  // the group stands there
   bool others_ready() const;
   Mask guarded(const Instruction& i) const;
@@ -113,12 +119,14 @@ class Warp {
   uint32_t meets_at_ = UINT32_MAX;  // where the next group of the frame stands
   bool gives_way_ = false;
   uint32_t turn_ = 0;
+  Trips trips_;
 };
 
 class Block {
  public:
   Block(const Launch& launch, KernelHistory& history, int x, int y);
   void run();
+  uint32_t trips();  // of the warp that made the most
 
   const Launch& launch() const { return launch_; }
   BlockMemory& memory() { return memory_; }

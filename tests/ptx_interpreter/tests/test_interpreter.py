@@ -388,3 +388,54 @@ def test_addresses_of_no_multicast_object_are_errors(offset, said):
     store = "multimem.st.relaxed.sys.global.v4.f32 [%rd2], {%r1, %r2, %r3, %r4};"
     failed = run(f"and.b64 %rd2, %rd1, -16; add.s64 %rd2, %rd2, {16 + offset}; {store}", words())
     assert failed is not None and said in failed
+
+
+# ---- trips to memory ----------------------------------------------------------------------------
+
+LOAD = "ld.global.u32 %r2, [%rd1];"
+BESIDE = "ld.global.u32 %r3, [%rd1+4];"
+# How often a kernel waits for loads, one after the other.
+WAITS = {
+    "no load": ("mov.u32 %r2, 0; st.global.u32 [%rd1+128], %r2;", 0),
+    "nobody looks": (LOAD, 0),
+    "side by side": (f"{LOAD} {BESIDE} add.s32 %r2, %r2, %r3; st.global.u32 [%rd1+128], %r2;", 1),
+    "an address": (
+        f"{LOAD} cvt.u64.u32 %rd2, %r2; add.s64 %rd2, %rd1, %rd2; ld.global.u32 %r3, [%rd2];"
+        "st.global.u32 [%rd1+128], %r3;",
+        2,
+    ),
+    "a branch": (
+        f"{LOAD} setp.ne.s32 %p1, %r2, 0; @%p1 bra past; {BESIDE}"
+        "st.global.u32 [%rd1+128], %r3; past:",
+        2,
+    ),
+    "a store between them": (
+        f"{LOAD} st.global.u32 [%rd1+128], %r2; {BESIDE} st.global.u32 [%rd1+128], %r3;",
+        2,
+    ),
+    "an acquire": (
+        f"ld.acquire.sys.global.u32 %r2, [%rd1]; {BESIDE} st.global.u32 [%rd1+128], %r3;",
+        2,
+    ),
+    "shared memory": (
+        f"{LOAD} st.shared.u32 [shared], %r2; bar.sync 0; ld.shared.u32 %r3, [shared];",
+        1,
+    ),
+    "another warp behind a barrier": (
+        f"setp.lt.u32 %p1, %r1, 32; @!%p1 bra past; {LOAD} setp.ne.s32 %p2, %r2, 0; @%p2 bra past;"
+        f"past: bar.sync 0; {BESIDE} setp.ne.s32 %p2, %r3, 0; @%p2 bra end; end:",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_trips_are_counted(case: str) -> None:
+    body, wanted = WAITS[case]
+    memory = torch.zeros(64, dtype=torch.int32)
+    ptx.allow(memory)
+    module = ptx.load(KERNEL.format(body=body))
+    given, schedule = struct.pack("<Q", memory.data_ptr()), PtxSchedule(counts_trips=1)
+    assert ptx.trips(module, "kernel") == -1
+    assert ptx.run(module, "kernel", given, threads=64, schedule=schedule) is None
+    assert ptx.trips(module, "kernel") == wanted
