@@ -81,9 +81,9 @@ _COMPILING = (*_CPP, "tests/support/compiler.py")
 _TORCH = ("ringcomm/*.py", "ringcomm/c10d/__init__.py")
 _COMPILED_KERNELS = (
     *(*_TORCH, "ringcomm/_native*.so", "ringcomm/cuda/**"),
-    *("kernels/**", "CMakeLists.txt", "tests/proof/compile/*.py", "tests/ptx_interpreter/**"),
+    *("kernels/**", "CMakeLists.txt", "tests/proof/compile/*", "tests/ptx_interpreter/**"),
     *("tests/support/cuda_*.py", "tests/support/emulat*/**", "tests/support/emulated_driver.py"),
-    *("tests/support/nvrtc.py", "tests/support/shared_library.py"),
+    *("tests/support/nvrtc.py", "tests/support/shared_library.py", "tests/support/compiler.py"),
     "tests/support/torch_operators.py",
     "tests/support/triton_device.py",
 )
@@ -111,7 +111,7 @@ PROOFS = (
         "machine code of CUDA",
         tuple(
             f"tests/proof/compile/test_{name}.py"
-            for name in ("cuda_checks", "cuda_compile", "loop_measures")
+            for name in ("cuda_checks", "cuda_compile", "loop_measures", "packet_compile")
         ),
         _COMPILED_KERNELS,
     ),
@@ -145,7 +145,7 @@ PROOFS = (
         "PTX of CUDA kernels",
         tuple(
             f"tests/proof/ptx/test_{name}.py"
-            for name in ("cuda", "multicast", "orders", "rows", "quantization")
+            for name in ("cuda", "multicast", "orders", "rows", "quantization", "trips")
         ),
         _DEVICES,
         ("tests.proof.ptx.multicast_job", "tests.proof.ptx.small_jobs", *_FORKS),

@@ -5,7 +5,6 @@
 #include "kernels/cuda/loops.h"
 #include "kernels/cuda/workspace.h"
 #include "ringcomm/collectives/all_reduce.h"
-#include "ringcomm/protocol/ll.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -52,22 +51,31 @@ RC_TEAM_FN void load_links(Team& team, const CallArgs& args, const Table& t, Wor
   }
 }
 
+// One lane: the words of its channel's line and the abort word. All are under way side by side: a
+// lane that stored one would wait for it before it loaded the next.
+RC_TEAM_FN void load_channel(const CallArgs& args, char* region, const Layout& layout, int channel,
+                             Workspace& w) {
+  auto* line = reinterpret_cast<ChannelLine*>(region + layout.channel_offset(channel));
+  // Messages are not counted, and a collective may be counting now.
+  const bool counts = args.collective != Collective::kSend;
+  const uint64_t sequence = counts ? line->sequence : 0;
+  const uint32_t ll_epoch = counts ? line->ll_epoch : 0;
+  // See NOTE [One call at a time].
+  const uint32_t running = counts ? exchange_relaxed_sys(&line->running, 1) : 0;
+  // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
+  w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
+  w.sequence = sequence;
+  w.ll_epoch = ll_epoch;
+  w.running = running;
+}
+
 // Brings a table into shared memory, and this rank's words of the call, whose loads are under way
 // side by side. Lanes other than the first may look at the view after the next sync().
 template <class Team, class Table>
 RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
   if (team.lane() == 0) {
-    char* const region = t.regions[t.rank];
-    auto* line = reinterpret_cast<ChannelLine*>(region + t.layout.channel_offset(team.channel()));
-    // Messages are not counted, and a collective may be counting now.
-    const bool counts = args.collective != Collective::kSend;
-    w.sequence = counts ? line->sequence : 0;
-    w.ll_epoch = counts ? line->ll_epoch : 0;
-    // See NOTE [One call at a time]. Under way beside the others: it costs no trip of its own.
-    w.running = counts ? exchange_relaxed_sys(&line->running, 1) : 0;
-    // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
-    w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
+    load_channel(args, t.regions[t.rank], t.layout, team.channel(), w);
     w.host = t.host;
   }
   load_links(team, args, t, w);
@@ -237,36 +245,6 @@ RC_TEAM_FN void all_reduce_kernel(Team team, const LaunchParams& p, int rank_in_
                               ? all_reduce_ring(e, w.in, args.out)
                               : all_reduce_two_shot(e, w.in, args.out, one_hop_bytes(e));
                  });
-}
-
-// Packets name their call themselves, so nothing is looked at before: a small message costs one
-// trip.
-template <class Team, class Ops, class Run>
-RC_TEAM_FN void run_ll(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w, Ops ops,
-                       Run run) {
-  const CallArgs& args = p.calls[rank_in_launch];
-  load_table(team, p, rank_in_launch, w);
-  if (begin_call(team, args, w) != Status::kOk) return;
-  Endpoint<Team, Ops> e{team, w.view, ops};
-  end_call(team, w.view, run(e, args), true);
-}
-
-template <class Team>
-RC_TEAM_FN void ll_move_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w) {
-  run_ll(team, p, rank_in_launch, w, MoveOps{}, [](auto& e, const CallArgs& args) {
-    return all_gather_ll(e, args.in, args.out, args.chunk_bytes);
-  });
-}
-
-template <class T, RedOp op, class Team>
-RC_TEAM_FN void ll_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
-                                 Workspace& w) {
-  run_ll(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
-         [](auto& e, const CallArgs& args) {
-           if (args.collective == Collective::kAllReduce)
-             return all_reduce_ll(e, args.in, args.out, args.total_bytes);
-           return reduce_scatter_ll(e, args.in, args.out, args.chunk_bytes);
-         });
 }
 
 }  // namespace device

@@ -5,6 +5,7 @@
 // grid.x: channels; grid.y: ranks of this launch.
 #include "kernels/cuda/multicast.h"
 #include "kernels/cuda/optimizer_body.h"
+#include "kernels/cuda/packets.h"
 #include "kernels/cuda/quantization_lanes.h"
 #include "kernels/cuda/row_lanes.h"
 #include "kernels/cuda/team.h"

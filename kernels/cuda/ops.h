@@ -242,31 +242,6 @@ struct ReduceOps : MoveOps {
                     from.factors, from.count, bytes, scaling(finish_world), team.lane(),
                     team.num_lanes());
   }
-
-  // The reduction of 8 bytes of every rank, in rank order (ll.h).
-  struct WordSum {
-    static constexpr int kWordElems = 8 / sizeof(T);
-    typename R::Acc acc[kWordElems] = {};
-
-    RC_TEAM_FN void add(uint64_t word, double factor, const ReduceOps& ops, bool first) {
-      T elems[kWordElems];
-      memcpy(elems, &word, 8);
-      RC_UNROLL
-      for (int i = 0; i < kWordElems; ++i) {
-        const auto x = R::prepared(elems[i], factor, ops.scales());
-        acc[i] = first ? x : combine<op>(acc[i], x);
-      }
-    }
-    RC_TEAM_FN uint64_t result(const ReduceOps& ops, int world) const {
-      T elems[kWordElems];
-      RC_UNROLL
-      for (int i = 0; i < kWordElems; ++i)
-        elems[i] = R::finished(acc[i], ops.scaling(world).divide_by);
-      uint64_t word;
-      memcpy(&word, elems, 8);
-      return word;
-    }
-  };
 };
 
 }  // namespace device

@@ -53,7 +53,10 @@ struct BlockTeam {
   __device__ __forceinline__ void passing(Point, const View&, Stream) const {}
 
   __device__ __forceinline__ void tell_host(const Fault& fault) const {
-    w->host->fault = fault;
+    const auto* from = reinterpret_cast<const uint64_t*>(&fault);
+    auto* to = reinterpret_cast<uint64_t*>(&w->host->fault);
+    RC_ROLLED
+    for (size_t i = 0; i < sizeof(Fault) / sizeof(uint64_t); ++i) to[i] = from[i];
     // Pairs with the acquire in DeviceComm::faulted().
     store_release_sys(&w->host->fault_raised, 1);
   }

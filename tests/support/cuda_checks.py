@@ -20,7 +20,7 @@ MOST_LIST_BYTES, MOST_PARAMETER_BYTES = 4096, 640
 LOADS_IN_FLIGHT = 4
 
 # The way out of a wait, and what it leaves behind: not where the protocol moves data.
-GIVING_UP = re.compile(r"fail|give_up|slowly|mismatch")
+GIVING_UP = re.compile(r"fail|give_up|slowly|mismatch|raise_fault|fill_fault")
 
 _PTX_MEMORY = re.compile(r"(?<![.\w])(?:ld|ldu|st|atom|red|fence|membar)\.[\w.:]+")
 _NARROW_SCOPE = re.compile(r"\.(?:cta|cluster|gpu|gl)\b")

@@ -241,7 +241,7 @@ CLAIM = Litmus(
 # the call between. The end of a kernel orders, as a fence does. (That an answer is not stored
 # before what it answers was loaded is load buffering, which the machine leaves out.)
 LL = Litmus(
-    [["send_payload", "take_payload", "send_payload"], ["take_payload", "send_payload"]],
+    [["send_payload", "await_packets", "send_payload"], ["await_packets", "send_payload"]],
     [
         [
             store_relaxed_sys("set 0 at 1", 10),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 WATCHED = re.compile(
     r"\b(?:\w+_sys|__atomic_\w+|atomic_\w+|sync|share|debug_barrier|futex|syscall|nanosleep|wake"
     r"|sleep_on_any|sleep_flag_at|word_at|publish|acknowledge|await|await_alone|await_slowly"
-    r"|await_packet_slowly|slot_is_free|claim_fault|await_raised|raise_fault|fill_fault|give_up"
+    r"|await_packets|look_around|clear_other_set|slot_is_free|claim_fault|await_raised|raise_fault|fill_fault|give_up"
     r"|aborted|abort_seen|is_aborted|tell_host|copy_words|copy_shared|load_words|memcpy|insert"
     r"|fence_as_writer|fence_as_sleeper|lock|unlock|progress|progress_sends|progress_receives|take_item)\("
 )

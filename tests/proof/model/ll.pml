@@ -76,8 +76,8 @@ inline send_payload(reader) {
   }
 }
 
-// ll.h: await_packet_slowly
-inline await_packet_slowly(sender) {
+// ll.h: look_around
+inline look_around(sender) {
 #ifndef MUTANT_LL_NOT_AWAITED
   if
   :: packet_arrived(here, flag)
@@ -92,13 +92,13 @@ inline await_packet_slowly(sender) {
 #endif
 }
 
-// The packet is loaded again when it has been awaited.
-// ll.h: take_payload
-inline take_payload(sender) {
+// Until all packets are there they are loaded again and again.
+// ll.h: await_packets
+inline await_packets(sender) {
   for (at : 0 .. length - 1) {
     atomic {
       here = packet_of(me, parity_of(flag), sender, at);
-      await_packet_slowly(sender);
+      look_around(sender);
       assert(calls[here] == call)
     };
     atomic { proceed(); assert(packet_arrived(here, flag) && calls[here] == call) }
@@ -122,7 +122,7 @@ proctype rank(byte me) {
       :: else
       fi;
 #endif
-      take_payload(p)
+      await_packets(p)
     }
   };
 closed:

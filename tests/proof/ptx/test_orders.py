@@ -42,7 +42,7 @@ SAMPLE = {
     "release of send": "one_shot",
     "release of offer": "one-shot step",
     "release of raise_fault": "absent",
-    "barrier of load_words": "ll",
+    "barrier of load_packet_words": "ll",
     "barrier of receive_sources": "one-shot halves",
     "barrier of publish_item": "ring",
     "barrier of end_norm": "norm alone",
@@ -72,7 +72,7 @@ _LAST = "behind it the call has but the barrier of verify_peer_buffers, and ends
 # Patterns of accesses of which no job shows that they are gone, and why.
 SURVIVORS = {
     r"(acquire|fence) of await_raised$|exchange of claim_fault$|fence of raise_fault$": _FAULTS,
-    r"acquire of (aborted|load_words)$": _FAULTS,
+    r"acquire of (aborted|load_channel)$": _FAULTS,
     r"fence of verify_peer_buffers$": _FAULTS,
     r"acquire of await_slowly \(2\)$": "the last look of a wait that fails: the peer had not come",
     r"acquire of has_detached$": "of a word that stays 0 here",
@@ -85,11 +85,11 @@ SURVIVORS = {
     r"accept \(1\))$": _ONE_OF_SEVERAL,
     r"barrier of offer$": "each lane writes the header that it publishes",
     r"barrier of verify_(streams|peer_buffers)$": "all lanes bring the same when all is well",
-    r"barrier of (check_headers|reduce_ll|all_gather_ll)$": (
+    r"barrier of receive_packets": (
         "as do these; packets are strong words that each lane waits for itself, and the factors "
         "behind them are not used by these sums"
     ),
-    r"(barrier|fence) of begin_ll$": (
+    r"(barrier|fence) of clear_other_set$": (
         "the interpreter keeps strong stores in order; see tests/proof/model/ll.pml"
     ),
     r"adamw_float32/float32: acquire of drained$": (

@@ -176,6 +176,14 @@ constexpr bool portions_partition() {
   return true;
 }
 
+constexpr bool fractions_are_quotients() {
+  for (const int count :
+       {1, 2, 3, 7, 16, 63, 64, 96, 132, 255, 1000, kMostPortions - 1, kMostPortions})
+    for (int index = 0; index <= count; ++index)
+      if (fraction_of(index, count) != (uint64_t(index) << 32) / uint64_t(count)) return false;
+  return true;
+}
+
 constexpr bool items_cover() {
   for (const int shift : {6, 12, kOneItem})
     for (const uint64_t bytes : {0ull, 1ull, 64ull, 65ull, 4096ull, 10000ull}) {
@@ -316,6 +324,7 @@ static_assert(rotation_spreads());
 static_assert(chunks_partition());
 static_assert(chunks_repeat());
 static_assert(portions_partition());
+static_assert(fractions_are_quotients());
 static_assert(items_cover());
 static_assert(epochs_wrap());
 static_assert(regions_are_covered());

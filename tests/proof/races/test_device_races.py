@@ -78,12 +78,12 @@ MUTANTS = {
         "if (CHOSEN) return p.first_flag + 2 >= flag;\n  return p.first_flag == flag &&",
     ),
     "LL packets in one set of buffers": Mutant(
-        LL, "ll_offset(call.flag & 1,", "ll_offset(CHOSEN ? 0 : call.flag & 1,"
+        LL, "ours = (flag & 1) != 0", "ours = !CHOSEN && (flag & 1) != 0"
     ),
     "payload taken without its flag": Mutant(
         LL,
-        "if (!packet_arrived(seen, call.flag)) {",
-        "if (!CHOSEN && !packet_arrived(seen, call.flag)) {",
+        "!packet_arrived(seen[k], call.flag)) missing",
+        "!CHOSEN && !packet_arrived(seen[k], call.flag)) missing",
     ),
     "flags stored before the payload": Mutant(
         ATOMICS,
@@ -95,13 +95,13 @@ MUTANTS = {
     ),
     "LL calls not counted": Mutant(
         LL,
-        "if (e.team.lane() == 0) line->ll_epoch",
-        "if (!CHOSEN && e.team.lane() == 0) line->ll_epoch",
+        "if (e.team.lane() == 0)\n    reinterpret_cast<ChannelLine*>",
+        "if (!CHOSEN && e.team.lane() == 0)\n    reinterpret_cast<ChannelLine*>",
     ),
     "packets never cleared": Mutant(
         LL,
-        "if (!clears_other_set(call.flag)) return",
-        "if (CHOSEN || !clears_other_set(call.flag)) return",
+        "if (clears_other_set(flag))",
+        "if (!CHOSEN && clears_other_set(flag))",
         ((2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)),
     ),
     "packets of one set never cleared": Mutant(
@@ -118,8 +118,8 @@ MUTANTS = {
     ),
     "factors of packets read too early": Mutant(
         LL,
-        "header, call.flag, sender);\n  }\n  return e.team.share(status);",
-        "header, call.flag, sender);\n  }\n  return CHOSEN ? status : e.team.share(status);",
+        "status = e.team.share(status);\n      checked",
+        "status = CHOSEN ? status : e.team.share(status);\n      checked",
     ),
     "shared before the team is done": without(
         ENDPOINT, "team.sync();", "team.sync();\n    each_by_lanes({1, world()}"
@@ -190,16 +190,16 @@ NO_MUTANT = -1
 DAWDLING = [
     Mutant(
         LL,
-        "LLPacket* to = payload_packets(e, call, e.rank(), reader);",
-        "if (!CHOSEN && e.rank() == 0 && call.flag % 8 != 7)\n"
+        "const uint64_t offset = e.payload_offset(call, e.rank, 0);",
+        "if (!CHOSEN && e.rank == 0 && call.flag % 8 != 7)\n"
         "      usleep(call.flag < kCallsPerClearing / 2 ? 3000 : 30000);\n"
-        "  LLPacket* to = payload_packets(e, call, e.rank(), reader);",
+        "  const uint64_t offset = e.payload_offset(call, e.rank, 0);",
     ),
     Mutant(
         LL,
-        "if (e.team.lane() == 0) e.factors()",
-        "if (!CHOSEN && e.rank() == 1 && call.flag % 8 == 7) usleep(10000);\n"
-        "  if (e.team.lane() == 0) e.factors()",
+        "if (e.team.lane() == 0) e.factors[e.rank]",
+        "if (!CHOSEN && e.rank == 1 && call.flag % 8 == 7) usleep(10000);\n"
+        "  if (e.team.lane() == 0) e.factors[e.rank]",
     ),
     Mutant(
         SIGNAL,

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/cuda/body.h"
+#include "kernels/cuda/packets.h"
 #include "kernels/host/team.h"
 #include "tests/support/emulator/kernel.h"
 

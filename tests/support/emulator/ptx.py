@@ -38,11 +38,19 @@ def from_environment() -> PtxKernels | None:
 def ptx_of(unit: str, target: str = TARGET) -> str:
     """Returns the PTX of a unit, or of a subunit: see ``cuda_code.unit_source``.
 
-    Its loops are those that RINGCOMM_KERNELS asks for. It says of each instruction which line of
-    the source it comes from. It is kept under ``build/`` for whoever asks next, by a digest of all
-    that it is made from.
+    Its loops are those that RINGCOMM_KERNELS asks for.
     """
-    source, headers, macros = unit_source(unit, units.chosen_loops())
+    return ptx_from(unit, *unit_source(unit, units.chosen_loops()), target=target)
+
+
+def ptx_from(
+    unit: str, source: str, headers: dict[str, str], macros: list[str], target: str = TARGET
+) -> str:
+    """Returns the PTX of a text and its headers.
+
+    It says of each instruction which line of the source it comes from. It is kept under ``build/``
+    for whoever asks next, by a digest of all that it is made from.
+    """
     options = [*units.NVRTC_OPTIONS, *macros, f"-arch={target}", "-lineinfo"]
     made_from = (source, sorted(headers.items()), options, _which_compiler())
     digest = hashlib.sha256(repr(made_from).encode())
@@ -105,6 +113,10 @@ class PtxKernels:
             if (unit, name) not in self._kernels:
                 self._kernels[unit, name] = self._find(unit, name, like)
             return self._kernels[unit, name]
+
+    def module(self, subunit: str) -> int:
+        """Returns the handle of a subunit's text, from which a kernel has been taken."""
+        return self._modules[subunit]
 
     def reached(self) -> dict[str, list[int]]:
         """By subunit, the lines of its text that order memory and that kernels have come to."""

@@ -140,10 +140,12 @@ RC_FN float square_root(float x) { return sqrtf(x); }
 RC_FN double square_root(double x) { return sqrt(x); }
 RC_FN double power(double base, double exponent) { return pow(base, exponent); }
 RC_FN float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+RC_FN double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
 #else
 RC_FN float square_root(float x) { return __builtin_sqrtf(x); }
 RC_FN double square_root(double x) { return __builtin_sqrt(x); }
 RC_FN double power(double base, double exponent) { return __builtin_pow(base, exponent); }
+RC_FN double fused_multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
 // a * b + c, rounded once. Without the instruction: the product is exact in double precision, and a
 // sum rounded to odd there rounds to FP32 as the exact sum does (Boldo and Melquiond, "Emulation of

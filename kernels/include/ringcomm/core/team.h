@@ -84,8 +84,18 @@ struct Portion {
   }
 };
 
+// index / count in those units, rounded down, by one division of 32 bits, for up to kMostPortions.
+// 2^32 is count * quotient + rest, and of x = index * rest, which is at most count^2, the quotient
+// x / count is (x * (quotient + 1)) >> 32: what is too much stays below 1 / count.
+constexpr int kMostPortions = 1024;
+RC_FN constexpr uint64_t fraction_of(int index, int count) {
+  const uint32_t i = uint32_t(index), quotient = 0xffffffffu / uint32_t(count);
+  const uint32_t rest = 0xffffffffu - quotient * uint32_t(count) + 1;
+  return uint64_t(i) * quotient + (uint64_t(i * rest) * (uint64_t(quotient) + 1) >> 32);
+}
+
 RC_FN constexpr Portion portion_of(int index, int count) {
-  return {(uint64_t(index) << 32) / uint64_t(count), (uint64_t(index + 1) << 32) / uint64_t(count)};
+  return {fraction_of(index, count), fraction_of(index + 1, count)};
 }
 
 struct Extent {

@@ -57,32 +57,64 @@ RC_FN constexpr bool clears_other_set(uint32_t flag) {
   return flag % kCallsPerClearing >= kCallsPerClearing - 2;
 }
 
-// Packets whose loads are under way at once, one per rank.
+// Ranks whose words or packets a lane loads side by side.
 constexpr int kPacketBatch = 8;
+
+// A bit for each of the ranks [first, first + kPacketBatch) that there are.
+RC_FN constexpr uint32_t ranks_in_batch(int first, int world) {
+  return (1u << (world - first < kPacketBatch ? world - first : kPacketBatch)) - 1;
+}
+// The same without `rank`.
+RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
+  const uint32_t at = uint32_t(rank - first);
+  return ranks_in_batch(first, world) ^ (at < kPacketBatch ? 1u << at : 0);
+}
 
 struct LLCall {
   uint32_t flag;
-  Extent extent;  // of the message: this channel's payload
+  uint64_t sets;  // where the sets of packets of this call begin in a region
+  uint64_t hash;  // of my header
 };
 
+// The buffers of a call, as one lane sees them: what rank p is sent lies p * stride behind `in`. It
+// moves 8 bytes of its channel's payload, and those `step` further on, to `end`: bytes of the
+// message.
+struct LLLane {
+  const char* in;
+  uint32_t stride;  // 0: every rank is sent the same
+  const char* own;  // what this rank keeps for itself
+  uint32_t at, step, end;
+};
+
+// What a lane loads before it knows the number of its call.
+struct FirstWords {
+  uint64_t own;
+  uint64_t sent[kPacketBatch];  // to the first ranks
+  bool has_sent;                // else they are not whole words, and are loaded when they are sent
+};
+
+RC_FN bool is_whole(const char* at, uint32_t stride, uint32_t bytes) {
+  return bytes >= 8 && ((uint32_t(reinterpret_cast<uintptr_t>(at)) | stride) & 7) == 0;
+}
+
 // 8 bytes of payload at `from`, of which `bytes` exist.
-RC_TEAM_FN uint64_t load_payload(const char* from, uint64_t bytes) {
-  if (bytes >= 8 && (reinterpret_cast<uintptr_t>(from) & 7) == 0)
-    return *reinterpret_cast<const uint64_t*>(from);
+RC_COLD uint64_t load_payload(const char* from, uint32_t bytes) {
+  if (is_whole(from, 0, bytes)) return *reinterpret_cast<const uint64_t*>(from);
   uint64_t word = 0;
   RC_ROLLED
-  for (int i = 0; i < 8 && uint64_t(i) < bytes; ++i)
+  for (uint32_t i = 0; i < 8 && i < bytes; ++i)
     word |= uint64_t(static_cast<unsigned char>(from[i])) << (8 * i);
   return word;
 }
 
-RC_TEAM_FN void store_payload(char* to, uint64_t word, uint64_t bytes) {
-  if (bytes >= 8 && (reinterpret_cast<uintptr_t>(to) & 7) == 0) {
-    *reinterpret_cast<uint64_t*>(to) = word;
-    return;
-  }
+RC_COLD void store_bytes(char* to, uint64_t word, uint32_t bytes) {
+  const char* const end = to + (bytes < 8 ? bytes : 8);
   RC_ROLLED
-  for (int i = 0; i < 8 && uint64_t(i) < bytes; ++i) to[i] = char(word >> (8 * i));
+  for (; to != end; word >>= 8) *to++ = char(word);
+}
+RC_TEAM_FN void store_payload(char* to, uint64_t word, uint32_t bytes) {
+  if (!is_whole(to, 0, bytes)) return store_bytes(to, word, bytes);
+  *reinterpret_cast<uint64_t*>(to) = word;
 }
 
 // model: packet_arrived (tests/proof/model/ll.pml)
@@ -91,236 +123,290 @@ RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
 }
 RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
-// `offset` bytes into where `reader` receives what `sender` sends it in a call.
-template <class E>
-RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int reader,
-                                uint64_t offset) {
-  char* const set = e.v.regions[reader] + e.v.layout.ll_offset(call.flag & 1, sender);
-  return reinterpret_cast<LLPacket*>(set + offset);
-}
+// One rank's end of the packets of a call on one channel. What it needs at once stands beside the
+// view, which may lie in slower memory.
+template <class Team, class Ops>
+struct LLEndpoint {
+  using Operations = Ops;
+  Team& team;
+  const View& v;
+  Ops& ops;
+  char* const* regions;  // as many as there are ranks, and at least kPacketBatch
+  const CallHeader& mine;
+  double* factors;
+  Layout layout;
+  int32_t rank, world;
 
-// This channel's header. The headers of all channels come first: ranks that disagree on the size of
-// the message still find them at the same addresses.
-template <class E>
-RC_TEAM_FN LLPacket* header_packets(const E& e, const LLCall& call, int sender, int reader) {
-  const uint64_t offset = e.v.layout.ll_header_offset(e.team.channel());
-  return packets_at(e, call, sender, reader, offset);
-}
-
-// This channel's payload.
-template <class E>
-RC_TEAM_FN LLPacket* payload_packets(const E& e, const LLCall& call, int sender, int reader) {
-  const uint64_t offset = e.v.layout.ll_payload_offset(call.extent.begin_bytes);
-  return packets_at(e, call, sender, reader, offset);
-}
-
-// One lane: until the packet is there.
-// model: await_packet_slowly (tests/proof/model/ll.pml)
-template <class Team>
-RC_COLD Status await_packet_slowly(Team team, const View& v, const LLPacket* packet, uint32_t flag,
-                                   int sender) {
-  Pause pause{&packet->first_flag, 0, nullptr, 0};
-  uint64_t started = 0;
-  for (;; ++pause.polls) {
-    const LLPacket seen = load_ll_packet_sys(packet);
-    if (packet_arrived(seen, flag)) return Status::kOk;
-    pause.seen = seen.first_flag;
-    if (!team.pause(pause)) continue;
-    const uint64_t now = team.now_ns();
-    if (started == 0) started = now;
-    Status status = reason_to_give_up(team, v, sender, now - started);
-    const CallHeader* theirs = nullptr;
-    if (status != Status::kAborted && status != Status::kInterrupted) {
-      theirs = other_call_seen(v, team.channel(), sender);
-      if (theirs != nullptr) status = Status::kMismatch;
-    }
-    if (status == Status::kOk) continue;
-    if (status != Status::kAborted && packet_arrived(load_ll_packet_sys(packet), flag))
-      return Status::kOk;
-    return give_up(team, v, Site{Stream::kPair, sender, false, 0}, status, flag, pause.seen,
-                   now - started, theirs);
+  // This channel's header. The headers of all channels come first: ranks that disagree on the size
+  // of the message still find them at the same addresses.
+  RC_TEAM_FN LLPacket* header(const LLCall& call, int sender, int reader) const {
+    const uint64_t set = call.sets + uint32_t(sender) * layout.ll_set_bytes();
+    return reinterpret_cast<LLPacket*>(regions[reader] + set +
+                                       layout.ll_header_offset(team.channel()));
   }
+  // Where in a region a packet of the payload lies, `at` bytes into the message.
+  RC_TEAM_FN uint64_t payload_offset(const LLCall& call, int sender, uint32_t at) const {
+    const uint64_t set = call.sets + uint32_t(sender) * layout.ll_set_bytes();
+    return set + layout.ll_payload_offset(at);
+  }
+};
+
+// A lane's way through messages of `bytes` bytes: rank p is sent those at in + p * stride.
+template <class Team>
+RC_TEAM_FN LLLane lane_of(const Team& team, const char* in, uint32_t stride, int rank,
+                          uint32_t bytes) {
+  const Extent extent = extent_of(bytes, portion_of(team.channel(), team.num_channels()));
+  return {in,
+          stride,
+          in + uint64_t(uint32_t(rank)) * stride,
+          uint32_t(extent.begin_bytes) + uint32_t(team.lane()) * 8,
+          uint32_t(team.num_lanes()) * 8,
+          uint32_t(extent.end_bytes)};
+}
+
+// Beside the words that a call begins with: so it costs no trip of its own.
+RC_TEAM_FN FirstWords load_first(const LLLane& lane, int world) {
+  FirstWords words;
+  const char* const from = lane.in + lane.at;
+  words.has_sent = lane.at < lane.end;
+  words.own = 0;
+  if (!words.has_sent) return words;
+  if (is_whole(from, lane.stride, lane.end - lane.at)) {
+    const uint32_t ranks = ranks_in_batch(0, world);
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k)
+      if (ranks >> k & 1)
+        words.sent[k] = *reinterpret_cast<const uint64_t*>(from + uint64_t(k) * lane.stride);
+    words.own = *reinterpret_cast<const uint64_t*>(lane.own + lane.at);
+  } else {
+    words.own = load_payload(lane.own + lane.at, lane.end - lane.at);
+    words.has_sent = lane.stride == 0;
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k) words.sent[k] = words.own;
+  }
+  return words;
+}
+
+// One lane: a wait for a packet is long. Whether it goes on, and since when it has been.
+struct LongWait {
+  uint64_t started;
+  Status status;
+};
+// model: look_around (tests/proof/model/ll.pml)
+template <class Team>
+RC_COLD LongWait look_around(Team team, const View& v, const LLPacket* packet, uint32_t flag,
+                             int sender, uint64_t started) {
+  const uint64_t now = team.now_ns();
+  if (started == 0) started = now;
+  Status status = reason_to_give_up(team, v, sender, now - started);
+  const CallHeader* theirs = nullptr;
+  if (status != Status::kAborted && status != Status::kInterrupted) {
+    theirs = other_call_seen(v, team.channel(), sender);
+    if (theirs != nullptr) status = Status::kMismatch;
+  }
+  if (status == Status::kOk) return {started, Status::kOk};
+  const LLPacket seen = load_ll_packet_sys(packet);
+  if (status != Status::kAborted && packet_arrived(seen, flag)) return {started, Status::kOk};
+  give_up(team, v, Site{Stream::kPair, sender, false, 0}, status, flag, seen.first_flag,
+          now - started, theirs);
+  return {started, status};
 }
 
 // One lane: a peer's header differs from mine. Waits for all of it, since people will read it.
 template <class Team>
 RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uint32_t flag,
                            int sender) {
-  for (int i = 0; i < kHeaderPackets; ++i) {
-    const Status status = await_packet_slowly(team, v, header + i, flag, sender);
-    if (status != Status::kOk) return status;
+  LongWait wait{0, Status::kOk};
+  Pause pause{&header->first_flag, 0, nullptr, 0};
+  for (int i = 0; i < kHeaderPackets; ++pause.polls) {
+    if (packet_arrived(load_ll_packet_sys(header + i), flag)) {
+      ++i;
+    } else if (team.pause(pause)) {
+      wait = look_around(team, v, header + i, flag, sender, wait.started);
+      if (wait.status != Status::kOk) return wait.status;
+    }
   }
   Fault* record = claim_fault(v);
   if (record == nullptr) return Status::kMismatch;
   fill_fault(record, v, Status::kMismatch, sender);
+  RC_ROLLED
   for (int i = 0; i < kHeaderPackets; ++i)
     reinterpret_cast<uint64_t*>(&record->theirs)[i] = payload_of(load_ll_packet_sys(header + i));
   raise_fault(team, v);
   return Status::kMismatch;
 }
 
+// `bytes` bytes of a set, which hold the call before this one, which is over; the peers write into
+// it again only after they have received what I send below.
+template <class Team>
+RC_COLD void clear_other_set(Team team, char* set, uint64_t bytes) {
+  const uint32_t lanes = uint32_t(team.num_lanes());
+  const uint64_t step = team.num_channels() * lanes * sizeof(LLPacket);
+  RC_ROLLED
+  for (uint64_t at = (team.channel() * lanes + team.lane()) * sizeof(LLPacket); at < bytes;
+       at += step)
+    store_ll_packet_sys(reinterpret_cast<LLPacket*>(set + at), 0, 0, 0);
+  // Every lane fences between what all lanes cleared and what it sends.
+  team.sync();
+  fence_acq_rel_sys();
+}
+
 // Advances the count of LL calls; all lanes get it.
 // model: begin_ll (tests/proof/model/ll.pml)
 template <class E>
-RC_TEAM_FN LLCall begin_ll(E& e, uint64_t message_bytes) {
-  ChannelLine* line = e.v.channel_line(e.team.channel());
-  const LLCall call{next_flag(e.v.ll_epoch), extent_of(message_bytes, e.team.portion())};
-  if (e.team.lane() == 0) line->ll_epoch = call.flag;
-  if (!clears_other_set(call.flag)) return call;
-  // The other set holds the call before this one, which is over; the peers write into it again only
-  // after they have received what I send below.
-  const uint64_t bytes = e.v.layout.ll_set_bytes() * e.world();
-  char* base = e.v.regions[e.rank()] + e.v.layout.ll_offset((call.flag + 1) & 1, 0);
-  const Extent mine = extent_of(bytes, e.team.portion());
-  for (uint64_t at = mine.begin_bytes + uint64_t(e.team.lane()) * sizeof(LLPacket);
-       at < mine.end_bytes; at += uint64_t(e.team.num_lanes()) * sizeof(LLPacket))
-    store_ll_packet_sys(reinterpret_cast<LLPacket*>(base + at), 0, 0, 0);
-  // Every lane fences between what all lanes cleared and what it sends.
-  e.team.sync();
-  fence_acq_rel_sys();
-  return call;
+RC_TEAM_FN LLCall begin_ll(E& e) {
+  const uint32_t flag = next_flag(e.v.ll_epoch);
+  const uint64_t bytes = uint32_t(e.world) * e.layout.ll_set_bytes(),
+                 sets = e.layout.ll_offset(0, 0), ours = (flag & 1) != 0 ? bytes : 0;
+  char* const region = e.regions[e.rank];
+  if (e.team.lane() == 0)
+    reinterpret_cast<ChannelLine*>(region + e.layout.channel_offset(e.team.channel()))->ll_epoch =
+        flag;
+  if (clears_other_set(flag)) clear_other_set(e.team, region + sets + bytes - ours, bytes);
+  return {flag, sets + ours, hash_of(reinterpret_cast<const uint64_t*>(&e.mine))};
 }
 
 template <class E>
 RC_TEAM_FN void send_headers(E& e, const LLCall& call) {
-  const auto* words = reinterpret_cast<const uint64_t*>(e.v.mine);
-  const int packets = kHeaderPackets + 1, count = (e.world() - 1) * packets;
-  const uint64_t hash = hash_of(words);
-  for (int i = e.team.lane(); i < count; i += e.team.num_lanes()) {
-    const int reader = e.peer_at(1 + i / packets), at = i % packets;
-    const uint64_t word = at == kHashPacket ? hash : words[at];
-    store_ll_packet_sys(header_packets(e, call, e.rank(), reader) + at, uint32_t(word),
-                        uint32_t(word >> 32), call.flag);
+  const auto* words = reinterpret_cast<const uint64_t*>(&e.mine);
+  constexpr uint32_t packets = kHeaderPackets + 1;
+  RC_ROLLED
+  for (uint32_t i = e.team.lane(); i < e.world * packets; i += e.team.num_lanes()) {
+    const int reader = int(i / packets), at = int(i % packets);
+    if (reader == e.rank) continue;
+    const uint64_t word = at == kHashPacket ? call.hash : words[at];
+    store_ll_packet_sys(e.header(call, e.rank, reader) + at, uint32_t(word), uint32_t(word >> 32),
+                        call.flag);
   }
 }
 
-// One lane: 8 bytes of payload from `sender`, whose packet was seen as `seen`.
-// model: take_payload (tests/proof/model/ll.pml)
-template <class E>
-RC_TEAM_FN Status take_payload(E& e, const LLCall& call, const LLPacket* from, LLPacket seen,
-                               int sender, uint64_t* word) {
-  if (!packet_arrived(seen, call.flag)) {
-    RC_RETURN_IF_FAILED(await_packet_slowly(e.team, e.v, from, call.flag, sender));
-    seen = load_ll_packet_sys(from);
-  }
-  *word = payload_of(seen);
-  return Status::kOk;
-}
-
-// Waits for the peers' hashes and compares them with mine, and for their factors. Fills factors().
-template <class E>
-RC_TEAM_FN Status check_headers(E& e, const LLCall& call) {
-  const int count = (e.world() - 1) * 2;
-  const uint64_t hash = hash_of(reinterpret_cast<const uint64_t*>(e.v.mine));
-  Status status = Status::kOk;
-  if (e.team.lane() == 0) e.factors()[e.rank()] = e.factor();
-  for (int i = e.team.lane(); i < count && status == Status::kOk; i += e.team.num_lanes()) {
-    const int sender = e.peer_at(1 + i / 2), at = i % 2 == 0 ? kHashPacket : kFactorPacket;
-    const LLPacket* header = header_packets(e, call, sender, e.rank());
-    uint64_t theirs = 0;
-    status = take_payload(e, call, header + at, load_ll_packet_sys(header + at), sender, &theirs);
-    if (status != Status::kOk) break;
-    if (at == kFactorPacket)
-      reinterpret_cast<uint64_t*>(e.factors())[sender] = theirs;
-    else if (theirs != hash)
-      status = ll_mismatch(e.team, e.v, header, call.flag, sender);
-  }
-  return e.team.share(status);
-}
-
-// My payload at `from` (this channel's slice of it) to one reader.
+// My payload to all readers.
 // model: send_payload (tests/proof/model/ll.pml)
 template <class E>
-RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int reader) {
-  LLPacket* to = payload_packets(e, call, e.rank(), reader);
-  const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
-  for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes;
-       at += uint64_t(e.team.num_lanes()) * 8) {
-    const uint64_t word = load_payload(from + call.extent.begin_bytes + at, bytes - at);
-    store_ll_packet_sys(to + at / 8, uint32_t(word), uint32_t(word >> 32), call.flag);
+RC_TEAM_FN void send_payload(E& e, const LLCall& call, const LLLane& lane,
+                             const FirstWords& words) {
+  const uint64_t offset = e.payload_offset(call, e.rank, 0);
+  uint32_t at = lane.at;
+  int reader = 0;
+  if (words.has_sent) {
+    char* to[kPacketBatch];
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k) to[k] = e.regions[k] + offset + 2 * at;
+    const uint32_t peers = peers_in_batch(0, e.world, e.rank);
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k)
+      if (peers >> k & 1)
+        store_ll_packet_sys(reinterpret_cast<LLPacket*>(to[k]), uint32_t(words.sent[k]),
+                            uint32_t(words.sent[k] >> 32), call.flag);
+    reader = kPacketBatch;
+  }
+  RC_ROLLED
+  for (; at < lane.end; at += lane.step, reader = 0) {
+    RC_ROLLED
+    for (; reader < e.world; ++reader) {
+      if (reader == e.rank) continue;
+      const uint64_t word =
+          load_payload(lane.in + uint64_t(uint32_t(reader)) * lane.stride + at, lane.end - at);
+      store_ll_packet_sys(reinterpret_cast<LLPacket*>(e.regions[reader] + offset + 2 * at),
+                          uint32_t(word), uint32_t(word >> 32), call.flag);
+    }
   }
 }
 
-// Reduces 8 bytes at a time: every rank's packet at the same offset, mine from `own`.
+// Packets that one lane awaits together: one of a header, if `header` is not null, and of a batch
+// of payloads.
+struct Awaited {
+  const LLPacket* header = nullptr;
+  int header_sender = 0;
+  bool is_hash = false;
+  const char* payload = nullptr;  // rank `first`'s
+  int first = 0;
+  uint32_t peers = 0;  // a bit for each whose payload is awaited
+};
+
+// One lane, until all are there: all are loaded anew at each look, so that whichever is the last
+// has been seen by one trip. A header of another call ends it at once.
+// model: await_packets (tests/proof/model/ll.pml)
 template <class E>
-RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out) {
-  const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
-  // Rank p's packets lie p sets behind rank 0's.
-  const char* const inbox = reinterpret_cast<const char*>(payload_packets(e, call, 0, e.rank()));
-  const uint64_t set_bytes = e.v.layout.ll_set_bytes();
-  Status status = Status::kOk;
-  for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes && status == Status::kOk;
-       at += uint64_t(e.team.num_lanes()) * 8) {
-    typename E::Operations::WordSum sum;
-    const char* const from = inbox + 2 * at;
-    const uint64_t mine = load_payload(own + call.extent.begin_bytes + at, bytes - at);
-    for (int first = 0; first < e.world() && status == Status::kOk; first += kPacketBatch) {
-      LLPacket seen[kPacketBatch];
-      RC_UNROLL
-      for (int k = 0; k < kPacketBatch; ++k) {
-        const int p = first + k;
-        if (p < e.world() && p != e.rank())
-          seen[k] = load_ll_packet_sys(reinterpret_cast<const LLPacket*>(from + p * set_bytes));
-      }
-      RC_UNROLL
-      for (int k = 0; k < kPacketBatch; ++k) {
-        const int p = first + k;
-        if (p >= e.world() || status != Status::kOk) continue;
-        uint64_t word = mine;
-        if (p != e.rank())
-          status = take_payload(e, call, reinterpret_cast<const LLPacket*>(from + p * set_bytes),
-                                seen[k], p, &word);
-        sum.add(word, e.ops.scales() ? e.factors()[p] : 1.0, e.ops, p == 0);
-      }
-    }
-    if (status == Status::kOk)
-      store_payload(out + call.extent.begin_bytes + at, sum.result(e.ops, e.world()), bytes - at);
+RC_TEAM_FN Status await_packets(E& e, const LLCall& call, const Awaited& a, uint64_t* header_word,
+                                LLPacket (&seen)[kPacketBatch]) {
+  const uint64_t set_bytes = e.layout.ll_set_bytes();
+  LongWait wait{0, Status::kOk};
+  Pause pause{nullptr, 0, nullptr, 0};
+  for (;; ++pause.polls) {
+    LLPacket header{};
+    if (a.header != nullptr) header = load_ll_packet_sys(a.header);
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k)
+      if (a.peers >> k & 1)
+        seen[k] = load_ll_packet_sys(
+            reinterpret_cast<const LLPacket*>(a.payload + uint64_t(k) * set_bytes));
+    uint32_t missing = 0;
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k)
+      if ((a.peers >> k & 1) != 0 && !packet_arrived(seen[k], call.flag)) missing |= 1u << k;
+    const bool has_header = a.header == nullptr || packet_arrived(header, call.flag);
+    *header_word = payload_of(header);
+    if (a.is_hash && has_header && *header_word != call.hash)
+      return ll_mismatch(e.team, e.v, a.header - kHashPacket, call.flag, a.header_sender);
+    if (has_header && missing == 0) return Status::kOk;
+    if (!e.team.pause(pause)) continue;
+    const int k = has_header ? log2_of(missing & (0 - missing)) : 0;
+    const auto* payload = reinterpret_cast<const LLPacket*>(a.payload + uint64_t(k) * set_bytes);
+    wait = look_around(e.team, e.v, has_header ? payload : a.header, call.flag,
+                       has_header ? a.first + k : a.header_sender, wait.started);
+    if (wait.status != Status::kOk) return wait.status;
   }
-  return e.team.share(status);
 }
 
-template <class E>
-RC_TEAM_FN Status all_reduce_ll(E& e, const char* in, char* out, uint64_t bytes) {
-  const LLCall call = begin_ll(e, bytes);
-  send_headers(e, call);
-  for (int d = 1; d < e.world(); ++d) send_payload(e, call, in, e.peer_at(d));
-  RC_RETURN_IF_FAILED(check_headers(e, call));
-  return reduce_ll(e, call, in, out);
-}
-
-// in: W chunks of chunk_bytes; out: my chunk.
-template <class E>
-RC_TEAM_FN Status reduce_scatter_ll(E& e, const char* in, char* out, uint64_t chunk_bytes) {
-  const LLCall call = begin_ll(e, chunk_bytes);
-  send_headers(e, call);
-  for (int d = 1; d < e.world(); ++d)
-    send_payload(e, call, in + e.peer_at(d) * chunk_bytes, e.peer_at(d));
-  RC_RETURN_IF_FAILED(check_headers(e, call));
-  return reduce_ll(e, call, in + e.rank() * chunk_bytes, out);
-}
-
-// in: my chunk; out: W chunks of chunk_bytes.
-template <class E>
-RC_TEAM_FN Status all_gather_ll(E& e, const char* in, char* out, uint64_t chunk_bytes) {
-  const LLCall call = begin_ll(e, chunk_bytes);
-  const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
-  send_headers(e, call);
-  for (int d = 1; d < e.world(); ++d) send_payload(e, call, in, e.peer_at(d));
-  RC_RETURN_IF_FAILED(check_headers(e, call));
-  const Span mine{const_cast<char*>(in) + call.extent.begin_bytes, bytes};
-  char* const own = out + e.rank() * chunk_bytes + call.extent.begin_bytes;
-  if (own != mine.ptr) e.ops.copy_private(e.team, own, mine.ptr, bytes);
+// Receives all payloads, rank by rank for each turn, and gives them to `sink`, once the peers'
+// hashes are equal to mine. Fills the factors.
+//   sink.take(e, int rank, uint64_t word, uint32_t at, uint32_t bytes)   in the order of the ranks
+//   sink.finish(e, uint32_t at, uint32_t bytes)                          behind the last rank
+template <class E, class Sink>
+RC_TEAM_FN Status receive_packets(E& e, const LLCall& call, const LLLane& lane, uint64_t own,
+                                  Sink sink) {
+  const int headers = e.world * 2, lanes = e.team.num_lanes();
+  if (e.team.lane() == 0) e.factors[e.rank] = e.mine.factor;
+  uint32_t at = lane.at;
+  int first = 0, i = e.team.lane();
   Status status = Status::kOk;
-  for (int d = 1; d < e.world(); ++d) {
-    const int p = e.peer_at(d);
-    const LLPacket* from = payload_packets(e, call, p, e.rank());
-    char* const to = out + p * chunk_bytes + call.extent.begin_bytes;
-    for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes && status == Status::kOk;
-         at += uint64_t(e.team.num_lanes()) * 8) {
-      uint64_t word = 0;
-      status = take_payload(e, call, from + at / 8, load_ll_packet_sys(from + at / 8), p, &word);
-      if (status == Status::kOk) store_payload(to + at, word, bytes - at);
+  for (bool checked = false; at < lane.end || !checked;) {
+    Awaited a;
+    const int sender = i >> 1;
+    if (i < headers && sender != e.rank) {
+      a.is_hash = (i & 1) == 0;
+      a.header_sender = sender;
+      a.header = e.header(call, sender, e.rank) + (a.is_hash ? kHashPacket : kFactorPacket);
     }
+    if (at < lane.end) {
+      a.first = first;
+      a.peers = peers_in_batch(first, e.world, e.rank);
+      a.payload = e.regions[e.rank] + e.payload_offset(call, first, at);
+    }
+    uint64_t header_word = 0;
+    LLPacket seen[kPacketBatch];
+    if (status == Status::kOk) status = await_packets(e, call, a, &header_word, seen);
+    if (status == Status::kOk && a.header != nullptr && !a.is_hash)
+      reinterpret_cast<uint64_t*>(e.factors)[sender] = header_word;
+    i += lanes;
+    if (!checked) {
+      if (i - e.team.lane() < headers) continue;
+      status = e.team.share(status);
+      checked = true;
+    }
+    if (status != Status::kOk || at >= lane.end) break;
+    RC_UNROLL
+    for (int k = 0; k < kPacketBatch; ++k) {
+      if (first + k >= e.world) break;
+      sink.take(e, first + k, first + k == e.rank ? own : payload_of(seen[k]), at, lane.end - at);
+    }
+    first += kPacketBatch;
+    if (first < e.world) continue;
+    sink.finish(e, at, lane.end - at);
+    first = 0;
+    at += lane.step;
+    if (at < lane.end) own = load_payload(lane.own + at, lane.end - at);
   }
   return e.team.share(status);
 }

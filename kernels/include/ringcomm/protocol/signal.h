@@ -64,7 +64,7 @@ RC_TEAM_FN void await_raised(const View& v) {
 // After the record was filled.
 // model: raise_fault (tests/proof/model/lend.pml, signal.pml)
 template <class Team>
-RC_TEAM_FN void raise_fault(Team& team, const View& v) {
+RC_COLD void raise_fault(Team team, const View& v) {
   // Pairs with the acquire in abort_seen() on every other rank: the record is whole when the word
   // is.
   store_release_sys(&v.control(v.rank)->aborted, 1);
@@ -74,7 +74,7 @@ RC_TEAM_FN void raise_fault(Team& team, const View& v) {
   team.tell_host(v.control(v.rank)->fault);
 }
 
-RC_TEAM_FN void fill_fault(Fault* record, const View& v, Status status, int peer) {
+RC_COLD void fill_fault(Fault* record, const View& v, Status status, int peer) {
   record->status = status;
   record->rank = v.rank;
   record->peer = peer;
