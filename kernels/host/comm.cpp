@@ -10,22 +10,23 @@
 namespace ringcomm::host {
 namespace {
 
-// All-reduce up to this size in one hop. Zen 4, 2 ranks, plain tensors, one hop against two: 3.7 us
+// The largest all-reduce in one hop. One hop against two on Zen 4, 2 ranks, plain tensors: 3.7 us
 // against 4.4 us at 32 KiB, 7.6 us against 7.3 us at 64 KiB.
 constexpr uint64_t kOneHopBytes = 32 << 10;
 
-// Pieces of a two-shot all-reduce: what a rank shares is still in its caches when peers read it.
-// Xeon (AVX-512) with 1 MiB of L2 a core, plain tensors, against 256 KiB. 2 ranks: 256 KiB 1.12
-// times as fast, 1 MiB 1.20, 4 MiB 1.27, 64 MiB 1.11; 32 KiB another 4 % on a quiet machine, but
-// beside one busy loop 0.90 for 1 MiB where these take 0.99. 4 ranks: 1.02 to 1.08 (with 32 KiB).
+// The piece size of a two-shot all-reduce: the piece that a rank shares is still in its caches when
+// peers read it. Speedup over pieces of 256 KiB on a Xeon (AVX-512) with 1 MiB of L2 per core,
+// plain tensors. 2 ranks: 1.12 for 256 KiB, 1.20 for 1 MiB, 1.27 for 4 MiB, 1.11 for 64 MiB; pieces
+// of 32 KiB gain another 4 % on a quiet machine, but next to one busy loop they have 0.90 for 1
+// MiB, and pieces of 64 KiB 0.99. 4 ranks: 1.02 to 1.08 (with 32 KiB).
 constexpr uint64_t kAllReducePieceBytes = 64 << 10;
 
 Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
   return {const_cast<char*>(base), total, chunk, nullptr};
 }
 
-// Checks that what `p` announced lies inside its heap, and is a region of this communicator and of
-// that rank.
+// Checks that the region announced by rank `p` lies inside its heap, and that it is a region of
+// this communicator and of rank `p`.
 void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress& peer) {
   const auto refuse = [&](const std::string& what) {
     throw RegionError("what rank " + std::to_string(p) +
@@ -59,7 +60,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   region_ = heap_->allocate(region_bytes + Recorder::memory_bytes(config.records),
                             Heap::Purpose::kRegion);
   char* mine = heap_->base() + region_;
-  // The memory may have held a tensor. Slots need no clearing: no epoch points at them yet.
+  // The memory may have held a tensor. Slots need no clearing: no epoch refers to a slot yet.
   std::memset(mine, 0, layout_.staging_offset());
   auto* control = reinterpret_cast<ControlPage*>(mine);
   begin_page(control, config.rank, layout_);
@@ -109,14 +110,14 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
   view_.control(view_.rank)->reads_peers =
       single_copy_ && view_.world == kSingleCopyRanks && reads_peers() ? 1 : 0;
   if (!recorder_.on()) return;
-  // Rank 0 knew its heap, its region and the time before any peer could know of it.
+  // Rank 0 created its heap and its region at a known time, before any peer could connect.
   uint64_t token;
   std::memcpy(&token, peers[0].heap_base, sizeof(token));
   const auto* first = reinterpret_cast<const RecorderHeader*>(recorder_of(0));
   recorder_.set_world_id((token ^ first->created_ns) * 0x9e3779b97f4a7c15 ^ peers[0].region_offset);
 }
 
-// True where the operating system lets this process read every peer's memory.
+// True if the operating system lets this process read the memory of every peer.
 bool Comm::reads_peers() const {
   for (int p = 0; p < view_.world; ++p) {
     if (p == view_.rank) continue;
@@ -136,7 +137,7 @@ void Comm::publish_members(uint64_t members) {
 }
 
 void Comm::activate() {
-  fence_seq_cst_sys();  // after the store told that all are ready
+  fence_seq_cst_sys();  // after the store has reported that all ranks are ready
   const uint64_t members = load_relaxed_sys(&view_.control(view_.rank)->members);
   for (int p = 0; p < view_.world; ++p)
     if (load_relaxed_sys(&view_.control(p)->members) != members)
@@ -160,7 +161,7 @@ void Comm::use_threads(int most, bool is_exact, int channels, bool is_crowded) {
   is_crowded_ = is_crowded;
 }
 
-// The last stores into the peers' regions: after them each peer may give its region to others.
+// The last stores into the peers' regions: afterwards each peer may reuse its region's memory.
 // model: detach (tests/proof/model/retired.pml)
 void Comm::detach() {
   for (int p = 0; p < view_.world; ++p) {
@@ -175,7 +176,7 @@ void Comm::close() {
   if (regions_[view_.rank] == nullptr) return;
   detach();
   if (recorder_.on()) heap_->unlist_recorder(region_ + layout_.region_bytes());
-  // A rank that never connected is known to nobody: its region is free at once.
+  // No peer knows the region of a rank that never connected, so the region is free at once.
   std::vector<Process> others = waiter_.forget_all();
   if (!owners_.empty()) others.resize(view_.world);
   RetiredRegions::instance().retire(
@@ -197,7 +198,7 @@ void Comm::check_order(Algorithm algorithm) const {
         "a ring cannot sum in groups of ranks (CommOptions.sum_group_size)");
 }
 
-// Fills `groups`, to which the result points, where sums are taken in groups.
+// Fills `groups` if sums are taken in groups; the returned ops then point to it.
 HostOps Comm::reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
                             GroupedSum* groups) {
   HostOps ops = ops_for(reduction_loop(r.dtype, results, r.op), total_bytes);
@@ -223,19 +224,20 @@ Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* 
                   [&](auto& e) { return reduce_scatter_one_shot(e, in, out, root); });
 }
 
-// Whether two levels cost less, by the counts of two_levels.h. A byte of another node counts as
-// four of the own node, by an estimate: the link between nodes has about a quarter of the bandwidth
-// of a node's memory. A byte of a partial sum that is written counts as one. It counts for less
-// where slots stay in the caches: reduce-scatters of 64 MiB in FP32 and 32 MiB in bfloat16 by 4
-// ranks in groups of 2 took 0.8 to 1.15 and 1.2 to 1.5 times as long in two levels as in one, all
-// on one node (Zen 4, 2 busy cores, 3 rounds), where these counts say 1.5 and 2.
+// True if a reduction in two levels costs less, by the byte counts of two_levels.h. A byte read
+// from another node costs as much as four bytes of the own node: an estimate, since the link
+// between nodes has about a quarter of the bandwidth of a node's memory. A byte of a partial sum
+// that is written costs one. It costs less while slots stay in the caches: with all ranks on one
+// node (Zen 4, 2 busy cores, 3 rounds, 4 ranks in groups of 2), reduce-scatters in two levels took
+// 0.8 to 1.15 times as long as in one level for 64 MiB in FP32, where the counts predict 1.5, and
+// 1.2 to 1.5 times for 32 MiB in bfloat16, where they predict 2.
 bool Comm::worth_levels(const Reduction& r, uint64_t bytes) const {
   const int ranks = sum_group_size_;
   if (ranks < 2 || view_.world % ranks != 0 || view_.world == ranks) return false;
   if (r.algorithm == Algorithm::kRing) return false;
   if (always_in_levels) return true;
   if (!levels_ || bytes < kLevelsMinBytes) return false;
-  // In chunks: of one_shot and of two levels.
+  // Costs of one_shot and of two levels, in units of one chunk.
   const int others = view_.world / ranks - 1, far = 4, written = 1;
   const int width = size_of(accumulator_of(r.dtype)) / size_of(r.dtype);
   const int one_shot = ranks + far * others * ranks;
@@ -361,11 +363,11 @@ Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DTy
              [&](auto& e) { return exchange_one_shot(e, from, to, Edges{.only_sender = root}); });
 }
 
-// Every pair has its own size, which only its two ranks know. So each pair is cut by its own size:
-// a large one among all channels that large calls use, any other goes by channel 0.
+// Every pair of ranks has its own size, which only these two know. So a pair's size decides: a
+// large message is divided among all channels of large calls, any other uses channel 0.
 Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype) {
   const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kOneShot};
-  const int most = view_.world <= 64 ? used_channels_ : 1;  // as many as Edges can name
+  const int most = view_.world <= 64 ? used_channels_ : 1;  // Edges has masks of 64 ranks
   const auto is_large = [&](const Span& s) { return s.bytes >= uint64_t(most) * kBytesPerThread; };
   const bool any =
       std::any_of(in.begin(), in.end(), is_large) || std::any_of(out.begin(), out.end(), is_large);
@@ -399,8 +401,8 @@ Status Comm::barrier() {
   return run(id, 0, [&](auto& e) { return exchange_one_shot(e, nothing, nothing, Edges{}); });
 }
 
-// The pair slots of one rank take 2 to 4 MiB however many peers it has, within [16 KiB, 256 KiB].
-// Those of several channels are smaller, since each channel has slots of its own.
+// One rank's pair slots take 2 to 4 MiB for any number of peers, within the limits of a segment: 16
+// KiB to 256 KiB, or to 128 KiB with several channels, since each channel has slots of its own.
 uint32_t default_segment_bytes(int world, int channels) {
   const uint32_t share = (4u << 20) / 4 / uint32_t(std::max(world - 1, 1));
   return std::clamp(std::bit_floor(share), 16u << 10, channels > 1 ? 128u << 10 : 256u << 10);

@@ -1,6 +1,6 @@
-// The owner of one rank's end of a communicator: its region of the heap, the view that the
-// templates work on, and one method per collective. All methods block; calls from several threads
-// queue up.
+// One rank's end of a communicator: it owns the rank's region of the heap and the view on which the
+// templates work, and has one method per collective. All methods block; calls from several threads
+// wait for each other.
 #pragma once
 
 #include <memory>
@@ -21,19 +21,19 @@
 
 namespace ringcomm::host {
 
-// Threads of a rank beyond these find no memory bandwidth left, and each channel has slots.
+// More threads of a rank gain no memory bandwidth, and each channel needs slots of its own.
 constexpr int kMostChannels = 64;
 
 struct CommConfig {
   int rank, world;
   int slots;               // a power of two, at least 2
-  uint32_t segment_bytes;  // is_segment()
+  uint32_t segment_bytes;  // a size for which is_segment() is true
   uint64_t timeout_ns;
-  uint32_t records;  // of the flight recorder; 0: none
+  uint32_t records;  // entries of the flight recorder; 0: no recorder
   std::string name;
-  bool single_copy = true;  // false: ranks do not read each other's processes
-  int sum_group_size = 0;   // ranks of a group in which reductions are made; 0: all in rank order
-  int channels = 1;         // the most threads of a rank that take part in a collective
+  bool single_copy = true;  // false: ranks do not read each other's process memory
+  int sum_group_size = 0;   // ranks per group of a sum in groups; 0: one sum in rank order
+  int channels = 1;         // the largest number of a rank's threads in a collective
 };
 
 struct PeerAddress {
@@ -42,15 +42,15 @@ struct PeerAddress {
   uint64_t heap_bytes;
   uint64_t region_offset;
   int pid;         // 0: a thread of this process
-  uint64_t proof;  // what the peer announced; it stands in its region, too
+  uint64_t proof;  // the number that the peer announced; its region holds the same number
 };
 
-// A peer announced something other than what lies in its heap.
+// A peer's announcement does not match the contents of its heap.
 struct RegionError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The arguments of a reduction beside its buffers.
+// The arguments of a reduction except its buffers.
 struct Reduction {
   DType dtype;
   RedOp op;
@@ -58,42 +58,42 @@ struct Reduction {
   Algorithm algorithm;
 };
 
-// The algorithm that a call runs. The host has a table of one row: one-shot is the faster of the
-// two at every size and world.
+// Replaces kAuto by an algorithm. On the host, one-shot is the faster of the two at every size and
+// number of ranks.
 inline Algorithm chosen(Algorithm asked) {
   return asked == Algorithm::kAuto ? Algorithm::kOneShot : asked;
 }
 
-// Gradients of a bucket, or of one chunk of it.
+// The gradients of a bucket, or of one chunk of a bucket.
 struct GradCall {
   char* ptr;
   DType dtype;
-  RedOp op;  // kSum or kAvg; of a chunk that is reduced already: kSum
+  RedOp op;  // kSum or kAvg; kSum for a chunk that is already reduced
   Algorithm algorithm;
   int32_t tag = 0;  // a packed GradTag
 };
 
 struct NormCall {
   float* out;       // [elements of this rank's chunk]
-  bool accumulate;  // out += the reduction, and the norm is that of the result
+  bool accumulate;  // adds the reduction to `out`; the norm is then the norm of the new `out`
   NormKind kind;
-  NormWords* words;     // overwritten: of this rank's chunk; null: no norm
-  uint64_t step_bytes;  // gradients that the step reduces in all its buckets; 0: these
+  NormWords* words;     // overwritten with the norm words of this rank's chunk; null: no norm
+  uint64_t step_bytes;  // gradient bytes that the step reduces in all buckets; 0: this call's
 };
 
-// Calls that move at least this much, or belong to a step that does, store their results past the
-// caches. Half of the 32 MiB of L3 that two Zen 4 ranks share: a choice, not swept. 32 MiB of FP32
-// sums take 3.7 ms past the caches and 4.7 ms through them.
+// Calls that move at least this many bytes, or belong to a step that does, store their results past
+// the caches. The limit is half of the 32 MiB of L3 that two Zen 4 ranks share, chosen without a
+// sweep. 32 MiB of FP32 sums take 3.7 ms past the caches and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
-// Reductions of at least this much may be made in two levels, whose steps wait for each other. A
-// choice: no machine of several nodes was at hand. On one node (Zen 4, 4 ranks on 2 busy cores, 3
-// rounds) 8 MiB in FP32 took 0.8 to 3.7 times as long as in one level, and 64 MiB 0.8 to 1.15.
+// Reductions from this size on may run in two levels, whose steps wait for each other. Not swept:
+// no machine of several nodes was available. On one node (Zen 4, 4 ranks on 2 busy cores, 3 rounds,
+// FP32) 8 MiB took 0.8 to 3.7 times as long as in one level, and 64 MiB 0.8 to 1.15 times.
 constexpr uint64_t kLevelsMinBytes = 16 << 20;
-// A test knob: sums in groups are made in two levels however small, and on any machine.
+// A test knob: sums in groups run in two levels at any size and on any machine.
 inline bool always_in_levels = false;
 
-// The fault of this communicator, of the rank where it began, and the reason that it gave.
+// The fault of this communicator: the record of the rank where it began, and that rank's reason.
 struct FaultReport {
   Fault fault;
   std::string reason;
@@ -110,15 +110,15 @@ class Comm {
   uint64_t region_bytes() const {
     return layout_.region_bytes() + Recorder::memory_bytes(recorder_.capacity());
   }
-  // A number that this region's handle must repeat; only who can read the region knows it.
+  // A number that the region's handle must repeat; reading it requires access to the region.
   uint64_t proof() const { return view_.control(view_.rank)->proof; }
-  // Peers know this region from here on; it returns to the heap only once they detach.
-  // Throws RegionError, naming the rank, before any region is written to.
+  // Peers know this region once this is called; its memory returns to the heap only after they
+  // detach. Throws RegionError, naming the rank, before any region is written to.
   void connect(const std::vector<PeerAddress>& peers);
-  // Writes into this region the members that this rank knows: a digest of all handles.
+  // Writes a digest of all handles, the members that this rank knows, into this region.
   void publish_members(uint64_t members);
-  // All peers are connected: from here on this rank may write into their regions. Throws
-  // RegionError unless all of them know the same members.
+  // Called when all peers are connected: afterwards this rank may write into their regions. Throws
+  // RegionError unless all ranks know the same members.
   void activate();
   void close();
 
@@ -126,8 +126,8 @@ class Comm {
   Status reduce(const char* in, char* out, uint64_t elems, const Reduction& r, int root);
   Status reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r);
   Status reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r);
-  // As reduce_scatter_list and reduce, but results are of the accumulator's type, and unfinished: a
-  // sum that AVG would divide.
+  // Like reduce_scatter_list and reduce, but with results of the accumulator's type, and without
+  // the division of AVG.
   Status reduce_scatter_partial(const std::vector<Span>& in, char* out, const Reduction& r);
   Status reduce_partial(const char* in, char* out, uint64_t elems, const Reduction& r, int root);
   Status all_gather(const char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
@@ -140,46 +140,46 @@ class Comm {
   Status barrier();
 
   Status reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems, const NormCall& norm);
-  // step_bytes: parameters that the step updates in all its buckets, where it has several.
+  // step_bytes: bytes of the parameters that the step updates in all its buckets; 0: this bucket's.
   Status adamw_all_gather(const AdamWShard& shard, const GradCall& grad, uint64_t step_bytes = 0);
   Status reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads,
                                          uint64_t step_bytes = 0);
 
   void abort(const std::string& reason);
   bool aborted() const;
-  // Ends, or does not end, the waits of ranks that are threads of this process for this one.
+  // Threads of this process stop waiting for a rank that has left; false undoes the mark.
   void set_left(bool left);
-  // The peer has closed its end: it makes no call any more.
+  // True if the peer has closed its end; it makes no more calls.
   bool has_closed(int peer) const;
-  // Only hints, at any time. The rank that this one has waited for, for a while; -1: none.
+  // A hint at any time: the rank for which this one has waited for a while; -1: none.
   int awaited() const;
-  // A number that changes when a peer publishes something to this rank, or acknowledges.
+  // A hint at any time: changes when a peer publishes to this rank or acknowledges.
   uint64_t arrivals() const;
   bool faulted(FaultReport* report) const;  // false: no fault
   void set_timeout_ns(uint64_t timeout_ns) { view_.timeout_ns = timeout_ns; }
   uint64_t timeout_ns() const { return view_.timeout_ns; }
 
   Recorder& recorder() { return recorder_; }
-  // A call that another engine runs on this region: the rest of its CallId; its number is the next.
+  // Records a call that another engine runs on this region, under the next sequence number.
   void record_begin(CallId id);
   void record_end(Status status);
-  // A call that is made of the next ones on this region: it takes a number before them,
-  // on all ranks alike. Returns it; 0: the communicator is closed.
+  // Records a call that consists of the next calls on this region. It takes a sequence number
+  // before them, the same on all ranks. Returns this number; 0: the communicator is closed.
   uint64_t record_around(CallId id);
   void record_around_end(uint64_t number, Status status);
-  // The records of `rank` (see Recorder::snapshot()) under a header with the layout, the rank and
-  // the world as this rank knows them; empty: nothing is recorded, or it is not connected.
+  // The records of `rank` (see Recorder::snapshot()), after a header with the layout, rank and
+  // world that this rank knows; empty if nothing is recorded or the rank is not connected.
   std::vector<char> recorded(int rank, uint32_t most) const;
 
   const View& view() const { return view_; }
   int sum_group_size() const { return sum_group_size_; }
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
-  // Before activate(). `channels`, equal on all ranks: those that large calls use, 1 to those that
-  // the region has. `most` and `is_exact` as of ThreadShare; `is_crowded`: the ranks have more
-  // threads than cores. Throws as start_workers().
+  // Called before activate(). `channels`: the channels of large calls, equal on all ranks, at most
+  // the region's. `most`, `is_exact`: see ThreadShare; `is_crowded`: the ranks have more threads
+  // than the machine has cores. Throws as start_workers() does.
   void use_threads(int most, bool is_exact, int channels, bool is_crowded);
-  // Before activate(), on all ranks or none: the groups of sums lie on different NUMA nodes.
+  // Called before activate(), on all ranks or none: the groups of sums are on different NUMA nodes.
   void sum_in_levels() { levels_ = true; }
   bool sums_in_levels() const { return levels_; }
   int threads() const { return threads_ ? threads_->threads() : 1; }
@@ -187,16 +187,16 @@ class Comm {
 
  private:
   template <class Body>
-  Status run(CallId id, uint64_t total_bytes, Body body);  // of a call that only moves data
+  Status run(CallId id, uint64_t total_bytes, Body body);  // for a call that only moves data
   template <class Body>
   Status run_reduction(CallId id, const Reduction& r, uint64_t total_bytes, Body body);
-  // A reduce-scatter, or with `gathers` an all-reduce, in two levels; see worth_levels().
+  // A reduce-scatter in two levels, or an all-reduce if `gathers`; see worth_levels().
   Status run_levels(CallId id, const Reduction& r, const Chunks& in, char* out, bool gathers);
   bool worth_levels(const Reduction& r, uint64_t bytes) const;
   Status run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root);
   template <class Ops, class Body>
   Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
-  // With a number of channels, among which `body` divides the bytes by itself.
+  // Runs on a given number of channels, among which `body` itself divides the bytes.
   template <class Ops, class Body>
   Status run_divided(int channels, CallId id, uint64_t bytes, Ops ops, Body body);
   template <class Ops, class Body>
@@ -207,7 +207,7 @@ class Comm {
                       const Ops& ops, const Body& body);
   template <class Team, class Ops, class Body>
   Status run_channel(Team team, const CallHeader& call, Ops ops, const Body& body);
-  // Fails the call where a signal handler raised while its workers were waited for.
+  // Fails the call if a signal handler raised an exception while the call waited for its workers.
   void look_for_interrupt();
   template <class Body>
   Status run_update(CallId id, const AdamWShard& shard, const GradCall& grads, uint64_t step_bytes,
@@ -220,9 +220,9 @@ class Comm {
   // Throws std::invalid_argument for a ring of partial sums where sums are taken in groups.
   void check_order(Algorithm algorithm) const;
   bool reads_peers() const;
-  // A view of which only this rank's own region may be read; `regions` holds what it needs.
+  // A view of which only this rank's own region may be read; `regions` holds its pointers.
   View own_region(std::vector<char*>* regions) const;
-  // Before a call ends with `status`.
+  // Called before a call ends with `status`: after a failure, waits until the abort word is raised.
   void settle(Status status) const;
   void detach();
   const char* recorder_of(int rank) const { return regions_[rank] + layout_.region_bytes(); }
@@ -241,15 +241,15 @@ class Comm {
   bool is_crowded_ = false;
   Waiter waiter_;
   Recorder recorder_;
-  uint64_t outside_call_ = 0;  // the number of record_begin()'s call
-  View view_;                  // that of channel 0
+  uint64_t outside_call_ = 0;  // the sequence number of record_begin()'s call
+  View view_;                  // the view of channel 0
   std::mutex mutex_;
   bool single_copy_, connected_ = false;
   int sum_group_size_;
   bool levels_ = false;
 };
 
-// Every rank finds the same number of channels: all know the bytes, and none its peers' threads.
+// Every rank finds the same number of channels: it follows from the bytes, not from the threads.
 template <class Ops, class Body>
 Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body) {
   return run_on(used_channels_ == 1 ? 1 : threads_for(bytes, used_channels_), true, id, bytes,
@@ -312,10 +312,10 @@ Status Comm::run_channels(int channels, bool cuts, uint64_t bytes, const CallHea
   const auto waiting = [](const void* of) {
     static_cast<const Call*>(of)->comm->look_for_interrupt();
   };
-  // Between ranks bytes are copied and read, alone only copied.
+  // Several ranks copy and read the bytes, a single rank only copies them.
   const uint64_t moved = bytes * (view_.world > 1 ? 2 : 1);
   run_tasks(Tasks{run, &all, channels, moved, is_crowded_, waiting}, threads());
-  // A channel that fails aborts the others: what they say is not the reason.
+  // A channel that fails aborts the others, so their status kAborted is not the reason.
   Status status = Status::kOk;
   for (const Status each : all.statuses)
     if (status == Status::kOk || status == Status::kAborted)
@@ -323,7 +323,7 @@ Status Comm::run_channels(int channels, bool cuts, uint64_t bytes, const CallHea
   return status;
 }
 
-// The staging segment that suits a world, if the user names none.
+// The default size of a staging segment for a world.
 uint32_t default_segment_bytes(int world, int channels);
 
 }  // namespace ringcomm::host

@@ -1,4 +1,4 @@
-// The optimizer's collectives of a communicator, and what they do when there is none.
+// The optimizer's collectives of a communicator, and its kernels that need no communicator.
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
@@ -16,7 +16,7 @@ GradKind kind_of(const GradCall& grads, int world, int sum_group_size) {
   return {grads.dtype, grads.op == RedOp::kAvg ? world : 0, sum_group_size};
 }
 
-// The ring's partial sums; the mean is taken by the last hop.
+// The loop that makes the ring's partial sums; the last hop divides them for a mean.
 ReduceFn partial_sum(const GradCall& grads) {
   return kernels().reduce[int(grads.dtype)][int(RedOp::kSum)];
 }
@@ -28,14 +28,14 @@ CallId id_of(Collective collective, const GradCall& grads, uint64_t elems, DType
 
 bool is_ring(const GradCall& grads) { return grads.algorithm == Algorithm::kRing; }
 
-// Peers are told where these bytes lie in the heap, and would read or write there.
+// Peers receive the position of these bytes in the heap, and would read or write there.
 void check_in_heap(const View& v, const char* what, const char* ptr, uint64_t bytes) {
   if (v.world == 1 || bytes == 0 || v.in_my_heap(ptr, bytes)) return;
   throw std::invalid_argument(std::string(what) +
                               " must lie in the heap (ringcomm.empty), where peers can reach them");
 }
 
-// Peers refuse results that they could not store by vectors.
+// Peers refuse results that they cannot store by vectors.
 void check_results(const View& v, const char* ptr, uint64_t bytes) {
   check_in_heap(v, "parameters", ptr, bytes);
   if (v.world > 1 && bytes > 0 && reinterpret_cast<uintptr_t>(ptr) % kResultAlign != 0)
@@ -43,7 +43,7 @@ void check_results(const View& v, const char* ptr, uint64_t bytes) {
                                 std::to_string(kResultAlign) + " bytes");
 }
 
-// Norms need tiles that no segment cuts.
+// A norm needs tiles that no segment cuts.
 void check_segments(const View& v, const GradCall& grads) {
   constexpr uint64_t least = kTileElems * sizeof(float);
   if (is_ring(grads) && v.world > 1 && v.layout.segment_bytes < least)
@@ -53,8 +53,8 @@ void check_segments(const View& v, const GradCall& grads) {
 
 }  // namespace
 
-// The bytes that an update moves per element: it reads an FP32 gradient, and reads and stores three
-// numbers.
+// The bytes that an update moves per element: it reads a 4-byte gradient, and reads and stores
+// three 4-byte numbers.
 constexpr uint64_t kUpdateBytes = 28;
 
 void prepare_adamw(const AdamWTable& table) {
@@ -125,8 +125,8 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
     if (id.collective == Collective::kReduceScatterAdamWAllGather)
       check_in_heap(view_, "gradients", grads.ptr, bucket.grads().total_bytes);
   }
-  // The one-shot forms store in the peers' buckets, whose lines other cores have read; the ring's
-  // results go no further than this rank's own.
+  // The one-shot forms store into the peers' buckets, whose cache lines other cores have read; the
+  // ring's results stay in this rank's own bucket.
   const bool streaming =
       std::max(step_bytes, shard.bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
   const UpdateFinish finish{&kernels(),

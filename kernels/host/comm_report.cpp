@@ -6,15 +6,15 @@
 
 namespace ringcomm::host {
 
-// The peer's call of this number when it is another than mine: its record is older than anything
-// that it publishes for the call, so a difference is one for good.
+// Returns the peer's call of the same number if it differs from `mine`, else null. A peer records a
+// call before it publishes anything for the call, so a difference is final.
 const CallHeader* Comm::other_call(const CallId& mine, int peer) {
   Record theirs;
   if (!Recorder::find(recorder_of(peer), recorder_.capacity(), Track::kCollectives, mine.sequence,
                       &theirs) ||
       same_call(theirs.id, mine))
     return nullptr;
-  // Several channels may ask at once.
+  // Several channels may call this at the same time.
   static thread_local CallHeader found;
   found = CallHeader{theirs.id, theirs.bytes, 0, kNotInHeap, 1.0, kNotInHeap};
   return &found;
@@ -35,7 +35,7 @@ void Comm::record_end(Status status) {
 uint64_t Comm::record_around(CallId id) {
   const std::lock_guard lock(mutex_);
   if (!connected_) return 0;
-  id.kernels = Kernels::kNative;  // those that it is made of
+  id.kernels = Kernels::kNative;  // a call over several nodes consists of native calls
   id.sequence = ++view_.channel_line(0)->sequence;
   recorder_.begin(Track::kCollectives, id, id.match_bytes, -1);
   return id.sequence;
@@ -46,7 +46,7 @@ void Comm::record_around_end(uint64_t number, Status status) {
   if (connected_ && number != 0) recorder_.end(Track::kCollectives, number, status, -1);
 }
 
-// Without the lock, which a call that hangs holds.
+// Takes no lock: a call that hangs holds it.
 std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   if (!recorder_.on() || regions_[rank] == nullptr) return {};
   const uint32_t waits_for = load_relaxed_sys(&view_.control(rank)->waits_for);
@@ -56,7 +56,7 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   return bytes;
 }
 
-// The messenger of this rank, or an abort, may have the fault record: it raises the word.
+// This rank's messenger or an abort may own the fault record; the owner raises the word.
 void Comm::settle(Status status) const {
   if (status != Status::kOk) await_raised(view_);
 }
@@ -88,7 +88,7 @@ void Comm::set_left(bool left) {
   store_release_sys(&reinterpret_cast<ControlPage*>(mine)->left, left ? 1 : 0);
 }
 
-// Another thread may close the communicator meanwhile; the heap keeps the memory.
+// Another thread may close the communicator during this; the heap keeps the memory.
 View Comm::own_region(std::vector<char*>* regions) const {
   regions->assign(size_t(view_.world), regions_[view_.rank]);
   View v = view_;
@@ -141,7 +141,7 @@ bool Comm::faulted(FaultReport* report) const {
     if (load_acquire_sys(&control->aborted) == 0) continue;
     const Fault fault = trusted(control->fault, r, view_.world);
     const bool origin = fault.status != Status::kAborted || fault.peer < 0;
-    // My own record of "some rank aborted" only points at the rank where it began.
+    // A record kAborted of this rank only names the rank where the fault began.
     if (any && !origin) continue;
     *report = {fault, reason_of(*control)};
     any = true;

@@ -1,8 +1,9 @@
-// Arithmetic of a reflected CRC of 32 bits: tables by byte, and products modulo its polynomial.
+// Arithmetic of a reflected 32-bit CRC: tables by byte, and products modulo its polynomial P.
 //
-// A sum is a polynomial modulo P over the field of two elements, whose bit 31 is that of x^0. Zeros
-// behind the bytes multiply it by x^8 each, and it is linear. So the sum of A and then B follows
-// from those of A and of B, and from the length of B (Mark Adler's crc32_combine of zlib).
+// A CRC is a polynomial modulo P over the field of two elements; bit 31 is the coefficient of x^0.
+// The CRC is linear, and each zero byte behind the data multiplies it by x^8. So the CRC of A
+// followed by B follows from the CRCs of A and B and the length of B (crc32_combine of zlib, by
+// Mark Adler).
 #pragma once
 
 #include <array>
@@ -18,13 +19,13 @@ inline uint64_t word_at(const unsigned char* p) {
   return word;
 }
 
-// `kPolynomial` is reflected, as sums are.
+// `kPolynomial` is reflected, as CRCs are.
 template <uint32_t kPolynomial>
 constexpr uint32_t times_x(uint32_t crc) {
   return (crc >> 1) ^ ((crc & 1) != 0 ? kPolynomial : 0);
 }
 
-// By k and b: what byte b does to the sum once k more bytes have followed it.
+// Indexed by k and b: the change that byte b makes to the CRC once k more bytes have followed.
 using CrcTables = std::array<std::array<uint32_t, 256>, 8>;
 template <uint32_t kPolynomial>
 constexpr CrcTables make_crc_tables() {

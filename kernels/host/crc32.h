@@ -5,14 +5,14 @@
 
 namespace ringcomm::host {
 
-// The sum of bytes behind others, whose sum is `before`; 0: there are none. Large ones are summed
-// in parts of fixed length by up to `threads` threads, with the same result for any number.
+// The CRC of data that continue other data, whose CRC is `before` (0: none). Up to `threads`
+// threads sum large data in parts of fixed length; the result does not depend on `threads`.
 uint32_t crc32(uint32_t before, const void* data, uint64_t bytes, int threads);
 
-// The sum of A and then B, from those of A and of B and the length of B.
+// The CRC of A followed by B, from the CRCs of A and B and the length of B.
 uint32_t combined_crc32(uint32_t a, uint32_t b, uint64_t b_bytes);
 
-// For tests: the ways that run here, ended by a null; the first is taken.
+// For tests: the implementations that run here, ended by a null; crc32() uses the first.
 struct Crc32Way {
   const char* name;
   uint32_t (*sum)(uint32_t before, const void* data, uint64_t bytes);

@@ -20,16 +20,16 @@ uint32_t by_tables(const void* data, uint64_t bytes) {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// The instruction takes three cycles and can begin in each: three strands are summed side by side,
-// and joined. Long strands, and lines fetched so far ahead, keep more of the memory's lines under
-// way: Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages, 12.8 GB/s; strands of
-// 4 KiB and the machine's own prefetching 9.7; a loop of loads and additions 9.5. From the
-// second cache it is 22 GB/s whatever the strands.
+// The instruction takes three cycles and can begin in each, so three strands are summed side by
+// side and joined. Long strands, and prefetches this far ahead, keep more of the memory's lines in
+// flight. Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages: 12.8 GB/s; with
+// strands of 4 KiB and the hardware's prefetches 9.7 GB/s; a loop of loads and additions 9.5 GB/s.
+// From the second-level cache it is 22 GB/s with any strands.
 constexpr uint64_t kLongStrandBytes = 64 << 10, kShortStrandBytes = 4 << 10;
 constexpr uint64_t kFetchAheadBytes = 2048;
 
-// shift(crc) is what a sum becomes when `strand_bytes` zeros follow. It is linear, and so the xor
-// of what it makes of each byte of `crc`.
+// shift(crc) is the CRC after `strand_bytes` more zeros. It is linear, so it is the xor of its
+// results for each byte of `crc`.
 class StrandShift {
  public:
   explicit StrandShift(uint64_t strand_bytes) {
@@ -50,7 +50,7 @@ class StrandShift {
   std::array<std::array<uint32_t, 256>, 4> of_byte_{};
 };
 
-// As assembly, so that this file needs no flags that other code of it must not have.
+// Inline assembly needs no compiler flag for this instruction, which would apply to the whole file.
 inline uint64_t instructed(uint64_t crc, uint64_t word) {
 #if defined(__x86_64__)
   asm("crc32q %1, %0" : "+r"(crc) : "rm"(word));
@@ -60,7 +60,7 @@ inline uint64_t instructed(uint64_t crc, uint64_t word) {
   return crc;
 }
 
-// Sums as many whole triples of strands as there are, and moves on.
+// Sums all whole triples of strands, and advances `p` past them.
 template <uint64_t kStrand>
 uint64_t by_strands(uint64_t crc, const unsigned char*& p, uint64_t& bytes) {
   constexpr uint64_t kLine = 64;

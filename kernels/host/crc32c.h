@@ -6,10 +6,10 @@
 
 namespace ringcomm::host {
 
-// By the instruction where this CPU has it, else by tables; chosen at first use.
+// Uses the instruction if this CPU has it, else tables; the choice is made at first use.
 uint32_t crc32c(const void* data, uint64_t bytes);
 
-// For tests: the ways that run here, each ended by a null.
+// For tests: the implementations that run here, ended by a null; crc32c() uses the first.
 struct Crc32cWay {
   const char* name;
   uint32_t (*sum)(const void* data, uint64_t bytes);

@@ -1,4 +1,4 @@
-// Calls in words, for messages to people.
+// Describes calls in words, for messages to users.
 #include "kernels/host/describe.h"
 
 #include <cstring>
@@ -7,7 +7,7 @@
 namespace ringcomm::host {
 namespace {
 
-// From gradients in one dtype to results in another; ranks agree on the elements of the bucket.
+// True for calls from gradients to results of another dtype; ranks agree on the bucket's elements.
 bool is_optimizers(Collective collective) {
   return collective == Collective::kReduceScatterNorm ||
          collective == Collective::kAdamWAllGather ||

@@ -20,7 +20,7 @@ void sleep_ns(uint64_t ns) {
   }
 }
 
-// Counts the passage; what happens at it.
+// Counts this fault point and returns the action planned for it.
 FaultAction next(Point point, int rank, uint64_t sequence, uint64_t* ns) {
   const std::lock_guard lock(mutex);
   if (load_relaxed_sys(&fault_is_armed) == 0) return FaultAction::kNone;

@@ -1,4 +1,4 @@
-// Fault injection for tests: a process arms a fault, and dies, stops or is late when one of its
+// Fault injection for tests: a process arms a fault; it then ends, stops or sleeps when one of its
 // ranks passes a chosen point of the protocol (Point, in ringcomm/core/team.h).
 #pragma once
 
@@ -11,31 +11,31 @@ namespace ringcomm::host {
 enum class FaultAction { kNone, kKill, kStop, kDelay, kSlow };
 
 struct ArmedFault {
-  FaultAction action = FaultAction::kNone;  // kNone: passages are only counted
-  uint64_t passage = 1;   // where it happens, counted from 1; kSlow: there and from there on
+  FaultAction action = FaultAction::kNone;  // kNone: only counts passages
+  uint64_t passage = 1;   // the passage that triggers it, from 1 on; kSlow: this and all later ones
   uint64_t sleep_ns = 0;  // kDelay and kSlow
-  int rank = -1;          // only passages of this rank count; -1: of all
-  uint64_t sequence = 0;  // only passages of the collective with this number count; 0: of all calls
+  int rank = -1;          // counts only passages of this rank; -1: of all ranks
+  uint64_t sequence = 0;  // counts only passages of this collective; 0: of all calls
 };
 
 struct Passages {
   uint64_t count[kPoints];
 };
 
-// 1 while a fault is armed. The one word that a passage looks at when none is.
+// 1 while a fault is armed; the only word that pass() reads otherwise.
 inline uint32_t fault_is_armed = 0;
 
-void arm(const ArmedFault& fault);  // counts from 0 again; the fault before it is forgotten
+void arm(const ArmedFault& fault);  // counts from 0 again; replaces the fault armed before
 void disarm();
 Passages passages();  // since arm()
 
-// `sequence` is that of the collective; 0: send or receive.
+// `sequence`: the number of the collective; 0: a send or receive.
 void pass_armed(Point point, int rank, uint64_t sequence);
 
 inline void pass(Point point, const View& v, Stream stream) {
   if (load_relaxed_sys(&fault_is_armed) == 0) [[likely]]
     return;
-  // The header in the view is that of a collective, which may run beside a message.
+  // The header in the view is the collective's, which may run at the same time as a message.
   pass_armed(point, v.rank, stream == Stream::kMessage ? 0 : v.mine->id.sequence);
 }
 

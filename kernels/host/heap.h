@@ -1,5 +1,5 @@
-// The symmetric heap of one rank: shared memory without a name, so that the kernel reclaims it with
-// the last process that maps it, however that process ends.
+// The symmetric heap of one rank: unnamed shared memory, which the kernel reclaims with the last
+// process that maps it, however that process ends.
 #pragma once
 
 #include <fcntl.h>
@@ -16,13 +16,13 @@
 
 namespace ringcomm::host {
 
-// errno and a text that names what was needed and what there is.
+// An errno, and a text that names the memory needed and the memory available.
 struct HeapError : std::runtime_error {
   HeapError(int code, const std::string& text) : std::runtime_error(text), code(code) {}
   int code;
 };
 
-// A shared mapping of a file, aligned for huge pages, closed and unmapped together.
+// A shared mapping of a file, aligned for huge pages; closes and unmaps the file at its end.
 class Mapping {
  public:
   Mapping(int fd, uint64_t bytes);
@@ -41,16 +41,16 @@ class Mapping {
   uint64_t reserved_bytes_;
 };
 
-// Best fit with immediate coalescing over one range of addresses. Best fit's worst case needs
-// M * log2(n) for M bytes live in allocations of at most n (Robson 1977). Free neighbours merge at
-// once, in whatever order they were freed, so an empty heap is always one free range again.
+// Best-fit allocator with immediate coalescing over one range of addresses. Best fit's worst case
+// needs M * log2(n) bytes for M live bytes in allocations of at most n (Robson 1977). Free
+// neighbours merge at once, in any order of freeing, so an empty heap is always one free range.
 class Allocator {
  public:
   explicit Allocator(uint64_t bytes);
   static constexpr uint64_t kNone = ~uint64_t(0);
   uint64_t allocate(uint64_t bytes, uint64_t align);  // offset, or kNone
   void free(uint64_t offset);
-  uint64_t allocation_of(uint64_t offset) const;  // the live one that holds it, or kNone
+  uint64_t allocation_of(uint64_t offset) const;  // the live one that contains `offset`, or kNone
   uint64_t used_bytes() const { return used_; }
   uint64_t largest_free_bytes() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
   static uint64_t rounded(uint64_t bytes);
@@ -63,44 +63,44 @@ class Allocator {
   std::map<uint64_t, uint64_t> live_;                // offset -> bytes
 };
 
-// At the beginning of every heap.
+// The beginning of every heap.
 struct HeapHeader {
-  uint64_t token;  // proves that it is the heap that was meant
+  uint64_t token;  // proves that this is the announced heap
   uint64_t magic;
   uint32_t version, count;
-  // Offsets of flight recorders in the heap, for `ringcomm trace --pid`; 0: none. Only the heap's
-  // process writes them.
+  // Offsets of flight recorders in the heap, for `ringcomm trace --pid`; 0: unused. Only the heap's
+  // own process writes them.
   static constexpr int kRecorders = 250;
   uint64_t recorders[kRecorders];
 };
 constexpr uint64_t kHeapMagic = 0x3150414548474e52;  // "RNGHEAP1"
 
-// A touch behind the end of a file that has shrunk is a SIGBUS: a heap's size is sealed.
+// Touching memory past the end of a shrunk file raises SIGBUS, so a heap's size is sealed.
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// From the kernel's generator; below 2^63, so that it is a positive integer everywhere.
+// From the kernel's random generator; below 2^63, so that it is positive as a signed integer.
 uint64_t random_word();
 
 class Heap {
  public:
-  // directory "": anonymous memory (memfd). Else a tmpfs or hugetlbfs directory, in which the heap
-  // is an unnamed file (O_TMPFILE). memory_groups: folders of the memory control groups that limit
-  // this process. nodes: the NUMA nodes on which its memory shall lie; none: each page lies on the
-  // node of the thread that touches it first. A kernel that refuses leaves the latter, too, and
-  // placement_error() says why.
+  // directory: "" for anonymous memory (memfd), else a tmpfs or hugetlbfs directory, in which the
+  // heap is an unnamed file (O_TMPFILE). memory_groups: folders of the memory control groups that
+  // limit this process. nodes: the NUMA nodes that shall hold the memory. If it is empty, or the
+  // kernel refuses, each page lies on the node of the thread that touches it first;
+  // placement_error() names the kernel's reason.
   Heap(uint64_t capacity_bytes, const std::string& directory,
        std::vector<std::string> memory_groups = {}, std::vector<int> nodes = {});
 
-  // Offset of an allocation of at least `bytes`; throws HeapError. Large tensors get huge pages.
+  // Returns an offset of at least `bytes`; throws HeapError. Large tensors get huge pages.
   enum class Purpose { kTensor, kRegion };
   uint64_t allocate(uint64_t bytes, Purpose purpose);
   void free(uint64_t offset);
-  // Keeps the allocation that `ptr` lies in until release() of what this returns, even if it is
-  // freed before: a peer may still store there.
+  // Keeps the allocation that contains `ptr` until release() of the returned value, even if it is
+  // freed before: a peer may still store into it.
   uint64_t hold(const void* ptr);
   void release(uint64_t held);
 
-  // Lists a flight recorder in the header while there is room, and takes it off again.
+  // Enters a flight recorder in the header while there is room, and removes it.
   void list_recorder(uint64_t offset) { replace_recorder(0, offset); }
   void unlist_recorder(uint64_t offset) { replace_recorder(offset, 0); }
 
@@ -134,14 +134,14 @@ class Heap {
   std::map<uint64_t, Held> held_;  // by offset of the allocation
   uint64_t committed_ = 0;
   uint64_t token_ = 0;
-  std::vector<bool> huge_;  // by 2 MiB of the heap: asked for and granted
+  std::vector<bool> huge_;  // by 2 MiB page of the heap: requested and granted
 };
 
-// A peer process's heap, opened through /proc/<pid>/fd/<fd>: no name in a file system, no socket,
-// and the kernel checks that this process may read the peer's memory. A root process may read all:
-// so the file itself must be this user's and nobody else's, and of a size that cannot shrink under
-// its readers where the file system can promise that. `token` says that it is the heap that was
-// meant.
+// Maps a peer process's heap, opened through /proc/<pid>/fd/<fd>: this needs no name in a file
+// system and no socket, and the kernel checks that this process may read the peer's memory. A root
+// process may read all memory. So the file must also belong to this user and be closed to others,
+// and its size must be sealed where the file system can seal it. `token` proves that it is the
+// announced heap.
 std::unique_ptr<Mapping> map_peer_heap(int pid, int fd, uint64_t capacity_bytes, uint64_t token);
 
 }  // namespace ringcomm::host

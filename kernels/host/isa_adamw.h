@@ -1,6 +1,6 @@
-// The host's loops of the optimizer: gradient, update and norm, tile by tile through the
+// The host's loops of the optimizer: gradient, update and norm of one tile at a time in the
 // first-level cache, so that each array of the state crosses the memory bus once in each direction.
-// Part of one instruction set's table, as isa_kernels.h is.
+// Like isa_kernels.h, part of one instruction set's table.
 #pragma once
 
 #include "kernels/host/isa_kernels.h"
@@ -11,14 +11,14 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
-// Elements of a turn: few, so that the memory's prefetchers work on all the arrays' streams at
-// once. Zen 4, one core, 16 Mi elements, gradients of 2 ranks, results stored twice, best of 5
-// runs: 12 ms with 128, 13 with 256, 18 with 512, 18 with 1024 (FP32); 14, 15, 15, 16 ms
-// (bfloat16).
+// Elements per turn: few, so that the hardware prefetchers work on the streams of all arrays at
+// once. Turns of 128, 256, 512 and 1024 elements take 12, 13, 18 and 18 ms in FP32, and 14, 15, 15
+// and 16 ms in bfloat16 (Zen 4, one core, 16 Mi elements, gradients of 2 ranks, results stored
+// twice, best of 5 runs).
 constexpr uint64_t kTurnElems = 128;
 static_assert(kTurnElems <= kTileElems);
 
-// `source` of the chunk, elements [begin, begin + n), widened where it is not FP32.
+// out = n elements of a source, widened to FP32.
 template <class T>
 inline void widen_source(float* RC_RESTRICT out, const T* RC_RESTRICT src, uint64_t n) {
 #if RC_HAS_F16C
@@ -35,7 +35,7 @@ inline void narrow_result(T* RC_RESTRICT out, const float* RC_RESTRICT src, uint
   for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::store(src[i]);
 }
 
-// The sum of sources [first, last) for a turn; there is one or more.
+// buffer = the sum of sources [first, last), at least one, for a turn of n elements.
 template <class T>
 inline void sum_sources(const GradSources& g, int first, int last, uint64_t begin, uint64_t n,
                         float* buffer) {
@@ -60,7 +60,7 @@ inline void sum_sources(const GradSources& g, int first, int last, uint64_t begi
   }
 }
 
-// The gradient of a turn: in `buffer`, or where it lies already.
+// Returns the gradient of a turn: in `buffer`, or in place if it is ready there.
 template <class T>
 inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
   if constexpr (kSame<T, float>) {
@@ -145,7 +145,7 @@ inline void update_adamw(float* p, const float* g, float* m, float* v, float* v_
 
 // ---- 8-bit moments ------------------------------------------------------------------------------
 
-// Of elements of one quantization block.
+// wide = n moments from `at` on, all of one quantization block.
 template <class Moment>
 inline void dequantize_moment(float* RC_RESTRICT wide, const QuantizedMoment& moment, uint64_t at,
                               uint64_t n) {
@@ -188,7 +188,7 @@ inline void quantize_moments(const QuantizedMoment& first, const QuantizedMoment
   }
 }
 
-// At most a turn, from the begin of a quantization block on. `here` is the parameter's segment.
+// At most a turn, from the beginning of a quantization block on. `here`: the parameter's segment.
 inline void update_quantized(float* p, const float* g, const AdamWShard& s,
                              const AdamWSegment& here, uint64_t at, const AdamWFactors& f,
                              uint64_t n) {
@@ -238,8 +238,8 @@ inline void narrow_random(T* RC_RESTRICT out, const float* RC_RESTRICT src, cons
   }
 }
 
-// Elements [at, at + n) of the chunk, all of segment `here`; T is the parameter's type. Returns
-// where the new parameters lie: in `fresh`, or (FP32) in place.
+// Updates elements [at, at + n) of the chunk, all of segment `here`; T is the parameter's type.
+// Returns the address of the new parameters: `fresh`, or in place for FP32.
 template <class T>
 inline const T* step_run(const AdamWShard& s, const AdamWSegment& here, const float* g, uint64_t at,
                          uint64_t n, float* wide, T* fresh) {
@@ -276,8 +276,8 @@ inline void store_result(char* dst, const void* src, uint64_t bytes, bool stream
     memcpy(dst, src, bytes);
 }
 
-// An update that needs no buffer takes all elements in one turn: 32 Mi FP32 elements take 26.2 ms,
-// and 27.5 ms by turns of 128 (Zen 4, one core).
+// Returns the elements per turn. An update that needs no buffer takes all elements in one turn: 32
+// Mi FP32 elements take 26.2 ms, against 27.5 ms by turns of 128 (Zen 4, one core).
 template <class T>
 inline uint64_t turn_elems(const AdamWJob& job) {
   const bool in_place = kSame<T, float> && job.copy_count == 0 &&
@@ -296,7 +296,7 @@ inline void adamw_turns(const AdamWJob& job) {
   const uint64_t turn = turn_elems<T>(job);
   for (uint64_t begin = job.begin; begin < job.end; begin += turn) {
     const uint64_t n = job.end - begin < turn ? job.end - begin : turn;
-    const uint64_t first = s.begin + begin, last = first + n;  // in the bucket
+    const uint64_t first = s.begin + begin, last = first + n;  // positions in the bucket
     const float* const g = gradient(job.grads, begin, n, grads);
     for (; segment < s.segment_count && s.segments[segment].begin < last; ++segment) {
       const AdamWSegment& here = s.segments[segment];
@@ -313,7 +313,7 @@ inline void adamw_turns(const AdamWJob& job) {
           if (job.copies[c] != nullptr)
             store_result(job.copies[c] + from * sizeof(T), result, bytes, job.streaming);
       }
-      if (here.end > last) break;  // it goes on in the next turn
+      if (here.end > last) break;  // the segment continues in the next turn
     }
   }
   if (job.streaming) stream_fence();
@@ -327,7 +327,7 @@ inline void adamw_kernel(const AdamWJob& job) {
 
 // ---- norm ---------------------------------------------------------------------------------------
 
-// The sum of a tile's terms by halves: element i meets i + 256, then i + 128, and so on.
+// Sums a tile's terms by halves: elements i and i + 256 first, then i and i + 128, and so on.
 inline double tile_sum(const float* RC_RESTRICT x, NormKind kind) {
   constexpr uint64_t half = kTileElems / 2;
   alignas(64) double y[half];
@@ -343,7 +343,7 @@ inline double tile_sum(const float* RC_RESTRICT x, NormKind kind) {
   return y[0];
 }
 
-// The largest magnitude's bits; those of a NaN exceed all others.
+// Returns the bits of the largest magnitude; the bits of a NaN exceed all others.
 inline uint32_t tile_max(const float* RC_RESTRICT x) {
   uint32_t most = 0;
   for (uint64_t i = 0; i < kTileElems; ++i) {

@@ -1,6 +1,6 @@
-// The loops behind one KernelTable, written for the compiler's vectoriser. Included once by each
-// isa_*.cpp, which sets RINGCOMM_ISA before; it uses no standard library template, whose symbols
-// would be shared between instruction sets (see platform.h).
+// The loops of one KernelTable, written for the compiler's vectoriser. Each isa_*.cpp sets
+// RINGCOMM_ISA and includes this file once. The file uses no standard library template, whose
+// symbols instruction sets would share (see platform.h).
 #pragma once
 
 #include "kernels/host/kernel_table.h"
@@ -12,7 +12,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
-// Accumulators of one tile: 4 KiB stays in the first-level cache beside two sources.
+// The accumulators of one tile: 4 KiB stay in the first-level cache together with two sources.
 constexpr uint64_t kTileBytes = 4096;
 
 #if RC_HAS_STREAMING_STORES
@@ -38,7 +38,7 @@ inline Vector load_vector(const char* p) {
 inline void stream_vector(char* p, Vector v) { _mm_stream_si128(reinterpret_cast<Vector*>(p), v); }
 #endif
 
-// Without the fence; dst and src need no alignment.
+// Copies past the caches, without the fence; dst and src need no alignment.
 inline void stream_bytes(char* dst, const char* src, uint64_t bytes) {
   const uint64_t misaligned = reinterpret_cast<uintptr_t>(dst) % RC_VECTOR_BYTES;
   const uint64_t head = misaligned == 0 ? 0 : RC_VECTOR_BYTES - misaligned;
@@ -74,17 +74,17 @@ inline void copy_streaming(void* dst, const void* src, uint64_t bytes) {
   stream_fence();
 }
 
-// The source of a loop: an array of T, widened element by element in registers. The result
-// may lie exactly over a source (in place); element i then depends on element i alone, which is all
-// that the vectoriser needs to know, so the pointer is marked as unaliased.
+// The source of a loop: an array of T, widened element by element in registers. The result may
+// overlap a source exactly (in place): element i of the result depends on element i alone. The
+// vectoriser needs to know no more, so the pointer is marked as unaliased.
 template <class T>
 struct Elements {
   const T* RC_RESTRICT ptr;
   typename Traits<T>::Acc operator[](uint64_t i) const { return Traits<T>::load(ptr[i]); }
 };
 
-// The compiler does not vectorise half-precision conversions by itself, so with F16C they are done
-// tile by tile through a buffer in the first-level cache. Every other type needs no buffer.
+// The compiler does not vectorise half-precision conversions by itself, so with F16C they run tile
+// by tile through a buffer in the first-level cache. Other types need no buffer.
 template <class T>
 struct Tilewise {
   static constexpr bool value = false;
@@ -101,7 +101,7 @@ inline void widen_tile(float* RC_RESTRICT dst, const Float16* RC_RESTRICT src, u
 #if RC_VECTOR_BYTES == 64
   for (; i + 16 <= n; i += 16) {
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i));
-    // Not _mm512_cvtph_ps, of whose undefined first argument GCC 12 warns (GCC bug 105593).
+    // Not _mm512_cvtph_ps: GCC 12 warns about its undefined first argument (GCC bug 105593).
     _mm512_storeu_ps(dst + i, _mm512_maskz_cvtph_ps(__mmask16(-1), h));
   }
 #endif
@@ -130,7 +130,7 @@ inline void combine_into(A* RC_RESTRICT acc, X a, Y b, double fa, double fb, uin
     acc[i] = combine<op>(prepare<op>(a[i], fa), prepare<op>(b[i], fb));
 }
 
-// out[i] = narrow(finish(acc[i] op b[i])); acc holds values that are prepared already.
+// out[i] = narrow(finish(acc[i] op b[i])); the values of acc are already prepared.
 template <RedOp op, class T, class X, class Y>
 inline void combine_last(T* out, X acc, Y b, double fa, double fb, uint64_t n, int finish_world) {
   if (op == RedOp::kAvg && finish_world > 0) {
@@ -142,8 +142,8 @@ inline void combine_last(T* out, X acc, Y b, double fa, double fb, uint64_t n, i
   }
 }
 
-// The reduction of one tile in values of the accumulator's type or of T (sources read through
-// `source(s)`), result in `out` of type Out.
+// Reduces one tile of values of the accumulator's type or of T, read through `source(s)`, into
+// `out` of type Out.
 template <RedOp op, class Out, class A, class Source>
 inline void reduce_values(Out* out, A* acc, Source source, const double* factors, int count,
                           uint64_t n, int finish_world) {
@@ -174,7 +174,7 @@ inline void reduce_values(Out* out, A* acc, Source source, const double* factors
         finish<op>(combine<op>(acc[i], prepare<op>(last[i], factor)), finish_world));
 }
 
-// One tile of at most kTileBytes / sizeof(Acc) elements.
+// Reduces one tile of at most kTileBytes / sizeof(Acc) elements.
 template <class In, class Out, RedOp op>
 inline void reduce_tile(Out* dst, const void* const* sources, const double* factors, int count,
                         uint64_t begin, uint64_t n, int finish_world) {
@@ -214,10 +214,9 @@ inline void reduce_tile(Out* dst, const void* const* sources, const double* fact
 }
 
 #if RC_HAS_STREAMING_STORES
-// The sum of two sources, stored past the caches straight from registers: 2 ranks' large FP32
-// buffers are what the library is most often asked for, and a bounce through the first-level cache
-// costs them 15% (32 MiB on Zen 4: 3.2 ms against 3.7 ms). Returns how many elements it did; dst is
-// aligned.
+// Stores the sum of two sources past the caches straight from registers: large FP32 buffers of 2
+// ranks are the most frequent case, and a bounce through the first-level cache costs them 15 % (32
+// MiB on Zen 4: 3.2 ms against 3.7 ms). Returns the number of elements summed; dst is aligned.
 template <class T>
 inline uint64_t stream_sum_of_two(T* dst, const T* a, const T* b, uint64_t elems) {
   typedef T V __attribute__((vector_size(RC_VECTOR_BYTES)));
@@ -243,7 +242,7 @@ void reduce_kernel(const ReduceJob& job) {
   const uint64_t elems = job.bytes / sizeof(In);
   Out* const dst = static_cast<Out*>(job.dst);
   Out* const also = static_cast<Out*>(job.also);
-  alignas(64) Out bounce[tile];  // streamed results gather here, in the first-level cache
+  alignas(64) Out bounce[tile];  // results to be streamed gather here, in the first-level cache
   uint64_t first = 0;
 #if RC_HAS_STREAMING_STORES
   if constexpr (op == RedOp::kSum && kSame<In, Out> && (kSame<In, float> || kSame<In, double>)) {

@@ -1,6 +1,6 @@
-// The loops of quantization behind one KernelTable, written for the compiler's vectoriser: whole
-// blocks at a time, which stay in registers and the first-level cache. Included once by each
-// isa_*.cpp.
+// The quantization loops of one KernelTable, written for the compiler's vectoriser: whole blocks at
+// a time, which stay in registers and the first-level cache. Each isa_*.cpp includes this file
+// once.
 #pragma once
 
 #include "kernels/host/isa_kernels.h"
@@ -8,7 +8,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
-// Elements [0, n) of a source, as FP32 numbers: where they are, or in `room`.
+// Returns elements [0, n) of a source as FP32: in place, or in `room`.
 inline const float* widened(const float* from, float*, uint64_t) { return from; }
 inline const float* widened(const BFloat16* RC_RESTRICT from, float* RC_RESTRICT room, uint64_t n) {
   for (uint64_t i = 0; i < n; ++i) room[i] = widen(from[i]);
@@ -23,7 +23,7 @@ inline const float* widened(const Float16* RC_RESTRICT from, float* RC_RESTRICT 
   return room;
 }
 
-// The scale of a block of n numbers.
+// Returns the scale of a block of n numbers.
 template <class Format>
 inline BlockScale scale_of_block(const float* RC_RESTRICT x, uint64_t n) {
   uint32_t most = 0;
@@ -40,8 +40,8 @@ inline BlockScale scale_of_block(const float* RC_RESTRICT x, uint64_t n) {
   return BlockScale::of<Format>(most, true);
 }
 
-// What quantizes and dequantizes a block's numbers. A block without infinities and NaNs takes the
-// loop without a branch.
+// Quantizes and dequantizes a block's numbers. A block without infinities and NaNs takes the loop
+// without a branch.
 template <class Format>
 struct BlockQuantizer {
   BlockScale block;
@@ -54,8 +54,8 @@ struct BlockQuantizer {
   float dequantize(uint32_t value) const { return Format::dequantize(value) * scale * after; }
 };
 
-// 8-bit values are a byte each. Of 4-bit values a byte has those of numbers i and i + half of its
-// block.
+// Stores quantized values: 8-bit values take a byte each. A byte of 4-bit values holds numbers i
+// and i + half of the block.
 template <class Format, class Numbers>
 inline void store_quantized(uint8_t* RC_RESTRICT to, uint64_t n, Numbers value) {
   if constexpr (Format::format == QuantFormat::kInt4) {
@@ -63,8 +63,8 @@ inline void store_quantized(uint8_t* RC_RESTRICT to, uint64_t n, Numbers value) 
     for (uint64_t i = 0; i < whole; ++i) to[i] = uint8_t(value(i) | value(i + half) << 4);
     if (whole < half) to[whole] = uint8_t(value(whole));
   } else {
-    // Stored as bytes at once, values would be computed from operands that GCC 12 narrows to bytes
-    // one by one, which takes longer than to quantize.
+    // If values were stored as bytes at once, GCC 12 would narrow their operands to bytes one by
+    // one, which takes longer than the quantization.
     alignas(64) uint32_t wide[kQuantBlock];
     for (uint64_t i = 0; i < n; ++i) wide[i] = value(i);
     for (uint64_t i = 0; i < n; ++i) to[i] = uint8_t(wide[i]);
@@ -84,8 +84,8 @@ inline void load_quantized(const uint8_t* RC_RESTRICT from, uint64_t n, Take tak
 }
 
 #if RC_HAS_F16C
-// The numbers of e4m3 values over 256: FP16 numbers of the same bits, whose exponents have a bias 8
-// larger. The processor widens these, subnormal ones, too.
+// An e4m3 value divided by 256 is the FP16 number of the same bits, since FP16's exponent bias is 8
+// larger. The processor widens such FP16 numbers, including subnormal numbers.
 inline void widen_e4m3(float* RC_RESTRICT to, const uint8_t* RC_RESTRICT values, uint64_t n) {
   alignas(64) Float16 halves[kQuantBlock];
   for (uint64_t i = 0; i < n; ++i)
@@ -97,7 +97,7 @@ inline void widen_e4m3(float* RC_RESTRICT to, const uint8_t* RC_RESTRICT values,
 }
 #endif
 
-// y[i] = the numbers of a block, or y[i] += them.
+// y[i] = the numbers of a block, or y[i] += the numbers of a block.
 template <class Format, bool adds>
 inline void dequantize_block(float* RC_RESTRICT y, const uint8_t* RC_RESTRICT from, uint64_t n,
                              BlockScale block) {

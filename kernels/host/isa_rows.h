@@ -1,5 +1,5 @@
-// The loops over rows of tokens behind one KernelTable: weighted sums of rows that lie apart, and
-// the gradients of these. Included once by each isa_*.cpp.
+// The loops over rows of tokens of one KernelTable: weighted sums of rows at separate addresses,
+// and the gradients of these sums. Each isa_*.cpp includes this file once.
 #pragma once
 
 #include "kernels/host/isa_quantization.h"
@@ -14,7 +14,7 @@ inline void fetch_ahead(const RowTable& table, uint64_t i, uint64_t end, uint64_
   if (i < end && table.has(i)) prefetch_lines(table.row(i, row_bytes));
 }
 
-// acc = weight * row, or acc += weight * row: a product and a sum that are rounded each.
+// acc = weight * row, or acc += weight * row; the product and the sum are rounded separately.
 template <bool first, bool weighted>
 inline void add_row(float* RC_RESTRICT acc, const float* RC_RESTRICT row, float weight,
                     uint64_t n) {
@@ -70,8 +70,8 @@ void sum_rows(const SumRowsJob& job) {
   if (job.streaming) stream_fence();
 }
 
-// Partial sums of a scalar product: number i is added to sum i % kDotLanes, so that the bits are
-// those of every instruction set.
+// Partial sums of a scalar product: number i is added to sum i % kDotLanes, so that all instruction
+// sets compute the same bits.
 constexpr int kDotLanes = 64;
 
 inline void add_products(float* RC_RESTRICT sums, const float* RC_RESTRICT a,

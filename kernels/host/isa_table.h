@@ -1,4 +1,4 @@
-// One KernelTable. Included once by each isa_*.cpp, which sets RINGCOMM_ISA before.
+// One KernelTable. Each isa_*.cpp sets RINGCOMM_ISA and includes this file once.
 #pragma once
 
 #include "kernels/host/isa_adamw.h"
@@ -9,8 +9,8 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
-// Loops of the same bits are compiled once. A sum, a product or a bitwise operation of signed
-// numbers is that of unsigned ones, and of the operators of Bool three differ.
+// Reductions with equal results share a loop: sums, products and bitwise operations of signed
+// numbers use the unsigned loop, and Bool needs only three operators.
 constexpr bool wraps(RedOp op) {
   return op == RedOp::kSum || op == RedOp::kProduct || op >= RedOp::kBand;
 }
@@ -45,7 +45,7 @@ constexpr void fill_row(ReduceFn (&row)[int(RedOp::kCount)]) {
   row[int(RedOp::kBxor)] = entry<In, Out, RedOp::kBxor>();
 }
 
-// The loops of one element type, and those between it and its accumulator's.
+// Fills in the loops of one element type, and the loops between it and its accumulator's type.
 template <DType dtype, class T>
 constexpr void fill_type(KernelTable& t) {
   using Acc = typename Traits<T>::Acc;

@@ -1,5 +1,5 @@
-// The loops that move and reduce bytes, one table of them per instruction set. Each table is
-// compiled in its own translation unit; the best that the CPU has is chosen at run time.
+// The loops that move and reduce bytes: one table per instruction set. Each table is compiled in
+// its own translation unit; the best table that the CPU supports is chosen at run time.
 #pragma once
 
 #include "ringcomm/core/quantization.h"
@@ -8,17 +8,17 @@
 
 namespace ringcomm {
 
-// dst[i] = also[i] = reduction over s of sources[s][i]. Results may be of another element type than
-// the sources.
+// dst[i] = also[i] = the reduction over s of sources[s][i]. Results may have another element type
+// than the sources.
 struct ReduceJob {
-  void* dst;                       // may equal a source of its type exactly
+  void* dst;                       // may be a source of the same type itself
   void* also;                      // a second destination, or null
   bool streaming, also_streaming;  // store past the caches
   const void* const* sources;
   const double* factors;
   int count;
   int finish_world;  // as in finish() of reduce.h; 0: a partial sum
-  uint64_t bytes;    // of a source
+  uint64_t bytes;    // size of a source
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
@@ -52,25 +52,24 @@ static_assert(every_half_has_an_index(),
               "own in half_index, and count the cases in kHalves");
 
 // The gradient of element i of a chunk: the sum over s of sources[s][i - first], divided by
-// `divide_by` unless that is 0.
+// `divide_by` unless `divide_by` is 0.
 struct GradSources {
   const void* const* ptrs;
   int count;
   DType dtype;  // kFloat32, kBFloat16 or kFloat16
   int divide_by;
   uint64_t first;
-  int sum_group_size =
-      0;  // sources are summed in groups of so many, and these in order; 0: all in one
+  int sum_group_size = 0;  // sources per group; group sums are added in order; 0: one group
 };
 
 // The update of elements [begin, end) of a shard.
 struct AdamWJob {
   const AdamWShard* shard;
   GradSources grads;
-  char* const* copies;  // [copy_count] other ranks' buckets of parameters; null: not stored there
+  char* const* copies;  // [copy_count] other ranks' buckets of parameters; null: not written
   int copy_count;
   uint64_t begin, end;
-  bool streaming;  // the parameters are stored past the caches
+  bool streaming;  // parameters are stored past the caches
 };
 using AdamWFn = void (*)(const AdamWJob& job);
 
@@ -80,20 +79,20 @@ struct NormJob {
   float* out;  // null: the norm only
   bool accumulate;
   NormKind kind;
-  NormWords* words;     // added to; null: no norm
+  NormWords* words;     // the norm is added to these; null: no norm
   uint64_t begin, end;  // begin is a multiple of kTileElems
   bool streaming;       // `out` is stored past the caches
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Quantizes the numbers in[i], or with error feedback in[i] + error_feedback[i]; the latter then is
-// what was lost, and 0 in a block with infinities or NaNs.
+// Quantizes in[i], or with error feedback in[i] + error_feedback[i]. error_feedback[i] then becomes
+// the quantization error, or 0 in a block with infinities or NaNs.
 struct QuantizeJob {
   const void* in;
   uint8_t* out;
   uint64_t elems;
   float* error_feedback;  // null: none
-  uint64_t begin, end;    // quantizes these alone; begin is a multiple of kQuantBlock
+  uint64_t begin, end;    // quantizes only these; begin is a multiple of kQuantBlock
 };
 using QuantizeFn = void (*)(const QuantizeJob& job);
 
@@ -104,7 +103,7 @@ struct DequantizeJob {
   void* out;
   uint64_t elems;
   int divide_by;
-  uint64_t begin, end;  // writes these alone; begin is a multiple of kQuantBlock
+  uint64_t begin, end;  // writes only these; begin is a multiple of kQuantBlock
 };
 using DequantizeFn = void (*)(const DequantizeJob& job);
 
@@ -118,9 +117,9 @@ struct QuantKernels {
   DequantizeFn sum[kFloatTypes];
 };
 
-// Where rows lie that are read one by one: row i is row `entry[1]` of the array of rows at
-// bases[entry[0]], of the entry at entries + i * entry_words. A negative entry[0] means that there
-// is none.
+// The addresses of rows that are read one by one. The entry of row i is at entries + i *
+// entry_words: the row is number `entry[1]` of the array of rows at bases[entry[0]]. A negative
+// entry[0] means that there is no row.
 struct RowTable {
   const int64_t* entries;
   uint64_t entry_words;
@@ -134,7 +133,7 @@ struct RowTable {
   }
 };
 
-// out[i] = row i of the table, or zeros where there is none.
+// out[i] = row i of the table, or zeros if there is no row.
 struct CopyRowsJob {
   RowTable table;
   uint64_t count, row_bytes;
@@ -143,8 +142,8 @@ struct CopyRowsJob {
 };
 using CopyRowsFn = void (*)(const CopyRowsJob& job);
 
-// out[t] = the sum in FP32 over j < k, in that order, of weights[t k + j] * row t k + j of the
-// table, rounded once. Without weights the rows are added as they are.
+// out[t] = the sum in FP32 over j < k, in ascending order, of weights[t k + j] * row t k + j of the
+// table, rounded once. Without weights the rows are added unweighted.
 struct SumRowsJob {
   RowTable table;
   uint64_t tokens, k, elems;
@@ -154,8 +153,8 @@ struct SumRowsJob {
 };
 using SumRowsFn = void (*)(const SumRowsJob& job);
 
-// out[i] = weights[i] * row i of the table, and dots[i] = the scalar product of that row and of
-// with[i], in FP32. Zeros where there is no row.
+// out[i] = weights[i] * row i of the table, and dots[i] = the scalar product of row i and with[i]
+// in FP32. Both are zero if there is no row.
 struct ScaleRowsJob {
   RowTable table;
   uint64_t count, elems;
@@ -175,13 +174,13 @@ struct RowKernels {
 struct KernelTable {
   const char* isa;
   void (*copy)(void* dst, const void* src, uint64_t bytes);
-  // Stores past the caches, and fences: what a later release publishes includes these stores.
+  // Stores past the caches, and fences: a later release publishes these stores.
   void (*copy_streaming)(void* dst, const void* src, uint64_t bytes);
   AdamWFn adamw;
   NormFn reduce_norm;
   ReduceFn reduce[int(DType::kCount)]
-                 [int(RedOp::kCount)];  // null where the operator makes no sense
-  // From a type to its accumulator's, and back; by half_index.
+                 [int(RedOp::kCount)];  // null where the operator is not defined
+  // From a type to its accumulator's type, and back; indexed by half_index.
   ReduceFn widening[kHalves][int(RedOp::kCount)], narrowing[kHalves][int(RedOp::kCount)];
   QuantKernels quant[int(QuantFormat::kCount)];
   CopyRowsFn copy_rows;
@@ -195,7 +194,7 @@ extern const KernelTable kAvx512Kernels;
 #endif
 
 const KernelTable& kernels();
-// A test knob: false when this CPU (or this build) has no such instruction set. "" restores the
+// A test knob: returns false if this CPU, or this build, lacks the instruction set. "" restores the
 // best.
 bool force_isa(const char* name);
 

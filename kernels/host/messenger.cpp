@@ -23,7 +23,7 @@ Messenger::~Messenger() { stop(); }
 CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
   const View& v = comm_.view();
   const auto collective = r.is_send ? Collective::kSend : Collective::kReceive;
-  // The tag travels where a collective has its root.
+  // A message's tag takes the field of a collective's root.
   const CallId id{r.number, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kOneShot};
   const uint64_t item_bytes = in_heap ? whole_item(r.bytes) : v.layout.segment_bytes;
   return {id,  r.bytes,   item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap,
@@ -153,7 +153,7 @@ bool Messenger::match_unexpected(const RequestPtr& r) {
     if (m->next_item == m->items)
       deliver(*m, r);
     else
-      m->request = r;  // still arriving: progress_receives() delivers
+      m->request = r;  // still arriving: progress_receives() delivers it
     return true;
   }
   return false;
@@ -168,7 +168,7 @@ void Messenger::deliver(Message& m, const RequestPtr& r) {
   complete(r, fits ? Status::kOk : Status::kMismatch);
 }
 
-// True if a message's header can be one that header_of() of a peer made.
+// True if header_of() of a peer can have made this header of a message.
 bool Messenger::sound(const CallHeader& h, int peer) const {
   const View& v = comm_.view();
   const bool in_heap = h.heap_offset != kNotInHeap;
@@ -180,7 +180,7 @@ bool Messenger::sound(const CallHeader& h, int peer) const {
                  : h.stream_bytes / item_bytes < kMaxMessageItems;
 }
 
-// Ends all requests, and leaves a fault record. False: nothing moves any more.
+// Ends all requests, and leaves a fault record. Returns false: no data moves any more.
 bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
   const View& v = comm_.view();
   if (Fault* record = claim_fault(v)) {
@@ -200,13 +200,13 @@ bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
   return false;
 }
 
-// The next message of `peer`, when there is one and somebody can use it.
+// Begins the next message of `peer`, if there is one and a receive can use it.
 bool Messenger::begin_message(int peer) {
   const View& v = comm_.view();
   const uint32_t first = v.epochs(Stream::kMessage, 0, peer)->seen + 1;
   CallHeader h;  // a copy: the peer may still write there
   std::memcpy(&h, v.header(v.rank, Stream::kMessage, 0, peer, first), sizeof(h));
-  // Only a receive that this message keeps from its own justifies moving the message aside.
+  // A message is moved aside only if it keeps a receive from its own message.
   const auto waiting = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& p) {
     return p->peer == -1 || p->peer == peer;
   });
@@ -222,7 +222,7 @@ bool Messenger::begin_message(int peer) {
   m->items = items_of(h, v.layout);
   m->zero_copy = h.heap_offset == kNotInHeap ? nullptr : v.heaps[peer] + h.heap_offset;
   m->request = r;
-  // A message that is not what the receive expects must be drained all the same.
+  // A message that does not match its receive must be drained as well.
   const bool fits = r != nullptr && r->bytes == m->bytes && r->dtype == m->dtype;
   m->goes = r == nullptr ? Goes::kAside : fits ? Goes::kThere : Goes::kNowhere;
   if (r == nullptr) unexpected_.push_back(m);
@@ -255,7 +255,7 @@ bool Messenger::progress_receives(int peer) {
     // Pairs with the release in progress_sends() of the peer.
     const uint32_t ready = load_acquire_sys(&v.signals(v.rank, Stream::kMessage, 0, peer)->ready);
     const uint32_t arrived = ready - v.epochs(Stream::kMessage, 0, peer)->seen;
-    // More than there are slots for: no sender goes so far before it is acknowledged.
+    // More items than slots: no sender goes so far before it receives an acknowledgement.
     if (int32_t(arrived) > v.layout.slots) {
       CallHeader unread{};
       unread.id.collective = Collective::kSend;
@@ -268,8 +268,8 @@ bool Messenger::progress_receives(int peer) {
     moved = true;
     if (m->next_item < m->items) continue;
     q.incoming = nullptr;
-    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers();
-    // the fence between the reads and this look is that of the acknowledgement).
+    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers(); the
+    // fence of the acknowledgement separates the reads from this look).
     const bool doubtful = m->zero_copy != nullptr && abort_seen(v);
     if (m->request != nullptr && doubtful)
       complete(m->request, Status::kAborted);

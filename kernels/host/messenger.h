@@ -1,9 +1,10 @@
 // Send and receive. Messages keep order per pair of ranks and match by tag; they keep no order with
-// the collectives and never wait behind them.
+// the collectives and never wait for them.
 //
-// A message is one or more items of the kMessage stream: its header (tag, size) with the first, the
-// bytes in the slots, or zero copy from the heap. Whoever waits for a request drives the progress
-// of all; requests that nobody waits for are driven by a background thread.
+// A message is one or more items of the kMessage stream: the first carries the header (tag, size);
+// the bytes go through the slots, or the receiver reads them in the sender's heap (zero copy). A
+// thread that waits for a request drives all requests; a background thread drives requests for
+// which no thread waits.
 #pragma once
 
 #include <condition_variable>
@@ -24,16 +25,16 @@ struct Request {
   char* ptr;
   uint64_t bytes;
   int peer;        // -1: receive from any rank
-  bool elsewhere;  // the message may also come to another engine, which then calls withdraw()
+  bool elsewhere;  // another engine may receive the message; it then calls withdraw()
   int tag;
   DType dtype;
   uint64_t posted_ns = 0;  // of Messenger::watched_ns()
   uint32_t next_item = 0;
   Status status = Status::kOk;
-  int source = -1;             // a finished receive: who sent it
-  uint64_t message_bytes = 0;  // how long the message was
+  int source = -1;             // the sender, once a receive is finished
+  uint64_t message_bytes = 0;  // length of the message
   DType message_dtype = DType::kCount;
-  uint64_t number = 0;  // of the message among this rank's; 0: it was never recorded
+  uint64_t number = 0;  // number of the message on this rank; 0: it was never recorded
   uint32_t done_word = 0;
 
   Request(bool is_send, char* ptr, uint64_t bytes, int peer, int tag, DType dtype)
@@ -57,19 +58,19 @@ class Messenger {
 
   RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
-  // Takes a receive back unless a message has matched it; true if it is done now, with no source.
+  // Withdraws a receive unless a message has matched it; true if it is done now, with no source.
   bool withdraw(const RequestPtr& request);
-  // Progress without a waiter from here on.
+  // Makes progress without a waiter from now on.
   void drive_in_background();
   Status wait(const RequestPtr& request, uint64_t give_up_ns);
-  bool idle();  // no request is under way
+  bool idle();  // true if no request is under way
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
-  // The destination of an arriving message: its request, memory aside until a request comes, or
-  // nowhere.
+  // The destination of an arriving message: its request's memory, memory aside until a request
+  // comes, or none.
   enum class Goes { kThere, kAside, kNowhere };
-  struct Message {  // one that arrives
+  struct Message {  // an arriving message
     int peer, tag;
     DType dtype;
     uint64_t bytes, item_bytes;
@@ -77,7 +78,7 @@ class Messenger {
     const char* zero_copy;
     RequestPtr request;  // null: unexpected
     Goes goes;
-    std::vector<char> buffer;  // grows with what has come: the size is only what the sender says
+    std::vector<char> buffer;  // grows with the bytes received: the size is only the sender's claim
   };
   using MessagePtr = std::shared_ptr<Message>;
   struct PeerQueue {
@@ -120,18 +121,18 @@ class Messenger {
   std::list<MessagePtr> unexpected_;  // messages that no receive has matched, in order of arrival
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::condition_variable to_drive_;  // the background thread's
+  std::condition_variable to_drive_;  // wakes the background thread
   bool driving_ = false;              // a thread polls; the others sleep on changed_
   uint64_t messages_ = 0;             // posted so far
   int looking_ = 0;                   // threads in look_at_clock() without the lock
-  bool waits_told_ = false;           // whom a wait is for stands in the control page
-  int waiters_ = 0;  // threads in wait(): the background thread leaves the driving to them
-  // When a driver or a waiter last looked at the clock, and how long none of them could.
+  bool waits_told_ = false;           // the control page names the rank of the present wait
+  int waiters_ = 0;  // threads in wait(), to which the background thread leaves the driving
+  // When a driver or waiter last looked at the clock, and for how long in all none could.
   uint64_t looked_ns_ = 0, unwatched_ns_ = 0;
-  uint32_t kick_ = 0;  // changes when the driver shall wake up and look around
+  uint32_t kick_ = 0;  // changes to make the driver wake up and look around
   bool background_ = false, stopping_ = false;
-  bool resting_ = false;  // the background thread waits to be told that there is something to do
-  bool urgent_ = false;   // and is not to give a waiter time to come
+  bool resting_ = false;  // the background thread sleeps until it is notified of work
+  bool urgent_ = false;   // it starts driving at once, without waiting for a waiter
   std::thread thread_;
 };
 

@@ -1,4 +1,4 @@
-// The waiting half of the messenger: who drives the progress, and when a wait ends without success.
+// The waiting half of the messenger: which thread drives, and when a wait ends without success.
 #include <algorithm>
 #include <chrono>
 
@@ -8,18 +8,18 @@ namespace ringcomm::host {
 namespace {
 
 // A waiter polls this long and then sleeps, as Waiter does (NOTE [Busy cores] in waiter.cpp), but
-// longer: what a peer does between two messages in Python takes more than between two words of a
-// call. The background thread sleeps at once, since the thread that posted the request has
-// something better to do with the core.
+// longer: a peer takes more time in Python between two messages than between two words of a call.
+// The background thread sleeps at once, since the thread that posted the request has other work for
+// the core.
 constexpr uint64_t kPollNs = 40'000;
 constexpr int kYields = 200;
 
 // NOTE [Requests in the background]
-// Most requests are waited for soon after they were posted, by a thread that drives them itself.
-// Waking the background thread for each would cost more than a small message, and it would then
-// take the core and the lock from the waiter. So it gives receives this long to be waited for, and
-// stays up, looking once in that time, until there was nothing to do so many times. A send that was
-// not done when it was posted is larger than the slots, or its peer behind: a peer may wait for it.
+// Most requests are soon waited for by a thread that drives them itself. Waking the background
+// thread for each would cost more than a small message, and it would take core and lock from the
+// waiter. So it gives receives this long to find a waiter, and stays awake, looking once in this
+// time, until it found nothing to do kIdleLooks times. A send that was not done when it was posted
+// exceeds the slots, or its peer is late: a peer may wait for it.
 constexpr uint64_t kGraceNs = 100'000;
 constexpr int kIdleLooks = 20;
 
@@ -28,7 +28,7 @@ thread_local int looking_here = 0;
 
 }  // namespace
 
-// Makes a sleeping driver look around: at a new request's words, or at a waiter that takes over.
+// Makes a sleeping driver look around, for a new request's words or a waiter that takes over.
 void Messenger::kick() {
   if (!driving_) return;
   store_relaxed_sys(&kick_, kick_ + 1);
@@ -47,8 +47,8 @@ bool Messenger::idle_peer(int peer) const {
   return q.sends.empty() && q.unacknowledged.empty();
 }
 
-// Sleeps until a peer publishes or acknowledges, apart from the peer that is waited for, if it is
-// one (`peer_core`). The lock is held; it is released while asleep.
+// Sleeps until a peer publishes or acknowledges, and keeps off `peer_core`, the core of the awaited
+// peer if there is one (NOTE [Sleep apart]). The lock is held; it is released during the sleep.
 void Messenger::sleep(uint64_t timeout_ns, const uint32_t* peer_core) {
   const View& v = comm_.view();
   std::vector<SleepOn> words;
@@ -75,8 +75,8 @@ void Messenger::sleep(uint64_t timeout_ns, const uint32_t* peer_core) {
   for (uint32_t* flag : flags) store_relaxed_sys(flag, 0);
 }
 
-// Why the wait for `request` must end, or kOk; and about whom. The lock is not held: a signal
-// handler may run in here and use the communicator.
+// Returns the reason why the wait for `request` must end, or kOk, and the rank concerned. The lock
+// is not held: a signal handler may run in here and use the communicator.
 std::pair<Status, int> Messenger::reason_to_end(const Request& r, uint64_t waited_ns) const {
   const View& v = comm_.view();
   SoloTeam team{{&comm_.waiter()}};
@@ -86,14 +86,14 @@ std::pair<Status, int> Messenger::reason_to_end(const Request& r, uint64_t waite
     const Status status = reason_to_give_up(team, v, p, 0);
     if (status == Status::kOk) continue;
     const bool gone = status == Status::kPeerLost || status == Status::kPeerClosed;
-    // A receive from any rank goes on while one of them lives, here or elsewhere.
+    // A receive from any rank continues while one rank lives, in this engine or another.
     if (r.peer == -1 && gone && (r.elsewhere || ++lost < v.world - 1)) continue;
     return {status, p};
   }
   return {waited_ns > comm_.timeout_ns() ? Status::kTimeout : Status::kOk, r.peer};
 }
 
-// At clock time: ends all requests, and leaves a fault record, when the wait for this one must end.
+// If the wait for this request must end, ends all requests and leaves a fault record.
 void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestPtr& r,
                               uint64_t started_ns) {
   note_look();
@@ -111,7 +111,7 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
   --looking_here;
   changed_.notify_all();
   if (status == Status::kOk || stopping_) return;
-  progress();  // what the peer published before it went counts
+  progress();  // items that the peer published before it ended count
   if (r->done()) return;
   if (Fault* record = claim_fault(comm_.view())) {
     *record = Fault{};
@@ -131,8 +131,8 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
   fail_all(status);
 }
 
-// Polls until `request` is done or `give_up_ns` after the start is reached; look_at_clock() ends it
-// when it cannot be.
+// Polls until `request` is done or `give_up_ns` have passed since the start; look_at_clock() ends a
+// request that cannot be done.
 void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
                       uint64_t give_up_ns, bool in_background) {
   note_look();
@@ -156,7 +156,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
     lock.lock();
     if (awake) continue;
     sleep(std::min(Waiter::kSleepNs, give_up_ns), peer_core);
-    // Not the driver while a signal handler may run: it may wait for a message itself.
+    // Not the driver while a signal handler may run: the handler may wait for a message.
     note_look();
     driving_ = false;
     look_at_clock(lock, r, started_ns);
@@ -168,7 +168,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
   changed_.notify_all();
 }
 
-// kTimeout after `give_up_ns` leaves the request under way; the communicator's own timeout ends it.
+// After `give_up_ns`, kTimeout leaves the request under way; the communicator's timeout ends it.
 Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
   SoloTeam::passing(Point::kAwait, comm_.view(), Stream::kMessage);
   std::unique_lock lock(mutex_);
@@ -235,7 +235,7 @@ void Messenger::run_background() {
   }
 }
 
-// Has the background thread look whether there is something to do, if it does not do so anyway.
+// Makes a resting background thread look for work.
 void Messenger::rouse() {
   if (!resting_) return;
   resting_ = false;
@@ -257,7 +257,7 @@ void Messenger::drive_in_background() {
   rouse();
 }
 
-// After it no thread is in here and none touches the region again.
+// Afterwards no thread is in the messenger and none touches the region.
 void Messenger::stop() {
   {
     std::unique_lock lock(mutex_);
@@ -270,8 +270,8 @@ void Messenger::stop() {
     kick();
     changed_.notify_all();
     to_drive_.notify_all();
-    // A signal handler that closes the communicator runs inside a wait of this very thread, which
-    // will touch nothing any more either.
+    // A signal handler that closes the communicator runs inside a wait of this very thread. That
+    // wait will not touch the region again either.
     while (waiters_ > looking_here || driving_ || looking_ > looking_here) {
       changed_.wait_for(lock, std::chrono::nanoseconds(Waiter::kSleepNs));
       kick();

@@ -9,7 +9,7 @@
 namespace ringcomm::host {
 namespace {
 
-// linux/mempolicy.h; the second since Linux 5.15.
+// From linux/mempolicy.h; kPreferredMany exists since Linux 5.15.
 constexpr int kDefault = 0, kPreferred = 1, kPreferredMany = 5;
 
 }  // namespace
@@ -20,7 +20,7 @@ int prefer_nodes(void* begin, uint64_t bytes, const std::vector<int>& nodes) {
   std::vector<unsigned long> mask(most / kBits + 1);
   for (const int node : nodes) mask[size_t(node) / kBits] |= 1ul << (size_t(node) % kBits);
   const int mode = nodes.size() == 1 ? kPreferred : kPreferredMany;
-  // The kernel reads one bit less than the length says.
+  // The kernel reads one bit fewer than the given number.
   if (syscall(SYS_mbind, begin, bytes, mode, mask.data(), mask.size() * kBits + 1, 0) == 0)
     return 0;
   return errno;

@@ -1,4 +1,4 @@
-// The Ops of endpoint.h on the host: a KernelTable's loops, each lane taking its part of the bytes.
+// The Ops of endpoint.h on the host: a KernelTable's loops. Each lane takes its part of the bytes.
 #pragma once
 
 #include "kernels/host/partial_sums.h"
@@ -17,18 +17,18 @@ struct Channel {
   std::vector<char*> results;
   CallHeader mine{};
   StorePath store_path;
-  NormWords norm;  // of the gradients that it reduces
+  NormWords norm;  // norm of the gradients that this channel reduces
 };
 
 struct HostOps {
   const KernelTable* table;
   ReduceFn reduce_fn;                  // null for collectives that only move data
-  bool streaming;                      // results are too large to stay in the cache: store past it
-  StorePath* path;                     // how memory that peers read is written
+  bool streaming;                      // results are too large for the cache: store past it
+  StorePath* path;                     // how to write memory that peers read
   const GroupedSum* groups = nullptr;  // null: sources are reduced one after the other
-  uint64_t result_widths = 1;          // the size of a result, in sizes of a source's element
+  uint64_t result_widths = 1;          // size of a result / size of a source's element
 
-  // The same on another channel.
+  // The same ops on another channel.
   HostOps on(Channel& channel) const {
     HostOps same = *this;
     same.path = &channel.store_path;
@@ -79,14 +79,14 @@ struct HostOps {
   }
 
  private:
-  static constexpr int kMaxLaneSources = 64;  // several lanes are for worlds that tests run
+  static constexpr int kMaxLaneSources = 64;  // only tests run several lanes, with few ranks
   static void* at(void* ptr, const Extent& e) { return static_cast<char*>(ptr) + e.begin_bytes; }
   static const void* at(const void* ptr, const Extent& e) {
     return static_cast<const char*>(ptr) + e.begin_bytes;
   }
 };
 
-// Results stay in the accumulator's type, which may be wider than the element, and unfinished.
+// Results stay unfinished, in the accumulator's type, which may be wider than the element.
 struct PartialOps : HostOps {
   char* out;  // where results begin
 
@@ -95,13 +95,14 @@ struct PartialOps : HostOps {
   template <class Team>
   void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,
               int) const {
-    const auto begin = uint64_t(static_cast<char*>(to.dst) - out);  // as if none was wider
+    // as if results had elements' width
+    const auto begin = uint64_t(static_cast<char*>(to.dst) - out);
     const ReduceTarget wide{out + begin * result_widths, to.shared, nullptr};
     HostOps::reduce(team, wide, from, bytes, 0);
   }
 };
 
-// A sum in groups whose partial sums travel between ranks (two_levels.h).
+// The Ops of a sum in groups whose partial sums travel between ranks (two_levels.h).
 struct LevelOps : HostOps {
   LevelOps on(Channel& channel) const { return {HostOps::on(channel)}; }
 

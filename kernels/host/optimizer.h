@@ -5,13 +5,13 @@
 
 namespace ringcomm::host {
 
-// The beginning of a step; see adamw_prepare.h.
+// Prepares a step; see adamw_prepare.h.
 void prepare_adamw(const AdamWTable& table);
 
-// grad: of this rank's chunk, element 0 first.
+// Updates a shard. grad: the gradient of this rank's chunk, from element 0 on.
 void adamw_shard(const AdamWShard& shard, const GradCall& grad);
 
-// words: overwritten with the norm of `elems` elements.
+// words: overwritten with the norm of the first `elems` elements.
 void grad_norm(const GradCall& grad, uint64_t elems, NormKind kind, NormWords* words);
 
 }  // namespace ringcomm::host

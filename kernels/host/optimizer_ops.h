@@ -1,4 +1,4 @@
-// The Ops of buckets.h on the host: what becomes of the gradients of a run, each lane taking whole
+// The Ops of buckets.h on the host: they process the gradients of a run, and each lane takes whole
 // tiles of it.
 #pragma once
 
@@ -7,12 +7,12 @@
 
 namespace ringcomm::host {
 
-// Finish{}(lane's elements of the chunk, sources with their first element) does a lane's work.
+// Finish{}(elements of the chunk for a lane, sources with their first element) does a lane's work.
 template <class Finish>
 struct OptimizerOps : HostOps {
   Finish finish;
   Bucket bucket;
-  char* own_grads;  // of my chunk: where the ring's last hop seems to store
+  char* own_grads;  // gradients of my chunk: the nominal target of the ring's last hop
 
   OptimizerOps on(Channel& channel) const {
     return {HostOps::on(channel), finish.on(channel), bucket, own_grads};
@@ -35,8 +35,8 @@ struct OptimizerOps : HostOps {
   }
 };
 
-// The sum, or the mean, of the gradients' W versions. A rank of a ring is given the sum of the
-// others' as one source, so the divisor cannot be their count.
+// The sum or the mean of the gradients of W ranks. A rank of a ring receives the sum of the other
+// ranks as one source, so the divisor cannot be the number of sources.
 struct GradKind {
   DType dtype;
   int divide_by;           // 0: the sum

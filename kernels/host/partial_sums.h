@@ -1,6 +1,6 @@
-// Reductions in parts: partial sums in the accumulator's type, and what is made of them. Sums in
-// groups of ranks (CommOptions.sum_group_size) are made of the same two steps as a reduction in
-// each node whose results are then combined between the nodes, so both have the same bits.
+// Reductions in parts: partial sums in the accumulator's type, and their combination. Sums in
+// groups of ranks (CommOptions.sum_group_size) take the same two steps as a reduction in each node
+// followed by a combination between the nodes, so both give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace ringcomm::host {
 
-// The loop from sources of one element type to results of another; null where there is none. The
-// two are equal, or one is the accumulator's type of the other.
+// Returns the loop from sources of one element type to results of another, or null if there is
+// none. The types are equal, or one is the accumulator's type of the other.
 inline ReduceFn reduction_loop(DType sources, DType results, RedOp op) {
   const KernelTable& table = kernels();
   if (sources == results) return table.reduce[int(sources)][int(op)];
@@ -21,16 +21,16 @@ inline ReduceFn reduction_loop(DType sources, DType results, RedOp op) {
   return nullptr;
 }
 
-// The operator that combines what reductions by `op` left unfinished: factors are applied already.
+// The operator that combines the unfinished results of `op`: factors are applied already.
 inline RedOp combining_op(RedOp op) { return op == RedOp::kPremulSum ? RedOp::kSum : op; }
 
-// ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: a reduction of sources in groups of L.
+// ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: the reduction of sources in groups of L.
 struct GroupedSum {
-  int ranks;          // of a group: L
+  int ranks;          // ranks per group: L
   ReduceFn of_group;  // from sources to the accumulator's type
-  ReduceFn of_two;    // of two partial sums
-  ReduceFn of_last;   // the same, with the results' rounding and division
-  uint64_t source_bytes, acc_bytes, result_bytes;  // of an element
+  ReduceFn of_two;    // for two partial sums
+  ReduceFn of_last;   // for the last two, with the results' rounding and division
+  uint64_t source_bytes, acc_bytes, result_bytes;  // bytes of an element
 
   static GroupedSum of(int ranks, DType dtype, DType results, RedOp op) {
     const DType acc = accumulator_of(dtype);
@@ -45,7 +45,7 @@ struct GroupedSum {
   }
 };
 
-// `job` in groups, of which there are two or more. Partial sums stay in the first-level cache.
+// Runs `job` in at least two groups. Partial sums stay in the first-level cache.
 inline void reduce_in_groups(const GroupedSum& groups, const ReduceJob& job) {
   alignas(64) char total[4096], next[4096];
   const uint64_t elems = job.bytes / groups.source_bytes, most = sizeof(total) / groups.acc_bytes;
@@ -78,16 +78,16 @@ inline void reduce_in_groups(const GroupedSum& groups, const ReduceJob& job) {
   }
 }
 
-// The way in which local arrays are combined.
+// How local arrays are combined.
 struct PartialSums {
   DType sources, results;
   RedOp op;
-  int divide_by;  // 0: no division; else op adds
+  int divide_by;  // 0: no division; if not 0, op adds
   bool streaming;
 };
 
 // Combines arrays element by element, in list order and in the accumulator's type, divides by
-// `divide_by` unless that is 0, and rounds once. False: not defined for these types and operator.
+// `divide_by` unless it is 0, and rounds once. False: not defined for these types and operator.
 inline bool combine_partials(const std::vector<const void*>& in, void* out, uint64_t elems,
                              const PartialSums& how) {
   const bool adds = how.op == RedOp::kSum || how.op == RedOp::kAvg || how.op == RedOp::kPremulSum;

@@ -1,4 +1,4 @@
-// The heap of another process: opened, looked at, and only then mapped.
+// Opens the heap of another process, checks the file, and only then maps it.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,12 +11,12 @@
 namespace ringcomm::host {
 namespace {
 
-// Why the file that a peer announced cannot be its heap; empty: it can.
+// Returns why the file that a peer announced cannot be its heap; empty: it can.
 std::string unlike_a_heap(int fd, uint64_t capacity_bytes) {
   struct stat st{};
   if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) return "it is no memory file";
   const int seals = fcntl(fd, F_GET_SEALS);
-  // A file of a tmpfs that has a name, or had one, is born with F_SEAL_SEAL alone.
+  // A file in a tmpfs directory begins with F_SEAL_SEAL alone, whether it has a name or not.
   if (seals < 0) return "it is no memory file";
   if (seals != F_SEAL_SEAL && (seals & kSizeSeals) != kSizeSeals) return "its size is not sealed";
   if (st.st_uid != geteuid())

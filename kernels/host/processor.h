@@ -1,9 +1,10 @@
 #pragma once
 
-// Which instructions the processor has, and the system saves the registers of.
+// Finds which instructions the processor has, and whether the operating system saves their
+// registers.
 //
-// __builtin_cpu_supports would answer, but asks the compiler's runtime library: that of zig, which
-// compiles the wheels, says no to everything (https://github.com/ziglang/zig/issues/18074).
+// __builtin_cpu_supports depends on the compiler's runtime library. zig's library, as in wheels,
+// always says no (https://github.com/ziglang/zig/issues/18074).
 
 #if defined(__x86_64__)
 
@@ -25,7 +26,7 @@ inline Processor find_processor() {
   found.sse42 = c1 & bit_SSE4_2;
   found.pclmul = c1 & bit_PCLMUL;
   if (!(c1 & bit_OSXSAVE) || !__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return found;
-  unsigned saved, saved_high;  // the system's choice, which no function of C++ reads
+  unsigned saved, saved_high;  // registers that the system saves; no C++ function reads them
   __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
   constexpr unsigned kYmm = 0x6, kZmm = 0xe6;
   found.avx2 = (saved & kYmm) == kYmm && (c1 & bit_FMA) && (b7 & bit_AVX2) && (b7 & bit_BMI2);

@@ -19,11 +19,11 @@ namespace {
 
 constexpr int kReadTries = 64;
 
-// Times of records are in ticks: all processes of a machine choose alike.
+// Times of records are in ticks of one clock, the same for all processes of a machine.
 #if defined(__x86_64__)
-// Where the kernel itself keeps time by the processor's counter, the counters of all cores agree
-// and never stop. Zen 4, a virtual machine: 27 ns to read it, 55 to 70 ns to ask the kernel, twice
-// in every call.
+// If the kernel itself keeps time by the processor's counter, the counters of all cores agree and
+// never stop. On Zen 4 in a virtual machine a read of the counter takes 27 ns, and a call of the
+// kernel's clock 55 to 70 ns, twice in every call.
 bool counts_time() {
   char name[16] = {};
   std::FILE* file =
@@ -50,7 +50,7 @@ const Record* record_at(const char* memory, uint64_t index) {
   return reinterpret_cast<const Record*>(memory + sizeof(RecorderHeader)) + index;
 }
 
-// Peers may read while this writes: word by word, so that the versions around it can tell.
+// Peers may read meanwhile: word by word, so that the versions around the stores show changes.
 void store_words(void* to, const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes / 8; ++i) {
     uint64_t word;
@@ -66,21 +66,21 @@ void load_words(void* to, const void* from, size_t bytes) {
   }
 }
 
-// The record as it was at one moment; false when its owner kept writing, or died in the middle.
+// Copies a record as of one moment; false if its owner kept writing, or died in the middle.
 bool read_whole(const Record* from, Record* to) {
   for (int tries = 0; tries < kReadTries; ++tries) {
     // Pairs with the release that ends begin() and end() of the owner.
     const uint32_t before = load_acquire_sys(&from->version);
     load_words(to, from, sizeof(*to));
-    fence_acq_rel_sys();  // pairs with the fence behind the odd version
+    fence_acq_rel_sys();  // pairs with the fence after the store of the odd version
     if (before % 2 == 0 && load_relaxed_sys(&from->version) == before) return true;
   }
   to->version |= 1;
   return false;
 }
 
-// The positions of the `most` newest records of a track. Their numbers alone decide: a reader
-// cannot trust what the recorder says of its own position.
+// Returns the positions of the `most` newest records of a track, by the records' numbers alone: a
+// reader cannot trust the recorder's own position.
 std::vector<uint64_t> newest(const char* memory, uint32_t capacity, uint32_t track, uint32_t most) {
   std::vector<std::pair<uint64_t, uint64_t>> found(capacity);  // number and index
   for (uint32_t i = 0; i < capacity; ++i) {
@@ -94,12 +94,12 @@ std::vector<uint64_t> newest(const char* memory, uint32_t capacity, uint32_t tra
   return indices;
 }
 
-// Around the stores to a record.
+// Makes the version odd during the stores to a record.
 class Writing {
  public:
   explicit Writing(Record* r) : record_(r), version_(load_relaxed_sys(&r->version) & ~1u) {
     store_relaxed_sys(&r->version, version_ + 1);
-    fence_acq_rel_sys();  // a reader that sees any of the new words sees the odd version, too
+    fence_acq_rel_sys();  // a reader that sees any new word also sees the odd version
   }
   ~Writing() { store_release_sys(&record_->version, version_ + 2); }  // pairs with read_whole()
 
@@ -178,7 +178,7 @@ void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, Re
 void Recorder::end(Track track, uint64_t sequence, Status status, int peer) {
   if (!on()) return;
   Record* r = at(track, sequence);
-  if (r->id.sequence != sequence) return;  // a message that outlasted as many as there are records
+  if (r->id.sequence != sequence) return;  // a message that outlasted its record
   const bool ok = status == Status::kOk;
   const uint64_t now = ticks();
   const Writing writing(r);

@@ -1,9 +1,9 @@
-// The flight recorder of one rank of a communicator: its last collectives and messages, in memory
-// of the heap behind the region, where peers and `ringcomm trace --pid` read them, also after the
-// rank was killed. docs/protocol.md has the words, docs/trace.md the use.
+// The flight recorder of one rank of a communicator: its last collectives and messages, in the heap
+// behind the region. Peers and `ringcomm trace --pid` read them there, even after the rank was
+// killed. docs/protocol.md lists the words, docs/trace.md explains the use.
 //
-// Only the owner writes. A record is whole when its version was even and the same before and after
-// it was read; ringcomm/comm/recorder/records.py reads the same bytes in Python.
+// Only the owner writes. A reader has a whole record if the version was even, and the same before
+// and after the read; ringcomm/comm/recorder/records.py reads the same bytes in Python.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@
 
 namespace ringcomm::host {
 
-// "file.py:12", where the user made a call; cut at its left end to fit, and ended by a zero byte.
+// "file.py:12", the line of the user's call; cut at the left end to fit, and ended by a zero byte.
 struct CallSite {
   static constexpr int kBytes = 112;
-  uint32_t words = 0;  // of 8 bytes, up to and with the zero byte
+  uint32_t words = 0;  // of 8 bytes, including the word of the zero byte
   alignas(8) char text[kBytes] = {};
 };
-// The call site of the call that this thread is about to make; null: unknown.
+// The user's line of the call that this thread is about to make; null: unknown.
 extern thread_local constinit const CallSite* call_site;
 
 enum class RecordState : uint32_t {
@@ -28,40 +28,40 @@ enum class RecordState : uint32_t {
   kRunning = 1,
   kDone = 2,
   kFailed = 3,
-  // On a device, of which its host knows less: its calls begin when they are enqueued, and end when
-  // the host sees it.
+  // On a device, of whose calls the host knows less: calls begin when they are enqueued, and end
+  // when the host notices.
   kEnqueued = 4,
   kBegun = 5,
   kCompleted = 6,
-  kCaptured = 7  // a graph makes the call, when and how often only the device knows
+  kCaptured = 7  // a graph makes the call; only the device knows when and how often
 };
 
-// Collectives and messages keep no order with each other, so each kind has records of its own.
+// Collectives and messages keep no order with each other, so each kind has its own records.
 enum class Track : uint32_t { kCollectives = 0, kMessages = 1, kCount = 2 };
 
 struct Record {
   uint32_t version;  // odd while the owner writes
   RecordState state;
-  CallId id;  // of a message: its number as the sequence, its tag as the root
+  CallId id;  // for a message: its number as sequence, its tag as root
   uint64_t bytes;
-  uint64_t begin_ticks, end_ticks;  // of clock_pair()
-  int32_t status, peer;             // of a message, or awaited by a collective that failed; else -1
+  uint64_t begin_ticks, end_ticks;  // on the clock of clock_pair()
+  int32_t status, peer;             // of a message, or awaited by a failed collective; else -1
   char site[CallSite::kBytes];
 };
 static_assert(sizeof(Record) == 192 && offsetof(Record, site) == 80);
 
-// Before the records; filled before peers know the region, but for world_id and, in a snapshot,
-// waits_for.
+// Stands before the records. All fields are set before peers know the region, except world_id and,
+// in a snapshot, waits_for.
 struct RecorderHeader {
   uint64_t magic;
   uint32_t version, record_bytes;
   uint32_t capacity;  // records per track
   int32_t rank, world, pid;
-  uint64_t created_ns;     // CLOCK_MONOTONIC; and in ticks, below
-  uint64_t world_id;       // equal on all ranks and of no other communicator; 0: not connected yet
-  uint64_t control_bytes;  // the control page lies this far before
+  uint64_t created_ns;     // by CLOCK_MONOTONIC; created_ticks is the same time in ticks
+  uint64_t world_id;       // the same on all ranks of this communicator only; 0: not connected
+  uint64_t control_bytes;  // bytes from the control page to this header
   int32_t waits_for;       // in a snapshot: 1 + the awaited rank, 0: none
-  uint32_t on_device;      // 1: of a communicator on a device
+  uint32_t on_device;      // 1: the communicator is on a device
   uint64_t created_ticks;
   char name[184];
 };
@@ -71,8 +71,8 @@ constexpr uint64_t kRecorderMagic = 0x31434552474e4952;  // "RINGREC1"
 constexpr uint32_t kRecorderVersion = 1;
 constexpr uint32_t kMaxRecords = 1 << 16;
 
-// One moment on the clock of the records and on CLOCK_MONOTONIC, in ns. Two such moments, with time
-// between them, turn ticks into ns.
+// One moment on the clock of the records and on CLOCK_MONOTONIC, in ns. Two such moments some time
+// apart allow to convert ticks into ns.
 struct ClockPair {
   uint64_t ticks, ns;
 };
@@ -82,36 +82,36 @@ class Recorder {
  public:
   static uint64_t memory_bytes(uint32_t capacity);
 
-  // `capacity` 0: records nothing, and has no memory. It need not be cleared.
+  // `capacity` 0: records nothing and has no memory. The memory need not be cleared.
   void open(char* memory, uint32_t capacity, int rank, int world, uint64_t control_bytes,
             const std::string& name);
-  // After open(), before anybody else knows of the memory.
+  // Called after open(), before any other process knows the memory.
   void say_on_device();
   void set_world_id(uint64_t id);
   uint64_t world_id() const { return world_id_; }
   bool on() const { return capacity_ != 0; }
   uint32_t capacity() const { return capacity_; }
 
-  // One thread at a time per track. `id.sequence` counts the calls of the track.
+  // At most one thread at a time per track. `id.sequence` counts the calls of the track.
   void begin(Track track, const CallId& id, uint64_t bytes, int peer,
              RecordState state = RecordState::kRunning);
   void end(Track track, uint64_t sequence, Status status, int peer);
-  // The state of the call with this number; kNone: never made, or overwritten meanwhile.
+  // The state of the call with this number; kNone: never made, or its record was overwritten.
   RecordState state(Track track, uint64_t sequence) const;
-  // For calls on a device: kBegun, or kCompleted as of now.
+  // For calls on a device: sets kBegun, or kCompleted with the present time.
   void advance(Track track, uint64_t sequence, RecordState state);
 
-  // The call of `track` with this number in a recorder's memory; false: never made, or overwritten
-  // meanwhile.
+  // Copies the record of the call with this number from a recorder's memory; false: the call was
+  // never made, or its record was overwritten.
   static bool find(const char* memory, uint32_t capacity, Track track, uint64_t sequence,
                    Record* out);
-  // Header and records as they are now, each whole; a record that is being written throughout is
-  // left with an odd version. Of more than `most` records per track the newest, and the copy's
-  // header then says how many.
+  // Copies the header and the records as they are now, each whole; a record whose owner keeps
+  // writing has an odd version in the copy. Copies only the newest `most` records per track; the
+  // copy's header has their number.
   static std::vector<char> snapshot(const char* memory, uint32_t capacity, uint32_t waits_for,
                                     uint32_t most = kMaxRecords);
-  // A snapshot's header says of layout, rank and world what the reader knows: a damaged one must
-  // not hide the records.
+  // Replaces layout, rank and world in a snapshot's header by the reader's values: a damaged header
+  // must not hide the records.
   struct Known {
     int rank, world;
     uint64_t world_id;

@@ -5,7 +5,7 @@
 namespace ringcomm::host {
 
 RetiredRegions& RetiredRegions::instance() {
-  // Never destroyed: at exit the kernel takes the memory back anyway, and threads may still run.
+  // Never destroyed: at exit the kernel reclaims the memory anyway, and threads may still run.
   static auto* const regions = new RetiredRegions;
   return *regions;
 }

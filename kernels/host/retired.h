@@ -1,5 +1,5 @@
-// Regions of closed communicators. A peer may still be about to store an acknowledgement into one,
-// so it returns to the heap only after every peer has detached or has ended.
+// Regions of closed communicators. A peer may still be about to store an acknowledgement into a
+// region, so the region returns to the heap only after every peer has detached or has ended.
 #pragma once
 
 #include <memory>
@@ -21,11 +21,11 @@ class RetiredRegions {
     uint64_t offset;
     Layout layout;
     int rank;
-    std::vector<Process> peers;  // empty: never connected
-    std::vector<uint64_t> held;  // Heap::hold() of allocations in which peers may still store
+    std::vector<Process> peers;  // empty: the communicator never connected
+    std::vector<uint64_t> held;  // by Heap::hold(): allocations into which peers may still store
   };
   void retire(Region region);
-  // Frees what may be freed. Called whenever a communicator is made or closed.
+  // Frees regions into which no peer can store. Called when a communicator is made or closed.
   void reclaim();
 
  private:

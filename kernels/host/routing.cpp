@@ -38,7 +38,7 @@ void find_expert_rows(const std::vector<Assignments>& all, uint64_t rank, uint64
   }
   const int64_t* order = all[rank].order;
   for (uint64_t first = 0; first < experts; first += experts_here) {
-    uint64_t row = 0;  // where the expert's rows begin at its rank
+    uint64_t row = 0;  // first row of the expert's rows at its rank
     for (uint64_t e = first; e < first + experts_here; ++e) {
       for (uint64_t source = 0; source < all.size(); ++source) {
         const auto count = uint64_t(all[source].counts[e]);

@@ -15,9 +15,9 @@
 namespace ringcomm::host {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
+constexpr std::chrono::milliseconds kLook{10};  // the longest delay until Ctrl-C is noticed
 constexpr ScratchPool::Limit kNoLimit{1e6};
-// So often may a system call move less than a page before it counts as stalled.
+// System calls that move less than a page, after which a transfer counts as stalled.
 constexpr int kMaxStalls = 8;
 
 bool overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
@@ -61,8 +61,8 @@ int ScratchPool::add_extent(uint64_t bytes, uint32_t* extent) {
     code = fallocate(fd_, 0, off_t(file_bytes_), off_t(bytes)) == 0 ? 0 : errno;
   } while (code == EINTR);
   if (code != 0) {
-    // What it may have reserved before it failed goes back; where even that fails, the file's end
-    // gives it back.
+    // Returns space that was reserved before the failure; if this fails as well, the end of the
+    // file returns it.
     static_cast<void>(ftruncate(fd_, off_t(file_bytes_)));
     return code;
   }
@@ -196,7 +196,7 @@ ScratchPool::Cut ScratchPool::take_cut(const ScratchRequestPtr& request) {
   return cut;
 }
 
-// Without the lock: no other thread touches these bytes of memory, or the cut's sum.
+// Runs without the lock: no other thread touches these bytes of memory or the cut's checksum.
 ScratchResult ScratchPool::move(const ScratchRequest& r, Cut cut) const {
   char* const memory = r.memory_ + cut.offset;
   const uint64_t offset = r.extent_->offset + cut.offset;
@@ -229,7 +229,7 @@ ScratchResult ScratchPool::transfer(bool is_write, char* memory, uint64_t offset
     if (moved < 0 && errno == EINTR) continue;
     if (moved < 0) return failed(ScratchEnd::kFailed, errno);
     if (moved == 0 && !is_write) return failed(ScratchEnd::kTruncated, 0);
-    // O_DIRECT goes on at a whole page only.
+    // O_DIRECT can continue only at a whole page.
     const uint64_t pages = uint64_t(moved) / kScratchPageBytes * kScratchPageBytes;
     if (pages == 0 && ++stalls == kMaxStalls) return failed(ScratchEnd::kStalled, 0);
     at += pages;
@@ -245,7 +245,7 @@ void ScratchPool::settle(const ScratchRequestPtr& request, Cut cut, const Scratc
     if (!r.is_write_ && r.from_disk_) counters_.bytes_read += cut.bytes;
   } else {
     if (r.result_.end == ScratchEnd::kDone) r.result_ = result;
-    if (r.taken_bytes_ < r.bytes_) {  // the other cuts are not begun
+    if (r.taken_bytes_ < r.bytes_) {  // do not begin the other cuts
       r.taken_bytes_ = r.bytes_;
       std::erase(ready_, request);
     }
@@ -259,7 +259,7 @@ bool ScratchPool::may_start(const ScratchRequest& request, ScratchResult* refusa
   return refusal->end == ScratchEnd::kDone;
 }
 
-// Starts those that waited for it; some of these end at once, with a fault of their extent.
+// Starts the requests that waited for it; some of them end at once, with a fault of their extent.
 void ScratchPool::finish(const ScratchRequestPtr& request, const ScratchResult& result) {
   std::vector<std::pair<ScratchRequestPtr, ScratchResult>> ended{{request, result}};
   while (!ended.empty()) {

@@ -3,18 +3,16 @@
 // NOTE [Order]
 // Requests that share an extent, or bytes of memory, run in the order in which they were submitted;
 // all others run side by side. So write(extent a, buffer x) and then read(extent b, buffer x) may
-// be submitted at once: the read waits until the write has taken what was in the buffer.
-//
+// be submitted at once: the read waits until the write has taken the buffer's content.
 // NOTE [Checksums]
-// Each write leaves a CRC32C per cut in RAM, by extent, in place of those of the write before; a
-// read compares. The sums are where no fault of a disk reaches them, one for each extent and only
-// for its last write. So they bind content to extent and version: a bit that has flipped, a stale
-// extent, one where another belongs and the end of a truncated file all differ, each but for a
-// chance of 2^-32.
-//
+// Each write leaves one CRC32C per cut in RAM, in place of the checksums of the extent's previous
+// write; a read compares. The checksums are in RAM, where no disk fault reaches them, and belong to
+// one extent and its last write. So they detect a flipped bit, a stale extent, an exchanged extent
+// and the end of a truncated file, each with a chance of 2^-32 to miss it.
 // NOTE [A disk that hangs]
-// Nothing ends a system call that a disk does not answer. So wait() and close() give up at a limit,
-// and the transfer goes on: its memory, the file and the pool must stay until a later close() has
+// Nothing ends a system call on a disk that does not answer. So wait() and close() give up at a
+// limit, and the transfer continues: its memory, the file and the pool must stay until a later
+// close() has returned true, or for the rest of the process.
 // returned true, or for good.
 #pragma once
 
@@ -29,31 +27,30 @@
 
 namespace ringcomm::host {
 
-// Files, memory and sizes are whole multiples of this, which every disk's sectors divide.
+// Files, memory and sizes are multiples of this number, itself a multiple of every disk's sectors.
 constexpr uint64_t kScratchPageBytes = 4096;
 
 // While a thread sums a cut, or waits for a core to do it, the disk needs other threads' requests.
-// Xeon family 6 model 207, 2 cores, virtio disk; sweep of 2, 3, 4, 5, 6 and 8 threads, and cuts of
-// 2, 4 and 8 MiB, in the step of an optimizer with 64 Mi elements whose swap units are of 8 MiB,
-// against loops of whole requests, 4 and 8 at a time (2.3 GB/s), in turns, with nothing else
-// running: 4 threads and 8 MiB took 1.06 to 1.10 times as long, 6 and 4 MiB 1.13 to 1.15, 3 and
-// 8 MiB 1.05 to 1.26, 2 and 8 MiB 1.20 to 1.29, 8 and 2 MiB 1.16 to 1.54, since more threads with
-// sums to make take the cores from the update. Beside two busy loops 8 threads and 2 MiB moved a
-// sixth more.
+// Xeon family 6 model 207, 2 cores, virtio disk: the step of an optimizer with 64 Mi elements and
+// swap units of 8 MiB, relative to loops of whole requests, 4 and 8 at a time (2.3 GB/s), in turns
+// on an idle machine; sweep of 2, 3, 4, 5, 6 and 8 threads and cuts of 2, 4 and 8 MiB. The times
+// are 1.06 to 1.10 for 4 threads and 8 MiB, 1.13 to 1.15 for 6 and 4 MiB, 1.05 to 1.26 for 3 and 8
+// MiB, 1.20 to 1.29 for 2 and 8 MiB, 1.16 to 1.54 for 8 and 2 MiB: more threads that sum take the
+// cores from the update. Next to two busy loops 8 threads and 2 MiB moved a sixth more.
 constexpr int kScratchThreads = 4;
 constexpr uint64_t kScratchCutBytes = 8 << 20;
 
 enum class ScratchEnd : uint32_t {
   kDone,
-  kFailed,     // a system call, with `code`
-  kTruncated,  // the file ended before the extent did
-  kStalled,    // the system moved nothing, and named no error
-  kDamaged,    // the disk brought other bytes than were written
-  kClosed,     // the pool was closed before it ran
-  kLate,       // it is not over, and may still move its bytes
+  kFailed,     // a system call failed, with errno `code`
+  kTruncated,  // the file ended before the extent
+  kStalled,    // the system moved no bytes and reported no error
+  kDamaged,    // the disk returned other bytes than were written
+  kClosed,     // the pool was closed before the request ran
+  kLate,       // not done yet: the request may still move its bytes
 };
 
-// How a request ended, and where in the file: the cut at `offset` of `bytes`.
+// How a request ended, and where in the file: at the cut of `bytes` at `offset`.
 struct ScratchResult {
   ScratchEnd end = ScratchEnd::kDone;
   bool is_write = false;
@@ -62,32 +59,32 @@ struct ScratchResult {
   uint32_t wanted_sum = 0, seen_sum = 0;
 };
 
-// What was moved so far, and for how long something of the kind was under way.
+// Bytes moved so far, and the time during which at least one read or write was under way.
 struct ScratchCounters {
   uint64_t bytes_read = 0, bytes_written = 0, reading_ns = 0, writing_ns = 0;
 };
 
 struct ScratchExtent {
   uint64_t offset, bytes;
-  uint64_t content_bytes = 0;  // of the last write that was submitted; 0: there was none
-  std::vector<uint32_t> sums;  // of the last write, by cut
-  ScratchResult fault;         // the first one, with which all later requests end
+  uint64_t content_bytes = 0;  // of the last submitted write; 0: there was none
+  std::vector<uint32_t> sums;  // of the last write, [cut]
+  ScratchResult fault;         // the first fault; all later requests end with it
 };
 
 class ScratchRequest;
 using ScratchRequestPtr = std::shared_ptr<ScratchRequest>;
 
-// Its methods may be called by any thread.
+// Any thread may call its methods.
 class ScratchPool {
  public:
   // The file must stay open until close(). A request is cut into pieces of `cut_bytes`, which the
   // threads share.
   ScratchPool(int fd, int threads, uint64_t cut_bytes);
-  ~ScratchPool();  // waits for what is under way
+  ~ScratchPool();  // waits for transfers under way
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
 
-  // Adds an extent at the file's end and reserves its space: 0, or an errno.
+  // Adds an extent at the file's end and reserves its space; returns 0 or an errno.
   int add_extent(uint64_t bytes, uint32_t* extent);
 
   enum class Refusal { kNone, kClosed, kNoExtent, kUnaligned, kTooLong, kOtherSize };
@@ -95,27 +92,27 @@ class ScratchPool {
     bool is_write;
     uint32_t extent;
     char* memory;
-    uint64_t bytes;  // of a read: as many as the last write had, or any if there was none
+    uint64_t bytes;  // a read: as many as the last write had, or any number before the first write
   };
-  // The memory must stay until the request is done. Throws std::system_error where no thread
-  // starts.
+  // The memory must stay until the request is done. Throws std::system_error if no thread can
+  // start.
   Refusal submit(const Wish& wish, ScratchRequestPtr* request);
   using Limit = std::chrono::duration<double>;
   enum class Waited { kDone, kLate, kInterrupted };
-  // All but kDone leave the request as it is: kLate once the limit is over, and kInterrupted where
-  // `interrupted`, asked about every 10 ms without a lock, says so.
+  // All results but kDone leave the request as it is: kLate after the limit; kInterrupted if
+  // `interrupted`, called about every 10 ms without a lock, returns true.
   Waited wait(const ScratchRequest& request, bool (*interrupted)(), Limit limit);
   ScratchResult result(const ScratchRequest& request);
   ScratchCounters counters();
-  // What has not begun ends as kClosed. Returns true when nothing is under way, and false once the
-  // limit is over before; see NOTE [A disk that hangs].
+  // Requests that have not begun end as kClosed. Returns true when no transfer is under way, or
+  // false when the limit is reached before; see NOTE [A disk that hangs].
   bool close(Limit limit);
 
  private:
   struct Cut {
     uint64_t offset, bytes;
   };
-  // The time for which at least one thread is at it.
+  // The time for which at least one thread is busy.
   struct Busy {
     int threads = 0;
     std::chrono::steady_clock::time_point since;
@@ -138,9 +135,9 @@ class ScratchPool {
   std::mutex mutex_;
   std::condition_variable to_do_, done_;
   std::vector<std::thread> threads_;
-  std::deque<ScratchExtent> extents_;           // whose elements stay where they are
+  std::deque<ScratchExtent> extents_;           // a deque, since elements must not move
   std::vector<ScratchRequestPtr> outstanding_;  // in the order of submission
-  std::deque<ScratchRequestPtr> ready_;         // those with cuts that no thread has taken
+  std::deque<ScratchRequestPtr> ready_;         // requests with cuts that no thread has taken
   uint64_t file_bytes_ = 0;
   ScratchCounters counters_;
   Busy reading_, writing_;
@@ -154,15 +151,15 @@ class ScratchRequest {
 
  private:
   friend class ScratchPool;
-  bool is_write_ = false, from_disk_ = true;  // else a read of what was never written: zeros
+  bool is_write_ = false, from_disk_ = true;  // false: a read of an extent never written, as zeros
   ScratchExtent* extent_ = nullptr;
   char* memory_ = nullptr;
   uint64_t bytes_ = 0;
-  int blockers_ = 0;  // requests that must be done before
+  int blockers_ = 0;  // requests that must be done before this one
   std::vector<ScratchRequestPtr> followers_;
-  uint64_t taken_bytes_ = 0;  // handed out as cuts
+  uint64_t taken_bytes_ = 0;  // assigned to threads as cuts
   int cuts_under_way_ = 0;
-  ScratchResult result_;  // the first cut's that failed
+  ScratchResult result_;  // of the first cut that failed
   uint32_t done_word_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// New threads take no signals, which are for threads that wait to be interrupted; but those that a
-// thread raises by itself.
+// New threads block signals, since signals must interrupt threads that wait for an interruption.
+// Signals that a thread raises by its own fault stay unblocked.
 #pragma once
 
 #include <pthread.h>
@@ -7,7 +7,7 @@
 
 namespace ringcomm::host {
 
-// While it exists, threads that this one starts begin so.
+// While this object exists, threads started by the current thread begin with signals blocked.
 class SignalsBlocked {
  public:
   SignalsBlocked() {

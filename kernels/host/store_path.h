@@ -1,11 +1,11 @@
-// The way to write memory that peers read: through the caches, or past them.
+// Chooses how to write memory that peers read: through the caches, or past them.
 //
-// A line that another core read last must be taken from its cache before a regular store. Between
-// Zen 4 cores that share a cache this is cheap, and the reader then finds the data in the cache: a
-// staged reduce-scatter of 1 MiB takes 29 us, and 56 us with stores past the caches. Between cores
-// that share none, regular stores run at 2.4 GB/s and stores past the caches at 16 GB/s: 230 us
-// against 44 us. A virtual machine is moved between the two without notice, so no topology file can
-// tell. The copies themselves can: their speed is looked at as they run.
+// Before a regular store, a cache line that another core read last must be taken from that core's
+// cache. Between Zen 4 cores that share a cache this is cheap, and the reader then finds the data
+// in the cache: a staged reduce-scatter of 1 MiB takes 29 us, and 56 us with stores past the
+// caches. Between cores that share no cache, regular stores reach 2.4 GB/s and stores past the
+// caches 16 GB/s: 230 us against 44 us. A virtual machine may move between the two cases without
+// notice, so a topology file does not help. The speed of the copies themselves is measured instead.
 #pragma once
 
 #include "kernels/host/waiter.h"
@@ -31,14 +31,15 @@ class StorePath {
     }
     const uint64_t begin_ns = Waiter::now_ns();
     copy(false);
-    // Bytes per nanosecond are GB/s. A preempted copy looks slow: the next probe puts it right.
+    // Bytes per nanosecond are GB/s. A preempted copy looks slow; the next probe corrects it.
     past_caches_ = double(bytes) < kSlowGbps * double(Waiter::now_ns() - begin_ns);
   }
 
  private:
-  static constexpr uint64_t kTimedMinBytes = 32768;  // 2 us or more: the clock's 50 ns do not show
-  static constexpr double kSlowGbps = 5;             // between the 2.4 and the 16 GB/s above
-  static constexpr uint32_t kProbeEvery = 256;       // a slow probe costs 6 copies: 2%
+  static constexpr uint64_t kTimedMinBytes = 32768;  // 2 us or more: 50 ns of the clock are
+                                                     // negligible
+  static constexpr double kSlowGbps = 5;             // between 2.4 and 16 GB/s, see above
+  static constexpr uint32_t kProbeEvery = 256;       // a slow probe takes the time of 6 copies: 2 %
 
   bool past_caches_ = false;
   uint32_t copies_ = 0;

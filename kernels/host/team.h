@@ -1,4 +1,4 @@
-// Teams of host threads.
+// Teams of host threads, which execute channels.
 #pragma once
 
 #include <pthread.h>
@@ -13,12 +13,13 @@
 
 namespace ringcomm::host {
 
-// The abilities of every host team while it waits.
+// The functions of every host team for its waits.
 struct HostTeam {
   static constexpr bool kSleeps = true;
   const Waiter* waiter;
 
-  // Tells the peers which core this thread runs on. Only a hint: the scheduler may move it at once.
+  // Publishes this thread's core to the peers: a hint, as the scheduler may move the thread at
+  // once.
   static void tell_core(const View& v) {
     uint32_t* core = &v.control(v.rank)->core;
     const uint32_t here = uint32_t(sched_getcpu()) + 1;
@@ -37,10 +38,10 @@ struct HostTeam {
   }
   void fence_as_writer() const { waiter->fence_as_writer(); }
   static void wake(uint32_t* word) { Waiter::wake(word); }
-  static void tell_host(const Fault&) {}  // the host reads the record where it lies
+  static void tell_host(const Fault&) {}  // the host reads the fault record in place
 };
 
-// One thread executes the channel: the production team, whose lane arithmetic folds to constants.
+// One thread executes the channel: the production team. Its lane arithmetic folds to constants.
 struct SoloTeam : HostTeam {
   static constexpr bool kShareWaits = false;
   static constexpr bool kReadsWhole = false;
@@ -49,7 +50,7 @@ struct SoloTeam : HostTeam {
   bool peers_can_read(const void* ptr, uint64_t bytes) const {
     return waiter->reads_processes() && waiter->peers_can_read(ptr, bytes);
   }
-  // A thread that has left is still there to be read.
+  // The memory of a thread that has left can still be read.
   bool has_ended(int peer) const { return !waiter->is_thread(peer) && waiter->has_ended(peer); }
   Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return waiter->read_process(peer, to, from, bytes);
@@ -68,7 +69,7 @@ struct SoloTeam : HostTeam {
 // NOTE [Threads of a rank] in worker_pool.h.
 struct ChannelTeam : SoloTeam {
   int channel_, channels_;
-  bool cuts_ = true;  // false: the call cuts buffers itself
+  bool cuts_ = true;  // false: the call itself cuts the buffers
 
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
@@ -77,8 +78,8 @@ struct ChannelTeam : SoloTeam {
   static bool shares_core(const View&, int) { return false; }
 };
 
-// Several threads execute a channel as the lanes of a CUDA block would; ThreadSanitizer sees every
-// access that a block would race on.
+// Several threads execute a channel as the lanes of a CUDA block do, so that ThreadSanitizer sees
+// every access on which a block would race.
 struct LaneGroup {
   explicit LaneGroup(int lanes) : turns(size_t(lanes)) {
     for (pthread_barrier_t& b : barriers) pthread_barrier_init(&b, nullptr, unsigned(lanes));
@@ -86,16 +87,16 @@ struct LaneGroup {
   ~LaneGroup() {
     for (pthread_barrier_t& b : barriers) pthread_barrier_destroy(&b);
   }
-  // Two barriers by turns: to the sanitizer, a lane that wakes late from a barrier has seen all
-  // that others did before they came to the same one again, races included.
+  // Two barriers in turn: with one, the sanitizer would assume that a lane that wakes late has seen
+  // all that others did before they came to the barrier again, and hide races.
   void wait(int lane) { pthread_barrier_wait(&barriers[turns[size_t(lane)].passed++ % 2]); }
 
   struct alignas(64) Turn {
     uint32_t passed = 0;
   };
   pthread_barrier_t barriers[2];
-  std::vector<Turn> turns;  // by lane
-  uint32_t failure = 0;     // of any lane; it stays, as a communicator does not outlive a failure
+  std::vector<Turn> turns;  // [lane]
+  uint32_t failure = 0;     // of any lane; never reset: a failure ends the communicator
 };
 
 struct ThreadTeam : HostTeam {
@@ -116,7 +117,7 @@ struct ThreadTeam : HostTeam {
     if (status != Status::kOk) store_relaxed_sys(&group->failure, uint32_t(status));
     sync();
     const auto result = Status(load_relaxed_sys(&group->failure));
-    sync();  // nobody overwrites it before all have read it
+    sync();  // no lane overwrites it before all have read it
     return result;
   }
 };

@@ -3,12 +3,12 @@
 // B bytes, W ranks in G groups of L consecutive ranks. A partial sum is w times as wide as an
 // element (2 for 16-bit floats).
 //
-//   two_levels 2 hops. The ranks at place p of all groups own W / L chunks together. Each of them
-//              reduces its own group's versions of these chunks, piece by piece, and sends the
-//              partial sums to their owners, which reduce them in group order with one rounding:
-//              the bits of a sum in groups. A rank reads (L-1)/L * B bytes from its group and
-//              w (G-1)/W * B bytes from other groups, where one_shot reads (G-1)/G * B bytes from
-//              these. It writes w (G-1)/W * B bytes of partial sums more than one_shot.
+//   two_levels 2 hops. The ranks with place p in their groups own W / L chunks together. Each of
+//              them reduces its own group's versions of these chunks, piece by piece, and sends the
+//              partial sums to the owners, which reduce them in group order with one rounding: the
+//              same bits as a sum in groups. A rank reads (L-1)/L * B bytes from its group and
+//              w (G-1)/W * B bytes from other groups; one_shot reads (G-1)/G * B bytes from other
+//              groups. It writes w (G-1)/W * B bytes of partial sums more than one_shot.
 #pragma once
 
 #include "ringcomm/collectives/ring.h"
@@ -17,14 +17,14 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // The groups of a call, as one rank sees them.
 struct Groups {
-  int ranks, count;      // of a group; of groups
-  int mine, place;       // my group; my place in it
-  uint64_t piece_bytes;  // of a chunk; its partial sum fills a slot at most
+  int ranks, count;      // ranks per group; number of groups
+  int mine, place;       // my group; my position in it
+  uint64_t piece_bytes;  // of a chunk; its partial sum fits a slot
 
   RC_FN bool has(int rank) const { return rank / ranks == mine; }
   RC_FN bool same_place(int rank) const { return rank % ranks == place; }
-  // The owner of what the rank at `place` reduces in a step. My own group is the last, so that
-  // others have their partial sums early.
+  // The owner of the chunk that the rank at position `at` reduces in a step. My own group comes
+  // last, so that other groups receive their partial sums early.
   RC_FN int owner(uint32_t step, int at) const {
     return (mine + 1 + int(step % uint32_t(count))) % count * ranks + at;
   }
@@ -45,7 +45,7 @@ RC_TEAM_FN Span piece_of(const E& e, const Groups& g, const Chunks& in, int owne
   return {bytes == 0 ? chunk.ptr : chunk.ptr + begin, bytes};
 }
 
-// The pieces of the longest chunk, which are those that every rank counts.
+// The number of pieces of the longest chunk; every rank counts the same rounds.
 template <class E>
 RC_TEAM_FN uint32_t rounds_of(const E& e, const Groups& g, const Chunks& in) {
   uint64_t most = 1;
@@ -57,7 +57,7 @@ RC_TEAM_FN uint32_t rounds_of(const E& e, const Groups& g, const Chunks& in) {
   return uint32_t((most - 1) / g.piece_bytes + 1);
 }
 
-// My version of a step's piece to each rank of my group, as an item with a header of its own.
+// Sends my version of a step's piece to each rank of my group, as an item with its own header.
 // model: send_to_group (tests/proof/model/two_levels.pml)
 template <class E>
 RC_TEAM_FN Status send_to_group(E& e, const Groups& g, const Chunks& in, uint32_t step,
@@ -76,7 +76,7 @@ RC_TEAM_FN Status send_to_group(E& e, const Groups& g, const Chunks& in, uint32_
   return Status::kOk;
 }
 
-// Where my group's partial sum of my own piece `j` waits for the others.
+// The slot in which my group's partial sum of my own piece `j` waits for the other groups.
 template <class E>
 RC_TEAM_FN char* own_partial(const E& e, uint32_t j) {
   return e.v.slot(e.rank(), e.pairs, e.team.channel(), e.rank(), j + 1);
@@ -126,7 +126,7 @@ RC_TEAM_FN Status reduce_groups(E& e, const Groups& g, const Chunks& in, char* o
   }));
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = own_partial(e, j);
-    // Side by side, in group order.
+    // Move the sources together, in group order.
     for (int group = 0; group < g.count; ++group) {
       e.sources()[group] = e.sources()[group * g.ranks + g.place];
       e.factors()[group] = 1.0;
@@ -142,9 +142,9 @@ RC_TEAM_FN Status reduce_groups(E& e, const Groups& g, const Chunks& in, char* o
   return Status::kOk;
 }
 
-// Each rank sends one step ahead of what it reduces, and reduces the partial sums of a piece one
-// piece later. So no rank waits for a later step of another rank, and there is no circle. A
-// link then holds two unread items at most, for which any number of slots suffices.
+// Each rank sends one step ahead of its reductions, and reduces the partial sums of a piece one
+// piece later. So no rank waits for a later step of another rank, and waits form no circle. A link
+// then holds at most two unread items, for which any number of slots suffices.
 // model: reduce_scatter_two_levels (tests/proof/model/two_levels.pml)
 template <class E>
 RC_TEAM_FN Status reduce_scatter_two_levels(E& e, const Chunks& in, char* out, int ranks) {

@@ -26,60 +26,59 @@
 namespace ringcomm::host {
 namespace {
 
-// A process whose memory has gone may take so long to end, and is looked at so often until then.
+// The longest time that an ending process may take, and the interval of the checks.
 constexpr uint64_t kExitNs = 10'000'000'000, kExitPollNs = 1'000'000;
 
 // NOTE [Busy cores]
 //
-// A waiter on a core of its own spins: a futex that wakes an idle core costs 10 to 30 us in a
-// virtual machine. On a core that others want, each of its ways to wait has a price. A spin keeps
-// the awaited rank off the core if it was put there, so a waiter that shares its core with the
-// awaited one (ControlPage.core) sleeps at once. A yield to a program that computes costs its whole
-// time slice, 1 to 4 ms, so waiters yield only where ranks outnumber cores, and not for a while
-// after a yield took as long as a slice. A thread that sleeps is woken soon: it has used less of
+// A waiter on a core of its own spins, since a futex wake-up of an idle core takes 10 to 30 us in a
+// virtual machine. On a core that other threads want, each way to wait has a price. A spin keeps
+// the awaited rank off the core if both share it, so a waiter that shares its core with the awaited
+// rank (ControlPage.core) sleeps at once. A yield to a program that computes costs that program's
+// whole time slice, 1 to 4 ms. So waiters yield only if ranks outnumber cores, and not for a while
+// after a yield that took a slice. A thread that sleeps is soon woken, since it has used less of
 // the core than the others.
 //
-// Sweep: 2 ranks on 2 cores beside 0 to 3 busy loops, 4 KiB to 64 MiB, on a Xeon (AVX-512) at
-// 2.5 GHz: spins of 3 to 30 us end alike, 0 costs small calls on a quiet machine three times their
-// time, and without a look at the core 30 us cost 5 times as much beside one loop. Spinning for
-// 3000 polls and yielding 20 times, as before, cost 3 to 46 times as much beside three. On Zen 4:
-// 300 polls are 3 us, and cost 4 KiB calls through torch.distributed a fifth on a quiet machine.
+// Sweep: 2 ranks on 2 cores next to 0 to 3 busy loops, 4 KiB to 64 MiB, on a Xeon (AVX-512) at 2.5
+// GHz. Spins of 3 to 30 us perform alike; 0 us triples the time of small calls on a quiet machine;
+// without a look at the core, 30 us take 5 times as long next to one loop. The former 3000 polls
+// and 20 yields took 3 to 46 times as long next to three loops. On Zen 4, 300 polls take 3 us, and
+// cost 4 KiB calls through torch.distributed a fifth on a quiet machine.
 constexpr double kSpinNs = 10'000;
 
 // NOTE [Sleep apart]
 //
-// The kernel likes to wake a thread on its waker's core, and a rank is woken by the rank that it
-// waits for. Where other programs want the cores, the two ranks then share one: one of them runs at
-// a time, each call costs two switches, and since each sleeps as soon as it has to wait, nothing
-// separates them. So the affinity of a sleeper leaves out the awaited rank's core. The thread gets
-// its own affinity back when it is awake, unless somebody has set another one meanwhile. Where
-// ranks outnumber cores, some share one in any case, and no affinity is touched.
+// The kernel often wakes a thread on the core of the thread that wakes it, and a rank is woken by
+// the rank that it waits for. If other programs want the cores, the two ranks then share a core:
+// only one runs at a time, each call takes two switches, and nothing separates the ranks, since
+// each sleeps as soon as it waits. So a sleeper's affinity excludes the awaited rank's core. The
+// thread gets its own affinity back when it wakes, unless another one was set during the sleep. If
+// ranks outnumber cores, some share a core in any case, and affinities stay unchanged.
 //
-// A thread that may use all cores of its cpuset gets the mask of all cores back, not the cores of
-// the moment, so that it still follows a cpuset which a container's manager widens.
+// A thread that may use all cores of its cpuset gets the mask of all cores back, not the present
+// cores, so that the thread still follows a cpuset that a container's manager widens.
 //
-// Zen 4, 2 ranks on 2 cores, 4 KiB, five interleaved runs with and without: beside programs that
-// come and go, an all_reduce takes 0.26 of the time, and one through torch.distributed 0.40; beside
-// three busy loops 0.95 and 0.70.
+// Zen 4, 2 ranks on 2 cores, 4 KiB, five interleaved runs with and without this. Next to programs
+// that come and go, an all_reduce takes 0.26 of the time, and through torch.distributed 0.40; next
+// to three busy loops 0.95 and 0.70.
 
-// Calls made by the worker thread, which shares the cores with the thread that computes. Zen 4, 2
-// ranks on 2 cores, best of 0 to 30 us.
+// For calls by the worker thread, which shares the cores with the thread that computes. Zen 4, 2
+// ranks on 2 cores, the best of 0 to 30 us.
 constexpr double kBackgroundSpinNs = 2'000;
 
-// Where ranks outnumber cores, a yield goes to another rank: 4 ranks on 2 cores take half as long
-// for 4 KiB, and 8 as well, as when they sleep at once. (Xeon as above.)
+// If ranks outnumber cores, a yield passes the core to another rank: 4 KiB calls of 4 ranks on 2
+// cores, and of 8, take half as long as with sleeps at once. (Xeon as above.)
 constexpr PausePolicy kCrowdedPolicy{20, 2000};
 
-// A yield is long when it takes more than this, and a nanosecond for each byte of the call: ranks
-// that copy and sum at 1 GB/s or more take turns within it, and a slice of another program does
-// not. Without the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as
-// above.)
+// A yield is long if it takes more than this plus a nanosecond per byte of the call. Ranks that
+// copy and sum at 1 GB/s or more take turns within this time; another program's time slice exceeds
+// it. Without the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as above.)
 constexpr uint64_t kLongYieldNs = 1'000'000;
-// After such a yield the next one waits this long, twice as long each time up to a limit at which a
-// slice is 2 % of it, and half as long each time that it comes back soon.
+// The pause after a long yield before the next one. It doubles with each long yield, up to a limit
+// of which a slice is 2 %, and halves with each short yield.
 constexpr uint64_t kMinBusyNs = 2'000'000, kMaxBusyNs = 256'000'000;
 
-// Looks at the clock once in this many yields.
+// Look at the clock once in this many yields.
 constexpr uint32_t kYieldsPerLook = 64;
 
 constexpr int kMaxSleepWords = 128;  // FUTEX_WAITV_MAX
@@ -94,8 +93,8 @@ void cpu_relax() {
 #endif
 }
 
-// The number of polls of a word that take so long. A pause takes 4 ns on one processor and 60 ns on
-// another.
+// The number of polls of a word that take this time. A pause instruction takes 4 ns on one
+// processor and 60 ns on another.
 uint32_t polls_of(double ns) {
   static const double poll_ns = [] {
     constexpr int kPolls = 200;
@@ -114,7 +113,7 @@ long futex(const uint32_t* word, int operation, uint32_t value, const timespec* 
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
-// Fields of /proc/<pid>/stat (proc_pid_stat(5)); zeros: not known.
+// Fields of /proc/<pid>/stat (proc_pid_stat(5)); zeros: unknown.
 struct Stat {
   char state = 0;
   uint64_t threads = 0, started = 0;
@@ -124,7 +123,7 @@ Stat stat_of(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
   std::getline(file, line);
-  // The state stands behind the command's name, which may hold any character.
+  // The state follows the command's name, which may contain any character.
   const size_t name_end = line.rfind(')');
   if (name_end == std::string::npos) return {};
   std::istringstream fields(line.substr(name_end + 1));
@@ -173,7 +172,7 @@ cpu_set_t all_cores() {
   return all;
 }
 
-// Returns the mask to restore: the thread's affinity, or all cores if that is the same to it.
+// Returns the mask to restore: the thread's affinity, or all cores if both allow the same cores.
 const cpu_set_t& restoring(const cpu_set_t& cores) {
   static const cpu_set_t all = all_cores();
   static thread_local Affinity known{};
@@ -250,11 +249,11 @@ void Process::drop_descriptor() {
 }
 
 bool Process::has_ended() const {
-  // Pairs with the release in Comm::set_left(): what the thread published before counts.
+  // Pairs with the release in Comm::set_left(): items that the thread published before count.
   if (left_ != nullptr) return load_acquire_sys(left_) != 0;
   if (pid_ == 0) return false;
   if (pidfd_ >= 0) {
-    // A pidfd becomes readable when its process ends, also while it is a zombie.
+    // A pidfd becomes readable when its process ends, even if the process is still a zombie.
     pollfd poller{pidfd_, POLLIN, 0};
     return poll(&poller, 1, 0) == 1;
   }
@@ -271,8 +270,8 @@ bool Process::is_stopped() const {
   return state == 'T' || state == 't';
 }
 
-// A process that ends loses its memory before it counts as ended: by 57 ms where it held 1 GiB.
-// Status::kRefused: it has not ended within kExitNs.
+// An ending process loses its memory before it counts as ended: 57 ms before for 1 GiB.
+// Status::kRefused: the process has not ended within kExitNs.
 Status Process::await_end() const {
   const uint64_t deadline_ns = Waiter::now_ns() + kExitNs;
   while (!has_ended()) {
@@ -283,7 +282,7 @@ Status Process::await_end() const {
   return Status::kPeerLost;
 }
 
-// NOTE [Single copy] (endpoint.h) says what for.
+// The purpose: NOTE [Single copy] (endpoint.h).
 Status Process::read(void* to, const void* from, uint64_t bytes) const {
   const pid_t pid = pid_ == 0 ? getpid() : pid_;
   for (uint64_t done = 0; done < bytes;) {
@@ -359,7 +358,7 @@ bool Waiter::pause(const Pause& pause) const {
 
 bool Waiter::can_fence_for_all() {
 #if defined(SYS_membarrier)
-  // Registered once, for all threads that this process will have.
+  // Registered once, for all present and future threads of this process.
   static const bool registered =
       syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
   return registered;
@@ -370,9 +369,9 @@ bool Waiter::can_fence_for_all() {
 
 // model: fence_as_sleeper (tests/proof/model/sleep.pml)
 void Waiter::fence_as_sleeper() const {
-  // A fence in every thread that runs in a registered process, this one among them. Xeon (AVX-512),
-  // virtual, 2 ranks: it takes 2 us where the peer runs and a sleep some 10, and without the
-  // writers' fences an all-reduce of 256 bytes takes 2.1 us, with them 3.4.
+  // Fences every running thread of the registered processes, this thread included. Xeon (AVX-512),
+  // virtual, 2 ranks: it takes 2 us while the peer runs, and a sleep about 10 us. An all-reduce of
+  // 256 bytes takes 2.1 us without fences of the writers, and 3.4 us with them.
 #if defined(SYS_membarrier)
   if (fences_for_all_ && syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) == 0)
     return;
@@ -423,7 +422,7 @@ void sleep_on_any(const SleepOn* words, int count, uint64_t timeout_ns) {
       return;
   }
 #endif
-  // Kernels before 5.16 cannot sleep on several words: nap, at most as long as a hop may take.
+  // Kernels before 5.16 cannot sleep on several words: nap for at most the time of one hop.
   const timespec nap = to_timespec(std::min<uint64_t>(timeout_ns, 100'000));
   nanosleep(&nap, nullptr);
 }

@@ -20,14 +20,14 @@
 namespace ringcomm::host {
 namespace {
 
-// ---- how many -----------------------------------------------------------------------------------
+// ---- number of threads --------------------------------------------------------------------------
 
 std::atomic<int (*)()> torchs_threads = nullptr;
 
 struct Shares {
   std::mutex mutex;
-  std::multiset<int> exact, capped;  // of those that exist
-  int most = 1;                      // where none does
+  std::multiset<int> exact, capped;  // values of the existing shares
+  int most = 1;                      // the limit without any share
   std::multiset<int>& of(bool is_exact_share) { return is_exact_share ? exact : capped; }
 };
 Shares& shares() {
@@ -41,21 +41,21 @@ int threads_of(int most, bool is_exact) {
   return std::clamp(ask == nullptr ? 1 : ask(), 1, most);
 }
 
-// ---- who ----------------------------------------------------------------------------------------
+// ---- workers ------------------------------------------------------------------------------------
 
-// Sequentially consistent: a task takes microseconds, and none of these is on a short path.
+// Sequentially consistent: a task takes microseconds, and no short path uses these words.
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == sizeof(uint32_t) && Word::is_always_lock_free);
 uint32_t* futex_of(Word& word) { return reinterpret_cast<uint32_t*>(&word); }
 
-// A worker sleeps until it is woken: no other ends a wait of its.
+// A worker sleeps without a limit: only a wake-up ends its wait.
 constexpr uint64_t kForEverNs = uint64_t(1) << 62;
 
-// Spins and then sleeps until the word has left `seen`, or for so long.
+// Spins and then sleeps until the word differs from `seen`, or the limit is reached.
 void await_change(Word& word, uint32_t seen, Word& sleepers, uint64_t limit_ns) {
   if (spin_on(futex_of(word), seen)) return;
-  // Sequentially consistent: either the sleeper sees the word's change, or who changes it the
-  // sleeper, as in NOTE [signals].
+  // Sequentially consistent: either the sleeper sees the change of the word, or the thread that
+  // changes the word sees the sleeper, as in NOTE [signals].
   sleepers.fetch_add(1);
   if (word.load() == seen) {
     const SleepOn on{futex_of(word), seen};
@@ -64,13 +64,13 @@ void await_change(Word& word, uint32_t seen, Word& sleepers, uint64_t limit_ns) 
   sleepers.fetch_sub(1);
 }
 
-// A call whose tasks are under way.
+// A call whose tasks are not all done.
 struct Job {
   const Tasks& tasks;
-  int wanted;  // workers that may still come; under the pool's mutex
+  int wanted;  // workers that may still join; under the pool's mutex
   bool in_background;
   alignas(64) std::atomic<int> next = 0;
-  alignas(64) Word workers = 0;  // at work
+  alignas(64) Word workers = 0;  // workers that run its tasks
 
   void run() {
     for (int i; (i = next.fetch_add(1)) < tasks.count;) tasks.run(tasks.of, i);
@@ -92,18 +92,18 @@ class Pool {
   void keep_off(int core);
 
   std::mutex mutex_;
-  std::vector<Job*> jobs_;  // of which tasks may be left
+  std::vector<Job*> jobs_;  // jobs that may have tasks left
   int workers_ = 0;
-  std::vector<pid_t> threads_;   // of the workers that have begun
-  int kept_off_ = -1;            // the core that they may not run on; -1: none yet
-  alignas(64) Word posted_ = 0;  // moves with each job
-  Word sleepers_ = 0;            // workers that sleep on it
-  Word begun_ = 0;               // workers that have begun
+  std::vector<pid_t> threads_;   // of the workers that have started
+  int kept_off_ = -1;            // the core on which workers may not run; -1: none yet
+  alignas(64) Word posted_ = 0;  // changes with each job
+  Word sleepers_ = 0;            // workers that sleep on posted_
+  Word begun_ = 0;               // workers that have started
 };
 
-// A forked child has none of the threads, and begins anew. The parent's pool is left as it was; the
-// shares are the child's, too, so no other thread may be changing them. All this begins as the
-// module is loaded: no thread can be half through it where another one forks.
+// A forked child has none of the threads and starts with a new pool. The parent's pool stays as it
+// was. The child inherits the shares, so no other thread may be changing them during the fork. All
+// this is set up when the module is loaded: no thread can be halfway through it during a fork.
 std::atomic<Pool*> pool_of_process = new Pool;
 
 [[maybe_unused]] const int forks_are_watched =
@@ -142,11 +142,11 @@ Job* Pool::take() {
   return nullptr;
 }
 
-// The kernel may wake a worker on the core of the caller who wakes it, although others are idle,
-// and there the worker waits until the caller has done all tasks. On a virtual machine of 2 cores
-// (Linux 6.18, Zen 4) it does so for 80 to 100 % of workers that have slept for 0.5 to 5 ms: two
-// tasks of 100 us take 202 to 224 us, and 152 to 205 us with the workers kept off that core. A
-// caller stays on its core mostly, so this is rarely done. The mutex is held.
+// The kernel may wake a worker on the core of the caller that wakes it, although other cores are
+// idle; the worker then waits there until the caller has done all tasks. On a virtual machine of 2
+// cores (Linux 6.18, Zen 4) this happens to 80 to 100 % of workers that have slept for 0.5 to 5 ms:
+// two tasks of 100 us take 202 to 224 us, and 152 to 205 us with the workers kept off that core.
+// This rarely changes affinities, since a caller mostly stays on its core. The mutex is held.
 void Pool::keep_off(int core) {
   if (core == kept_off_ || core < 0) return;
   cpu_set_t cores;
@@ -162,7 +162,7 @@ void Pool::work() {
   {
     const std::lock_guard lock(mutex_);
     threads_.push_back(pid_t(syscall(SYS_gettid)));
-    kept_off_ = -1;  // not this one yet
+    kept_off_ = -1;  // this thread is not kept off yet
     begun_.fetch_add(1);
   }
   for (;;) {
@@ -174,7 +174,8 @@ void Pool::work() {
     }
     const WaitsInBackground waits(job->in_background);
     job->run();
-    // Pairs with the acquire in await(), after which the job is gone: the wake-up may find nobody.
+    // Pairs with the acquire in await(). The job is gone after it, so the wake-up may find no
+    // sleeper.
     uint32_t* const word = futex_of(job->workers);
     job->workers.fetch_sub(1);
     Waiter::wake(word);
@@ -192,7 +193,7 @@ void Pool::post(Job& job) {
   if (sleepers_.load() != 0) Waiter::wake(futex_of(posted_), wanted);
 }
 
-// Returns once no worker looks at the job.
+// Returns once no worker uses the job.
 void Pool::await(Job& job) {
   {
     const std::lock_guard lock(mutex_);

@@ -28,11 +28,11 @@ namespace ringcomm::host {
 // 10 us after a call, and two threads then share 50 us of work in 25.4 us (Zen 4, 2 cores).
 constexpr uint64_t kBytesPerThread = 512 << 10;
 
-// The bytes of a call from which it pays to wake workers. On a virtual machine of 2 cores (Zen 4)
-// the caller needs 12 us to wake a worker that has slept for 0.5 ms, and 34 us after 5 ms; the
-// worker begins after 34 and 84 us. Two threads are therefore ahead from 50 and 120 us of work on.
-// In 120 us one thread takes the norm of 3 MiB, adds up 4 MiB, moves 5 MiB in an update, and moves
-// 1 MiB in an all-reduce of two ranks.
+// The bytes of a call from which it is worth waking workers. On a virtual machine of 2 cores (Zen
+// 4) the caller needs 12 us to wake a worker that has slept for 0.5 ms, and 34 us after 5 ms; the
+// worker begins after 34 us and 84 us. So two threads are faster than one from 50 us and 120 us of
+// work on. In 120 us one thread takes the norm of 3 MiB, adds up 4 MiB, moves 5 MiB in an update,
+// or moves 1 MiB in an all-reduce of two ranks.
 constexpr uint64_t kBytesToWakeFor = 8 << 20;
 
 // Ranks that have more threads than cores run collectives on their calling threads alone: their
@@ -43,16 +43,16 @@ constexpr uint64_t kBytesToWakeFor = 8 << 20;
 inline uint64_t bytes_to_wake_for = kBytesToWakeFor;
 inline bool crowds = false;  // true: workers take part although ranks have more threads than cores
 
-// How many threads a rank's calls use: `most`, or torch's number if that is less.
+// The number of threads that a rank's calls use: `most`, or torch's number if that is less.
 class ThreadShare {
  public:
-  // `is_exact`: `most` counts whatever torch's number is.
+  // `is_exact`: `most` applies whatever torch's number is.
   ThreadShare(int most, bool is_exact);
   ~ThreadShare();
   ThreadShare(const ThreadShare&) = delete;
   ThreadShare& operator=(const ThreadShare&) = delete;
 
-  // As of now, on the calling thread.
+  // The present number, on the calling thread.
   int threads() const;
 
  private:
@@ -60,19 +60,19 @@ class ThreadShare {
   bool is_exact_;
 };
 
-// The same of calls that have no communicator: the least of all exact shares that exist, or else of
-// all shares, or else `most`.
+// The number for calls without a communicator: the minimum of all existing exact shares; without
+// any, the minimum of all shares; without any, `most`.
 int threads_without_communicator();
 void limit_threads_without_communicator(int most);
 
-// Where torch says how many threads its own operators use (at::get_num_threads); null: 1.
+// torch's function for the threads of its operators (at::get_num_threads); null: 1 thread.
 void ask_torch_for_threads(int (*threads)());
 
-// The threads that a call of `bytes` uses, at most `threads`.
+// The number of threads of a call that moves `bytes`: at most `threads`.
 int threads_for(uint64_t bytes, int threads);
 
-// Starts the workers that `threads` threads need beside a caller. Throws std::runtime_error, naming
-// the limits that may be in the way, if the system starts no more of them.
+// Starts the workers that a call of `threads` threads needs besides its caller. Throws
+// std::runtime_error, naming the limits that may be the cause, if the system refuses a thread.
 void start_workers(int threads);
 
 // One call's tasks.
@@ -80,29 +80,29 @@ struct Tasks {
   void (*run)(const void* of, int task);
   const void* of;
   int count;
-  uint64_t bytes;   // that the loops of all tasks move, about
-  bool is_crowded;  // ranks have more threads than cores
-  // Called by the caller, some 100 times a second while it waits for workers; or null.
+  uint64_t bytes;   // approximate number that the loops of all tasks move
+  bool is_crowded;  // the ranks have more threads than cores
+  // Called by the caller about 100 times a second while it waits for workers; or null.
   void (*waiting)(const void* of);
 };
 
-// Returns once all tasks are done. They must not throw.
+// Runs all tasks and returns once they are done. Tasks must not throw.
 void run_tasks(const Tasks& tasks, int threads);
 
-// task(i) for i < count, by up to `threads` threads.
+// Runs task(i) for i < count, by up to `threads` threads.
 template <class Task>
 void run_tasks(int count, uint64_t bytes, int threads, const Task& task) {
   const auto run = [](const void* of, int i) { (*static_cast<const Task*>(of))(i); };
   run_tasks(Tasks{run, &task, count, bytes, false, nullptr}, threads);
 }
 
-// run(begin, end) for parts of [0, elems) whose borders are multiples of `align`; bytes are those
-// that the whole moves.
+// Calls run(begin, end) for parts of [0, elems) whose borders are multiples of `align`. bytes: the
+// number that all parts move.
 template <class Run>
 void run_in_parts(uint64_t elems, uint64_t align, uint64_t bytes, int threads, const Run& run) {
   const int used = threads_for(bytes, threads);
   if (used <= 1) return run(uint64_t(0), elems);
-  // Several parts a thread, so that one which is held up holds up the others less.
+  // Several parts per thread, so that a delayed thread delays the others less.
   constexpr uint64_t kPartsPerThread = 4;
   const uint64_t units = (elems + align - 1) / align;
   uint64_t parts = bytes / kBytesPerThread * kPartsPerThread;
