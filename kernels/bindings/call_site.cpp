@@ -13,12 +13,12 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// Code objects are kept alive while they are known, so that no other takes the address of one. So
-// many suit any program that does not make code as it runs; one that does starts anew here.
+// Known code objects are kept alive, so that no new one takes the address of a known one. This many
+// suffice for a program that does not create code as it runs; else the table is cleared.
 constexpr size_t kMaxCodes = 1 << 14;
 constexpr size_t kNearCodes = 64;
-// A call site is kept for good: records in the making point to it. What makes lines without end,
-// each in a file of its own, has no sites for those behind the first so many (11 MiB).
+// Call sites are kept forever, since unfinished records point to them. A program that generates
+// lines without end, each in a new file, gets no call sites beyond this number (11 MiB).
 constexpr size_t kMaxSites = 1 << 16;
 
 struct Code {
@@ -26,11 +26,11 @@ struct Code {
   std::string file;
   int last_instruction = -1;
   const CallSite* last_site = nullptr;
-  std::unordered_map<int, const CallSite*> sites;  // by instruction
+  std::unordered_map<int, const CallSite*> sites;  // [instruction]
 };
 
-// All of it is used with the GIL held. (An interpreter without one takes it for this module, which
-// does not claim to do without.) Never destroyed: threads may still run at exit.
+// Used only with the GIL held. (An interpreter without a GIL enables it for this module, which does
+// not declare itself free of it.) Never destroyed: threads may still run at exit.
 struct Known {
   std::vector<std::string> library, programs;
   std::unordered_map<PyObject*, std::unique_ptr<Code>> codes;
@@ -45,7 +45,7 @@ Known& known() {
     made->get_frame = PySys_GetObject("_getframe");
     Py_XINCREF(made->get_frame);
     made->one = PyLong_FromLong(1);
-    // As attributes, since the stable ABI has no functions for them.
+    // Read as attributes, since the stable ABI has no functions for them.
     made->last_instruction = PyUnicode_InternFromString("f_lasti");
     made->back = PyUnicode_InternFromString("f_back");
     return made;
@@ -111,7 +111,7 @@ int instruction_of(PyObject* frame) {
 }
 
 const CallSite* site_in(Code& code, PyObject* frame) {
-  // Not its line number at once, which costs the more the longer the function is.
+  // Uses the instruction: finding the line number takes longer, the longer the function is.
   const int at = instruction_of(frame);
   if (at >= 0 && at == code.last_instruction) return code.last_site;
   const CallSite*& site = code.sites[at];
@@ -131,7 +131,7 @@ void set_library_folders(std::vector<std::string> library, std::vector<std::stri
 
 const CallSite* find_call_site() {
   Known& k = known();
-  // Frame 0 is the library's, and to look past it spares the making of its object.
+  // Skips frame 0, which is the library's: creating its object costs time.
   PyObject* arguments[] = {k.one};
   nb::object frame = nb::steal(PyObject_Vectorcall(k.get_frame, arguments, 1, nullptr));
   const CallSite* site = nullptr;

@@ -1,4 +1,4 @@
-// Checksums of ringcomm._native.
+// Binds the checksums of ringcomm._native.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

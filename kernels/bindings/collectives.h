@@ -1,12 +1,12 @@
-// The collectives of a communicator as Python sees them, bound once for the host and for devices:
-// addresses and sizes in, a status out.
+// The collectives of a communicator as Python sees them, bound once for the host and once for
+// devices: they take addresses and sizes, and return a status.
 //
-// Calls is what differs between the two:
+// Calls contains the differences between host and devices:
 //   Comm                                      the class that is bound
 //   world(comm)                               its number of ranks
 //   reduction(dtype, op, factor, algorithm, &elems)
-//                                             what its collectives take; may count elements anew
-//   algorithm(code)                           an algorithm as they take it
+//                                             the reduction argument; may change the count `elems`
+//   algorithm(code)                           the algorithm argument
 //   run(comm, call)                           the status of call(collectives of comm)
 #pragma once
 
@@ -23,7 +23,7 @@ inline std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
   return result;
 }
 
-// One entry per rank, of equal sizes. A rank that takes no list has passed an empty one.
+// One entry of equal size per rank. A rank that takes no list has passed an empty one.
 inline std::vector<Span> spans(Addresses ptrs, uint64_t bytes, int world) {
   ptrs.resize(size_t(world));
   return spans(ptrs, Sizes(ptrs.size(), bytes));

@@ -1,4 +1,4 @@
-// Allocator, Driver and DeviceComm of ringcomm._native: the host's half of the GPU backend.
+// Binds Allocator, Driver and DeviceComm of ringcomm._native: the host's half of the GPU backend.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 
@@ -96,7 +96,7 @@ void bind_allocator(nb::module_& m) {
       .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);
 }
 
-// A device's communicator, as bind_collectives() needs it.
+// The Calls of bind_collectives() (collectives.h) for a device's communicator.
 struct OnDevice {
   using Comm = DeviceComm;
   static int world(const DeviceComm& d) { return d.config().world; }
@@ -133,15 +133,15 @@ void bind_calls(nb::class_<DeviceComm>& c) {
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-// Everything of a new region that is not zero, behind zeros: what a rank writes before it connects.
+// The beginning of a new region with all words that are not zero, written before a rank connects.
 nb::bytes words(const DeviceComm& d) {
   std::string bytes(d.words_bytes(), '\0');
   begin_page(reinterpret_cast<ControlPage*>(bytes.data()), d.config().rank, d.config().layout);
   return to_bytes(bytes);
 }
 
-// The bytes that a rank's host writes into its control page before it raises the abort word. Only
-// its kernels write the fault record: one of them may be about to.
+// The bytes that a rank's host writes into its control page before it raises the abort word. They
+// exclude the fault record: only kernels write it, and one may be about to.
 nb::bytes abort_reason(const nb::str& reason) {
   ControlPage page{};
   std::snprintf(page.reason, sizeof(page.reason), "%s", utf8_of(reason).c_str());
@@ -153,7 +153,7 @@ std::optional<FaultWords> fault_in_page(const nb::bytes& bytes, int owner, int w
   ControlPage page;
   std::memcpy(&page, bytes.c_str(), sizeof(page));
   if (page.aborted == 0) return std::nullopt;
-  if (page.fault.status == Status::kOk) page.fault.peer = -1;  // the host's: no kernel waited
+  if (page.fault.status == Status::kOk) page.fault.peer = -1;  // the host aborted: no kernel waited
   return fault_dict(trusted(page.fault, owner, world), reason_of(page));
 }
 
@@ -271,7 +271,7 @@ void bind_state(nb::class_<DeviceComm>& c) {
 int launched(DeviceComm& d) {
   if (d.only_prepares()) return 0;
   if (!d.submit_to()) {
-    // A full queue makes the driver wait, for kernels that may wait for other threads' launches.
+    // With a full queue the driver waits for kernels, which may wait for other threads' launches.
     const WithoutGil nogil;
     d.launch_all();
     return 0;

@@ -100,20 +100,20 @@ void DeviceCalls::follow(void* stream, bool captures) {
   void*& last = captures ? captured_ : last_;
   bool& has = captures ? has_captured_ : has_last_;
   check_fits(stream);
-  // A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
+  // A capture and the work outside it cannot wait for each other: see docs/cuda.md.
   if (has && last != stream && (!captures || driver_.is_capturing(last))) {
     void* between = pool_.take();
     if (between == nullptr) between = driver_.make_event();
     driver_.record(between, last);
     driver_.wait(stream, between);
-    pool_.give(between);  // the wait keeps what it needs of it
+    pool_.give(between);  // the wait no longer needs the event
   }
   last = stream;
   has = true;
 }
 
 void DeviceCalls::check_fits(void* stream) {
-  // Calls that alternate with asynchronous ones ask the driver no more than others.
+  // Skips the driver for calls that alternate with asynchronous ones, as for others.
   if ((stream == side_ && side_fits_) || (has_fitting_ && stream == fitting_)) return;
   const int there = driver_.multiprocessors_of(stream);
   if (there >= 0 && there < needed_multiprocessors_)
@@ -144,7 +144,7 @@ std::shared_ptr<DeviceEvent> DeviceCalls::take_event() const {
   void* event = pool_.take();
   if (event == nullptr) {
     event = driver_.make_event();
-    driver_.record(event, side_);  // throws where another device is current, which is the event's
+    driver_.record(event, side_);  // throws if another device than the event's is current
   }
   return std::make_shared<DeviceEvent>(comm_.driver(), pool_, event, DeviceEvent::Ends{});
 }
@@ -170,7 +170,7 @@ void DeviceCalls::drop_passed() {
   while (!kept_.empty()) {
     const std::shared_ptr<DeviceEvent> first = kept_.front().event;
     if (!first->query()) return;
-    // Another thread may have let go of it meanwhile.
+    // Another thread may have removed it in the meantime.
     if (kept_.empty() || kept_.front().event != first) continue;
     const nb::object tensors = std::move(kept_.front().tensors);
     kept_.pop_front();
@@ -191,7 +191,7 @@ bool DeviceCalls::join(const DeviceEvent& event, bool checked) {
   for (auto each = kept_.begin(); each != kept_.end(); ++each)
     if (each->event.get() == &event) {
       if (each->stream != stream) break;
-      // Whatever reuses the memory on the owner's stream comes behind the call from here on.
+      // From now on, work on the owner's stream that reuses the memory runs after the call.
       const nb::object tensors = std::move(each->tensors);
       kept_.erase(each);
       break;
@@ -220,7 +220,7 @@ int DevicePlan::launch() {
 
 namespace {
 
-// Whether ranks make the same call. The kernels would find a mismatch, and end the communicator.
+// True if both make the same call; else the kernels would find a mismatch, ending the communicator.
 bool are_alike(const DeviceComm& one, const DeviceComm& two) {
   const device::CallArgs &a = one.prepared().args, &b = two.prepared().args;
   return one.prepared().kernel.function == two.prepared().kernel.function &&
@@ -228,7 +228,7 @@ bool are_alike(const DeviceComm& one, const DeviceComm& two) {
          a.redop == b.redop;
 }
 
-// The ranks whose turns are held, and whose prepared calls are withdrawn unless they are launched.
+// Holds the turns of ranks, and withdraws their prepared calls at its end unless they are launched.
 class Held {
  public:
   ~Held() {
@@ -259,7 +259,7 @@ int DeviceCalls::make_together(const std::vector<DeviceCalls*>& ranks, Prepare p
   std::vector<DeviceComm*> comms;
   Held held;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    // A turn that another thread holds is not waited for: it may wait for a turn that is held here.
+    // Do not wait for a turn that another thread holds: that thread may wait for a turn held here.
     if (!ranks[i]->is_usable() || !held.take(*ranks[i]) || ranks[i]->captures(stream) ||
         !prepare_call(i, stream) || !are_alike(ranks[0]->comm_, ranks[i]->comm_))
       return kNotFast;
@@ -282,10 +282,10 @@ device::Reduction device_reduction(DType dtype, int op, int algorithm, uint64_t*
   return kernel_reduction(int(dtype), op, 1.0, algorithm, elems);
 }
 
-// Whether the collectives reduce a type so at all; whether a GPU has the kernel is found later.
+// True if collectives reduce a type by this operator; whether a GPU has the kernel shows later.
 bool reduces(DType dtype, int op) { return op >= 0 && kernels().reduce[int(dtype)][op] != nullptr; }
 
-// Prepares collectives by the CUDA kernels, or by those that Triton has compiled.
+// Prepares collectives with the CUDA kernels, or with kernels that Triton has compiled.
 struct CudaKernels {
   DeviceComm& comm;
   template <class... Args>
@@ -317,7 +317,7 @@ struct TritonKernels {
   }
 };
 
-// Each gives `then` what prepares the call, or returns `otherwise` of arguments that are not fast.
+// Each passes to `then` what prepares the call, or returns `otherwise` if arguments are not fast.
 template <class Kernels = CudaKernels, class Result, class Then>
 Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
                   Result otherwise, Then then) {
@@ -375,7 +375,7 @@ Result barrier(DeviceCalls& calls, Result otherwise, Then then) {
   return then(nb::make_tuple(), [&] { calls.comm().barrier(); });
 }
 
-// What `then` is for a call that is made at once, and for one that is started.
+// The argument `then` for a call that is made at once, and for a call that is started.
 auto made_by(DeviceCalls& calls) {
   return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
 }
@@ -391,8 +391,8 @@ const std::shared_ptr<DeviceEvent> kNotStarted;
 using Ranks = std::vector<DeviceCalls*>;
 using Tensors = std::vector<nb::handle>;
 
-// Makes calls of an output and an input of each rank in one launch, of which `prepare(rank, then)`
-// gives `then` what prepares it.
+// Makes calls with one output and one input per rank in one launch; `prepare(rank, then)` passes
+// `then` the function that prepares a rank's call.
 template <class Prepare>
 int make_pairs(const Ranks& ranks, const Tensors& outputs, const Tensors& inputs, Prepare prepare) {
   if (outputs.size() != ranks.size() || inputs.size() != ranks.size()) return kNotFast;
@@ -455,7 +455,7 @@ struct DeviceFast {
 };
 
 void bind_made(nb::class_<DeviceCalls>& c) {
-  const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
+  const auto any = [] { return nb::arg().none(); };  // accepts None: Python raises the error
   c.def("all_reduce_fast", &DeviceFast::all_reduce,
         nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
                 "/) -> int"),
@@ -523,15 +523,15 @@ void bind_started(nb::class_<DeviceCalls>& c) {
           nb::sig("def start_barrier(self) -> DeviceEvent | None"));
 }
 
-// The common calls whose kernels Triton has compiled.
+// The common calls with kernels that Triton has compiled.
 class TritonCalls {
  public:
   explicit TritonCalls(nb::object calls)
       : owner_(std::move(calls)), calls_(nb::cast<DeviceCalls&>(owner_)) {}
 
-  // knobs: `triton.knobs.runtime`. From here on calls may be fast.
+  // knobs: `triton.knobs.runtime`. Once it is set, calls may be fast.
   void set_knobs(nb::object knobs) { knobs_ = std::move(knobs); }
-  // Whether calls may pass Triton by: it calls the hooks of profilers at each launch.
+  // True if calls may bypass Triton: Triton calls the hooks of profilers at each launch.
   bool pass_by() const { return !knobs_.is_none() && !has_hook(enter_) && !has_hook(exit_); }
   DeviceCalls& calls() const { return calls_; }
 
@@ -547,7 +547,7 @@ class TritonCalls {
   nb::object owner_;
   DeviceCalls& calls_;
   nb::object knobs_ = nb::none();
-  // Made once: to make a name costs as much as to look it up.
+  // Made once: making a name costs as much as looking it up.
   const nb::str enter_{"launch_enter_hook"}, exit_{"launch_exit_hook"}, chain_{"calls"};
 };
 
@@ -634,7 +634,7 @@ void bind_triton_calls(nb::module_& m) {
   bind_triton_started(c);
 }
 
-// None of a call that is not one launch.
+// Returns the prepared call, or none if `run` makes anything but one launch.
 std::optional<device::Prepared> planned(DeviceCalls& calls, const nb::callable& run) {
   try {
     const DeviceComm::Preparing preparing(calls.comm());

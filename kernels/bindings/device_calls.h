@@ -1,17 +1,16 @@
-// The calls of a rank on a device that take tensors as they are, and the order of all its calls on
-// streams.
+// A rank's calls on a device that take tensors directly, and the order of all its calls on streams.
 //
 // NOTE [Device calls]
-// A call runs behind the earlier work of the caller's current stream and before its later work.
-// The calls of one communicator follow each other, whatever streams they are made on: `follow` puts
-// the stream of a call behind that of the last one. An asynchronous call runs on a stream of the
-// communicator's own, the side stream, between two events; its tensors are kept until a stream that
-// their owner uses has been put behind the call, or the call is known to be done.
+// A call runs after the earlier work of the caller's current stream and before its later work. The
+// calls of one communicator run in order, whatever streams they are made on: `follow` makes a
+// call's stream wait for the last call's stream. An asynchronous call runs on the side stream,
+// which belongs to the communicator, between two events. Its tensors are kept until a stream that
+// their owner uses waits for the call, or the call is known to be done.
 //
-// The common call is one driver call, its launch. What is not common is left to the checked path in
-// Python, which makes the same calls in the same order with `follow` and `keep`: tensors of other
-// kinds, captures, a thread on which another device is current (the driver refuses the first call,
-// and nothing was done), ranks that share a launch, and events that the pool does not have yet.
+// The common call is one driver call, its launch. Python's checked path handles the other cases,
+// with the same calls in the same order through `follow` and `keep`: tensors of other kinds,
+// captures, a thread with another current device (the driver refuses the first call, so nothing was
+// done), ranks that share a launch, and events that the pool does not have yet.
 #pragma once
 
 #include <deque>
@@ -27,13 +26,13 @@
 
 namespace ringcomm::host {
 
-// A point on a stream behind calls, whose passing is noted in the records of the calls. It returns
-// to its pool, so that its end calls no driver.
+// A point on a stream after some calls; the records of these calls note that it has passed. The
+// event returns to its pool, so its destructor makes no driver call.
 class DeviceEvent {
  public:
-  // Calls [first, last] of a track have ended once the event has passed.
+  // When the event has passed, calls [first, last] of a track have ended.
   struct Ends {
-    std::shared_ptr<DeviceRecorder> records;  // or none
+    std::shared_ptr<DeviceRecorder> records;  // null: no records
     Track track;
     uint64_t first, last;
   };
@@ -47,8 +46,8 @@ class DeviceEvent {
 
   void* handle() const { return handle_; }
   void ends_with(Ends ends) { ends_ = std::move(ends); }
-  // With the GIL, which both release while they ask the driver: another thread's launch may hold
-  // the driver's lock while its queue is full.
+  // Called with the GIL, which both release during the driver call: another thread's launch may
+  // hold the driver's lock while its queue is full.
   bool query();
   void synchronize();
 
@@ -61,7 +60,7 @@ class DeviceEvent {
 
 class DeviceCalls;
 
-// A call that was prepared once, to be launched many times with the same tensors.
+// A call prepared once, to be launched many times with the same tensors.
 class DevicePlan {
  public:
   struct Planned {
@@ -69,12 +68,12 @@ class DevicePlan {
     TensorMemory memory;
   };
 
-  // owner: the DeviceCalls, which this keeps alive, like the tensors.
+  // owner: the DeviceCalls. The plan keeps it and the tensors alive.
   DevicePlan(nanobind::object owner, std::vector<Planned> tensors, device::Prepared call)
       : owner_(std::move(owner)), tensors_(std::move(tensors)), call_(std::move(call)) {}
 
-  // Launches the call on the current stream; `kNotFast` or 0. `kNotFast` of a tensor that does not
-  // take the fast path any more, or has other memory than when the call was prepared.
+  // Launches the call on the current stream; returns 0 or `kNotFast`: a tensor no longer takes the
+  // fast path, or its memory has changed since the call was prepared.
   int launch();
 
  private:
@@ -85,14 +84,14 @@ class DevicePlan {
 
 class DeviceCalls {
  public:
-  // What of torch and of the runtime this asks in Python.
+  // The functions of torch and of the runtime that this class calls in Python.
   struct Asked {
-    nanobind::object current_stream;  // of a device, as an address
+    nanobind::object current_stream;  // of a device; returns an address
     nanobind::object current_device;  // of the calling thread
-    nanobind::object is_mine;         // of a tensor; None: its place says so
+    nanobind::object is_mine;         // of a tensor; None: its TensorPlace decides
   };
 
-  // comm: a DeviceComm, which this keeps alive.
+  // comm: a DeviceComm, which this object keeps alive.
   DeviceCalls(nanobind::object comm, TensorPlace place, int device, Asked asked,
               std::shared_ptr<DeviceRecorder> records);
 
@@ -102,54 +101,54 @@ class DeviceCalls {
   DeviceCalls(const DeviceCalls&) = delete;
   DeviceCalls& operator=(const DeviceCalls&) = delete;
 
-  // Makes a collective that `prepare` prepares, on the calling thread's current stream; `kNotFast`
-  // or 0.
+  // Makes a collective that `prepare` prepares, on the calling thread's current stream; returns
+  // `kNotFast` or 0.
   template <class Prepare>
   int make(Prepare prepare);
-  // The same on the side stream, for tensors that are kept; null: nothing was done.
+  // The same on the side stream; `tensors` are kept. Null: nothing was done.
   template <class Prepare>
   std::shared_ptr<DeviceEvent> start(nanobind::object tensors, Prepare prepare);
 
-  // Makes one launch of the calls of ranks that share it, all prepared by `prepare(rank)`, on the
-  // first one's current stream; `kNotFast` or 0. The ranks are those of one communicator that this
-  // process has on a device.
+  // Makes the calls of ranks that share a launch, each prepared by `prepare(rank)`, in one launch
+  // on the first rank's current stream; returns `kNotFast` or 0. The ranks are one communicator's
+  // ranks that this process has on a device.
   template <class Prepare>
   static int make_together(const std::vector<DeviceCalls*>& ranks, Prepare prepare);
-  // Prepares a call for a stream that is not capturing, and records it; the caller holds the turn
-  // and the GIL. False: the checked path is to make the call.
+  // Prepares and records a call for a stream that is not capturing; the caller holds the turn and
+  // the GIL. False: the checked path must make the call.
   template <class Prepare>
   bool prepare(void* stream, Prepare prepare);
 
-  // True of a tensor on the device that takes the fast path: see read_memory().
+  // True if a tensor on the device takes the fast path: see read_memory().
   bool read(nanobind::handle tensor, TensorMemory* result) const;
   device::DeviceComm& comm() const { return comm_; }
 
-  // Puts `stream` behind the communicator's last call, and makes it that of the last call. The
-  // caller holds the turn, and the device is current.
+  // Makes `stream` wait for the communicator's last call, and remembers it as the last call's
+  // stream. The caller holds the turn, and the device is current.
   void follow(void* stream);
-  // The stream of the last call outside of captures; null pointer: there was none.
+  // The stream of the last call outside captures; null pointer: there was none.
   void* const* last_stream() const { return has_last_ ? &last_ : nullptr; }
   bool has_captured() const { return has_captured_; }
 
-  // Returns an event at the end of `stream`, of the current device. Collectives: an event behind
-  // all that were launched so far.
+  // Returns an event at the end of `stream`, on the current device. all_collectives(): the Ends of
+  // an event after all collectives launched so far.
   std::shared_ptr<DeviceEvent> mark(void* stream, DeviceEvent::Ends ends);
   DeviceEvent::Ends all_collectives() const;
-  // Keeps tensors until the event has passed, or join() has put `stream` behind it.
+  // Keeps tensors until the event has passed, or join() has made `stream` wait for it.
   void keep(nanobind::object tensors, std::shared_ptr<DeviceEvent> event, void* stream);
-  // Makes the current stream wait for the event; false, unless this is `checked`: a call may have
-  // failed, or another device is current, and nothing waits.
+  // Makes the current stream wait for the event. Unless `checked`, returns false without a wait if
+  // a call may have failed or another device is current.
   bool join(const DeviceEvent& event, bool checked);
-  // Notes in the records what is done by now.
+  // Notes in the records which calls are done by now.
   void look();
 
-  // Has calls be started on this stream. The device is current.
+  // Starts asynchronous calls on this stream from now on. The device is current.
   void set_side(void* stream);
-  // Ranks of this process share their launches: no call of one rank is made here.
+  // Ranks of this process share their launches: this class makes no call of a single rank.
   void set_shared(bool shared) { shared_ = shared; }
-  // The blocks of a call, which run at once, take up to so many multiprocessors.
+  // The number of multiprocessors that a call's blocks, which run at the same time, may need.
   void set_needed_multiprocessors(int number) { needed_multiprocessors_ = number; }
-  // The communicator is unusable, or closed: join() leaves it to Python to say why.
+  // The communicator is unusable or closed: join() lets Python report the reason.
   void disable() { disabled_ = true; }
 
   struct Kept {
@@ -165,17 +164,18 @@ class DeviceCalls {
  private:
   bool is_usable() const;
   bool has_failed() const;
-  // True unless `stream` is the legacy default stream and another device is current: nullptr would
-  // name that device's. Most calls fail then, but a wait for an event would order the wrong stream.
+  // False if `stream` is the legacy default stream and another device is current: nullptr then
+  // names that device's stream. Most calls fail then, but a wait for an event would order the wrong
+  // one.
   bool names_here(void* stream) const;
   void* current_stream() const;
   void take_turn();
-  // An event to record on the side stream.
+  // Returns an event to record on the side stream.
   std::shared_ptr<DeviceEvent> take_event() const;
-  // A stream of the call to come is capturing, as far as calls of this communicator were captured.
+  // True if the next call's stream, or after captures the side stream, is capturing.
   bool captures(void* stream) const;
   void follow(void* stream, bool captures);
-  // Throws DriverError if the stream is of a green context in which a call's blocks do not fit.
+  // Throws DriverError if the stream's green context is too small for a call's blocks.
   void check_fits(void* stream);
   void drop_passed();
 
@@ -184,7 +184,7 @@ class DeviceCalls {
   const device::Driver& driver_;
   device::EventPool& pool_;
   TensorPlace place_;
-  nanobind::object device_;  // an int, as `current_stream` takes it
+  nanobind::object device_;  // an int, as `current_stream` expects
   Asked asked_;
   std::shared_ptr<DeviceRecorder> records_;
   bool shared_ = false, disabled_ = false;
@@ -192,12 +192,12 @@ class DeviceCalls {
   // The streams of the last call and of the last captured call. Neither waits for the other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
-  // check_fits() has let the side stream pass, and this one of the callers', its last.
+  // True, or the stream, if check_fits() has accepted the side stream, or a caller's stream last.
   bool side_fits_ = false, has_fitting_ = false;
   void* fitting_ = nullptr;
-  void* behind_ = nullptr;  // an event that every start() uses; null: there is no side stream
+  void* behind_ = nullptr;  // the event that every start() uses; null: there is no side stream
   std::deque<Kept> kept_;
-  std::shared_ptr<DeviceEvent> newest_;  // of those that were kept
+  std::shared_ptr<DeviceEvent> newest_;  // the newest kept event
 };
 
 nanobind::class_<DeviceCalls> bind_device_calls(nanobind::module_& m);
@@ -209,7 +209,7 @@ bool DeviceCalls::prepare(void* stream, Prepare prepare) {
     const device::DeviceComm::Preparing preparing(comm_);
     prepare();
   } catch (const std::invalid_argument&) {
-    return false;  // Python says what is wrong, such as a kernel that is not there
+    return false;  // Python reports the error, for example a missing kernel
   }
   return comm_.next();
 }
@@ -229,8 +229,8 @@ int DeviceCalls::make(Prepare prepare_call) {
     comm_.launch_prepared();
     return 0;
   } catch (const device::DriverError&) {
-    // Nothing was launched. Python makes the call again with the device current, and words what
-    // then fails.
+    // Nothing was launched. Python makes the call again with the device current, and reports a
+    // failure.
     comm_.withdraw();
     return kNotFast;
   }
@@ -250,7 +250,7 @@ std::shared_ptr<DeviceEvent> DeviceCalls::start(nanobind::object tensors, Prepar
       driver_.record(behind_, stream);
       driver_.wait(side_, behind_);
       end = take_event();
-      // Behind this stream's work the side stream is behind the last call on it, too.
+      // The side stream waits for this stream, and so also for the last call on it.
       if (has_last_ && last_ == stream) last_ = side_;
       follow(side_, false);
       comm_.launch_prepared();

@@ -1,5 +1,5 @@
-// The optimizer's calls of a DeviceComm, with the names and parameters of the host's Comm where
-// they have one, and with its DeviceCalls.
+// Binds the optimizer's calls of a DeviceComm, under the names and parameters of the host's Comm if
+// it has the call, and of its DeviceCalls.
 #include <string>
 #include <utility>
 
@@ -17,14 +17,14 @@ namespace {
 
 using device::DeviceComm;
 
-// The kernels store parameters by vectors, here and in the peers' buckets.
+// The kernels store parameters by vectors, in this rank's bucket and in the peers' buckets.
 DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   if (reinterpret_cast<uintptr_t>(s.params) % kResultAlign != 0)
     throw std::invalid_argument("parameters must begin at a multiple of 16 bytes");
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
-// Of a fused step, which has no registers for 8-bit moments.
+// The shard of a fused step, whose kernels have no registers for 8-bit moments.
 DeviceComm::ShardOf fused_shard_of(const AdamWShard& s, uint64_t address) {
   if (s.quantized_state)
     throw std::invalid_argument("8-bit moments are updated by adamw_shard, apart from collectives");
@@ -47,7 +47,7 @@ nb::bytes bytes_of(const T& value) {
 
 constexpr int kSumOp = int(RedOp::kSum);
 
-// Each prepares a call, or makes it if it has no peers.
+// Each prepares a call, or makes it if the communicator has no peers.
 void prepare_adamw(DeviceComm& d, uint64_t table) { d.prepare_adamw(table); }
 void adamw_shard(DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad,
                  int dtype) {
@@ -82,7 +82,7 @@ constexpr const char* kOnePass =
     "shard: AdamWShard, address: int, grads: int, grad_dtype: int, op: int, algorithm: int, "
     "tag: int";
 
-// Binds a call of the optimizer: the communicator launches it.
+// Binds a call of the optimizer, which the communicator launches.
 template <class... Given>
 void bind(nb::class_<DeviceComm>& c, const std::string& name, const std::string& parameters,
           const char* doc, void (*prepare)(DeviceComm&, Given...)) {
@@ -96,7 +96,7 @@ void bind(nb::class_<DeviceComm>& c, const std::string& name, const std::string&
       nb::sig(signature.c_str()), doc);
 }
 
-// Binds one whose arguments differ from step to step as a fast call. The others have a plan.
+// Binds a call whose arguments differ from step to step as a fast call. Other calls have a plan.
 template <class... Given>
 void bind_fast(nb::class_<DeviceCalls>& c, const std::string& name, const std::string& parameters,
                void (*prepare)(DeviceComm&, Given...)) {

@@ -1,4 +1,4 @@
-// Quantization by a DeviceComm.
+// Binds the quantization of a DeviceComm.
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"
 

@@ -13,7 +13,7 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// The size of a call's whole buffer, as the host's communicators record it.
+// The size of a call's whole buffer in bytes, as the host's communicators record it.
 uint64_t size_of_call(const device::Prepared& call) {
   const device::CallArgs& a = call.args;
   switch (a.collective) {
@@ -57,7 +57,7 @@ void DeviceRecorder::unlist() {
 
 void DeviceRecorder::enqueues(const device::Prepared& call, bool captured) {
   {
-    const WithGil gil;  // some calls are made without
+    const WithGil gil;  // some callers do not hold the GIL
     take_call_site();
   }
   const std::lock_guard lock(mutex_);
@@ -151,7 +151,7 @@ bool DeviceRecorder::is_open(Track track, uint64_t number) const {
   return state == RecordState::kEnqueued || state == RecordState::kBegun;
 }
 
-// The first number that the records may still hold.
+// The smallest number whose record may still exist.
 uint64_t DeviceRecorder::oldest(Track track) const {
   const uint64_t newest = enqueued_[int(track)];
   return newest > recorder_.capacity() ? newest - recorder_.capacity() + 1 : 1;
@@ -175,8 +175,7 @@ void DeviceRecorder::seen_completed(Track track, uint64_t first, uint64_t last) 
 void DeviceRecorder::seen_begun(uint64_t sequence) {
   const std::lock_guard lock(mutex_);
   constexpr Track track = Track::kCollectives;
-  if (!is_whole() || captured_)
-    return;  // replays count, too, and nobody here knows how many there were
+  if (!is_whole() || captured_) return;  // replays count as well, and their number is unknown here
   for (uint64_t n = std::min(sequence, enqueued_[int(track)]); n >= oldest(track); --n) {
     if (recorder_.state(track, n) == RecordState::kNone) continue;  // a later launch of a call
     complete(track, settled_[int(track)] + 1, n - 1);

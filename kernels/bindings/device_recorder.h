@@ -1,9 +1,9 @@
-// The flight recorder of a rank on a device. Its records lie in the heap of the process on the
-// host, where peers and `ringcomm trace --pid` read them without a driver, also after the process
+// The flight recorder of a rank on a device. Its records are in the heap of the process on the
+// host, where peers and `ringcomm trace --pid` read them without a driver, even after the process
 // has been killed.
 //
-// The host enqueues calls and does not wait for them, so this knows of their ends only what the
-// caller of seen_*() has seen. Nothing is added to a stream, and no kernel does more.
+// The host enqueues calls and does not wait for them, so this class knows only the ends that the
+// callers of seen_*() have seen. It adds nothing to a stream, and no work to a kernel.
 #pragma once
 
 #include <sys/types.h>
@@ -21,7 +21,7 @@ namespace ringcomm::host {
 
 class DeviceRecorder final : public device::CallObserver {
  public:
-  // records: of each track, 1 or more. Throws HeapError.
+  // records: the number per track, at least 1. Throws HeapError.
   DeviceRecorder(std::shared_ptr<Heap> heap, int rank, int world, uint32_t records,
                  const std::string& name);
   ~DeviceRecorder() override;
@@ -30,39 +30,39 @@ class DeviceRecorder final : public device::CallObserver {
 
   uint64_t offset() const { return offset_; }
   void set_world_id(uint64_t id) { recorder_.set_world_id(id); }
-  // `ringcomm trace --pid` does not find it any more; peers may still read it.
+  // Hides the recorder from `ringcomm trace --pid`; peers may still read it.
   void unlist();
-  // Gives its memory back. Nothing is recorded from here on.
+  // Frees the memory. Nothing is recorded from now on.
   void release();
 
   void enqueues(const device::Prepared& call, bool captured) override;
   void withdraws() override;
-  // The same of a collective of Triton's kernels, with the GIL.
+  // The same for a collective of Triton's kernels, with the GIL.
   void enqueues_triton(const CallId& id, unsigned channels, bool captured);
 
-  // The word by which a kernel of this rank says that it gave up. What has ended from then on, or
-  // after stop(), need not have done its call: seen_completed() and seen_begun() note nothing more.
+  // raised: set by a kernel of this rank when it gives up. From then on, or after stop(), an ended
+  // kernel need not have done its call, so seen_completed() and seen_begun() note no more calls.
   void watch(const uint32_t* raised);
   void stop();
 
-  // Calls enqueued so far. A collective that is several launches counts as many.
+  // Calls enqueued so far. A collective of several launches counts as several calls.
   uint64_t enqueued(Track track) const;
 
-  // The calls from `first` to `last` are known to be done, those that failed before apart.
+  // The calls from `first` to `last` are done, except calls that failed before.
   void seen_completed(Track track, uint64_t first, uint64_t last);
-  // The kernels' count of collectives was `sequence`.
+  // The kernels' count of collectives has reached `sequence`.
   void seen_begun(uint64_t sequence);
-  // The call failed, and with a collective all behind it did; those before it are done.
+  // The call failed. A failed collective fails all later ones; earlier ones are done.
   void seen_failed(Track track, uint64_t number, Status status, int peer);
 
-  // Collectives that can be the one which a kernel numbers `sequence`. Each block counts the calls
-  // that it took part in, and a graph's replays, which nobody counts here.
+  // The numbers of the collectives to which a kernel's count `sequence` may belong. Each block
+  // counts the calls in which it took part, and also a graph's replays, which nothing counts here.
   std::vector<uint64_t> numbers_of(uint64_t sequence) const;
 
  private:
   struct Launch {
-    uint64_t number;             // of the call
-    unsigned channels, repeats;  // blocks, and launches of them
+    uint64_t number;             // sequence number of the call
+    unsigned channels, repeats;  // blocks per launch, and launches
   };
   static constexpr int kTracks = int(Track::kCount);
 
@@ -83,10 +83,10 @@ class DeviceRecorder final : public device::CallObserver {
   Recorder recorder_;
   uint64_t enqueued_[kTracks] = {}, settled_[kTracks] = {};
   uint64_t newest_ = 0;            // number of the last collective
-  uint64_t last_messages_ = 0;     // how many the last launch of messages has
-  bool last_is_message_ = false;   // of the last launch
-  std::vector<Launch> launches_;   // by number
-  std::vector<uint64_t> counted_;  // by channel, what its kernels count
+  uint64_t last_messages_ = 0;     // calls of the last launch of messages
+  bool last_is_message_ = false;   // true if the last launch made messages
+  std::vector<Launch> launches_;   // by call number
+  std::vector<uint64_t> counted_;  // [channel] calls that its kernels have counted
   mutable std::mutex mutex_;
 };
 

@@ -1,4 +1,4 @@
-// Rows that lie apart by a DeviceComm.
+// Binds the copies and sums of separate rows of a DeviceComm.
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"
 #include "kernels/host/routing.h"

@@ -1,4 +1,4 @@
-// The calls of a communicator as C functions (kernels/c10d/direct_calls.h).
+// Exports the calls of a communicator as C functions (kernels/c10d/direct_calls.h).
 #include "kernels/c10d/direct_calls.h"
 
 #include "kernels/bindings/fast_calls.h"
@@ -16,7 +16,7 @@ struct Exported {
   DirectCalls calls;
 };
 
-// Makes a call in the communicator's turn, on a thread without Python's lock.
+// Makes a call in the communicator's turn, on a thread that does not hold the GIL.
 const auto run = [](NativeComm& n, auto call) {
   if (!n.turn->is_open()) return kNotFast;
   if (n.comm.recorder().on()) {
@@ -26,7 +26,7 @@ const auto run = [](NativeComm& n, auto call) {
   signal_raised() = false;
   if (!n.turn->take()) return int(Status::kInterrupted);
   const std::lock_guard held(*n.turn, std::adopt_lock);
-  // Closed, or left to the parent of a fork, while this thread waited.
+  // The communicator was closed, or belongs to the parent of a fork, while this thread waited.
   if (!n.turn->is_open()) return kNotFast;
   const Status status = call();
   // A signal handler may raise although the call then succeeds. Its exception is reported.

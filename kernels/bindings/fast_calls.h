@@ -1,5 +1,5 @@
-// The calls that most programs make, on memory that was read already: see kNotFast. They are made
-// with Python's lock (module.cpp) and without it (direct_calls.cpp).
+// The most frequent calls, on memory that was read already: see kNotFast. module.cpp makes them
+// with the GIL, and direct_calls.cpp without it.
 //
 // `run(comm, call)` makes a call in the communicator's turn.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace ringcomm::host {
 
-// False for what Python words an error of.
+// False for an order of sums for which Python raises an error.
 inline bool sums_by(const Comm& comm, int algorithm) {
   return comm.sum_group_size() == 0 || algorithm != int(Algorithm::kRing);
 }

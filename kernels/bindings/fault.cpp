@@ -1,4 +1,4 @@
-// A fault record in words, as ringcomm.errors reads it.
+// Converts a fault record to the words that ringcomm.errors reads.
 #include "kernels/bindings/module.h"
 #include "kernels/host/describe.h"
 
@@ -7,7 +7,7 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// The parts of a call that must be equal on all ranks, in codes; without its number.
+// The fields of a call that must be equal on all ranks, as codes, without the sequence number.
 nb::tuple call_of(const CallId& id) {
   return nb::make_tuple(uint32_t(id.collective), id.dtype, id.redop, id.root,
                         uint32_t(id.algorithm), uint32_t(id.kernels), id.match_bytes);
@@ -41,7 +41,7 @@ FaultWords fault_dict(const Fault& f, const std::string& reason) {
   d["mine"] = describe(f.mine);
   const bool compares = f.status == Status::kMismatch || f.status == Status::kCorrupt;
   d["theirs"] = compares ? describe(f.theirs) : "";
-  // A peer's text, or one of this rank's that was cut: not always UTF-8.
+  // A peer's text, or a text of this rank that was cut: it need not be valid UTF-8.
   d["reason"] =
       nb::steal(PyUnicode_DecodeUTF8(reason.data(), Py_ssize_t(reason.size()), "replace"));
   return d;

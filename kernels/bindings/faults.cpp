@@ -1,4 +1,4 @@
-// Faults on purpose, as tests arm them from Python.
+// Binds fault injection, which tests use from Python.
 #include "kernels/host/fault_injection.h"
 
 #include "kernels/bindings/gil.h"
@@ -62,7 +62,7 @@ void bind_faults(nb::module_& m) {
   m.def("disarm_fault", &disarm, "Nothing happens any more, and nothing is counted.");
   m.def("fault_passages", &fault_passages,
         "Counts the points passed since `arm_fault`, by kind: publish, acknowledge, await.");
-  // For the Triton kernels in the interpreter, which are Python.
+  // For Triton kernels in the interpreter, which run as Python.
   m.def(
       "fault_armed", [] { return load_relaxed_sys(&fault_is_armed) != 0; },
       "Tells whether a fault is armed.");

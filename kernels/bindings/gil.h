@@ -1,11 +1,12 @@
-// The interpreter's lock (GIL), released around what blocks, and taken where a call needs it.
+// The interpreter's lock (GIL): released around calls that block, and taken where a call needs it.
 //
 // NOTE [Exit]
-// A daemon thread may want the lock when the interpreter has begun to end. CPython before 3.14 then
-// ends the thread by pthread_exit, which unwinds its stack as an exception does; that would pass
-// through destructors, and nanobind's functions, which let none pass: std::terminate, and the
-// process aborts at what should be its quiet end. Here such a thread stays where it is until the
-// process is gone, as from 3.14 on CPython itself has it. torch's functions have no such guard: a
+// A daemon thread may request the GIL when the interpreter has begun to end. CPython before 3.14
+// then ends the thread by pthread_exit, which unwinds its stack like an exception, through
+// destructors and functions of nanobind that let no exception pass: std::terminate then aborts the
+// process. So here the thread stays where it is until the process ends, as in CPython from 3.14 on.
+// torch's functions have no such guard: a daemon thread that calls torch while the interpreter ends
+// aborts the process (torch 2.13).
 // daemon thread that calls torch while the interpreter ends aborts the process (torch 2.13).
 #pragma once
 
@@ -14,7 +15,7 @@
 
 namespace ringcomm::host {
 
-// Takes the lock by `take()`, or does not return. See NOTE [Exit].
+// Takes the GIL by `take()`, or does not return. See NOTE [Exit].
 template <class Take>
 auto take_gil(Take take) {
   try {
@@ -24,7 +25,7 @@ auto take_gil(Take take) {
   }
 }
 
-// Without the lock from here to the end of the scope.
+// Releases the GIL from here to the end of the scope.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -38,7 +39,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// With the lock from here to the end of the scope, whether the thread has it or not.
+// Holds the GIL from here to the end of the scope, whether or not the thread holds it already.
 class WithGil {
  public:
   WithGil() : state_(take_gil([] { return PyGILState_Ensure(); })) {}
