@@ -1,4 +1,4 @@
-"""The host's part of the optimizer's kernels: the constants they are compiled for, and launches.
+"""Plans and launches of the optimizer's Triton kernels, and their compile-time constants.
 
 The collectives are plans for :func:`ringcomm._tl.launch.launch_kernel`. Their ``out_ptr`` is the
 address of a descriptor that the device reads: an AdamWShard, or for a reduce-scatter two addresses.
@@ -34,10 +34,10 @@ __all__ = [
     "shard_kind",
 ]
 
-# Of the kernels of one rank, a choice, not swept: four for each multiprocessor of the largest GPUs.
-# In the interpreter blocks run one after another.
+# Programs of a kernel of one rank. Chosen, not measured: four for each multiprocessor of the
+# largest GPUs. In the interpreter programs run one after another.
 PROGRAMS = 2 if IS_INTERPRETED else 528
-# Elements for which another program pays.
+# Elements that make one more program worthwhile.
 _PROGRAM_ELEMS = 1024
 
 
@@ -45,16 +45,16 @@ _PROGRAM_ELEMS = 1024
 class ShardKind:
     """A compile-time argument of the kernels that update a shard; equal on all ranks.
 
-    How kernels may pass its attributes on is in NOTE [the oldest Triton] of the package.
+    NOTE [the oldest Triton] of the package says how kernels may pass its attributes on.
 
     Attributes:
         grad: Triton's type of the gradients.
         param: Triton's type of the parameters.
-        master: where the FP32 parameter lies: "own", it is the parameter; "fp32", a copy;
-            "remainder", a bfloat16 parameter and 16 bits more; "none", only in the rounded one.
+        master: the FP32 master weights: "own", the parameters themselves; "fp32", a copy;
+            "remainder", bfloat16 parameters and 16 bits more; "none", only rounded parameters.
         keeps_max: some group uses amsgrad.
-        stochastic: how 16-bit parameters are rounded.
-        divisor: the sum of the gradients is divided by it.
+        stochastic: 16-bit parameters are rounded stochastically.
+        divisor: the divisor of the gradients' sum.
     """
 
     grad: Any
@@ -71,10 +71,10 @@ class NormKind:
 
     Attributes:
         grad: Triton's type of the gradients.
-        kind: of the norm, a native code.
-        divisor: the sum of the gradients is divided by it.
+        kind: native code of the norm.
+        divisor: the divisor of the gradients' sum.
         stores: the reduced gradients are stored.
-        accumulates: they are added to what lies there.
+        accumulates: the reduced gradients are added to the stored ones.
     """
 
     grad: Any
@@ -98,12 +98,12 @@ def shard_kind(
 
     Args:
         grad: dtype of the gradients, as the native module names it.
-        param: of the parameters.
+        param: dtype of the parameters.
         op: "SUM" or "AVG".
-        world: size.
-        master: "fp32", "remainder" or "none"; FP32 parameters are their own.
+        world: number of ranks.
+        master: "fp32", "remainder" or "none"; ignored for FP32 parameters, their own masters.
         keeps_max: the shard has max_exp_avg_sq.
-        stochastic: how 16-bit parameters are rounded.
+        stochastic: 16-bit parameters are rounded stochastically.
     """
     own = param == "float32"
     return ShardKind(
@@ -148,8 +148,8 @@ def plan_reduce_scatter_norm(
     *,
     stores: bool = True,
 ) -> KernelPlan:
-    """A reduce-scatter of a bucket of ``elems`` gradients, with a norm of native code ``kind``;
-    without ``stores``, of one rank, only the norm."""
+    """Plans a reduce-scatter of a bucket of ``elems`` gradients, with a norm of native code
+    ``kind``; without ``stores``, which one rank may ask for, only the norm."""
     norm = NormKind(DTYPES[grad], kind, world if op == "AVG" else 1, stores, accumulates)
     return KernelPlan(
         reduce_scatter_norm_kernel,
@@ -160,7 +160,7 @@ def plan_reduce_scatter_norm(
 
 
 def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> KernelPlan:
-    """The update of a bucket of ``elems`` parameters from gradient shards."""
+    """Plans the update of a bucket of ``elems`` parameters from gradient shards."""
     grad, param = _name_of(kind.grad), _name_of(kind.param)
     return KernelPlan(
         adamw_all_gather_kernel,
@@ -171,7 +171,7 @@ def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> Kernel
 
 
 def plan_one_pass(elems: int, kind: ShardKind, op: str, algorithm: int) -> KernelPlan:
-    """A whole step of a bucket of ``elems`` parameters."""
+    """Plans a whole step of a bucket of ``elems`` parameters."""
     grad, param = _name_of(kind.grad), _name_of(kind.param)
     return KernelPlan(
         reduce_scatter_adamw_all_gather_kernel,
@@ -187,8 +187,8 @@ def launch_adamw_shard(shard_ptr: int, grad_ptr: int, elems: int, kind: ShardKin
     Args:
         shard_ptr: address of the AdamWShard.
         grad_ptr: address of the gradient.
-        elems: of the shard.
-        kind: whose divisor is 1.
+        elems: elements of the shard.
+        kind: constants of the kernel; the divisor is 1.
     """
     _launch(
         lambda grid: adamw_shard_kernel[grid](shard_ptr, grad_ptr, elems, KIND=kind, **OPTIONS),
@@ -197,7 +197,7 @@ def launch_adamw_shard(shard_ptr: int, grad_ptr: int, elems: int, kind: ShardKin
 
 
 def launch_grad_norm(grad_ptr: int, grad: str, elems: int, kind: int, words_ptr: int) -> None:
-    """Adds the norm of a gradient to words, on the current stream."""
+    """Adds the norm of a gradient to the words at ``words_ptr``, on the current stream."""
     norm = NormKind(DTYPES[grad], kind, 1, False, False)
     _launch(
         lambda grid: grad_norm_kernel[grid](grad_ptr, words_ptr, elems, NORM=norm, **OPTIONS), elems

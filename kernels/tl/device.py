@@ -1,13 +1,13 @@
-"""The device library: what a fused kernel of the user's own is made of. Public as ``ringcomm.tl``.
+"""The device functions from which users write fused kernels; public as ``ringcomm.tl``.
 
-All functions of a block run on all of its lanes. Addresses are int64; ``ptrs`` is the address of a
-table of them, one per rank, as ``ringcomm.tl.Symmetric`` has it. ``ws`` is the block's state, from
-:func:`begin_kernel`. A ``status`` is 0 while all is well; a wait that gives up returns another one,
-and from there on the kernel waits for nothing, signals nothing and touches no peer's memory.
+All lanes of a block run every function. Addresses are int64; ``ptrs`` is the address of a table
+with one address per rank, as ``ringcomm.tl.Symmetric`` has it. ``ws`` is the block's state, from
+:func:`begin_kernel`. A ``status`` is 0 until a wait gives up and returns another value; after that
+all waits return at once, and the kernel must not signal or touch a peer's memory.
 
-A name ends in the order and the scope of what it does: ``release`` publishes everything that the
-block stored before, ``acquire`` lets it load what was published; ``sys`` holds between ranks,
-``gpu`` between the blocks of one rank.
+The suffix of a name gives memory order and scope: ``release`` publishes everything that the block
+stored before, ``acquire`` lets the block load published data; ``sys`` holds between ranks, ``gpu``
+between the blocks of one rank.
 """
 
 import triton
@@ -53,14 +53,14 @@ __all__ = [
     "word_of",
 ]
 
-# A kernel of the user's is no collective: it has no header that a peer could compare.
+# A user's kernel is not a collective: it has no header that a peer could compare.
 _WORDS = _native.call_words(match_bytes=0, collective=0, dtype=-1, redop=-1, algorithm=0)
 _WORD0, _WORD1, _WORD2, _WORD3 = (tl.constexpr(word) for word in _WORDS)
 
 
 @triton.jit
 def begin_kernel(table, block, timeout_ns, G: tl.constexpr):
-    """Opens the state of a block; the first thing that a kernel does.
+    """Opens the state of a block; a kernel calls it first.
 
     Pairs with :func:`end_kernel`.
 
@@ -77,8 +77,8 @@ def begin_kernel(table, block, timeout_ns, G: tl.constexpr):
     call = (zero + _WORD0, zero + _WORD1, zero + _WORD2, zero + _WORD3)
     ws = open_state(zero + table, zero + block, zero + timeout_ns, call, G)
     words = word64(ws)
-    # Of the communicator's own words, which there are for its channels alone, waits look at those
-    # of channel 0. Call 0 is earlier than any collective that a peer may have gone on to.
+    # The communicator's own words exist per channel only: waits look at the words of channel 0.
+    # Call number 0 precedes any collective that a peer may already run.
     tl.store(words + CHANNEL, zero)
     tl.store(words + HEADER, zero)
     tl.store(words + READS_PEERS, zero + 1)
@@ -91,17 +91,17 @@ def begin_kernel(table, block, timeout_ns, G: tl.constexpr):
 
 @triton.jit
 def end_kernel(ws, status, G: tl.constexpr):
-    """The last thing that a block does; returns the status of its work.
+    """Ends a block's work and returns its status; a block calls it last.
 
-    For a block that read peers' memory: a peer that gave up may use that memory again, but raises
-    its abort word first, so what was read counts only if no word is up now.
+    A peer that gave up may reuse memory that this block has read, but raises its abort word first:
+    the data read are valid only if no abort word is up now.
     """
     return end_call(ws, status, G)
 
 
 @triton.jit
 def rank_of(ws):
-    """This rank."""
+    """Returns this rank."""
     return state_word(ws, RANK)
 
 
@@ -116,9 +116,9 @@ def peer_address(ptrs, peer):
 
 @triton.jit
 def peer_ptr(ptrs, peer, DTYPE: tl.constexpr):
-    """The copy of ``peer`` as a pointer to elements of DTYPE, for loads and stores of one's own.
+    """Returns the copy of ``peer`` as a pointer to DTYPE, for the kernel's own loads and stores.
 
-    To load there, wait for the peer's signal first; to store, signal afterwards.
+    Wait for the peer's signal before a load; signal the peer after a store.
     """
     return peer_address(ptrs, peer).to(tl.pointer_type(DTYPE), bitcast=True)
 
@@ -135,7 +135,7 @@ def put(ptrs, peer, offset, source, count, DTYPE: tl.constexpr):
     """Copies ``count`` elements from address ``source`` to the copy of ``peer``, from element
     ``offset`` on.
 
-    The peer may load them once it has awaited a :func:`signal_release_sys` that follows.
+    The peer may load them after it has waited for a later :func:`signal_release_sys` of this block.
     """
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     target = peer_address(ptrs, peer) + (tl.full((), 0, tl.int64) + offset) * ITEM
@@ -147,8 +147,8 @@ def get(ptrs, peer, offset, target, count, DTYPE: tl.constexpr):
     """Copies ``count`` elements of the copy of ``peer``, from element ``offset`` on, to address
     ``target``.
 
-    Follows the :func:`wait_acquire_sys` for the peer's signal that they are there; the peer may
-    store there again once it has awaited a signal that follows.
+    Call :func:`wait_acquire_sys` for the peer's signal that the elements are ready before; the peer
+    may overwrite them after it has waited for a later signal of this block.
     """
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     source = peer_address(ptrs, peer) + (tl.full((), 0, tl.int64) + offset) * ITEM
@@ -160,22 +160,22 @@ def get(ptrs, peer, offset, target, count, DTYPE: tl.constexpr):
 
 @triton.jit
 def word_of(ptrs, owner, row, writer, G: tl.constexpr):
-    """Address of word [row, writer] in the copy of ``owner``, of int32 words [rows, world].
+    """Returns the address of word [row, writer] of int32 words [rows, world] in ``owner``'s copy.
 
-    A word has one writer. The own rank's in the own copy is nobody else's: epochs count there.
+    Only ``writer`` stores the word. A rank counts epochs in its own column of its own copy.
     """
     return peer_address(ptrs, owner) + 4 * (writer + row * G.world)
 
 
 @triton.jit
 def advance_epoch(word):
-    """Adds one to the 4-byte word at address ``word``, this block's alone, and returns the sum.
+    """Adds 1 to the 4-byte word at address ``word``, which only this block uses; returns the sum.
 
-    The epochs of signals come from here, not from the launch's arguments: a captured CUDA graph
-    replays its arguments, and memory goes on counting. They wrap around at 2^32, as waits expect.
+    Signals take their epochs from memory, not from the launch's arguments: a captured CUDA graph
+    replays its arguments, but memory keeps counting. Epochs wrap around at 2^32, as waits expect.
     """
     epoch = tl.load(word32(word)).to(tl.int64) + 1
-    tl.debug_barrier()  # every lane has read what one is about to change
+    tl.debug_barrier()  # every lane has read the word before one lane changes it
     tl.store(word32(word), epoch.to(tl.int32))
     tl.debug_barrier()
     return epoch
@@ -185,8 +185,8 @@ def advance_epoch(word):
 def signal_release_sys(word, epoch):
     """Stores ``epoch`` in the 4-byte word at address ``word``, in a peer's memory.
 
-    For a block that has put data there, or has done with data of the peer's: everything that its
-    lanes loaded and stored comes first. Pairs with the peer's :func:`wait_acquire_sys`.
+    Call it after putting data there or reading the peer's data: all earlier loads and stores of the
+    block's lanes come before the signal. Pairs with the peer's :func:`wait_acquire_sys`.
     """
     exchange_release_sys(word, tl.full((), 0, tl.int64) + epoch)
 
@@ -195,21 +195,21 @@ def signal_release_sys(word, epoch):
 def wait_acquire_sys(ws, word, peer, epoch, item, status, G: tl.constexpr):
     """Waits until the 4-byte word at address ``word`` of this rank reaches ``epoch``.
 
-    For a block that is about to load what ``peer`` has put or made ready, or to store where the
-    peer has read. Pairs with the :func:`signal_release_sys` of the peer, the word's one writer.
+    Call it before loading data that ``peer`` has put or made ready, or storing where the peer has
+    read. Pairs with the :func:`signal_release_sys` of the peer, the word's only writer.
 
     Args:
         ws: the block's state.
         word: address, in this rank's copy of a symmetric tensor.
-        peer: who stores there; named in the error of a wait in vain.
-        epoch: what it stores there; a later one will do.
-        item: any number, shown in that error.
-        status: of the block so far; unless 0, nothing is waited for.
+        peer: the rank that stores the word; the error of a failed wait names it.
+        epoch: the awaited value; a later epoch also ends the wait.
+        item: any number; the error of a failed wait shows it.
+        status: of the block so far; unless 0, the function returns it at once.
         G: the communicator's Geometry.
 
     Returns:
-        The status from here on: not 0 after the deadline, when the peer or the communicator has
-        ended, and when some rank gave up.
+        The new status: not 0 after the deadline, when the peer or the communicator has ended, or
+        when some rank gave up.
     """
     zero = tl.full((), 0, tl.int64)
     if status == 0:
@@ -220,22 +220,22 @@ def wait_acquire_sys(ws, word, peer, epoch, item, status, G: tl.constexpr):
 
 @triton.jit
 def barrier_sys(ws, ptrs, block, item, status, G: tl.constexpr):
-    """Waits until the blocks with this index have come here on all ranks.
+    """Waits until the blocks with this index have reached the barrier on all ranks.
 
-    For kernels whose ranks read each other's memory freely between two barriers: what any of these
-    blocks stored before, all of them can load afterwards. Pairs with itself on the peers.
+    For kernels whose ranks read each other's memory between two barriers: after the barrier, each
+    of these blocks can load what any of them stored before it. Pairs with itself on the peers.
 
     Args:
         ws: the block's state.
-        ptrs: of int32 words [blocks, world], zeros at first, that nothing else uses; those of the
-            own rank count its barriers.
+        ptrs: table of the ranks' int32 words [blocks, world], initially 0, used for barriers only;
+            a rank counts its barriers in its own column of its own words.
         block: row of this block; equal on the ranks that synchronize.
-        item: any number, shown in the error of a wait in vain.
-        status: of the block so far; unless 0, nobody is told or waited for.
+        item: any number; the error of a failed wait shows it.
+        status: of the block so far; unless 0, the function signals no peer and returns it at once.
         G: the communicator's Geometry.
 
     Returns:
-        The status from here on, as of :func:`wait_acquire_sys`.
+        The new status, as :func:`wait_acquire_sys` returns it.
     """
     if status == 0:
         me = rank_of(ws)
@@ -254,7 +254,7 @@ def barrier_sys(ws, ptrs, block, item, status, G: tl.constexpr):
 
 @triton.jit
 def load_acquire_gpu(word):
-    """The 4-byte word at address ``word``, which another block of this rank may publish.
+    """Loads the 4-byte word at address ``word``, which another block of this rank may publish.
 
     Pairs with :func:`signal_release_gpu`.
     """
@@ -265,8 +265,8 @@ def load_acquire_gpu(word):
 def signal_release_gpu(word, epoch):
     """Stores ``epoch`` in the 4-byte word at address ``word``, for other blocks of this rank.
 
-    For a block that has brought data which others compute on: everything that its lanes stored
-    comes first. Pairs with their :func:`wait_acquire_gpu`.
+    Call it after storing data that other blocks compute on: all earlier stores of the block's lanes
+    come before the signal. Pairs with the :func:`wait_acquire_gpu` of those blocks.
     """
     tl.debug_barrier()
     tl.atomic_xchg(word32(word), epoch.to(tl.int32), sem="release", scope="gpu")
@@ -286,8 +286,8 @@ def await_block(ws, word, epoch, G: tl.constexpr):
             if started == 0:
                 started = now
             me = rank_of(ws)
-            # The other block may wait for every peer in turn, each time to the deadline, and then
-            # says better whose fault it was. This deadline is for a block that is not there.
+            # The other block may wait for every peer in turn, each time until the deadline, and its
+            # fault record names the peer. This longer deadline is for a block that does not run.
             if now - started > state_word(ws, TIMEOUT_NS) * (G.world + 1):
                 status = tl.full((), TIMEOUT, tl.int32)
                 word_of = (PAIR, me, 0, me * 0)
@@ -304,12 +304,12 @@ def await_block(ws, word, epoch, G: tl.constexpr):
 def wait_acquire_gpu(ws, word, epoch, status, G: tl.constexpr):
     """Waits until the 4-byte word at address ``word`` reaches ``epoch``.
 
-    For a block that computes on what another block of this rank brings. Pairs with its
-    :func:`signal_release_gpu`. The blocks that signal must have the lower indices: they start
-    first, and in Triton's interpreter they end before the others begin.
+    Call it before computing on data that another block of this rank stores. Pairs with that block's
+    :func:`signal_release_gpu`. Blocks that signal must have lower indices than blocks that wait:
+    they start first, and in Triton's interpreter they end before the waiting blocks begin.
 
     Returns:
-        The status from here on: not 0 when this rank has given up elsewhere.
+        The new status: not 0 when this rank has given up elsewhere.
     """
     if status == 0:
         if not reached(load_acquire_gpu(word), epoch):

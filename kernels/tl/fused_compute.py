@@ -25,24 +25,24 @@ from .device import (
 from .hooks import INTERPRETED
 
 # --------------------------------------------------------------------------------------------------
-# All-gather fused with a matrix product that begins on the rows that have arrived.
+# All-gather fused with a matrix product that processes rows as they arrive.
 #
 # out[W*m, n] = cat(every rank's a[m, k]) @ b[k, n], in one kernel of two kinds of blocks:
 #
 #  collecting  the first COMM blocks pull the peers' rows, nearest peer first, in chunks of whole
 #              tiles, and raise an arrival word for each chunk; (W-1) * m * k elements in all.
-#  computing   all others take tiles of out in the same order: those of the own rows, which need no
-#              waiting, then those of the nearest peer, and so on.
+#  computing   all other blocks take tiles of out in the same order: first this rank's rows, which
+#              need no wait, then the rows of the nearest peer, and so on.
 #
-# Words of ranks are int32 [2 * COMM, world]: row c says that a rank's rows can be read, row COMM +
-# c that collecting block c of a rank has read them. Words between blocks are int32 too: ``arrived``
-# [world, CHUNKS], ``epochs`` [computing blocks].
+# Words between ranks are int32 [2 * COMM, world]: row c signals that a rank's rows can be read, row
+# COMM + c that collecting block c of a rank has read this rank's rows. Words between blocks are
+# int32 too: ``arrived`` [world, CHUNKS], ``epochs`` [computing blocks].
 # --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def chunk_rows(m, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows of a chunk: whole tiles, in CHUNKS chunks at most."""
+    """Returns the rows of a chunk, whole tiles: at most CHUNKS chunks hold ``m`` rows."""
     tiles = (m + (BLOCK_M - 1)) // BLOCK_M
     return (tiles + (CHUNKS - 1)) // CHUNKS * BLOCK_M
 
@@ -52,7 +52,7 @@ def collect_from(
     peer, shards, arrived, gathered, m, k, epoch,
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Every COMM-th chunk of the rows of ``peer``, which can be read."""
+    """Copies every COMM-th chunk of the rows of ``peer``, which has signalled them ready."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     rows = chunk_rows(m, CHUNKS, BLOCK_M)
     for chunk in range(tl.program_id(0), CHUNKS, COMM):
@@ -69,8 +69,8 @@ def collect(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """A collecting block: offers this rank's rows, reads the peers', and waits until these have
-    been read, since the caller may store there when the kernel has ended."""
+    """Runs a collecting block: offers this rank's rows, reads the peers' rows, and waits until the
+    peers have read this rank's, which the caller may overwrite after the kernel."""
     me = rank_of(ws)
     block = tl.program_id(0)
     epoch = advance_epoch(word_of(words, me, block, me, G))
@@ -97,9 +97,9 @@ def multiply_tile(
     a, b, out, rows, last_row, out_row, cols, shape, strides,
     DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out: rows of ``a`` before ``last_row``, times columns of ``b``.
+    """Computes one tile of out: rows of ``a`` before ``last_row``, times columns of ``b``.
 
-    ``rows`` are those of ``a``; in ``out`` they begin at ``out_row``. ``shape`` is (n, k).
+    ``rows`` index ``a``; ``rows + out_row`` index ``out``. ``shape`` is (n, k).
     """
     n, k = shape
     inner = tl.arange(0, BLOCK_K)
@@ -114,7 +114,7 @@ def multiply_tile(
         y_at = right + here.to(tl.int64)[:, None] * strides[0]
         y = tl.load(y_at, mask=in_cols & (here < k)[:, None], other=0.0)
         if INTERPRETED:
-            # Its product would take the bits of a bfloat16 for an integer.
+            # The interpreter's product would take the bits of a bfloat16 for an integer.
             x = x.to(tl.float32)
             y = y.to(tl.float32)
         total = tl.dot(x, y, total, input_precision="ieee")
@@ -128,7 +128,7 @@ def compute(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """A computing block: its part of the tiles of out, in the order in which rows arrive."""
+    """Runs a computing block: its share of the tiles of out, in the order in which rows arrive."""
     me = rank_of(ws)
     block = tl.program_id(0) - COMM
     epoch = advance_epoch(epochs + 4 * block)
@@ -140,7 +140,7 @@ def compute(
         first = i % tiles // across * BLOCK_M
         cols = i % across * BLOCK_N + tl.arange(0, BLOCK_N)
         source = peer_at(ws, distance, G)
-        # The own rows are where the caller put them, the others behind each other.
+        # This rank's rows are in the caller's buffer; ``gathered`` holds those of the peers.
         a = peer_address(shards, me)
         at = source * 0
         if distance > 0:
@@ -170,20 +170,20 @@ def all_gather_matmul_kernel(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid: COMM collecting blocks, then any number of computing ones, equally many in each call.
+    """Gathers and multiplies. Grid: COMM collecting blocks, then a fixed number of computing ones.
 
     Args:
-        table, timeout_ns: of the context.
+        table, timeout_ns: from the context.
         shards: addresses of every rank's a.
         words: addresses of every rank's words.
         arrived, epochs: addresses of words of this rank's blocks.
-        gathered: address of room for W*m rows of k elements; the own rows stay empty.
-        b: address of the right factor, of strides ``stride_k`` and ``stride_n``.
+        gathered: address of a buffer of W*m rows of k elements; this rank's rows stay unused.
+        b: address of the right factor, with strides ``stride_k`` and ``stride_n``.
         out: address of the product, contiguous.
         m, n, k: sizes.
-        DTYPE: of all elements; products are summed in FP32.
+        DTYPE: type of all elements; products are summed in FP32.
         COMM, CHUNKS: collecting blocks, and chunks of a rank's rows, equal on all ranks.
-        BLOCK_M, BLOCK_N, BLOCK_K: of a tile.
+        BLOCK_M, BLOCK_N, BLOCK_K: sizes of a tile.
         G: the communicator's Geometry.
     """
     zero = tl.full((), 0, tl.int64)
@@ -208,21 +208,21 @@ def all_gather_matmul_kernel(
 # --------------------------------------------------------------------------------------------------
 # A matrix product fused with the reduce-scatter of its rows.
 #
-# Every rank multiplies a[W*m, k] @ b[k, n]; rank r takes rows r*m to (r+1)*m of all ranks, and sums
-# them in rank order. In one kernel of two kinds of blocks:
+# Every rank multiplies a[W*m, k] @ b[k, n]; rank r sums rows r*m to (r+1)*m of all ranks' products
+# in rank order. One kernel has two kinds of blocks:
 #
 #  computing  the first blocks store each tile, rounded, in the inbox [W, m, n] of the rank that
-#             sums it, chunk of rows by chunk of rows, in each of them those of the peers first,
-#             and raise a word when their tiles of a chunk are stored.
-#  summing    the last COMM blocks. Each has every COMM-th chunk: it waits until all computing
-#             blocks of its rank have stored it, tells the peers, waits for theirs, and sums what
-#             lies in the inbox.
+#             sums it. They take one chunk of rows after another, the peers' tiles of a chunk
+#             first, and raise a word when their tiles of a chunk are stored.
+#  summing    the last COMM blocks. Each sums every COMM-th chunk: it waits until all computing
+#             blocks of its rank have stored the chunk, signals the peers, waits for the peers'
+#             signals, and sums the chunk's rows in its inbox.
 #
-# A block sums behind those that it waits for, since in the interpreter blocks run one after the
-# other. Words of ranks are int32 [2 * COMM, world]: row c counts chunks that a rank has stored of
-# those of summing block c, row COMM + c calls in which this block of a rank has read its inbox.
+# Summing blocks have the highest indices, since in the interpreter blocks run one after another.
+# Words between ranks are int32 [2 * COMM, world]: row c counts the chunks of summing block c that
+# a rank has stored, row COMM + c the calls in which summing block c of a rank has read its inbox.
 # Words between blocks are int32 too: ``stored`` [computing blocks] counts chunks, ``epochs``
-# [blocks] calls.
+# [blocks] counts calls.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +232,7 @@ def store_products(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """A computing block: its part of the tiles of each chunk, wherever they are summed."""
+    """Runs a computing block: its share of the tiles of each chunk, for all summing ranks."""
     me = rank_of(ws)
     block = tl.program_id(0)
     computing = tl.num_programs(0) - COMM
@@ -240,7 +240,7 @@ def store_products(
     rows_per_chunk = chunk_rows(m, CHUNKS, BLOCK_M)
     tiles = rows_per_chunk // BLOCK_M * across
     for chunk in range(CHUNKS):
-        # Blocks take turns over all chunks, so that none always has one tile more.
+        # The block that begins changes with the chunk, so that no block has an extra tile in each.
         turn = chunk * tiles * G.world % computing
         for i in range((block + computing - turn) % computing, tiles * G.world, computing):
             owner = peer_at(ws, (i // tiles + 1) % G.world, G)
@@ -269,7 +269,7 @@ def store_products(
 def sum_rows(
     inbox, out, first, count, whole, DTYPE: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr
 ):
-    """Elements ``first`` and ``count - 1`` following of all ranks' products, each of ``whole``."""
+    """Sums elements [first, first + count) of all ranks' products of ``whole`` elements each."""
     WORLD: tl.constexpr = G.world
     source = pointer(inbox, DTYPE, False) + first
     target = pointer(out, DTYPE, False) + first
@@ -288,8 +288,8 @@ def sum_products(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """A summing block: its chunks, and then the wait until its peers have read theirs, since the
-    next call stores in their inboxes."""
+    """Runs a summing block: sums its chunks, then waits until the peers have read their inboxes,
+    since the next call stores there."""
     me = rank_of(ws)
     computing = tl.num_programs(0) - COMM
     block = tl.program_id(0) - computing
@@ -331,20 +331,21 @@ def matmul_reduce_scatter_kernel(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of computing blocks, then COMM summing ones, equally many in each call.
+    """Multiplies and reduces. Grid: a fixed number of computing blocks, then COMM summing ones.
 
     Args:
-        table, timeout_ns: of the context.
-        inboxes: addresses of every rank's room for W*m rows of n elements.
+        table, timeout_ns: from the context.
+        inboxes: addresses of every rank's inbox of W*m rows of n elements.
         words: addresses of every rank's words.
         stored, epochs: addresses of words of this rank's blocks.
         a: address of the left factor, contiguous, of W*m rows.
-        b: address of the right factor, of strides ``stride_k`` and ``stride_n``.
+        b: address of the right factor, with strides ``stride_k`` and ``stride_n``.
         out: address of this rank's m rows of the sum, contiguous.
         m, n, k: sizes.
-        DTYPE: of all elements; products are summed in FP32 and rounded, and so are their sums.
-        COMM, CHUNKS: summing blocks, and chunks of a rank's rows, a multiple; equal on all ranks.
-        BLOCK_M, BLOCK_N, BLOCK_K: of a tile.
+        DTYPE: type of all elements; products and their sums over ranks are FP32, then rounded.
+        COMM, CHUNKS: summing blocks, and chunks of a rank's rows, a multiple of COMM; both are
+            equal on all ranks.
+        BLOCK_M, BLOCK_N, BLOCK_K: sizes of a tile.
         G: the communicator's Geometry.
     """
     zero = tl.full((), 0, tl.int64)
@@ -373,8 +374,8 @@ def matmul_reduce_scatter_kernel(
 #
 # Every rank has partial sums x[W*n, d]; rank r takes rows r*n to (r+1)*n of all ranks, sums them in
 # rank order in FP32, adds a residual, divides each row by its root mean square and multiplies it by
-# a weight. The sum is never rounded on its way there, nor written unless it is asked for: (W-1) * n
-# * d elements are read from peers, n * d are written.
+# a weight. The sum stays in FP32 until then, and is written only on request: a rank reads (W-1) * n
+# * d elements from peers and writes n * d.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -382,7 +383,7 @@ def matmul_reduce_scatter_kernel(
 def sum_row(
     partials, offset, cols, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr
 ):
-    """The elements from ``offset`` on of all ranks' copies, summed in rank order in FP32."""
+    """Returns a row's sum over all ranks' copies, from ``offset`` on, in rank order in FP32."""
     WORLD: tl.constexpr = G.world
     total = tl.zeros(cols.shape, tl.float32)
     for peer in tl.static_range(WORLD):
@@ -397,7 +398,7 @@ def normalize_row(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ADDS: tl.constexpr,
     KEEPS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """One row of the result, once all ranks' partial sums can be read."""
+    """Computes one row of the result, once all ranks' partial sums can be read."""
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
     here = (tl.full((), 0, tl.int64) + row) * D
@@ -420,7 +421,7 @@ def normalize_rows(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ADDS: tl.constexpr,
     KEEPS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """This block's rows."""
+    """Computes this block's rows of the result."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         normalize_row(
             partials, residual, weight, out, summed, row, rows, me, eps,
@@ -434,33 +435,33 @@ def reduce_scatter_rms_norm_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ADDS: tl.constexpr,
     KEEPS: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of blocks, equally many on all ranks; block i takes rows i, i + blocks, ...
+    """Sums and normalizes rows i, i + blocks, ... in block i. Grid: equally many on all ranks.
 
     Args:
-        table, timeout_ns: of the context.
+        table, timeout_ns: from the context.
         partials: addresses of every rank's partial sums.
-        words: addresses of every rank's words of barrier_sys().
-        residual, weight, out, summed: addresses; the first and the last count if ADDS and KEEPS,
-            and are aligned if they do not.
-        rows: of the result.
+        words: addresses of every rank's words for barrier_sys().
+        residual, weight, out, summed: addresses; residual is used if ADDS, summed if KEEPS; an
+            unused address must be aligned.
+        rows: rows of the result.
         eps: added to the mean square.
         D: elements of a row.
-        BLOCK_D: the next power of two.
-        DTYPE: of all elements.
+        BLOCK_D: D rounded up to a power of two.
+        DTYPE: type of all elements.
         ADDS: there is a residual.
-        KEEPS: the sum is wanted too.
+        KEEPS: the sum is stored too.
         G: the communicator's Geometry.
     """
     zero = tl.full((), 0, tl.int64)
     block = tl.program_id(0)
     ws, status = begin_kernel(table, block, timeout_ns, G)
-    # From here all ranks' blocks of this index read everybody's partial sums ...
+    # After this barrier the blocks of this index read all ranks' partial sums ...
     status = barrier_sys(ws, words, block, 0, status, G)
     if status == 0:
         me = rank_of(ws)
         more, factors = zero + residual, zero + weight
         to, sums = zero + out, zero + summed
-        # The copies of partial sums lie as one's own does: the heap hands out whole lines.
+        # Peers' partial sums are aligned as this rank's are: the heap allocates whole lines.
         if is_aligned((peer_address(partials, me), more, factors, to, sums)):
             normalize_rows(
                 partials, more, factors, to, sums, rows, me, eps,
@@ -471,6 +472,6 @@ def reduce_scatter_rms_norm_kernel(
                 partials, more, factors, to, sums, rows, me, eps,
                 D, BLOCK_D, DTYPE, ADDS, KEEPS, False, G,
             )  # fmt: skip
-    # ... and from here none of them does: the callers may store there again.
+    # ... and after this one no block does: the callers may overwrite their partial sums.
     status = barrier_sys(ws, words, block, 1, status, G)
     end_kernel(ws, status, G)

@@ -38,12 +38,12 @@ from .words import PAIR, word64
 # --------------------------------------------------------------------------------------------------
 # Norms of gradients that do not depend on how the gradient is cut into shards.
 #
-# The Triton twin of ringcomm/optimizer/grad_norm.h: tiles of 512 elements are summed in double
-# precision by halves, and the sums of tiles are added exactly, as digits of 32 bits. A program
-# keeps its words in registers and adds them to memory once, in any order: they are whole numbers.
+# The Triton twin of ringcomm/optimizer/grad_norm.h: a tile of 512 elements is summed in double
+# precision by halving it, and the tiles' sums are added exactly, as 32-bit digits of an integer. A
+# program keeps these words in registers and adds them to memory once; integers add in any order.
 #
-# A turn has eight tiles, as a tensor of [quarter of a tile, tile] rows of 128 elements: so Triton
-# gives each of the eight warps one or two whole tiles, and no halving leaves its warp.
+# A turn has eight tiles, as a tensor of [quarter of a tile, tile] rows of 128 elements. Triton then
+# gives each of the eight warps one or two whole tiles, and every halving stays in its warp.
 # --------------------------------------------------------------------------------------------------
 
 INF = tl.constexpr(GRAD_NORM_KINDS["inf"])
@@ -59,13 +59,13 @@ TURN = tl.constexpr(TILES.value * TILE_ELEMS.value)
 
 @triton.jit
 def _halve(terms, HALF: tl.constexpr):
-    """Element i of each tile meets element i + HALF."""
+    """Adds element i + HALF of each tile to element i."""
     return tl.sum(tl.reshape(terms, [TILES, 2, HALF]), axis=1)
 
 
 @triton.jit
 def _tile_sums(x, KIND: tl.constexpr):
-    """The sums of a turn's tiles, in double precision."""
+    """Returns the sums of a turn's tiles, in double precision."""
     wide = x.to(tl.float64)
     if KIND == L2_NORM:
         terms = wide * wide
@@ -84,16 +84,16 @@ def _tile_sums(x, KIND: tl.constexpr):
 
 @triton.jit
 def _add_sums(words, sums):
-    """The words, with the digits of tiles' sums added."""
+    """Returns the words with the digits of the tiles' sums added."""
     lanes = tl.arange(0, LANES)[None, :]
     is_finite = (sums.to(tl.int64, bitcast=True) >> 52) != 0x7FF  # no sum is negative
     counts = is_finite & (sums != 0.0)
     bits = tl.where(counts, sums, 1.0).to(tl.int64, bitcast=True)
     mantissa = (bits & 0xFFFFFFFFFFFFF) | 0x10000000000000
-    bit = (bits >> 52) - (1075 - BIAS)  # of the mantissa's last bit; never below 0
+    bit = (bits >> 52) - (1075 - BIAS)  # position of the mantissa's last bit; never below 0
     digit = bit // 32
     shift = bit % 32
-    # 53 bits shifted by up to 31: unsigned, for what leaves at the top comes back as `high`.
+    # 53 bits shifted by up to 31: unsigned, since `high` takes the bits that leave at the top.
     low = mantissa.to(tl.uint64) << shift.to(tl.uint64)
     high = (mantissa >> 1) >> (63 - shift)
     none = mantissa * 0
@@ -107,7 +107,7 @@ def _add_sums(words, sums):
 
 @triton.jit
 def _add_largest(words, x):
-    """The words, with tiles' largest magnitudes' bits taken in; those of a NaN exceed all."""
+    """Returns the words with the bits of the tiles' largest magnitudes; a NaN is the largest."""
     lanes = tl.arange(0, LANES)[None, :]
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     most = tl.max(tl.max(tl.reshape(magnitudes, [4, TILES, QUARTER]), axis=0), axis=1)
@@ -119,13 +119,13 @@ def _add_largest(words, x):
 
 @triton.jit
 def no_words():
-    """The words of no tile, one set for each tile of a turn."""
+    """Returns words that are all 0, one set for each tile of a turn."""
     return tl.zeros([TILES, LANES], tl.int64)
 
 
 @triton.jit
 def add_words(address, words, KIND: tl.constexpr):
-    """Adds a program's words to those in memory, beside other programs."""
+    """Adds a program's words to the words in memory, to which other programs add as well."""
     lanes = tl.arange(0, LANES)
     here = word64(address) + lanes
     total = tl.sum(words, axis=0)
@@ -140,7 +140,7 @@ def add_words(address, words, KIND: tl.constexpr):
 
 @triton.jit
 def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexpr):
-    """One turn, ``at`` elements behind the sources' first; ``out`` is the address of that one."""
+    """Reduces the turn that begins ``at`` elements into the sources and ``out``."""
     rows = tl.arange(0, 4 * TILES)[:, None]
     here = rows % TILES * TILE_ELEMS + rows // TILES * QUARTER + tl.arange(0, QUARTER)[None, :]
     mask = at + here < size
@@ -169,15 +169,15 @@ def reduce_run(words, out, sources, begin, end, NORM: tl.constexpr):
     """Stores the gradients of elements [begin, end) of a chunk, and sums their norm.
 
     Args:
-        words: of the tiles before.
-        out: where the chunk's FP32 gradients go; of no meaning unless NORM.stores.
-        sources: addresses of every version of the gradient of element ``begin``.
+        words: the words of the tiles so far.
+        out: address of the chunk's FP32 gradients; unused unless NORM.stores.
+        sources: address of the gradient of element ``begin`` on each rank.
         begin: a multiple of TILE_ELEMS.
-        end: behind the last element.
+        end: index after the last element.
         NORM: a NormKind.
 
     Returns:
-        The words with those of these tiles.
+        The words with these tiles added.
     """
     size = end - begin
     aligned = is_aligned(sources)
@@ -194,13 +194,13 @@ def reduce_run(words, out, sources, begin, end, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["grad", "words", "elems"])
 def grad_norm_kernel(grad, words, elems, NORM: tl.constexpr):
-    """Grid: any number of blocks, which share the gradient.
+    """Sums a gradient's norm. Grid: any number of blocks, which share the gradient.
 
     Args:
-        grad: its address.
-        words: address of the norm's words, which are added to.
-        elems: of the gradient.
-        NORM: a NormKind, that stores nothing and whose divisor is 1.
+        grad: address of the gradient.
+        words: address of the words to which the kernel adds the norm.
+        elems: elements of the gradient.
+        NORM: a NormKind that stores nothing and has divisor 1.
     """
     zero = tl.full((), 0, tl.int64)
     begin, end = extent_of(elems + zero, tl.program_id(0), tl.num_programs(0))
@@ -211,23 +211,23 @@ def grad_norm_kernel(grad, words, elems, NORM: tl.constexpr):
 
 
 # --------------------------------------------------------------------------------------------------
-# The parts that the optimizer's collectives share: chunks in whole tiles, and offers.
+# Functions that the optimizer's collectives share: chunks in whole tiles, and offers.
 #
-# The Triton twin of ringcomm/optimizer/buckets.h. Buckets lie in the heap: every rank reads its
-# chunk of the peers' gradients where they are, and stores its new parameters where they belong.
+# The Triton twin of ringcomm/optimizer/buckets.h. Buckets are in the heap: every rank reads its
+# chunk of the peers' gradients in place, and stores its new parameters in the peers' buckets.
 # --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def chunk_elems(elems, G: tl.constexpr):
-    """Elements of a rank's chunk of a bucket of ``elems``; the last may be shorter, or empty."""
+    """Returns the elements of a rank's chunk of a bucket; the last may be shorter, or empty."""
     share = (elems + (G.world - 1)) // G.world
     return (share + (TILE_ELEMS - 1)) // TILE_ELEMS * TILE_ELEMS
 
 
 @triton.jit
 def slice_of(ws, elems, rank, G: tl.constexpr):
-    """Returns the begin of the chunk of ``rank`` in the bucket, and this channel's slice [begin,
+    """Returns where the chunk of ``rank`` begins in the bucket, and this channel's slice [begin,
     end) of the chunk."""
     size = chunk_elems(elems, G)
     origin = tl.minimum(rank * size, elems)
@@ -237,8 +237,8 @@ def slice_of(ws, elems, rank, G: tl.constexpr):
 
 @triton.jit
 def grads_of(ws, grads, elems, rank, ITEM: tl.constexpr, G: tl.constexpr):
-    """Address and bytes of this channel's slice of the gradients of ``rank``'s chunk; ``grads`` 0:
-    no gradients are exchanged."""
+    """Returns address and bytes of this channel's slice of the gradients of ``rank``'s chunk; both
+    are 0 if ``grads`` is 0, when no gradients are exchanged."""
     origin, begin, end = slice_of(ws, elems, rank, G)
     none = grads == 0
     address = tl.where(none, grads, grads + (origin + begin) * ITEM)
@@ -247,8 +247,8 @@ def grads_of(ws, grads, elems, rank, ITEM: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr):
-    """One item to each peer: where its part of this rank's gradients lies, and (``params`` not 0)
-    the bucket in which it may store its results from now on."""
+    """Sends one item to each peer: where its part of this rank's gradients is, and unless
+    ``params`` is 0, the bucket in which the peer may store its results from now on."""
     my_heap = of_peer(ws, get(ws, RANK), HEAP)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
@@ -261,7 +261,7 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
             header = my_header(ws, PAIR, peer, G)
             write_header(ws, header, size_bytes, item_bytes, offset)
             if params != 0:
-                # Behind write_header()'s own store to the same word, by the same lane.
+                # Follows write_header()'s own store to the same word, by the same lane.
                 tl.store(word64(header + RESULT_OFFSET), params - my_heap)
             publish_release_sys(ws, PAIR, peer, peer * 0, G)
     return status
@@ -271,8 +271,8 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
 def accept(
     ws, grads, elems, status, ITEM: tl.constexpr, RESULT_ITEM: tl.constexpr, G: tl.constexpr
 ):
-    """Waits for all offers; afterwards SOURCE of a peer is where its gradients of my slice lie, and
-    RESULT its bucket of results, whose elements have RESULT_ITEM bytes; 0: nothing is stored."""
+    """Waits for all offers. Then SOURCE of a peer is the address of its gradients of my slice, and
+    RESULT its bucket of results, unless RESULT_ITEM, the bytes of its elements, is 0."""
     _, size_bytes = grads_of(ws, grads, elems, get(ws, RANK), ITEM, G)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
@@ -285,8 +285,8 @@ def accept(
 
 @triton.jit
 def dests_of(ws, own, origin_bytes, G: tl.constexpr):
-    """Returns the addresses for my chunk's results: ``own``, then those accepted in peers' buckets,
-    successor first; ``origin_bytes`` is where the chunk begins in a bucket."""
+    """Returns the addresses for my chunk's results: ``own``, then one in each peer's bucket,
+    successor first; ``origin_bytes`` is the chunk's offset in a bucket."""
     WORLD: tl.constexpr = G.world
     found = (own,)
     for distance in tl.static_range(1, WORLD):
@@ -297,8 +297,8 @@ def dests_of(ws, own, origin_bytes, G: tl.constexpr):
 
 @triton.jit
 def return_offers(ws, grads, elems, status, ITEM: tl.constexpr, G: tl.constexpr):
-    """All lanes have read the peers' gradients, and stored what they store in the peers' buckets:
-    says so, and waits until the peers have done the same with mine."""
+    """Signals to the peers that this block has finished with their gradients and buckets, and waits
+    until the peers have finished with this rank's."""
     _, size_bytes = grads_of(ws, grads, elems, get(ws, RANK), ITEM, G)
     tl.debug_barrier()
     for distance in range(1, G.world):
@@ -326,7 +326,7 @@ def return_offers(ws, grads, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
 
 @triton.jit
 def gather_parameters_ring(ws, shard, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """Every rank's chunk to every rank, around the ring."""
+    """Sends every rank's chunk to every rank, around the ring."""
     ITEM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     params = shard_word(shard, PARAMS)
     chunks = (params, elems * ITEM, chunk_elems(elems, G) * ITEM)
@@ -338,7 +338,7 @@ def gather_parameters_ring(ws, shard, elems, status, KIND: tl.constexpr, G: tl.c
 
 @triton.jit
 def adamw_all_gather_one_shot(ws, shard, grad, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """The one-shot form; ``grad`` is the address of the chunk's gradient."""
+    """Runs the one-shot form; ``grad`` is the address of the chunk's gradient."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     none = elems * 0
@@ -353,7 +353,7 @@ def adamw_all_gather_one_shot(ws, shard, grad, elems, status, KIND: tl.constexpr
 
 @triton.jit
 def adamw_all_gather_ring(ws, shard, grad, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """The ring form."""
+    """Runs the ring form; ``grad`` is the address of the chunk's gradient."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     _, begin, end = slice_of(ws, elems, get(ws, RANK), G)
     if status == 0:
@@ -367,15 +367,15 @@ def adamw_all_gather_kernel(
     tables, inputs, outputs, elems, timeout_ns, call,
     RING: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, ranks of this launch).
+    """Updates shards and gathers the parameters. Grid (channels, ranks of this launch).
 
     Args:
-        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its chunk's
-            gradient, and of its AdamWShard.
-        elems: of the bucket.
+        tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, of its
+            chunk's gradient, and of its AdamWShard.
+        elems: elements of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the one-shot form.
+        RING: selects the ring form; else the one-shot form.
         KIND: a ShardKind.
         G: the communicator's Geometry.
     """
@@ -396,14 +396,14 @@ def adamw_all_gather_kernel(
 #
 # The Triton twin of ringcomm/optimizer/fused_steps.h:
 #
-#  one_shot 1 hop: the sum in rank order in FP32, and not rounded again.
+#  one_shot 1 hop: the sum in rank order in FP32, which is not rounded again.
 #  ring     W-1 hops, with partial sums in the gradients' type; the last hop's sum stays in FP32.
 # --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def store_norm(words, out, sources, begin, size_bytes, DTYPE: tl.constexpr, NORM: tl.constexpr):
-    """The last hop of the ring form; as :func:`reduce_ring` wants it."""
+    """Does the last hop of the ring form; :func:`reduce_ring` calls it."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     first = begin // ITEM
     return reduce_run(words, out, sources, first, first + size_bytes // ITEM, NORM)
@@ -411,7 +411,7 @@ def store_norm(words, out, sources, begin, size_bytes, DTYPE: tl.constexpr, NORM
 
 @triton.jit
 def grad_chunks(grads, elems, ITEM: tl.constexpr, G: tl.constexpr):
-    """A bucket's even cut, in bytes."""
+    """Returns the even cut of a bucket into chunks: (address, total bytes, bytes of a chunk)."""
     return (grads, elems * ITEM, chunk_elems(elems, G) * ITEM)
 
 
@@ -419,7 +419,7 @@ def grad_chunks(grads, elems, ITEM: tl.constexpr, G: tl.constexpr):
 def reduce_scatter_norm_one_shot(
     ws, grads, out, elems, status, NORM: tl.constexpr, G: tl.constexpr
 ):
-    """The one-shot form; returns this block's words and the status."""
+    """Runs the one-shot form; returns this block's words and the status."""
     ITEM: tl.constexpr = NORM.grad.primitive_bitwidth // 8
     words = no_words()
     status = offer(ws, grads, grads * 0, elems, status, ITEM, G)
@@ -437,16 +437,16 @@ def reduce_scatter_norm_kernel(
     tables, inputs, outputs, elems, timeout_ns, call,
     RING: tl.constexpr, NORM: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, ranks of this launch).
+    """Reduces gradients into shards, with their norm. Grid (channels, ranks of this launch).
 
     Args:
-        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its bucket of
-            gradients, and of two addresses: of its FP32 shard, and of the norm's words, which are
-            added to.
-        elems: of the bucket.
+        tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, of its
+            bucket of gradients, and of two addresses: of its FP32 shard, and of the words to which
+            the kernel adds the norm.
+        elems: elements of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the one-shot form.
+        RING: selects the ring form; else the one-shot form.
         NORM: a NormKind.
         G: the communicator's Geometry.
     """
@@ -471,7 +471,7 @@ def reduce_scatter_norm_kernel(
 
 
 # --------------------------------------------------------------------------------------------------
-# A whole step in one pass: the reduced gradient is consumed by the update as it comes into being.
+# A whole step in one pass: the update consumes reduced gradients as they are computed.
 #
 # The Triton twin of ringcomm/optimizer/fused_steps.h:
 #
@@ -479,13 +479,13 @@ def reduce_scatter_norm_kernel(
 #           all ranks' buckets.
 #  ring     partial sums go around the ring; the owner's last hop updates; ring all-gather.
 #
-# The arithmetic is that of reduce_scatter_norm, then adamw_all_gather: the same bits.
+# The results have the same bits as reduce_scatter_norm followed by adamw_all_gather.
 # --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def update_sum(kept, shard, sources, begin, size_bytes, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """The last hop of the ring form; as :func:`reduce_ring` wants it."""
+    """Does the last hop of the ring form; :func:`reduce_ring` calls it."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     first = begin // ITEM
     update_run(shard, (own_params(shard, KIND),), sources, first, first + size_bytes // ITEM, KIND)
@@ -494,7 +494,7 @@ def update_sum(kept, shard, sources, begin, size_bytes, DTYPE: tl.constexpr, KIN
 
 @triton.jit
 def one_pass_one_shot(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """The one-shot form."""
+    """Runs the one-shot form of a step."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     status = offer(ws, grads, shard_word(shard, PARAMS), elems, status, ITEM, G)
@@ -509,7 +509,7 @@ def one_pass_one_shot(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl
 
 @triton.jit
 def one_pass_ring(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """The ring form."""
+    """Runs the ring form of a step."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     TILES: tl.constexpr = G.tiles_of_4 if ITEM == 4 else G.tiles_of_2
     chunks = grad_chunks(grads, elems, ITEM, G)
@@ -522,15 +522,15 @@ def reduce_scatter_adamw_all_gather_kernel(
     tables, inputs, outputs, elems, timeout_ns, call,
     RING: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, ranks of this launch).
+    """Does a whole step in one pass. Grid (channels, ranks of this launch).
 
     Args:
-        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its bucket of
-            gradients, and of its AdamWShard.
-        elems: of the bucket.
+        tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, of its
+            bucket of gradients, and of its AdamWShard.
+        elems: elements of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the one-shot form.
+        RING: selects the ring form; else the one-shot form.
         KIND: a ShardKind.
         G: the communicator's Geometry.
     """

@@ -1,4 +1,4 @@
-"""The layout of a region of the heap: its constants for as long as a communicator lives."""
+"""The layout of a communicator's region of the heap; it never changes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Geometry"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A compile-time argument of every kernel; see ringcomm/protocol/layout.h.
+    """The sizes of a region, a compile-time argument of every kernel; see protocol/layout.h.
 
     Attributes:
         world: ranks of the communicator.
         channels: blocks per collective.
         slots: staging slots per slot set, a power of two.
         segment_bytes: payload of a slot, a power of two of 64 or more.
-        staging_bytes: where the slots begin in a region.
-        line_bytes: channels share a chunk in units of this.
+        staging_bytes: offset of the slots in a region.
+        line_bytes: unit in which channels divide a chunk.
     """
 
     world: int
@@ -32,17 +32,17 @@ class Geometry:
 
     @property
     def tiles_of_2(self) -> Geometry:
-        """Channels share whole tiles of the optimizer, of elements of 2 bytes; see
-        cut_by_tiles() of buckets.h. A property, since compiled kernels ask for it, and name it
-        before they pass it on: NOTE [the oldest Triton]."""
+        """Returns this geometry, but channels divide a chunk into whole optimizer tiles of 2-byte
+        elements; see cut_by_tiles() of buckets.h. A property, since compiled kernels read it, and
+        name it before they pass it on: NOTE [the oldest Triton]."""
         return replace(self, line_bytes=ADAMW_TILE_ELEMS * 2)
 
     @property
     def tiles_of_4(self) -> Geometry:
-        """The same of 4 bytes."""
+        """Returns the same as :attr:`tiles_of_2` for 4-byte elements."""
         return replace(self, line_bytes=ADAMW_TILE_ELEMS * 4)
 
     @classmethod
     def of(cls, geometry: Mapping[str, int]) -> Geometry:
-        """Makes one from the ``geometry`` of a native communicator."""
+        """Makes a Geometry from the ``geometry`` of a native communicator."""
         return cls(**geometry)

@@ -1,6 +1,6 @@
-"""Questions that a kernel asks: the interpreter its process, a GPU its own clock and host page.
+"""Host functions for kernels in Triton's interpreter: clock, pauses, peers' health and faults.
 
-A kernel in Triton's interpreter is Python: it can read the host's clock, be interrupted, and look
+A kernel in Triton's interpreter is Python: it can read the host's clock, be interrupted, and check
 whether a peer's process still lives. A compiled kernel reads ``globaltimer`` and the words that its
 host keeps for it.
 """
@@ -20,18 +20,18 @@ import triton.language as tl
 from ringcomm import _native
 from ringcomm.process import LONGEST_LOOK_S
 
-# Whether TRITON_INTERPRET is set: then every kernel here is Python. Triton looks when it defines a
-# kernel, which is when this is imported.
+# True if TRITON_INTERPRET is set: then every kernel here is Python. Triton reads the variable when
+# it defines a kernel, that is, when the kernel's module is imported.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
-# A rank that polls in vain leaves the core: others may have to run on it. A choice, longer than a
-# poll takes in the interpreter, so that a rank that waits does not take the core for most of it.
+# A waiting rank pauses between polls, since other ranks may need its core. Chosen, not measured:
+# longer than a poll takes in the interpreter, so that a waiting rank leaves the core mostly free.
 _PAUSE_S = 2e-3
 
 
 def lives(peer: int) -> int:
-    """Knows of no process that has ended."""
+    """Returns 0, alive: the default, which takes every peer to be alive."""
     return 0
 
 
@@ -41,12 +41,12 @@ _one_at_a_time = threading.Lock()
 
 
 def host_health(peer: Any) -> int:
-    """Status of the awaited peer: 0 while it lives."""
+    """Returns the status of the awaited peer: 0 while it lives."""
     return _health(operator.index(peer))
 
 
 def host_passing(point: Any, rank: Any, sequence: Any) -> None:
-    """A kernel is about to publish, to acknowledge or to wait; see ``passing`` in waiting.py."""
+    """Passes the fault point before a publication, ack or wait; see ``passing`` in waiting.py."""
     if _native.fault_armed():
         _native.pass_fault_point(*(operator.index(each) for each in (point, rank, sequence)))
 
@@ -55,7 +55,7 @@ _looked_ns, _unwatched_ns = time.monotonic_ns(), 0
 
 
 def host_clock_ns() -> int:
-    """A monotonic clock, which stands still while no kernel looks at it, as a Deadline does."""
+    """Returns the time of a monotonic clock that stops while no kernel reads it, as Deadline's."""
     global _looked_ns, _unwatched_ns
     now_ns = time.monotonic_ns()
     if now_ns - _looked_ns > LONGEST_LOOK_S * 1e9:
@@ -65,23 +65,23 @@ def host_clock_ns() -> int:
 
 
 def host_pause() -> None:
-    """Leaves the core to others; a signal handler may raise here."""
+    """Yields the core to other threads; a signal handler may raise here."""
     time.sleep(_PAUSE_S)
 
 
 class _NoScope:
-    """Stands in for the patches that were made already."""
+    """The scope of a patch that an enclosing kernel has already made."""
 
     def restore(self) -> None:
-        """Those of the kernel around it stay."""
+        """Keeps the patch, which the enclosing kernel removes."""
 
 
 @contextmanager
 def interpreting(health: Callable[[int], int]) -> Iterator[None]:
-    """Inside, a kernel may run in the interpreter; one of a process at a time.
+    """A context in which a kernel may run in the interpreter; one kernel per process at a time.
 
     Args:
-        health: status of the process of a peer, 0 while it lives.
+        health: returns the status of a peer's process, 0 while it lives.
     """
     global _health
     with _one_at_a_time, patched_once():
@@ -93,10 +93,10 @@ def interpreting(health: Callable[[int], int]) -> Iterator[None]:
 
 
 def interpreted_int64(number: int) -> Any:
-    """An argument of an interpreted kernel that is an int64 however small ``number`` is.
+    """Returns ``number`` as an int64 argument of an interpreted kernel, however small it is.
 
-    Triton takes a Python integer for an int32 where it fits into 32 bits. An address does so on the
-    heap of a Python that is linked at a fixed address.
+    Triton takes a Python integer for an int32 where it fits into 32 bits. An address may fit if
+    Python is linked at a fixed address.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -105,18 +105,18 @@ def interpreted_int64(number: int) -> Any:
 
 @contextmanager
 def patched_once() -> Iterator[None]:
-    """Inside, Triton's interpreter prepares its language once per kernel.
+    """A context in which Triton's interpreter patches its language once per kernel.
 
-    By itself it does so again at each call of a device function (Triton 3.6 to 3.9,
-    InterpretedFunction.__call__ in runtime/interpreter.py), which took 70% of a collective's time.
-    Our functions see ``triton.language``, and Triton's own, such as ``tl.sum``, see
-    ``triton.language.core``: once for each is enough.
+    Triton 3.6 to 3.9 patches it again at each call of a device function
+    (InterpretedFunction.__call__ in runtime/interpreter.py), which took 70% of a collective's time.
+    Our functions use ``triton.language``, and Triton's own, such as ``tl.sum``, use
+    ``triton.language.core``: one patch of each module is enough.
     """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
     patched: set[int] = set()
-    scanned: dict[int, dict[str, Any]] = {}  # the values keep their ids from being used again
+    scanned: dict[int, dict[str, Any]] = {}  # the values keep their ids unique
 
     def patch_first(fn: Any) -> Any:
         found = fn.__globals__

@@ -30,11 +30,11 @@ __all__ = [
     "plan_reduce_scatter",
 ]  # fmt: skip
 
-# Of every launch of ours. A product and a sum must not become one operation where the kernels do
-# not say so; Triton's own choice is another one from 3.10 on.
+# Options of every launch. Triton must not fuse a product and a sum unless the kernel does so
+# itself; Triton's default for this changes in 3.10.
 OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
-# What the kernels reduce, and by which operators; by the native module's names.
+# The types and operators of the kernels' reductions, by the native module's names.
 DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 OPS = ("SUM", "AVG")
 _MOVED = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -53,7 +53,7 @@ class RankPointers:
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """A collective, the same on all ranks: the kernel, its sizes and its compile-time arguments."""
+    """A prepared collective, equal on all ranks: kernel, sizes and compile-time arguments."""
 
     kernel: Any
     sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ def _moved(itemsize: int) -> Any:
 def plan_reduce_scatter(
     chunk_bytes: int, dtype: str, op: str, algorithm: int, world: int
 ) -> KernelPlan:
-    """A reduce-scatter whose results have ``chunk_bytes`` bytes each."""
+    """Plans a reduce-scatter whose results have ``chunk_bytes`` bytes each."""
     return KernelPlan(
         reduce_scatter_kernel,
         (chunk_bytes,),
@@ -95,7 +95,7 @@ def plan_reduce_scatter(
 def plan_all_gather(
     chunk_bytes: int, dtype: int, itemsize: int, algorithm: int, world: int
 ) -> KernelPlan:
-    """An all-gather of contributions of ``chunk_bytes`` bytes each; ``dtype`` is a native code."""
+    """Plans an all-gather of ``chunk_bytes`` bytes from each rank; ``dtype`` is a native code."""
     return KernelPlan(
         all_gather_kernel,
         (chunk_bytes,),
@@ -111,7 +111,7 @@ def plan_all_gather(
 
 
 def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world: int) -> KernelPlan:
-    """An all-reduce of ``size_bytes`` bytes, cut into chunks of whole lines."""
+    """Plans an all-reduce of ``size_bytes`` bytes, cut into chunks of whole lines."""
     share = -(-size_bytes // world)
     chunk_bytes = -(-share // _LINE_BYTES) * _LINE_BYTES
     kind = DTYPES[dtype]
@@ -146,7 +146,7 @@ def arguments_of(
     """
     return (
         tagged(rank.table_ptr for rank in ranks),
-        # An empty tensor has no address, and a small number would be another type.
+        # An empty tensor has address 0, which Triton would pass as another type.
         tagged(rank.in_ptr or rank.table_ptr for rank in ranks),
         tagged(rank.out_ptr or rank.table_ptr for rank in ranks),
         *plan.sizes,
@@ -171,10 +171,10 @@ def launch_kernel(
         ranks: the ranks that this launch carries.
         timeout_ns: deadline of one wait.
         geometry: of the communicator.
-        health: for the interpreter: status of the process of a peer, 0 while it lives.
+        health: for the interpreter: returns the status of a peer's process, 0 while it lives.
 
     Returns:
-        Triton's CompiledKernel; None of an interpreted one.
+        Triton's CompiledKernel; None in the interpreter.
     """
     grid = (geometry.channels, len(ranks))
     with interpreting(health) if IS_INTERPRETED else nullcontext():

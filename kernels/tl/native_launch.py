@@ -16,13 +16,13 @@ from .launch import KernelPlan, RankPointers, arguments_of
 
 __all__ = ["RefusedError", "has_hooks", "native_kernel", "native_or_warn", "numbers_of"]
 
-# Bytes of a parameter by its type, as Triton names the types of numbers, and PTX those of all.
+# Bytes of a parameter by its type: by Triton's name for a number's type, and by PTX's suffix.
 _NUMBER_BYTES = {"i32": 4, "i64": 8}
 _PTX_BYTES = {"32": 4, "64": 8}
-# Triton 3.6 to 3.9 pass two pointers behind the arguments, to global and to profile scratch memory
+# Triton 3.6 to 3.9 pass two pointers after the arguments, to global and to profile scratch memory
 # (launchKernel in backends/nvidia/driver.c). Kernels that use such memory are left to Triton.
 _SCRATCH_POINTERS = 2
-# Above, a launch takes an attribute of its own (_launch in the same file).
+# A launch with more shared memory needs one more attribute (_launch in the same file).
 _MOST_SHARED_BYTES = 228 << 10
 # The metadata of a plain launch of a grid of blocks: each field with its value.
 _PLAIN = {
@@ -33,16 +33,16 @@ _PLAIN = {
     "profile_scratch_size": 0,
 }
 
-_loaded: list[Any] = []  # a compiled kernel unloads its module when it is collected
+_loaded: list[Any] = []  # keeps kernels alive: a kernel that is collected unloads its module
 _warned: set[str] = set()
 
 
 class RefusedError(Exception):
-    """Triton alone knows how to launch a kernel; the text says why."""
+    """The native module cannot launch the kernel, only Triton can; the text says why."""
 
 
 def has_hooks() -> bool:
-    """True while Triton calls a hook at each launch, as for its profiler."""
+    """True while Triton calls a hook at each launch, for example of its profiler."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
@@ -53,7 +53,7 @@ def numbers_of(plan: KernelPlan, ranks: Sequence[RankPointers], timeout_ns: int)
 
 
 def _leaves(values: Any, inside: bool = False) -> Iterator[tuple[Any, bool]]:
-    """The elements of nested tuples, and whether each lies in a tuple."""
+    """Yields the elements of nested tuples, and whether each is inside a tuple."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _leaves(value, True)
@@ -62,7 +62,7 @@ def _leaves(values: Any, inside: bool = False) -> Iterator[tuple[Any, bool]]:
 
 
 def _parameter_bytes(ptx: str, name: str) -> list[int]:
-    """The sizes of a kernel's parameters, as its PTX declares them."""
+    """Returns the sizes of a kernel's parameters in bytes, as its PTX declares them."""
     entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\(([^)]*)\)", ptx)
     if entry is None:
         raise RefusedError(f"its PTX has no entry {name}")
@@ -81,7 +81,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _parameters(made: Any) -> list[tuple[str, bool]]:
-    """The types of a kernel's numbers, and whether each is of a tuple: see endpoint.py."""
+    """Returns the types of a kernel's numbers, and whether each is in a tuple: see endpoint.py."""
     if any(made.src.attrs.values()):
         raise RefusedError(f"it was compiled for what is known of numbers: {made.src.attrs}")
     types = list(_leaves(made.src.signature.values()))
@@ -95,15 +95,15 @@ def _parameters(made: Any) -> list[tuple[str, bool]]:
 
 
 def native_kernel(made: Any, numbers: Sequence[int]) -> _native.TritonKernel:
-    """Returns a kernel that Triton has compiled and launched, for launches without it.
+    """Returns the native launcher of a kernel that Triton has compiled and launched once.
 
     Args:
         made: a CompiledKernel.
-        numbers: those of its launch; see :func:`numbers_of`.
+        numbers: the numbers of that launch; see :func:`numbers_of`.
 
     Raises:
-        RefusedError: it does not have the parameters that this module knows Triton to pass, or its
-            launch is more than a grid of blocks.
+        RefusedError: the kernel's parameters are not the ones that this module expects of Triton,
+            or its launch is more than a grid of blocks.
     """
     _check_metadata(made.metadata)
     parameters = _parameters(made)
@@ -128,7 +128,7 @@ def native_kernel(made: Any, numbers: Sequence[int]) -> _native.TritonKernel:
 
 
 def native_or_warn(made: Any, numbers: Sequence[int]) -> _native.TritonKernel | None:
-    """Returns :func:`native_kernel`, or None with a warning, which comes once for each kernel."""
+    """Returns :func:`native_kernel`'s result, or None with a warning, once for each kernel."""
     try:
         return native_kernel(made, numbers)
     except RefusedError as refusal:

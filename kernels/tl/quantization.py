@@ -1,8 +1,8 @@
-"""Quantization for kernels of one's own: blocks of 128 numbers to a few bits each, and back.
+"""Quantization for users' kernels: blocks of 128 numbers to a few bits per number, and back.
 
-The Triton twin of ringcomm/core/quantization.h, whose comments say what a value and a scale's word
-mean and where both lie: the same bits. A format is "int8", "fp8" or "int4". Blocks are tensors of
-[blocks, 128] numbers or quantized values, one an element (int32), and [blocks] words (int32).
+The Triton twin of ringcomm/core/quantization.h, with the same bits; comments there define a value,
+a scale's word and where both are stored. A format is "int8", "fp8" or "int4". Blocks are tensors of
+[blocks, 128] numbers or quantized values, one value per int32 element, and [blocks] int32 words.
 """
 
 import triton
@@ -19,7 +19,7 @@ WORD_BYTES = tl.constexpr(3)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 NAN = tl.constexpr(0x7FC00000)
-LEAST_NORMAL = tl.constexpr(121 << 23)  # the bits of 2^-6, of e4m3
+LEAST_NORMAL = tl.constexpr(121 << 23)  # bits of 2^-6, the least normal number of e4m3
 SPECIAL, TINY, FLOAT = tl.constexpr(1 << 23), tl.constexpr(1 << 22), tl.constexpr((1 << 22) - 1)
 TINY_BELOW = tl.constexpr(64 << 23)  # the bits of 2^-63
 UP, DOWN = tl.constexpr(2.0**64), tl.constexpr(2.0**-64)
@@ -29,7 +29,7 @@ LESS = tl.constexpr(1.0 - 2.0**-12)
 
 @triton.jit
 def _product(a, b):
-    """A product that is rounded, also where the kernel is compiled to fuse products and sums."""
+    """Returns a rounded product, even if the kernel is compiled to fuse products and sums."""
     if INTERPRETED:
         return a * b
     else:
@@ -40,7 +40,7 @@ def _product(a, b):
 
 @triton.jit
 def _quantized(y, FORMAT: tl.constexpr):
-    """The quantized values of finite numbers that are divided by their scale."""
+    """Returns the quantized values of finite numbers that were divided by their scale."""
     if FORMAT == "fp8":
         bits = y.to(tl.int32, bitcast=True)
         magnitude = bits & MAGNITUDE
@@ -56,7 +56,7 @@ def _quantized(y, FORMAT: tl.constexpr):
 
 @triton.jit
 def _dequantized(values, FORMAT: tl.constexpr):
-    """The numbers of quantized values, without their scale."""
+    """Returns the numbers that quantized values represent, before they are scaled."""
     if FORMAT == "fp8":
         magnitude = values & 0x7F
         normal = (magnitude << 20) + (120 << 23)
@@ -70,7 +70,7 @@ def _dequantized(values, FORMAT: tl.constexpr):
 
 @triton.jit
 def _quantized_special(bits, FORMAT: tl.constexpr):
-    """The quantized values of infinities and NaNs, by their bits."""
+    """Returns the quantized values of infinities and NaNs, given by their bits."""
     infinite = (bits & MAGNITUDE) == INFINITY
     if FORMAT == "fp8":
         return tl.where(infinite, ((bits >> 24) & 0x80) | 0x7E, 0x7F)
@@ -81,7 +81,7 @@ def _quantized_special(bits, FORMAT: tl.constexpr):
 
 @triton.jit
 def _special_bits(values, numbers, FORMAT: tl.constexpr):
-    """The bits of numbers, but of infinities and NaNs where values stand for them."""
+    """Returns the bits of ``numbers``, but infinities and NaNs where ``values`` encode them."""
     found = numbers.to(tl.int32, bitcast=True)
     if FORMAT == "fp8":
         infinite = ((values & 0x80) << 24) | INFINITY
@@ -96,7 +96,7 @@ def _special_bits(values, numbers, FORMAT: tl.constexpr):
 
 @triton.jit
 def _factor(special, FORMAT: tl.constexpr):
-    """What the largest finite number is multiplied by for the scale: quotients rounded to FP32."""
+    """Returns the FP32 factor that turns a block's largest finite magnitude into its scale."""
     MOST: tl.constexpr = 256.0 if FORMAT == "fp8" else 7.0 if FORMAT == "int4" else 127.0
     BESIDE: tl.constexpr = 256.0 if FORMAT == "fp8" else 6.0 if FORMAT == "int4" else 126.0
     return tl.where(special, LESS / BESIDE, LESS / MOST)
@@ -107,7 +107,7 @@ def quantize_blocks(x, FORMAT: tl.constexpr):
     """Quantizes blocks of numbers.
 
     Args:
-        x: floating-point numbers [blocks, 128]; zeros behind the end of a run.
+        x: floating-point numbers [blocks, 128]; zeros past the end of a run.
         FORMAT: "int8", "fp8" or "int4".
 
     Returns:
@@ -135,14 +135,14 @@ def quantize_blocks(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def dequantize_blocks(values, words, FORMAT: tl.constexpr):
-    """Dequantizes blocks: FP32 numbers [blocks, 128].
+    """Dequantizes blocks to FP32 numbers [blocks, 128].
 
-    A sum of several ranks' runs is the host's if the first rank's numbers are its beginning and
-    ``accumulate`` adds the others' in order.
+    A sum over ranks has the host's bits if it starts with the first rank's numbers and
+    ``accumulate`` adds the other ranks' numbers in order.
 
     Args:
         values: quantized [blocks, 128], from :func:`quantize_blocks` or :func:`load_quantized`.
-        words: of their scales, [blocks].
+        words: the words of the scales, [blocks].
         FORMAT: "int8", "fp8" or "int4".
     """
     word = tl.expand_dims(words, 1)
@@ -167,14 +167,14 @@ def _values_bytes(elems, FORMAT: tl.constexpr):
 
 @triton.jit
 def _counts(elems, first, BLOCKS: tl.constexpr):
-    """How many numbers each block has, [blocks, 1]."""
+    """Returns how many numbers each block has, [blocks, 1]."""
     blocks = first + tl.expand_dims(tl.arange(0, BLOCKS), 1)
     return tl.minimum(tl.maximum(elems - blocks * BLOCK, 0), BLOCK).to(tl.int32)
 
 
 @triton.jit
 def _offsets(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Where the bytes of the words are, [blocks, 4], behind the values, and which there are."""
+    """Returns the offsets of the words' bytes after the values, [blocks, 4], and a mask of them."""
     blocks = first + tl.expand_dims(tl.arange(0, BLOCKS), 1)
     which = tl.expand_dims(tl.arange(0, 4), 0)
     at = _values_bytes(elems, FORMAT) + blocks * WORD_BYTES + which
@@ -183,7 +183,7 @@ def _offsets(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store_whole(to, values, FORMAT: tl.constexpr):
-    """Quantized values of whole blocks, at a multiple of 16."""
+    """Stores the quantized values of whole blocks, at a multiple of 16 bytes."""
     BLOCKS: tl.constexpr = values.shape[0]
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     if FORMAT == "int4":
@@ -198,11 +198,11 @@ def _store_whole(to, values, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store_any(to, values, count, FORMAT: tl.constexpr):
-    """Quantized values of blocks that may be shorter, or anywhere."""
+    """Stores the quantized values of blocks that may be short, or at any address."""
     BLOCKS: tl.constexpr = values.shape[0]
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     if FORMAT == "int4":
-        # Number i of a block is in byte i, or in byte i - half if it is one of the upper half.
+        # Byte i of a block holds number i in its low bits and number half + i in its high bits.
         half = (count + 1) // 2
         byte = tl.expand_dims(tl.arange(0, HALF), 0) + rows * 0
         low = tl.gather(values, byte, 1)
@@ -220,8 +220,8 @@ def store_quantized(out, elems, first, values, words, FORMAT: tl.constexpr):
 
     Args:
         out: address of the run.
-        elems: numbers of the run; what is behind its end is not stored.
-        first: which block of the run the first one here is.
+        elems: numbers of the run; nothing is stored past its end.
+        first: index in the run of the first block of ``values``.
         values: from :func:`quantize_blocks`.
         words: from :func:`quantize_blocks`.
         FORMAT: "int8", "fp8" or "int4".
@@ -241,7 +241,7 @@ def store_quantized(out, elems, first, values, words, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_whole(of, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Quantized values of whole blocks, at a multiple of 16."""
+    """Loads the quantized values of whole blocks, at a multiple of 16 bytes."""
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     if FORMAT == "int4":
         here = rows * HALF + tl.expand_dims(tl.arange(0, HALF), 0)
@@ -255,7 +255,7 @@ def _load_whole(of, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_any(of, count, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Quantized values of blocks that may be shorter, or anywhere; zeros behind the end."""
+    """Loads quantized values of blocks that may be short, or at any address; zeros past the end."""
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     cols = tl.expand_dims(tl.arange(0, BLOCK), 0)
     if FORMAT == "int4":
@@ -270,13 +270,13 @@ def _load_any(of, count, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_quantized(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads BLOCKS blocks of a quantized run, from block ``first`` on; zeros behind its end.
+    """Loads BLOCKS blocks of a quantized run, from block ``first`` on; zeros past its end.
 
     Args:
         source: address of the run.
         elems: numbers of the run.
-        first: which block of the run the first one here is.
-        BLOCKS: how many, a power of two.
+        first: index in the run of the first block to load.
+        BLOCKS: number of blocks, a power of two.
         FORMAT: "int8", "fp8" or "int4".
 
     Returns:

@@ -1,4 +1,4 @@
-"""Waits, which have a deadline and an eye on the abort words, and the faults in which they end."""
+"""Waits that have a deadline and watch the abort words, and the faults of waits that fail."""
 
 import triton
 import triton.language as tl
@@ -50,18 +50,18 @@ AWAIT = tl.constexpr(FAULT_POINTS["await"])
 if IS_INTERPRETED:
 
     def passing(ws, point):
-        """Before the block does what the point says."""
+        """Passes a fault point before the block does what the point names."""
         host_passing(point, get(ws, RANK), get(ws, HEADER))
 
 else:
 
     @triton.jit
     def passing(ws, point: tl.constexpr):
-        """Nothing happens on a GPU."""
+        """Does nothing on a GPU."""
 
 
 # --------------------------------------------------------------------------------------------------
-# The fault record of a rank whose call fails, and the abort word that tells the others.
+# The fault record of a rank whose call fails, and the abort word that the other ranks watch.
 #
 # The twins of ``claim_fault``, ``raise_fault`` and ``fail`` in ringcomm/protocol/signal.h.
 # --------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def is_aborted(ws, rank):
 
 @triton.jit
 def copy_words(target, source, COUNT: tl.constexpr):
-    """COUNT words of 8 bytes, at most 32."""
+    """Copies COUNT words of 8 bytes each, at most 32 words."""
     lanes = tl.arange(0, 32)
     words = tl.load(word64(source) + lanes, mask=lanes < COUNT)
     tl.store(word64(target) + lanes, words, mask=lanes < COUNT)
@@ -112,7 +112,7 @@ def copy_words(target, source, COUNT: tl.constexpr):
 
 @triton.jit
 def raise_fault(ws, page):
-    """The record is complete: raises this rank's abort word, and tells its host."""
+    """Raises this rank's abort word and informs its host, once the fault record is complete."""
     # Pairs with the acquire in is_aborted() on every other rank.
     exchange_release_sys(page + PAGE_ABORTED, tl.full((), 1, tl.int32))
     host = tl.load(word64(get(ws, TABLE) + TABLE_HOST))
@@ -124,7 +124,7 @@ def raise_fault(ws, page):
 
 @triton.jit
 def claim_fault(ws, status, peer):
-    """Begins this rank's fault record; 0 when it is taken, else the address of its page."""
+    """Claims this rank's fault record: returns the address of its page, or 0 if it is taken."""
     page = my_region(ws)
     # Blocks of one rank race for the record; no other rank touches the claim.
     one = tl.full((), 1, tl.int32)
@@ -142,7 +142,7 @@ def claim_fault(ws, status, peer):
 
 @triton.jit(noinline=True)
 def fail_header(ws, status, peer, theirs, expected_bytes):
-    """Records what the header at ``theirs`` is not: of this call, or sound; returns the status."""
+    """Records that the header at ``theirs`` is of another call or corrupt; returns the status."""
     page = claim_fault(ws, status, peer)
     if page != 0:
         copy_words(page + PAGE_FAULT + FAULT_THEIRS, theirs, HEADER_WORDS)
@@ -153,7 +153,7 @@ def fail_header(ws, status, peer, theirs, expected_bytes):
 
 @triton.jit(noinline=True)
 def fail_aborted(ws):
-    """Records that some rank gave up while its buffer was read; returns the status."""
+    """Records that a peer gave up while this rank read its buffer; returns the status."""
     status = tl.full((), ABORTED, tl.int32)
     page = claim_fault(ws, status, get(ws, RANK))
     if page != 0:
@@ -162,23 +162,23 @@ def fail_aborted(ws):
 
 
 # --------------------------------------------------------------------------------------------------
-# Waits, with a deadline and an eye on the abort words.
+# Waits that have a deadline and watch the abort words.
 #
-# Each takes a ``status`` and returns one: 0 while all is well. A failure is not an exception here;
-# a call goes through the rest of its schedule without waiting or moving anything. All lanes of a
-# block must take the same branches, so what they branch on comes from words that one lane has read
-# for all. See NOTE [signals] in ringcomm/protocol/signal.h.
+# Each takes a ``status`` and returns the new status: 0 while all is well. A failure raises no
+# exception; the call goes through the rest of its schedule without waiting or moving data. All
+# lanes of a block must take the same branches, so they branch on words that one lane has read for
+# all. See NOTE [signals] in ringcomm/protocol/signal.h.
 # --------------------------------------------------------------------------------------------------
 
-# A choice, not swept: the clock and the abort words cost as much as a few polls.
+# Chosen, not measured: reading the clock and the abort words costs as much as a few polls.
 POLLS_PER_LOOK = tl.constexpr(16 if IS_INTERPRETED else 1024)
 
-ID_WORDS = tl.constexpr(5)  # of a header, those that must be equal on all ranks
+ID_WORDS = tl.constexpr(5)  # the first words of a header, which must be equal on all ranks
 
 
 @triton.jit
 def word_of_host_acquire_sys(host, peer):
-    """Status of the process of ``peer``, from the page of words at ``host``; 0 while it lives."""
+    """Returns the status of ``peer``'s process from the host page at ``host``; 0 while it lives."""
     status = tl.full((), 0, tl.int32)
     if load_acquire_sys(host + HOST_LOST + 4 * peer) != 0:
         status = tl.full((), PEER_LOST, tl.int32)
@@ -190,27 +190,27 @@ def word_of_host_acquire_sys(host, peer):
 if IS_INTERPRETED:
 
     def clock_ns(ws):
-        """A monotonic clock."""
+        """Returns the time of a monotonic clock, in nanoseconds."""
         return host_clock_ns() + get(ws, CLOCK) * 0
 
     def health_acquire_sys(ws, peer):
-        """Status of the process of ``peer``: 0 while it lives."""
+        """Returns the status of ``peer``'s process: 0 while it lives."""
         host = tl.load(word64(get(ws, TABLE) + TABLE_HOST))
         if host != 0:
             return word_of_host_acquire_sys(host, peer)
         return host_health(peer) + (peer * 0).to(tl.int32)
 
     def pause():
-        """Leaves the core to others."""
+        """Yields the core to other threads."""
         host_pause()
 
 else:
 
     @triton.jit
     def clock_ns(ws):
-        """A monotonic clock, the same for all lanes.
+        """Returns the time of a monotonic clock in nanoseconds, equal in all lanes.
 
-        Lanes read it at different times: one lane's reading, through memory, is everybody's.
+        Lanes would read the clock at different times: all take one lane's reading from memory.
         """
         clock = word64(ws) + CLOCK
         tl.atomic_xchg(clock, tl.extra.cuda.globaltimer(), sem="relaxed", scope="gpu")
@@ -218,17 +218,17 @@ else:
 
     @triton.jit
     def health_acquire_sys(ws, peer):
-        """Status of the process of ``peer``, as this rank's host knows it; 0 while it lives."""
+        """Returns the status of ``peer``'s process on this rank's host page; 0 while it lives."""
         return word_of_host_acquire_sys(tl.load(word64(get(ws, TABLE) + TABLE_HOST)), peer)
 
     @triton.jit
     def pause():
-        """A block polls on: it has nothing to leave its place to."""
+        """Does nothing: a block on a GPU has no other thread to yield to."""
 
 
 @triton.jit
 def same_call(ws, theirs):
-    """True if the header at ``theirs`` is of the call that this block is in."""
+    """True if the header at ``theirs`` describes the call that this block runs."""
     same = get(ws, HEADER) == tl.load(word64(theirs))
     for i in tl.static_range(1, ID_WORDS):
         same = same & (get(ws, HEADER + i) == tl.load(word64(theirs) + i))
@@ -237,7 +237,7 @@ def same_call(ws, theirs):
 
 @triton.jit(noinline=True)
 def other_call_seen(ws, peer, G: tl.constexpr):
-    """Address of a header that ``peer`` published for another call than this; 0: none.
+    """Returns the address of a header that ``peer`` published for another call, or 0.
 
     A peer that runs another collective may publish on a stream that this call does not read.
     """
@@ -248,7 +248,7 @@ def other_call_seen(ws, peer, G: tl.constexpr):
         # Pairs with the release in publish_release_sys() of the peer.
         ready = load_acquire_sys(signal_line(ws, me, stream, peer, G) + READY)
         if reached(ready, after):
-            # This word is this rank's to write. An item acknowledged may be overwritten by now.
+            # Only this rank writes the word. An acknowledged item may be overwritten by now.
             consumed = tl.load(word32(signal_line(ws, peer, stream, me, G) + CONSUMED))
             if not reached(consumed, after):
                 theirs = header_of(ws, me, stream, peer, after, G)
@@ -267,7 +267,7 @@ def reason_to_give_up(ws, peer, waited_ns, G: tl.constexpr):
     health = health_acquire_sys(ws, peer)
     if health != 0:
         status = health
-    # Pairs with the release with which the peer detaches. Channel 0 has the word.
+    # Pairs with the release with which the peer detaches. The word is in channel 0's line.
     detached = link_line(my_region(ws), 0, PAIR, peer * 0, peer, G) + DETACHED
     if load_acquire_sys(detached) != 0:
         status = tl.full((), PEER_CLOSED, tl.int32)
@@ -279,9 +279,9 @@ def reason_to_give_up(ws, peer, waited_ns, G: tl.constexpr):
 
 @triton.jit
 def end_of_waiting(ws, peer, G: tl.constexpr):
-    """The rank that ``peer`` waits for, and that one in turn, to one that does not wait.
+    """Follows the chain of ranks that wait for each other from ``peer`` on; returns its last rank.
 
-    One lane reads the words for all; they are only a hint for people.
+    One lane reads the words for all; the result is only a hint for people.
     """
     for _ in range(G.world):
         after = load_acquire_sys(of_peer(ws, peer, REGION) + PAGE_WAITS_FOR).to(tl.int64) - 1
@@ -296,9 +296,9 @@ def give_up(ws, status, word_of, want, was, waited_ns, theirs, G: tl.constexpr):
 
     Args:
         word_of: (stream, peer, on_consumed, item) of the word.
-        want: epoch that was awaited.
-        was: epoch that was seen.
-        waited_ns: how long.
+        want: awaited epoch.
+        was: epoch that the word had.
+        waited_ns: duration of the wait.
         theirs: address of the other call's header at a mismatch, else 0.
     """
     peer = word_of[1]
@@ -341,7 +341,7 @@ def await_slowly(ws, word, stream, peer, on_consumed, item, want, G: tl.constexp
                 theirs = other_call_seen(ws, peer, G)
                 if theirs != 0:
                     status = tl.full((), MISMATCH, tl.int32)
-            # The peer may have published and then gone; what it published counts.
+            # The peer may have published and then ended; the published item counts.
             if (status != 0) & (status != ABORTED):
                 if reached(load_acquire_sys(word), want):
                     status = tl.full((), 0, tl.int32)
@@ -366,15 +366,15 @@ def await_acquire_sys(ws, stream, peer, on_consumed, item, want, status, G: tl.c
     Args:
         ws: the block's state.
         stream: PAIR or SHARED.
-        peer: who writes the word.
+        peer: the rank that writes the word.
         on_consumed: which word of the line.
-        item: items of this call before the one waited for, for the fault record.
+        item: index in this call of the awaited item, for the fault record.
         want: epoch.
-        status: of the call so far; unless 0, nothing is waited for.
+        status: of the call so far; unless 0, the function returns it at once.
         G: the communicator's Geometry.
 
     Returns:
-        The status of the call from here on.
+        The new status of the call.
     """
     if status == 0:
         passing(ws, AWAIT)

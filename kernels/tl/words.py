@@ -1,12 +1,12 @@
-"""Addresses of the words that ranks synchronise by, and the three ways to touch them.
+"""Addresses of the words by which ranks synchronise: how to load, store and compare them.
 
 The structures are those of kernels/include/ringcomm (layout.h, call.h) and kernels/cuda/args.h;
 their offsets come from the native module, so that they are written down once. An address is an
 int64; docs/protocol.md has the table of the words.
 
-A release has a barrier of its own, and Triton puts two around each atomic operation. So where a
-schedule has a barrier before it releases, that one orders nothing more: it stands beside what it is
-about, and costs a block nothing that it would not wait for at the next one.
+exchange_release_sys() begins with a barrier, and Triton puts two around each atomic operation. So a
+schedule's own barrier before a release orders nothing more: it shows in the schedule where the
+order matters, and costs little, since the block would wait at the next barrier anyway.
 """
 
 import triton
@@ -45,33 +45,33 @@ STREAM_COUNT = tl.constexpr(3)
 
 @triton.jit
 def word32(address):
-    """The address as a pointer to a word of 4 bytes."""
+    """Returns the address as a pointer to a word of 4 bytes."""
     return address.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def word64(address):
-    """The address as a pointer to a word of 8 bytes."""
+    """Returns the address as a pointer to a word of 8 bytes."""
     return address.to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
 def load_acquire_sys(address):
-    """The 4-byte word at ``address``, which a peer publishes with :func:`exchange_release_sys`.
+    """Loads the 4-byte word at ``address``, which a peer publishes with exchange_release_sys().
 
-    For the reader of *publishing* and of *releasing a slot*: what the peer stored before it raised
-    the word can be loaded after this. Triton lowers the addition of nothing to ``ld.acquire.sys``;
-    one lane loads, and all get its value.
+    For the reader of *publishing* and of *releasing a slot*: afterwards this block can load what
+    the peer stored before it raised the word. Triton lowers the addition of 0 to
+    ``ld.acquire.sys``; one lane loads, and all get its value.
     """
     return tl.atomic_add(word32(address), 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def exchange_release_sys(address, value):
-    """Stores the 4-byte word at ``address`` after all that the block stored before.
+    """Stores ``value`` in the 4-byte word at ``address`` after all earlier stores of the block.
 
     For the writer of *publishing* and of *releasing a slot*: pairs with the acquire of the peer
-    that polls the word. The barrier makes it speak for all lanes of the block.
+    that polls the word. The barrier extends the release to the stores of all lanes.
     """
     tl.debug_barrier()
     tl.atomic_xchg(word32(address), value.to(tl.int32), sem="release", scope="sys")
@@ -85,7 +85,7 @@ def reached(seen, want):
 
 @triton.jit
 def link_line(region, table, stream, channel, peer, G: tl.constexpr):
-    """The line of a link in the signal pad (``table`` 0) or among the epochs (``table`` 2)."""
+    """Returns a link's line in the signal pad (``table`` 0) or among the epochs (``table`` 2)."""
     links: tl.constexpr = STREAM_COUNT * G.channels * G.world
     link = (stream * G.channels + channel) * G.world + peer
     return region + CONTROL_PAGE + (table * links + link) * LINE
@@ -93,14 +93,14 @@ def link_line(region, table, stream, channel, peer, G: tl.constexpr):
 
 @triton.jit
 def channel_line(region, channel, G: tl.constexpr):
-    """The line of a channel's own counters."""
+    """Returns the address of the line with a channel's own counters."""
     links: tl.constexpr = STREAM_COUNT * G.channels * G.world
     return region + CONTROL_PAGE + (3 * links + channel) * LINE
 
 
 @triton.jit
 def header_at(region, stream, channel, sender, epoch, G: tl.constexpr):
-    """The header of item ``epoch`` that ``sender`` publishes to the region's owner."""
+    """Returns the address of the header of item ``epoch`` from ``sender`` to the region's owner."""
     lines: tl.constexpr = (3 * STREAM_COUNT * G.channels * G.world + G.channels + 1) // 2 * 2
     link = (stream * G.channels + channel) * G.world + sender
     index = (epoch - 1) & (G.slots - 1)
@@ -111,9 +111,9 @@ def header_at(region, stream, channel, sender, epoch, G: tl.constexpr):
 
 @triton.jit
 def slot_at(region, stream, channel, reader, epoch, G: tl.constexpr):
-    """The slot of item ``epoch`` that the region's owner publishes to ``reader``.
+    """Returns the address of the slot of item ``epoch`` from the region's owner to ``reader``.
 
-    Sets for pairs come first (channels x world), then one per channel for what is shared.
+    Slot sets for pairs come first (channels x world), then one per channel for shared items.
     """
     slot_set = channel * G.world + reader
     if stream == SHARED:
