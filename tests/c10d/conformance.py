@@ -203,16 +203,16 @@ def all_passes(system: System, names: list[str], log: Path) -> Outcomes:
 BEYOND_THE_TESTS = """\
 ## What the tests do not show
 
-torch's C++ sees less of a group that is written in Python:
+torch's C++ code treats a group that is implemented in Python differently:
 
-* Profilers have no event of their own for its collectives, `CommDebugMode` counts its functional
-  collectives only, and the flight recorder of torch 2.15 does not record it. A few tests look at
-  profiler events, but only for the backends in a list of torch's own.
+* Profilers record no events for the group's collectives, `CommDebugMode` counts only its functional
+  collectives, and the flight recorder of torch 2.15 does not record the group. A few tests look at
+  profiler events, but only for the backends in torch's own list.
 * `DistributedDataParallel._register_builtin_comm_hook(FP16_COMPRESS)`, a private hook in C++,
-  wants a future of a C++ list, which Python cannot make. Its public twin in Python,
-  `default_hooks.fp16_compress_hook`, runs.
+  needs a future of a C++ list, which Python cannot create. The public hook in Python,
+  `default_hooks.fp16_compress_hook`, works.
 * Up to torch 2.14 `torch.ops._c10d_functional.all_gather_into_tensor_out` raises; the form
-  without `out`, which compiled code calls, runs.
+  without `out`, which compiled code calls, works.
 """
 
 
@@ -222,13 +222,13 @@ def report(outcomes: dict[System, Outcomes], torch_version: str) -> str:
     lines = [
         "# c10d conformance",
         "",
-        "The distributed tests that ship in the torch wheel",
-        "(`torch.testing._internal.distributed.distributed_test`), run on Gloo and on ringcomm on",
-        f"one machine without a GPU, torch {torch_version}, 3 ranks (4 or 8 for the tests that ask",
-        "for them). ringcomm runs every test that exists for Gloo. All run the all-to-all tests",
-        "that torch reserves for MPI, too. Over 2 nodes the ranks are processes that say so",
-        "(`RINGCOMM_NODE_ID`); 3 ranks are nodes of 2 and of 1. `make c10d-conformance` writes",
-        "this page.",
+        "This page shows the results of torch's own distributed tests",
+        "(`torch.testing._internal.distributed.distributed_test`) on Gloo and on ringcomm, on",
+        f"one machine without a GPU, with torch {torch_version} and 3 ranks (4 or 8 for tests that",
+        "need more). ringcomm runs every test that exists for Gloo. All systems also run the",
+        "all-to-all tests that torch runs only for MPI. With 2 nodes the ranks are processes with",
+        "different values of `RINGCOMM_NODE_ID`; 3 ranks are one node of 2 and one of 1.",
+        "`make c10d-conformance` writes this page.",
         "",
         "| system | " + " | ".join(kinds) + " |",
         "|---" * (len(kinds) + 1) + "|",
