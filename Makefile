@@ -1,24 +1,24 @@
-# Every target does its own set-up, in .venv. What it takes from outside:
+# Every target installs what it needs into .venv. Variables that you may set:
 #   PYTHON=python3.12            the interpreter for .venv (default: the first python3 >= 3.10)
-#   TORCH_SPEC="torch==2.15.0"   another torch; pip's own PIP_* variables work as ever
+#   TORCH_SPEC="torch==2.15.0"   another torch; pip's own PIP_* variables also work
 VENV ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 
-# Each test that starts an interpreter would compile every module again without its byte code.
+# Write byte code: without it each test that starts an interpreter would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-# Most of what is installed is never imported, so pip compiles none of it.
+# pip does not compile byte code, because most installed modules are never imported.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
-# Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy;
-# tests/conftest.py decides which of them runs a file, and when.
+# Most tests wait for ranks, interpreters and deadlines, so three workers keep two cores busy.
+# tests/conftest.py decides which worker runs a file, and when.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 DOCS_REQUIRES := $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 WHEELS_REQUIRES := $(shell sed -n 's/^wheels = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-# Two at a time: torch is fetched while the native module is compiled.
+# Two jobs at a time: make downloads torch while it compiles the native module.
 MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-all check lint native nodes-check tsan model-check fuzz soak cuda-compile oldest-triton ptx-check bench gpu-check
@@ -28,41 +28,42 @@ MAKEFLAGS += --jobs=2
 demo: $(VENV)/.native $(VENV)/.package
 	$(BIN)/ringcomm demo
 
-# Proofs that read nothing which has changed since they last passed here are left out (tests/proofs.py).
+# Skips proofs whose files have not changed since the proof last passed here (tests/proofs.py).
 test: $(VENV)/.native $(VENV)/.tools emulated-driver
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Every case of the tests that have covering arrays or values for it (tests/support/covering.py),
-# every proof, and the files that each opens.
+# Runs every case of the tests that use covering arrays (tests/support/covering.py) and every proof,
+# and checks the files that each proof opens.
 test-all: export RINGCOMM_TEST_CASES := all
 test-all: test
 
-# Compiled while pip installs: that keeps one core busy.
+# Compiles while pip installs, since pip uses only one core.
 emulated-driver: $(VENV)/.native
 	@$(BIN)/python -m tests.support.emulated_driver
 
 check: lint
 	$(BIN)/python -m pytest $(WORKERS) --ignore=tests/test_style.py
 
-# ruff, clang-format and mypy --strict: the commands stand in the test, since CI runs it.
+# Runs ruff, clang-format and mypy --strict. The commands are in the test, since CI also runs the
+# test.
 lint: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -q --durations=0 tests/test_style.py tests/test_layering.py \
 		tests/test_internal_names.py
 
-# Rebuilds the native module in place, only what changed, and writes its stub.
+# Rebuilds the native module in place, compiling only changed files, and writes its stub.
 native: $(VENV)/.package
 	$(BIN)/python setup.py -q build_ext --inplace
 	$(BIN)/python -m tools.native_stub
 	@touch $(VENV)/.native
 
-# The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
-# mutants that they must reject. make test runs it, too, without the large worlds and with fewer
-# rounds.
+# Runs the templates and the classes that use them under ThreadSanitizer, litmus tests of every
+# memory order, and mutants that these tests must detect. make test does the same without the large
+# worlds and with fewer rounds.
 tsan: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_TSAN=all $(BIN)/python -m pytest -v tests/proof/races tests/proof/litmus
 
-# An hour of mixed collectives on four ranks: no wrong element, and nothing that grows. Then random
-# plans of faults, many more than make test plays; SEED says which.
+# Runs mixed collectives on four ranks for an hour; checks that no element is wrong and that memory
+# does not grow. Then plays random fault plans, many more than make test; SEED selects them.
 MINUTES ?= 60
 FAULT_MINUTES ?= 20
 SEED ?= 0
@@ -70,23 +71,22 @@ soak: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.proof.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.proof.faults.soak --minutes $(FAULT_MINUTES) --seed $(SEED)
 
-# The models of the signal protocol under SPIN (apt-get install spin), with larger bounds than in make
-# test: up to eight minutes.
+# Checks the models of the signal protocol with SPIN (apt-get install spin), with larger bounds than
+# make test: up to eight minutes.
 model-check: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/proof/model
 
-# Junk from peers, stores and files, fifty times as much of it as make test tries.
+# Feeds junk from peers, stores and files, fifty times as much as make test.
 fuzz: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_FUZZ=50 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz
 
-# Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
-# needed.
-# make test takes some of them, and each architecture with one at least.
+# Compiles every CUDA and Triton kernel for every architecture, and checks properties of the machine
+# code; needs no GPU. make test compiles some kernels, and at least one for each architecture.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile
 
-# The Triton kernels among them by the oldest Triton of pyproject.toml, which takes less than the one of
-# .venv: four minutes on one core.
+# Compiles the Triton kernels with the oldest Triton of pyproject.toml, which supports fewer
+# features than the Triton of .venv: four minutes on one core.
 OLDEST_TRITON := 3.6.0
 oldest-triton: $(VENV)/.native $(VENV)/.tools build/triton-$(OLDEST_TRITON)
 	PYTHONPATH=$(CURDIR)/build/triton-$(OLDEST_TRITON) RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v \
@@ -96,16 +96,15 @@ oldest-triton: $(VENV)/.native $(VENV)/.tools build/triton-$(OLDEST_TRITON)
 build/triton-%: | $(VENV)/.made
 	$(INSTALL) --quiet --no-deps --target $@ triton==$*
 
-# Every test of devices on the PTX of the CUDA kernels, executed instruction by instruction, and every
-# mutant of what orders memory there: half an hour on two cores.
-# make test takes jobs of every unit, and a mutant of each kind.
+# Runs every test of devices on the PTX of the CUDA kernels, executed instruction by instruction,
+# and every mutant of their memory ordering: half an hour on two cores. make test runs jobs of every
+# unit, and a mutant of each kind.
 ptx-check: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_PTX_CHECK=all $(BIN)/python -m pytest $(WORKERS) tests/proof/ptx tests/ptx_interpreter
 	RINGCOMM_EMULATED_KERNELS=ptx:7 $(BIN)/python -m pytest $(WORKERS) \
 		tests/comm/device tests/proof/faults/device tests/gpu
 
-# All tests of calls on the host with ranks that are threads of two and three nodes, as far as calls
-# exist over nodes.
+# Runs all tests of host calls that exist over nodes; the ranks are threads on two and three nodes.
 nodes-check: $(VENV)/.native $(VENV)/.tools
 	for nodes in 2 3; do RINGCOMM_TEST_NODES=$$nodes $(BIN)/python -m pytest $(WORKERS) tests/comm/test_*.py \
 		|| exit 1; done
@@ -114,15 +113,16 @@ bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench
 
 # On a machine with a GPU: builds, tests, sanitizes, times and records, in under ten minutes, or in
-# BUDGET seconds. It takes the packages that PYTHON has, makes no environment and fetches nothing.
-# REHEARSE=1 runs all of it on an emulated device, at small sizes, and marks every figure.
+# BUDGET seconds. It uses the packages of PYTHON, creates no environment and downloads nothing.
+# REHEARSE=1 runs everything on an emulated device, at small sizes, and marks every figure.
 gpu-check:
 	$(or $(PYTHON),python3) -m tools.gpu_check $(if $(BUDGET),--budget $(BUDGET)) \
 		$(if $(REHEARSE),--rehearse)
 
-# Lightning and DeepSpeed, which make test has no time to fetch, in .venv beside the rest. DeepSpeed compiles
-# what it adds to torch's groups at their first use: here before the tests, whose ranks have no minutes to
-# wait, and in a folder of its own, since a compiler that was stopped leaves a lock that all others wait for.
+# Tests Lightning and DeepSpeed, whose installation takes too long for make test, in .venv.
+# DeepSpeed compiles an extension of torch's groups at its first use. The command compiles it before
+# the tests, whose ranks cannot wait for minutes, and in its own folder, since an interrupted
+# compiler leaves a lock for which all others wait.
 integrations: export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch-extensions
 integrations: $(VENV)/.native $(VENV)/.tools
 	$(INSTALL) --quiet lightning
@@ -134,22 +134,24 @@ integrations: $(VENV)/.native $(VENV)/.tools
 c10d-conformance: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.c10d.conformance
 
-# Every interpreter and compiler that is here builds and tries the package, some minutes each, and has a
-# row for the table of docs/versions.md. TORCH=2.11.0,2.12.0 adds other versions of torch, with their CUDA packages.
+# Builds and tries the package with every interpreter and compiler of this machine, a few minutes
+# each, and prints rows for the table of docs/versions.md. TORCH=2.11.0,2.12.0 adds other versions
+# of torch, with their CUDA packages.
 matrix:
 	python3 -m tools.matrix $(if $(TORCH),--torch $(TORCH))
 
-# The charts of docs/pictures, from bench/results.
+# Draws the charts of docs/pictures from bench/results.
 pictures: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tools.pictures
 
-# The documentation as a site, in build/site: build/site/index.html opens from the disk. A warning is an
-# error: a link that leads nowhere, a page that no menu has, a parameter that a docstring makes up.
+# Builds the documentation site in build/site; open build/site/index.html. Warnings are errors: a
+# broken link, a page that is in no menu, a docstring that names an unknown parameter.
 site: $(VENV)/.native $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The sdist and the wheels of a release, in dist/, each checked and tried in a bare environment. Needs
-# CPython 3.10, 3.11 and 3.12, of PATH or pyenv. OPTIONS="--arch x86_64 --python 3.12" makes one.
+# Builds the sdist and the wheels of a release in dist/, and checks and tries each in an empty
+# environment. Needs CPython 3.10, 3.11 and 3.12, on PATH or in pyenv. OPTIONS="--arch x86_64
+# --python 3.12" builds one wheel.
 wheels: $(VENV)/.wheels
 	$(BIN)/python -m tools.wheels $(OPTIONS)
 
@@ -158,8 +160,8 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ringcomm bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: each is as new as what it installed. Without build isolation, so that later builds find the
-# same tools and compile only what changed.
+# Stamp files: each is as new as its installation. There is no build isolation, so that later builds
+# find the same tools and compile only changed files.
 $(VENV)/.made: tools/make_venv.sh
 	sh tools/make_venv.sh $(VENV)
 	$(INSTALL) --quiet $(BUILD_REQUIRES)
@@ -169,14 +171,15 @@ $(VENV)/.torch: $(VENV)/.made tools/install_torch.sh
 	sh tools/install_torch.sh $(BIN)/python "$(TORCH_SPEC)"
 	@touch $@
 
-# The compilation needs no torch, and is done while that is fetched; it stands by itself, since pip
-# would hide its progress for minutes.
+# The compilation needs no torch, so it runs while torch is downloaded. It is a separate command,
+# since pip would hide its progress for minutes.
 $(VENV)/.native: $(VENV)/.made setup.py CMakeLists.txt $(NATIVE_SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-# The tree itself is on the path of .venv: the editable install's finder comes after the folders of
-# sys.path, and a folder with the clone in it, as "ringcomm", would be taken for a namespace package.
+# A .pth file puts the tree itself on the path of .venv. The finder of the editable install comes
+# after the folders of sys.path, so a folder that contains the clone as "ringcomm" would otherwise
+# be imported as a namespace package.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.native
 	$(INSTALL) --quiet $(BUILD_REQUIRES)
 	$(INSTALL) --quiet --no-build-isolation --editable .
@@ -184,7 +187,7 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.native
 		open(folder + '/ringcomm-source-tree.pth', 'w').write(os.getcwd() + '\n')"
 	@touch $@
 
-# What all tests import is compiled once, and not by each of their first processes.
+# Compiles the byte code that all tests import once, instead of in each of their first processes.
 $(VENV)/.tools: $(VENV)/.package
 	$(INSTALL) --quiet --no-build-isolation --editable ".[bench,dev,test]"
 	@$(BIN)/python -c "import ringcomm, torch._dynamo, hypothesis, pytest"

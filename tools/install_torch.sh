@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the torch requirement $2 with the Python $1. A machine without an NVIDIA driver takes
-# PyTorch's CPU build where its index can be reached, which spares the CUDA libraries: gigabytes.
+# Installs the torch requirement $2 with the Python $1. On a machine without an NVIDIA driver it
+# installs PyTorch's CPU build if its index can be reached, which avoids gigabytes of CUDA libraries.
 set -eu
 python=$1
 requirement=$2

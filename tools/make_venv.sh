@@ -1,6 +1,6 @@
 #!/bin/sh
-# Creates the virtual environment $1 with the first Python >= 3.10 that can hold the project, or
-# says what is missing. PYTHON=... names an interpreter instead.
+# Creates the virtual environment $1 with the first Python >= 3.10 that can build the project, or
+# says what is missing. PYTHON=... selects an interpreter instead.
 set -eu
 venv=$1
 

@@ -38,9 +38,11 @@ def train(accelerator: Accelerator) -> None:
 
 
 def main(backend: str = "ringcomm") -> None:
-    # First, since Accelerate uses a group that is there, and itself makes one of Gloo on CPUs.
+    # Create the group first: Accelerate uses an existing group, and otherwise makes a Gloo group on
+    # CPUs.
     dist.init_process_group(backend)
-    # The model goes with train(), before its group: on Gloo some runs hang the other way round.
+    # The model is deleted when train() returns, before its group: in the other order some runs hang
+    # on Gloo.
     train(Accelerator(cpu=True, gradient_accumulation_steps=2))
     dist.destroy_process_group()
 

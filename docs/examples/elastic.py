@@ -1,4 +1,4 @@
-"""Training that survives a lost rank: torchrun starts all ranks again, and they go on.
+"""Training that survives a lost rank: torchrun starts all ranks again, and they resume.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/elastic.py runs/a
 
@@ -19,7 +19,7 @@ from ringcomm.zero.checkpoint import Checkpoints
 
 
 def connect(use_group: bool) -> Communicator:
-    """The ranks of this attempt, when all of them are there."""
+    """Returns the ranks of this attempt, once all of them have started."""
     if not use_group:
         return Communicator.from_env(timeout=60)
     dist.init_process_group("ringcomm")
@@ -45,7 +45,7 @@ def main() -> None:
     print(f"rank {comm.rank} begins at step {begin}", flush=True)
     loss = torch.zeros(())
     for step in range(begin, options.steps):
-        # What a rank reads depends on the step and not on the attempt.
+        # The data of a rank depend on the step, and not on the attempt.
         batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(97 * step + comm.rank))
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
         loss.backward()

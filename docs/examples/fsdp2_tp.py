@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism, both of torch, on the backend "ringcomm".
+"""torch's FSDP2 and tensor parallelism, on the backend "ringcomm".
 
 torchrun --nproc-per-node 4 docs/examples/fsdp2_tp.py
 """

@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norms[0](x)
-        # As many heads as this rank has.
+        # The number of heads follows from the tensor, since this rank has only some of the heads.
         heads = [
             f(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for f in (self.q, self.k, self.v)
         ]
@@ -57,7 +57,7 @@ def make_stages() -> list[nn.Module]:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    """The sequences of a step; each counts up from a random token."""
+    """Returns the sequences of a step; each counts up from a random token."""
     first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=torch.Generator().manual_seed(step))
     return (first + torch.arange(LENGTH + 1)) % VOCABULARY
 
@@ -88,7 +88,7 @@ def main() -> None:
             dist.all_reduce(mean, dist.ReduceOp.AVG, group=mesh.get_group("dp"))
             if dist.get_rank() == dist.get_world_size() - 1:
                 print(f"step {step:2d} loss {mean.item():.6f}", flush=True)
-        optimizer.clip_grad_norm_(1.0)  # the norm of both stages, as the step
+        optimizer.clip_grad_norm_(1.0)  # clips by the norm over both stages
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()

@@ -30,7 +30,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    """The sequences of a step; each counts up from a random token."""
+    """Returns the sequences of a step; each counts up from a random token."""
     first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=torch.Generator().manual_seed(step))
     return (first + torch.arange(LENGTH)) % VOCABULARY
 
@@ -39,7 +39,7 @@ def main() -> None:
     dist.init_process_group("ringcomm")
     mesh = ringcomm.Mesh(dp=-1, tp=2)
     model = make_model()
-    # The names of the plan are those of the model inside, as "layers.*.mlp.up_proj".
+    # The plan's names are those of the inner model, such as "layers.*.mlp.up_proj".
     plan = {name: STYLES[style]() for name, style in model.config.base_model_tp_plan.items()}
     parallelize_module(model.model, mesh["tp"], plan)
     zero.shard(model, stage=3, mesh=mesh)

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 import ringcomm
 from ringcomm import functional
 
-LENGTH, VOCABULARY, NAMES = 64, 32, 8  # tokens of all ranks together
+LENGTH, VOCABULARY, NAMES = 64, 32, 8  # LENGTH: tokens on all ranks together
 DIM, HEADS = 32, 4
 STEPS, LEARNING_RATE = 40, 1e-2
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embeddings (RoPE) of heads [batch, heads, tokens, dim] by the tokens' positions."""
+    """Applies rotary embeddings (RoPE) to heads [batch, heads, tokens, dim], by positions."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * 1000.0 ** (-torch.arange(half) / half)
     a, b = x.chunk(2, dim=-1)
@@ -52,7 +52,7 @@ def make_model() -> Model:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    """Sequences whose first token, of which the others are to tell, is below NAMES."""
+    """Returns sequences whose first token, which the model must recall later, is below NAMES."""
     draw = torch.Generator().manual_seed(step)
     tokens = torch.randint(NAMES, VOCABULARY, (16, LENGTH), generator=draw)
     tokens[:, 0] = torch.randint(NAMES, (16,), generator=draw)
@@ -68,7 +68,7 @@ def main() -> None:
     dist.init_process_group("ringcomm")
     mesh = ringcomm.Mesh(cp=-1)
     ring = mesh["cp"].get_group().communicator
-    at = functional.context_positions(LENGTH, ring, zigzag=True)  # of this rank's tokens
+    at = functional.context_positions(LENGTH, ring, zigzag=True)  # positions of this rank's tokens
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return functional.ring_attention(query, key, value, ring, is_causal=True, zigzag=True)

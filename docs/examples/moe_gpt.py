@@ -1,4 +1,4 @@
-"""A byte-level GPT with a mixture of experts, which the ranks divide, with ZeRO over the replicas.
+"""A byte-level GPT with a mixture of experts divided over the ranks, and ZeRO over the replicas.
 
 torchrun --nproc-per-node 4 docs/examples/moe_gpt.py
 """
@@ -20,14 +20,16 @@ TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 
 
 class Block(nn.Module):
-    """Attention, and experts in the place of the MLP: those of this rank of ``group``."""
+    """Attention, and instead of the MLP a mixture of experts; each rank of ``group`` has some of
+    them.
+    """
 
     def __init__(self, group: ringcomm.Communicator) -> None:
         super().__init__()
         self.mix, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
         router = nn.Linear(DIM, EXPERTS, bias=False)
-        # All are drawn, so that each has its values whatever ranks there are.
+        # Every rank initializes all experts, so their values do not depend on the number of ranks.
         experts = [
             nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
             for _ in range(EXPERTS)
@@ -63,14 +65,14 @@ def make_model(group: ringcomm.Communicator) -> GPT:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    """The sequences of a step: pieces of this file."""
+    """Returns the sequences of a step: random pieces of this source file."""
     generator = torch.Generator().manual_seed(step)
     begins = torch.randint(len(TEXT) - LENGTH, (SEQUENCES,), generator=generator)
     return torch.stack([TEXT[begin : begin + LENGTH + 1] for begin in begins.tolist()])
 
 
 def losses_of(model: GPT, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of the text, and what keeps experts busy alike."""
+    """Returns the loss of the text, and the auxiliary loss that balances the experts."""
     out = model(tokens[:, :-1])
     auxiliary = sum(block.moe.auxiliary_loss for block in model.blocks)
     return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten()), BALANCE * auxiliary
@@ -81,14 +83,14 @@ def main() -> None:
     mesh = ringcomm.Mesh(dp=-1, ep=2)
     model = make_model(mesh["ep"].get_group().communicator)
     for block in model.blocks:
-        block.moe.counted_over = dist.group.WORLD  # shares of all ranks' tokens, not of each one's
+        block.moe.counted_over = dist.group.WORLD  # balance over the tokens of all ranks
     moe.shard(model, stage=2, mesh=mesh)
     optimizer = moe.Optimizer(model, lambda params: ringcomm.optim.AdamW(params, lr=LEARNING_RATE))
     for step in range(STEPS):
         tokens = make_batch(step).chunk(dist.get_world_size())[dist.get_rank()]
         loss, auxiliary = losses_of(model, tokens)
         (loss + auxiliary).backward()
-        optimizer.clip_grad_norm_(1.0)  # the norm of the dense layers and of all experts
+        optimizer.clip_grad_norm_(1.0)  # clips by the norm over dense layers and experts
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach()

@@ -1,6 +1,6 @@
-"""A loop in torchtitan's manner: a mesh, accumulation, warm-up, checkpoints, resumption.
+"""A training loop like torchtitan's: mesh, accumulation, warm-up, checkpoints, resumption.
 
-Its blocks, their plan and its sequences are those of gpt_3d.py, which lies beside it.
+It imports blocks, their tensor-parallel plan and sequences from gpt_3d.py in the same folder.
 
 torchrun --nproc-per-node 4 docs/examples/titan_loop.py
 """
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """What torchtitan's parallelize function does, with zero.shard() in fully_shard()'s place."""
+    """Does the work of torchtitan's parallelize function, with zero.shard() for fully_shard()."""
     if mesh["tp"].size() > 1:
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], PLAN)
@@ -47,7 +47,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def make_batches(step: int, mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The micro-batches of this replica."""
+    """Returns the micro-batches of this replica."""
     own = make_batch(step).chunk(mesh["dp_shard"].size())[mesh.get_local_rank("dp_shard")]
     return list(own.chunk(ACCUMULATED))
 
@@ -77,7 +77,7 @@ def main(folder: str = "runs/titan", tp: int = 2) -> None:
             else:
                 loss.backward()
             total += loss.detach()
-        optimizer.clip_grad_norm_(MAX_NORM)  # the norm over all axes of the mesh
+        optimizer.clip_grad_norm_(MAX_NORM)  # clips by the norm over all axes of the mesh
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -28,7 +28,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_batch(step: int, rank: int, world_size: int) -> torch.Tensor:
-    """This rank's sequences of a step; each counts up from a random token."""
+    """Returns this rank's sequences of a step; each counts up from a random token."""
     numbers = torch.Generator().manual_seed(step)
     first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=numbers)
     tokens = (first + torch.arange(LENGTH)) % VOCABULARY
@@ -44,7 +44,7 @@ def main() -> None:
         tokens = make_batch(step, rank, world_size)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        optimizer.clip_grad_norm_(1.0)  # of the mean over the ranks, as the step
+        optimizer.clip_grad_norm_(1.0)  # clips by the norm of the mean gradient of the ranks
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         mean = loss.detach().clone()
