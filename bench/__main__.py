@@ -1,4 +1,4 @@
-"""``python -m ringcomm.bench [WHAT] ...``, and ``ringcomm bench``: one entry to all benches."""
+"""The entry of all benchmarks: ``python -m ringcomm.bench [WHAT] ...``, and ``ringcomm bench``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-// The limit to compare with: the same data movement as a collective of two ranks, one float or
-// bfloat16 sum, written as loops over memory that both processes map. No checks, no
-// faults, no deadlines, no other world size: what a library adds to this is its overhead.
+// The upper bound for comparisons: the data movement of a collective of two ranks, or a sum of one
+// float or bfloat16, as plain loops over memory that both processes map. There are no checks, no
+// faults, no deadlines, and no other world size: the additional time of a library is its overhead.
 
 #include <immintrin.h>
 #include <sched.h>
@@ -19,13 +19,14 @@ constexpr size_t kHugePageBytes = 2 << 20;
 constexpr int kMadviseCollapse = 25;  // MADV_COLLAPSE, which older headers lack
 constexpr uint64_t kSlots = 4;
 
-// What goes through a slot is streamed past the caches from this many bytes per call on: reading
-// lines that lie dirty in the other core's cache is several times slower than reading memory.
-// EPYC (family 25 model 17, 2 cores that share no L3), sweep 1 KiB to 4 MiB: reduce-scatter of
-// 16 KiB 6.3 us with regular stores and 2.0 us with streaming ones, of 1 MiB 235 us and 36 us.
+// From this many bytes per call on, data in slots are written by streaming stores, past the caches:
+// reading dirty lines from the other core's cache is several times slower than reading memory. EPYC
+// (family 25 model 17, 2 cores that share no L3), sweep 1 KiB to 4 MiB: a reduce-scatter of 16 KiB
+// takes 6.3 us with regular stores and 2.0 us with streaming stores; one of 1 MiB takes 235 us and
+// 36 us.
 constexpr int64_t kStreamSlotBytes = 4 << 10;
 
-// What only its writer reads again is streamed when it is too large to stay in a cache. Same
+// Data that only their writer reads again are streamed if they are too large for a cache. Same
 // machine, sweep 32 KiB to 16 MiB: no difference up to 1 MiB.
 constexpr int64_t kStreamOutputBytes = 2 << 20;
 
@@ -33,12 +34,12 @@ struct Word {
   alignas(kLineBytes) std::atomic<uint64_t> value;
 };
 
-// One per rank at the start of its half of the mapping, before the slots.
+// Control words of a rank, at the start of its half of the mapping, before the slots.
 struct Control {
   Word entered, left, filled, drained;
 };
 
-// This rank's, of the one mapping that the process has.
+// State of this rank in the process's only mapping.
 Control *mine, *theirs;
 char *my_slots, *their_slots;
 int64_t rank, slot_bytes;
@@ -46,7 +47,7 @@ uint64_t epoch;   // calls
 uint64_t pieces;  // segments over all calls
 
 void WaitFor(const Word& word, uint64_t value) {
-  constexpr int kPausesBeforeYield = 4096;  // some 50 us: only a peer without a core takes longer
+  constexpr int kPausesBeforeYield = 4096;  // about 50 us: only a peer without a core takes longer
   for (int pauses = 0; word.value.load(std::memory_order_acquire) < value; ++pauses) {
     if (pauses < kPausesBeforeYield) {
       _mm_pause();
@@ -57,11 +58,11 @@ void WaitFor(const Word& word, uint64_t value) {
 }
 
 void Publish(Word& word, uint64_t value) {
-  _mm_sfence();  // orders the streaming stores before it, which release does not
+  _mm_sfence();  // orders earlier streaming stores, which a release store does not
   word.value.store(value, std::memory_order_release);
 }
 
-// Returns when both ranks have come to this word in the call.
+// Returns when both ranks have reached this word in the call.
 void Barrier(Word Control::* word) {
   if (word == &Control::entered) ++epoch;
   Publish(mine->*word, epoch);
@@ -82,7 +83,7 @@ struct BFloat16 {
     const auto wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
-  static void Store(uint16_t* p, __m256 v, bool stream) {  // to nearest even; no NaN comes here
+  static void Store(uint16_t* p, __m256 v, bool stream) {  // nearest even; no input is NaN
     const __m256i bits = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -94,7 +95,7 @@ struct BFloat16 {
   }
 };
 
-// Sums are stored to `out` and, where given, to `copy` as well.
+// Stores sums to `out` and, if not null, also to `copy`.
 template <class T, bool kStream, bool kCopy>
 void Add(typename T::Type* out, typename T::Type* copy, const typename T::Type* a,
          const typename T::Type* b, int64_t count) {
@@ -169,13 +170,13 @@ void Exchange(const char* send, int64_t bytes, Take take) {
 
 extern "C" {
 
-// The bytes at the start of a half that no tensor may have.
+// Bytes at the start of a half that tensors must not use.
 int64_t bare_control_bytes(int64_t slot) {
   return kControlBytes + static_cast<int64_t>(kSlots) * slot;
 }
 
-// Maps the shared memory on a huge page's boundary and makes this rank's half of it present, in
-// huge pages where the kernel gives them. Null when it cannot.
+// Maps the shared memory at a huge page's boundary and touches this rank's half, in huge pages if
+// the kernel provides them. Returns null on failure.
 char* bare_open(int64_t descriptor, int64_t half_bytes, int64_t slot, int64_t own_rank) {
   const auto bytes = static_cast<size_t>(2 * half_bytes);
   void* room = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -188,7 +189,7 @@ char* bare_open(int64_t descriptor, int64_t half_bytes, int64_t slot, int64_t ow
   char* own = static_cast<char*>(at) + own_rank * half_bytes;
   char* other = static_cast<char*>(at) + (1 - own_rank) * half_bytes;
   std::memset(own, 0, static_cast<size_t>(half_bytes));
-  // Works where shmem_enabled says never, too. A kernel before 6.1 refuses: small pages then.
+  // Also works if shmem_enabled is "never". Kernels before 6.1 refuse; then the pages are small.
   (void)madvise(own, static_cast<size_t>(half_bytes), kMadviseCollapse);
   mine = reinterpret_cast<Control*>(own), theirs = reinterpret_cast<Control*>(other);
   my_slots = own + kControlBytes, their_slots = other + kControlBytes;
@@ -214,7 +215,7 @@ void bare_all_gather_mapped(const char* in, const char* peer_in, char* out, int6
 }
 
 void bare_all_reduce_mapped(char* data, char* peer_data, int64_t chunk, int64_t bfloat16) {
-  // Both copies of the own chunk are written by the rank that read them: one pass, no gather.
+  // Each rank adds its own chunk and writes both copies of the sums: one pass, no gather.
   const int64_t at = rank * chunk;
   Barrier(&Control::entered);
   Sum(bfloat16, data + at, peer_data + at, data + at, peer_data + at, chunk,

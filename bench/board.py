@@ -1,9 +1,9 @@
-"""A barrier of the harness's own, so that no library under test pays for another's turn.
+"""The harness's own barrier, so that no library's timing depends on another library's barrier.
 
-The barrier of a library would leave its ranks with that library's skew: a Gloo barrier takes longer
-than a small collective of any other. Ranks of one machine wait at a word each in memory that all of
-them map. Ranks of several nodes use the barrier of a process group, which serves calls that take
-much longer than a message between the nodes.
+Ranks leave a library's barrier at different times: a Gloo barrier takes longer than a small
+collective of any other library. Ranks of one machine wait for one word each in memory that all of
+them map. Ranks of several nodes use the barrier of a process group, since their calls take much
+longer than a message between the nodes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _START_NS = 500_000
 
 
 class Board:
-    """A barrier of all ranks, and small objects through the store of all ranks.
+    """A barrier of all ranks, and an exchange of small objects through the store of all ranks.
 
-    ``group`` is a group of all ranks where they are on several nodes; None: they are on one
-    machine. Raises ``CollectiveTimeout`` from :meth:`barrier` when a rank of one machine stays away
-    for five minutes; a group has a timeout of its own.
+    ``group`` is a group of all ranks if they are on several nodes, and None on one machine. On one
+    machine :meth:`barrier` raises ``CollectiveTimeout`` if a rank does not enter within five
+    minutes; a group has its own timeout.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Board:
         self.exchange(None)
 
     def barrier(self, rest_s: float = 0.0) -> None:
-        """Returns when every rank has entered; gives the core away while it waits.
+        """Returns when every rank has entered; releases the core while it waits.
 
-        It sleeps ``rest_s`` seconds first, where other programs want the cores. A process that has
-        just used more than its share of a core waits for it longer, and a yield counts as use: the
-        rest lets every turn begin alike. The ranks of one machine then wait asleep, and start
-        together by the clock.
+        It first sleeps ``rest_s`` seconds, for runs in which other programs also use the cores. The
+        scheduler lets a process that has just used more than its share of a core wait longer, and a
+        yield counts as use. After the sleep every turn begins under equal conditions. The ranks of
+        one machine then sleep until an agreed time, and start together by the clock.
         """
         if rest_s > 0:
             time.sleep(rest_s)
@@ -82,7 +82,7 @@ class Board:
                 pass
 
     def exchange(self, value: object) -> list[Any]:
-        """All-gathers a JSON value, by rank. Slow: for use between measurements only."""
+        """All-gathers a JSON value; returns a list by rank. Slow: not for use in measurements."""
         key = f"exchange/{self._exchanges}"
         self._exchanges += 1
         self._store.set(f"{key}/{self.rank}", json.dumps(value))
@@ -90,10 +90,10 @@ class Board:
 
 
 def share_memory(store: dist.Store, name: str, rank: int, world: int, size_bytes: int) -> int:
-    """Returns a descriptor of ``size_bytes`` zeroed bytes, the same memory on all ranks.
+    """Returns a file descriptor of ``size_bytes`` zeroed bytes, shared by all ranks.
 
-    The caller maps and closes it. Nothing outlives the ranks. Raises ``OSError`` where a process
-    may not open another's descriptor through /proc.
+    The caller maps and closes the descriptor. The memory is freed when the ranks end. Raises
+    ``OSError`` if a process may not open another process's descriptor through /proc.
     """
     if rank == 0:
         descriptor = os.memfd_create(f"ringcomm-bench-{name}")
@@ -102,6 +102,7 @@ def share_memory(store: dist.Store, name: str, rank: int, world: int, size_bytes
     else:
         descriptor = os.open(store.get(f"memory/{name}").decode(), os.O_RDWR)
     store.set(f"opened/{name}/{rank}", "1")
-    # The descriptor of rank 0 is how the others find the memory: it stays until they have.
+    # Other ranks find the memory through rank 0's descriptor, so rank 0 keeps it open until they
+    # have.
     store.wait([f"opened/{name}/{peer}" for peer in range(world)])
     return descriptor

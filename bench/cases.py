@@ -1,4 +1,4 @@
-"""The measured cases: collectives, sizes, bandwidth factors, exact inputs and their check."""
+"""The measured cases: collectives, sizes, bandwidth factors, exact inputs and expected outputs."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 OPS = tuple(REDUCTIONS)
 
-# A period that no power-of-two chunk or segment divides, so that misplaced data shows.
+# No power-of-two chunk or segment divides this period of the inputs, so misplaced data are found.
 _PATTERN_PERIOD = 10007
-# Inputs are 0, 1, ... below these.
+# Inputs are integers from 0 to one less than these values.
 _MOVED_VALUES = 64
 _SUMMED_VALUES = 8
 # Every dtype above holds the sum of this many ranks' inputs exactly.
 MOST_RANKS_CHECKED = 16
-# Exact in every dtype above, and larger than any right answer for that many ranks.
+# Exact in every dtype above, and larger than any correct result of MOST_RANKS_CHECKED ranks.
 POISON = 113
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation; the larger of its two buffers has ``size`` bytes on each rank that holds it.
+    """A collective; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
-    ``crossings`` counts how often all but a rank's own chunk crosses the busiest link; 0: all of it
-    does so once. ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that
-    size; ``usual`` is the placement that ``torch.distributed`` has.
+    ``crossings`` counts how often the data without a rank's own chunk cross the busiest link; 0
+    means that all data cross it once. ``input_is_chunk`` and ``output_is_chunk`` say that this
+    buffer holds 1/world of ``size``. ``usual`` is the buffer placement in ``torch.distributed``.
     """
 
     name: str
@@ -84,7 +84,7 @@ COLLECTIVES = {collective.name: collective for collective in _COLLECTIVES}
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table as one rank sees it. ``requested_bytes`` is what was asked for.
+    """One cell of the table for one rank. ``requested_bytes`` is the size on the command line.
 
     ``tensors`` is the torch device on which exact inputs and expected values are made.
     """
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def total_elems(self) -> int:
-        """Elements of the larger buffer; a whole number of chunks where there are chunks."""
+        """Elements of the larger buffer; a multiple of the world size if buffers have chunks."""
         asked = self.requested_bytes // self.dtype.itemsize
         return self.chunk_elems * self.world if self._has_chunks else asked
 
@@ -120,7 +120,7 @@ class Case:
 
     @property
     def count_elems(self) -> int:
-        """The count column: what a caller passes as the count, per rank where there are chunks."""
+        """The count column: the count that a caller passes, per rank if buffers have chunks."""
         return self.chunk_elems if self._has_chunks else self.total_elems
 
     @property
@@ -141,11 +141,11 @@ class Case:
         return kind.input_is_chunk or kind.output_is_chunk or kind.name == "all_to_all"
 
     def algbw_gbps(self, time_us: float) -> float:
-        """Bytes of the larger buffer per time, in 1e9 bytes per second."""
+        """Bytes of the larger buffer divided by the time, in 1e9 bytes per second."""
         return self.size_bytes / time_us / 1e3
 
     def busbw_gbps(self, time_us: float) -> float:
-        """algbw scaled to what crosses the busiest link, comparable between rank counts."""
+        """algbw scaled to the bytes on the busiest link; comparable between numbers of ranks."""
         return self.algbw_gbps(time_us) * float(self.collective.busbw_factor(self.world))
 
     @property
@@ -158,7 +158,7 @@ class Case:
 
     @property
     def row(self) -> Row:
-        """The row of this cell, with no system and nothing measured in it."""
+        """Returns the row of this cell, without a system and without measurements."""
         kind = self.collective
         return Row(
             kind.name,
@@ -182,10 +182,10 @@ class CaseBuffers:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The buffers of the ranks in this process, and the call on them.
+    """The buffers of the ranks in this process, and the call that uses them.
 
-    On the CPU ``call`` returns when the result is there; on a GPU it may return when the work is
-    ordered on the current stream. Without buffers the call is timed and never checked.
+    On the CPU ``call`` returns when the result is complete; on a GPU it may return when the work is
+    queued on the current stream. Without buffers the call is timed and never checked.
     """
 
     buffers: tuple[CaseBuffers, ...]
@@ -193,12 +193,12 @@ class Prepared:
 
 
 def input_values(case: Case, rank: int) -> torch.Tensor:
-    """The exact input of ``rank``: small integers, so that every order of summing agrees."""
+    """Returns the exact input of ``rank``: small integers, whose sums are exact in any order."""
     return _tiled(case, _pattern(case, rank), case.input_elems)
 
 
 def expected_values(case: Case) -> torch.Tensor:
-    """Computes what the output of ``case.rank`` must be, without any communication."""
+    """Computes the correct output of ``case.rank``, without any communication."""
     name, rank, chunk = case.collective.name, case.rank, case.chunk_elems
     own, ranks = slice(rank * chunk, (rank + 1) * chunk), range(case.world)
     if case.collective.reduces:
@@ -222,19 +222,19 @@ def expected_values(case: Case) -> torch.Tensor:
 
 
 def needed_buffers(collective: str, world: int) -> int | None:
-    """How many buffers a collective reads and writes in the memory of a GPU that holds all ranks.
+    """Counts the buffers that a collective reads and writes in the memory of a GPU with all ranks.
 
-    In the larger of a rank's two buffers. Each rank reads what its result needs once, and writes
-    its result once. reduce_scatter: a chunk of every rank in, one out. all_gather: the same bytes
-    in and out. all_reduce, in place: a reduce-scatter, then the other chunks in and out. None for
-    any other collective.
+    The unit is the larger of a rank's two buffers. Each rank reads the data for its result once,
+    and writes its result once. reduce_scatter reads a chunk of every rank and writes one chunk.
+    all_gather reads and writes the same number of bytes. all_reduce, in place, is a reduce-scatter,
+    and then reads and writes the other chunks. None for any other collective.
     """
     counts = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
     return counts.get(collective)
 
 
 def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:
-    """Elements of ``outputs`` that differ from what they must be; 0 on a rank without output."""
+    """Counts wrong elements of ``outputs``; 0 on a rank without output."""
     if not case.has_output:
         return 0
     expected = expected_values(case)
@@ -244,12 +244,12 @@ def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:
 def _pattern(case: Case, rank: int) -> torch.Tensor:
     index = torch.arange(_PATTERN_PERIOD, dtype=torch.int64)
     op = case.op if case.collective.reduces else ""
-    if op == "prod":  # at most one rank contributes a two: no dtype overflows
+    if op == "prod":  # at most one rank contributes a 2, so no dtype overflows
         return torch.where(index.remainder(case.world + 1) == rank, 2, 1).to(case.dtype)
-    if op == "avg":  # ranks differ, and their mean is 2^k: exact for any way of dividing
+    if op == "avg":  # inputs differ between ranks, and the mean is 2^k: exact
         mean = torch.bitwise_left_shift(torch.ones_like(index), index.remainder(3))
         return (mean + 2 * rank - (case.world - 1)).to(case.dtype)
-    # The upper bits of a product look random; the lowest would repeat with a short period.
+    # Use the upper bits of a product, which look random; the lowest bits have a short period.
     mixed = (index + (rank + 1) * _PATTERN_PERIOD) * 2654435761 >> 20
     return mixed.remainder(_SUMMED_VALUES if op == "sum" else _MOVED_VALUES).to(case.dtype)
 
@@ -262,7 +262,7 @@ def _tiled(case: Case, pattern: torch.Tensor, count_elems: int) -> torch.Tensor:
 def wrong_elements(
     board: Board, device: Device, prepared: Mapping[str, Sequence[Prepared]]
 ) -> dict[str, int | None]:
-    """Wrong elements over all ranks and sets of buffers, by system; None where none are checked.
+    """Counts wrong elements over all ranks and buffer sets, by system; None for unchecked calls.
 
     Collective; every rank gets the sums.
     """
@@ -273,13 +273,13 @@ def wrong_elements(
 
 
 def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int | None:
-    # The same rank's buffers of all sets: they share its case.
+    # The buffers of one rank in all sets share its case.
     columns = list(zip(*(prepared.buffers for prepared in sets), strict=True))
     for column in columns:
         case = column[0].case
         values = input_values(case, case.rank) if case.holds_input else None
         for buffers in column:
-            # The poison comes first: in place it lies where the input goes.
+            # Write the poison before the input: in place, both use the same memory.
             buffers.output.fill_(POISON)
             if values is not None:
                 buffers.input.copy_(values)

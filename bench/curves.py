@@ -1,9 +1,9 @@
-"""Losses of one GPT on one text, by optimizer or by compression of gradients, beside each other.
+"""Compares the losses of a GPT by optimizer, or by compression of gradients.
 
-"optimizers" trains it with AdamW and AdamW8bit on one rank, and "compression" with AdamW at stage 2
-on two nodes of two ranks (threads stand for them), from the same weights with the same batches. The
-first run is repeated from a second set of weights, since the difference of two runs of one kind is
-the measure of the others. Losses are of held-out text.
+"optimizers" trains the GPT with AdamW and AdamW8bit on one rank. "compression" trains it with AdamW
+at stage 2 on two nodes of two ranks, emulated by threads. All runs use the same text, weights and
+batches. The first run is repeated with different initial weights: the difference between two runs
+of one kind is the yardstick for the other differences. Losses are of held-out text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ STAGE = 2
 class Curve(NamedTuple):
     """One training: with ``make`` on one rank, or over nodes with gradients in ``compression``.
 
-    ``seed`` is of the first weights, and ``state`` as of :class:`ringcomm.zero.ZeroOptions`.
+    ``seed`` is the seed of the initial weights, and ``state`` is as in
+    :class:`ringcomm.zero.ZeroOptions`.
     """
 
     compression: Mapping[str, Any] | None = None
@@ -68,7 +69,7 @@ RUNS: Mapping[str, Mapping[str, Curve]] = {
 
 @torch.no_grad()
 def held_out_loss(module: nn.Module, corpus: Corpus) -> float:
-    """The mean loss over the same held-out batches."""
+    """Returns the mean loss over the held-out batches, which are the same for all runs."""
     batches = (draw(corpus.held_out, 0, number, SIZE) for number in range(HELD_OUT_BATCHES))
     return statistics.fmean(float(module(*batch)) for batch in batches)
 
@@ -92,7 +93,7 @@ def _train(
 
 
 def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) -> list[float]:
-    """The held-out losses after the steps of ``marks``, which are sorted."""
+    """Returns the held-out losses after the steps in ``marks``, which are sorted."""
     torch.manual_seed(how.seed)
     module = GPT(model)
     make = partial(how.make, lr=PEAK, weight_decay=0.1)

@@ -1,14 +1,14 @@
-"""What calls on a GPU cost the host, in microseconds per call.
+"""Measures the host's cost of calls on a GPU, in microseconds per call.
 
-driver      single entry points of the CUDA driver, called in a loop of C++: a launch with 64, 640
-            and 4,032 bytes of parameters, record and wait of an event, the question whether a
-            stream is capturing, cudaSetDevice, and the launch of a graph.
-calls       collectives of a communicator, with and without async_op and wait(), and those of 2, 4
-            and 8 ranks that one launch carries; beside torch's add_, over which the ratios are.
+driver      entry points of the CUDA driver, called in a C++ loop: a launch with 64, 640 and 4,032
+            bytes of parameters, record and wait of an event, the query whether a stream is
+            capturing, cudaSetDevice, and the launch of a graph.
+calls       collectives of a communicator, with and without async_op and wait(), and collectives of
+            2, 4 and 8 ranks in one launch; ratios are relative to torch's add_.
 
-The tensors have 256 FP32 elements, so the device does its part faster than the host. The time ends
-when the calls have returned, and the device is idle when a turn begins. How long the device needs
-is measured by ``ringcomm bench --graph``.
+The tensors have 256 FP32 elements, so the device works faster than the host. The device is idle
+when a turn begins, and the time ends when the calls have returned. ``ringcomm bench --graph``
+measures the device's time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ DRIVER_CALL = "driver_call"
 SYNC, ASYNC, TOGETHER = "sync", "async + wait", "one launch"
 WORLDS = (2, 4, 8)
 ELEMS = 256
-# Of a kernel of one's own, of a collective, and of one that takes lists (kernels/cuda/args.h).
+# Parameter bytes of a user's kernel, of a collective, and of a collective that takes lists
+# (kernels/cuda/args.h).
 PARAMETER_BYTES = (64, 640, 4032)
 DRIVER_CALLS = (
     *(f"launch, {size} bytes of parameters" for size in PARAMETER_BYTES),
     *("record an event", "wait for an event", "is the stream capturing", "set the device"),
     "launch of a graph",
 )
-# A rank's staging, and its signals.
+# Heap bytes for a rank's staging memory and signals.
 _RANK_BYTES = 64 << 20
 _HEAP_SLACK_BYTES = 256 << 20
 _SOURCE = Path(__file__).resolve().parent / "driver_costs.cpp"
@@ -75,7 +76,7 @@ TABLE = RowTable(
 
 
 def libraries() -> tuple[str, str]:
-    """The CUDA driver, and the runtime that torch has loaded."""
+    """Returns the CUDA driver, and the CUDA runtime that torch has loaded."""
     major = str(torch.version.cuda).partition(".")[0]
     return "libcuda.so.1", f"libcudart.so.{major}"
 
@@ -96,7 +97,7 @@ def _compiled() -> ctypes.CDLL:
 
 
 def driver_costs(calls: int, rounds: int, device: int = 0) -> dict[str, Timing]:
-    """Times the entry points of the driver, by their names.
+    """Times entry points of the driver; returns the times by name.
 
     Raises:
         LaunchError: no C++ compiler, or the driver refused something; the text says what.
@@ -123,7 +124,7 @@ def _wait(work: ringcomm.Work | None) -> None:
 
 
 def calls_of(world: ringcomm.LocalWorld, device: Device) -> dict[tuple[str, str], Call]:
-    """The calls of a world of one rank, or the collectives of several that one launch carries."""
+    """Returns the calls of a world of one rank, or collectives of several ranks in one launch."""
     ranks = len(world)
     wholes = [torch.zeros(ELEMS, device=device.tensors) for _ in range(ranks)]
     chunks = [torch.zeros(ELEMS // ranks, device=device.tensors) for _ in range(ranks)]
@@ -144,7 +145,7 @@ def calls_of(world: ringcomm.LocalWorld, device: Device) -> dict[tuple[str, str]
 
 
 def call_rows(ranks: int, timings: dict[tuple[str, str], Timing], of_torch: Timing) -> list[Row]:
-    """A row for each call, and one for torch's add_, which was timed beside them."""
+    """Returns a row for each call, and one for torch's add_, timed in the same rounds."""
     base = row_of("", "", ranks, ELEMS, mode=ONE_LAUNCH)
     rows = [
         timed(replace(base, collective=name, placement=how, system=HOST), each, of_torch)
@@ -155,7 +156,7 @@ def call_rows(ranks: int, timings: dict[tuple[str, str], Timing], of_torch: Timi
 
 
 def measure_world(run: Run, device: Device, ranks: int) -> None:
-    """Times the calls of a world that is alone on the device, beside torch's add_."""
+    """Times the calls of a world that has the device to itself, and torch's add_."""
     how: Any = {"device": device.name, "heap_bytes": max(WORLDS) * _RANK_BYTES + _HEAP_SLACK_BYTES}
     with ringcomm.local_world(ranks, **how) as world:
         calls = calls_of(world, device)
@@ -188,7 +189,7 @@ BENCH = Bench(
     measure,
     (
         option("--what", "is timed", nargs="+", choices=_WHAT, default=_WHAT),
-        # With async_op a call makes four entries of the driver's queue, which has room for 1024.
+        # With async_op a call takes four entries of the driver's queue, which has 1024.
         option("--calls", "in a turn", type=positive, default=200),
     ),
     ranks=0,

@@ -1,15 +1,15 @@
-"""The optimizer's step on one GPU, against torch's and a copy.
+"""Times the optimizer's step on one GPU: ringcomm, torch, and a copy.
 
 shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a copy of as many
-            bytes as the update must move: 28 per parameter. torch serves bfloat16 parameters with
-            FP32 masters by casting the gradient, fused AdamW on the masters, and casting back.
-step        a whole step of data parallelism of W ranks in this process, whose gradients and
-            parameters all lie on the GPU: ringcomm in one pass, in two passes and as separate
-            kernels; and torch's sum of the gradients, fused AdamW, and copies to the ranks.
+            bytes as the update must move: 28 per parameter. For bfloat16 parameters with FP32
+            masters torch casts the gradient, runs fused AdamW on the masters, and casts back.
+step        a whole data-parallel step of W ranks in this process, with all gradients and
+            parameters on the GPU: ringcomm in one pass, in two passes and as separate kernels;
+            and torch's sum of the gradients, fused AdamW, and copies to the ranks.
 
-"serial loops" is ringcomm with RINGCOMM_KERNELS=serial, whose parameters must have the same bits.
-The time is the device's: it sleeps while the host queues the calls of a turn. Turns for which
-that was not long enough are counted in the rows' notes.
+"serial loops" is ringcomm with RINGCOMM_KERNELS=serial; its parameters must have the same bits.
+Times are the device's: the device sleeps while the host queues the calls of a turn. The rows' notes
+count turns for which this sleep was too short.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ OLDER = "serial loops"
 TWO_PASSES, SEPARATE = "two passes", "separate kernels"
 _WHAT = {"shard": SHARD, "step": STEP}
 _HEAP_SLACK_BYTES = 1 << 30
-# About 30 ms: eight threads queue the launches of a few steps in less.
+# About 30 ms: eight threads need less time to queue the launches of a few steps.
 _SLEEP_CYCLES = 50_000_000
 _CALLS_PER_TURN = 3
-# Of the memory that is free; the systems' sizes are known, torch's caching of them is not.
+# Share of the free memory to use: the sizes of the systems are known, but not how much torch
+# caches.
 _MEMORY_SHARE = 0.8
 _LEAST_ELEMS = 1 << 20
 
@@ -61,41 +62,43 @@ class KernelCase:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Gradient in, 16-bit parameter out; moments and FP32 parameter or master in and out."""
+        """Bytes in and out: the gradient in, moments and FP32 parameter or master both ways, a
+        16-bit parameter out.
+        """
         return 3 * 8 + (4 if self.dtype is torch.float32 else 2 + 2)
 
     @property
     def heap_bytes(self) -> int:
-        """Parameters and gradients of all ranks of all our systems."""
+        """Heap bytes for parameters and gradients of all ranks of all ringcomm systems."""
         copies = 2 if self.what == SHARD else 4 * self.world + 1
         return copies * 2 * self.dtype.itemsize * self.elems + _HEAP_SLACK_BYTES
 
     @property
     def memory_bytes(self) -> int:
-        """All that the systems hold at once, at the most, and what building one of them takes."""
+        """Largest memory of all systems at once, including temporary memory while one is built."""
         beside = 120 if self.what == SHARD else 100 + 6 * self.dtype.itemsize * self.world
         return self.heap_bytes + beside * self.elems
 
 
 class Systems:
-    """All systems of one case, built on one device; each has made one step. Close it."""
+    """All systems of one case on one device, after one step of each. Close it after use."""
 
     def __init__(self, case: KernelCase, device: Device) -> None:
         self._case, self._device = case, device
         how: Any = {"device": device.name, "heap_bytes": case.heap_bytes}
-        # Of tests: the process's heap may be there already.
+        # In tests the process may already have a heap.
         make: Any = partial(ringcomm.local_world, **({} if device.name == "cpu" else how))
         self._world = make(case.world)
         self._alone = self._world if case.world == 1 else make(1)
-        self.params: dict[str, list[Tensor]] = {}  # of all ranks, by system
-        self.calls: dict[str, Call] = {}  # a step of each system
+        self.params: dict[str, list[Tensor]] = {}  # parameters of all ranks, by system
+        self.calls: dict[str, Call] = {}  # one step of each system
         for name, build in self._builders().items():
             self.calls[name] = build(name)
             if device.name != "cpu":
-                _cuda.empty_cache()  # what building left over, on streams of its own
+                _cuda.empty_cache()  # free memory that is left from building, on its own streams
         device.synchronize()
         both = zip(self.params[SUBJECT], self.params[OLDER], strict=True)
-        # Of both kinds of loops behind their first step.
+        # Parameters of both kinds of loops after their first step.
         self.wrong_elems = sum(int((ours != older).sum()) for ours, older in both)
 
     def close(self) -> None:
@@ -113,7 +116,7 @@ class Systems:
         return {**ours, TWO_PASSES: two_passes, SEPARATE: self._separate, TORCH: self._torch}
 
     def _random(self, rank: int | None = None) -> Tensor:
-        """The gradient of a rank, or the parameter of all."""
+        """Returns random values: the gradient of a rank, or the parameter of all ranks."""
         case, device = self._case, self._device.tensors
         seed, scale = (0, 1.0) if rank is None else (1 + rank, 0.01)
         generator = torch.Generator(device).manual_seed(seed)
@@ -121,13 +124,13 @@ class Systems:
         return values.uniform_(-scale, scale, generator=generator)
 
     def _ranks(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:
-        """A step of the optimizer on every rank; those of several are threads for it."""
+        """Makes a step of the optimizer on every rank, in one thread per rank."""
 
         def build(comm: ringcomm.Communicator) -> ringcomm.optim.AdamW:
             param = torch.nn.Parameter(self._random())
             param.grad = self._random(comm.rank)
             optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
-            optimizer.step()  # lays the bucket out; from here on p.grad is its view
+            optimizer.step()  # creates the bucket; p.grad is a view of it afterwards
             return optimizer
 
         world = self._world
@@ -143,7 +146,7 @@ class Systems:
             return with_serial_loops(self._ranks(options, name))
 
     def _separate(self, name: str) -> Call:
-        """Reduce-scatter, update and all-gather as calls of this library, from one thread."""
+        """Calls reduce-scatter, update and all-gather separately, from one thread."""
         case, world = self._case, self._world
         chunk = case.elems // case.world
         make_empty = partial(ringcomm.empty, dtype=case.dtype, device=self._device.name)
@@ -168,19 +171,19 @@ class Systems:
 
         reduced, shards = [leaf.grad for leaf in leaves], [leaf.data for leaf in leaves]
         step()
-        # The buckets took parameters and gradients over: gather from there, and reduce to there.
+        # The buckets now hold parameters and gradients: gather from them, and reduce into them.
         reduced, shards = [leaf.grad for leaf in leaves], [leaf.data for leaf in leaves]
         world.all_gather_into_tensor(params, shards)
         self.params[name] = params
         return step
 
     def _torch(self, name: str) -> Call:
-        """Sum, fused AdamW, copies; in the gradients' dtype as far as can be, to move less."""
+        """Returns torch's step: sum, fused AdamW, copies; in the gradients' dtype if possible."""
         ranks = self._case.world
         grads = [self._random(rank) for rank in range(ranks)]
         params = [self._random() for _ in range(ranks)]
         total = torch.empty_like(grads[0]) if ranks > 1 else grads[0]
-        # Of FP32 parameters, the first one itself.
+        # For FP32 parameters, the first rank's parameter itself.
         master = torch.nn.Parameter(params[0].float())
         alike = master.dtype is total.dtype
         wide = master.grad = total if alike else torch.empty_like(master)
@@ -205,7 +208,7 @@ class Systems:
         return step
 
     def _copy(self, name: str) -> Call:
-        """Copies as many bytes as the update of a shard must move, half of them in and half out."""
+        """Copies as many bytes as the update of a shard moves: half of them read, half written."""
         half = self._case.bytes_per_parameter * self._case.elems // 2
         source = torch.empty(half, dtype=torch.uint8, device=self._device.tensors)
         source.random_(0, 8)
@@ -215,10 +218,10 @@ class Systems:
 
 
 def fitting(case: KernelCase, free_bytes: int) -> KernelCase:
-    """``case`` with as many parameters, halved as often as it takes, as the memory holds.
+    """Returns ``case`` with its parameters halved until it fits into the memory.
 
     Raises:
-        RuntimeError: not even a Mi of them.
+        RuntimeError: not even 2**20 parameters fit.
     """
     while case.memory_bytes > _MEMORY_SHARE * free_bytes:
         case = replace(case, elems=case.elems // 2)
@@ -230,7 +233,7 @@ def fitting(case: KernelCase, free_bytes: int) -> KernelCase:
 def run_case(
     case: KernelCase, device: Device, time: Callable[[Mapping[str, Call]], Mapping[str, Timing]]
 ) -> list[Row]:
-    """Times all systems of the case, in turns, by ``time``."""
+    """Times all systems of the case, in turn, with ``time``."""
     systems = Systems(case, device)
     try:
         timings = time(systems.calls)
@@ -243,7 +246,7 @@ def run_case(
 
 
 def case_rows(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -> list[Row]:
-    """A row per system; ``algbw_gbps`` of a shard counts the bytes that its update must move."""
+    """Returns a row per system; ``algbw_gbps`` of a shard counts the bytes of its update."""
     op = "none" if case.what == SHARD else "avg"
     base = row_of(case.what, "in", case.world, case.elems, case.dtype, op=op, mode=ONE_LAUNCH)
     moved_bytes = case.bytes_per_parameter * case.elems if case.what == SHARD else 0
@@ -262,7 +265,7 @@ def measure(run: Run) -> None:
         gpu = CudaDevice(0)
     except RuntimeError as error:
         raise LaunchError(str(error)) from error
-    # It copies between two large tensors, which are to be gone before memory is dealt out.
+    # The copy needs two large tensors, which must be freed before memory is divided.
     run.facts = {**gpu.facts(), "mode": ONE_LAUNCH}
     _cuda.empty_cache()
     case = fitting(case, int(_cuda.mem_get_info(0)[0]))

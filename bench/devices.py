@@ -1,6 +1,6 @@
-"""The devices of tensors, the time there, and the ways in which ranks share them.
+"""Devices of tensors, their clocks, and the modes in which ranks share devices.
 
-Every row of results is labelled with such a mode.
+Every row of results contains its mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ONE_LAUNCH = "one-launch"
 AUTO = "auto"
 
 DEVICE_MODES = (GPU_PER_RANK, PROCESSES_ON_ONE_GPU, ONE_LAUNCH)
-# All ranks' tensors lie in one memory, so bytes moved compare with what one GPU can copy.
+# All ranks' tensors are in the memory of one GPU, so moved bytes can be compared with its copy
+# bandwidth.
 ONE_GPU_MODES = (PROCESSES_ON_ONE_GPU, ONE_LAUNCH)
 
 MEANINGS = {
@@ -34,14 +35,14 @@ MEANINGS = {
 
 
 class ModeError(Exception):
-    """The mode that was asked for cannot be had here; the text says what to do."""
+    """The requested mode is not available on this machine; the message says what to do."""
 
 
 def choose(asked: str, ranks: int, gpus: int, started_by: str | None) -> str:
-    """The mode of a run of ``ranks`` ranks on CUDA where ``gpus`` GPUs are visible.
+    """Chooses the mode of a run of ``ranks`` ranks on CUDA with ``gpus`` visible GPUs.
 
-    "auto" takes a GPU per rank where there are enough; else one launch, or processes on one
-    GPU where a launcher has started processes already.
+    "auto" selects one GPU per rank if there are enough GPUs. Otherwise it selects one launch, or
+    processes on one GPU if a launcher has already started processes.
 
     Raises:
         ModeError: no GPU, too few of them, or a launcher whose processes the mode cannot use.
@@ -65,19 +66,19 @@ def choose(asked: str, ranks: int, gpus: int, started_by: str | None) -> str:
     return asked
 
 
-# torch leaves much of this module without types.
+# torch does not annotate much of this module with types.
 _cuda: Any = torch.cuda
 
-# Large enough that caches hold nothing of it, small enough for any GPU worth measuring.
+# Larger than the caches of any GPU, and small enough for the memory of any GPU worth measuring.
 _COPY_BYTES = 2 << 30
 _COPY_ROUNDS = 20
 
 
 class CudaDevice(Device):
-    """A CUDA device; work is ordered on one stream of its own, the process's current one.
+    """A CUDA device; its work is queued on its own stream, which is the process's current stream.
 
     With ``sleep_cycles`` the device sleeps while the host queues the calls of a turn, so that it
-    does not wait for the host. Raises ``RuntimeError`` where torch cannot use the device.
+    does not wait for the host. Raises ``RuntimeError`` if torch cannot use the device.
     """
 
     sleep_cycles = 0
@@ -88,7 +89,8 @@ class CudaDevice(Device):
         super().__init__(_cuda.synchronize)
         _cuda.set_device(index)
         self.name = self.tensors = f"cuda:{index}"
-        # Not the legacy default stream: it waits for all others, and cannot be captured.
+        # The legacy default stream waits for all others and cannot be captured, so use another
+        # stream.
         self._stream = _cuda.Stream()
         _cuda.set_stream(self._stream)
         self._properties = _cuda.get_device_properties(index)
@@ -107,8 +109,8 @@ class CudaDevice(Device):
         return float(begin.elapsed_time(end)) * 1e3
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        # Zeros are easier to move than data, and sums that are made in place must not overflow
-        # before the next turn.
+        # Zeros are cheaper to move than other data, and sums in place must not overflow before the
+        # next turn.
         if tensor.is_floating_point():
             tensor.uniform_(-1.0, 1.0)
         else:
@@ -116,14 +118,14 @@ class CudaDevice(Device):
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         graph = _cuda.CUDAGraph()
-        # Watchdog threads of the libraries may call CUDA meanwhile.
+        # Watchdog threads of the libraries may call CUDA during the capture.
         with _cuda.graph(graph, capture_error_mode="thread_local"):
             super().capture(calls, count)()
         replay: Call = graph.replay
         return replay
 
     def copy_gbps(self) -> float:
-        """Device-to-device copy bandwidth, reads and writes counted, in 1e9 bytes per second."""
+        """Measures the device's copy bandwidth, reads and writes, in 1e9 bytes per second."""
         source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self.tensors)
         self.refresh(source)
         target = torch.empty_like(source)
@@ -145,12 +147,12 @@ class CudaDevice(Device):
         }
 
 
-# The key of the copy bandwidth among the facts; 1e9 bytes per second, reads and writes counted.
+# Key of the copy bandwidth among the facts; in 1e9 bytes per second, counting reads and writes.
 COPY_FACT = "copy GB/s"
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of torch's NCCL, empty where torch has none."""
+    """Returns the version of torch's NCCL, or an empty string without NCCL."""
     return tuple(_cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
 
 

@@ -1,7 +1,8 @@
-"""What a disk gives to loops alone: threads that pread and pwrite a file's extents, past the cache.
+"""Measures a disk with plain loops: threads pread and pwrite extents of a file, without the page
+cache.
 
-This is the limit to which state on a disk is compared: the same bytes, pattern and depth, without
-checksums, order or error handling. Notes give the CPU time of the process for 10^9 bytes.
+This is the upper bound for state on a disk: the same bytes, pattern and depth, without checksums,
+ordering or error handling. Notes give the CPU time of the process per 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ DEPTHS = (1, 2, 4, 8)
 
 
 def operations(pattern: str, extents: int, depth: int) -> list[tuple[bool, int]]:
-    """(is a write, extent): "mixed" reads each extent, and writes it ``depth`` extents later."""
+    """Yields (is a write, extent): "mixed" reads each extent, and ``depth`` extents later writes
+    it.
+    """
     if pattern != "mixed":
         return [(pattern == "write", extent) for extent in range(extents)]
     turns = itertools.product(range(extents + depth), (False, True))
@@ -34,7 +37,7 @@ def operations(pattern: str, extents: int, depth: int) -> list[tuple[bool, int]]
 
 
 class RawFile:
-    """An unnamed file in a folder, for direct I/O, whose extents have all been written once."""
+    """An unnamed file in a folder, for direct I/O; every extent has been written once."""
 
     def __init__(self, path: str, size_bytes: int, extent_bytes: int) -> None:
         self.extent_bytes = extent_bytes
@@ -42,13 +45,14 @@ class RawFile:
         flags = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
         self.descriptor = os.open(path, flags, 0o600)
         os.posix_fallocate(self.descriptor, 0, self.extents * extent_bytes)
-        # A write into space that is only reserved also makes its entry in the file system.
+        # The first write into reserved space also changes the file system's metadata, so write once
+        # here.
         self.time("write", 2)
 
     def time(self, pattern: str, depth: int) -> tuple[int, float, float]:
-        """Moves every extent, by ``depth`` threads of which each has one request under way.
+        """Transfers every extent, with ``depth`` threads that each have one request in flight.
 
-        Returns bytes, reads and writes together, and the seconds that passed and of the CPU.
+        Returns the bytes read and written, the elapsed seconds, and the CPU seconds.
         """
         todo = operations(pattern, self.extents, depth)
         memories = [mmap.mmap(-1, self.extent_bytes, flags=mmap.MAP_PRIVATE) for _ in range(depth)]
@@ -63,7 +67,7 @@ class RawFile:
 
         with ThreadPoolExecutor(depth) as threads:
             wall, cpu = time.perf_counter(), time.process_time()
-            list(threads.map(loop, memories))  # raises what a loop has raised
+            list(threads.map(loop, memories))  # raises the exception of a loop, if any
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         for memory in memories:
             memory.close()
@@ -100,8 +104,8 @@ BENCH = Bench(
     measure,
     (
         option("--path", required=True, help="a folder on the disk"),
-        option("--size", type=parse_size, default=1 << 30, help="of the file (1G)"),
-        option("--extent-bytes", type=parse_size, default=8 << 20, help="of a request (8M)"),
+        option("--size", type=parse_size, default=1 << 30, help="bytes of the file"),
+        option("--extent-bytes", type=parse_size, default=8 << 20, help="bytes of a request"),
     ),
     ranks=0,
     rounds=0,

@@ -1,5 +1,6 @@
-// What single calls of the CUDA driver cost the host: a loop over each entry point that a call of a
-// communicator may make. Loops take turns, and the device has done all of a loop before the next.
+// Measures the host's cost of single calls of the CUDA driver, with a loop over each entry point
+// that a call of a communicator may use. Loops take turns, and the device finishes one loop before
+// the next begins.
 
 #include <dlfcn.h>
 
@@ -31,7 +32,7 @@ void check(int result, const char* what) {
     throw std::runtime_error(std::string(what) + ": error " + std::to_string(result));
 }
 
-// Names and signatures are those of the CUDA driver API and, of cudaSetDevice, of the runtime API.
+// Names and signatures are those of the CUDA driver API, and for cudaSetDevice of the runtime API.
 struct Cuda {
   int (*cuModuleLoadData)(void**, const void*);
   int (*cuModuleGetFunction)(void**, void*, const char*);
@@ -68,7 +69,7 @@ struct Cuda {
   }
 };
 
-// A kernel that does nothing, with so many bytes of parameters.
+// A kernel that does nothing, with `bytes` bytes of parameters.
 void* empty_kernel(const Cuda& cuda, int bytes) {
   const std::string text =
       ".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry empty(.param .align 8 .b8 "
@@ -116,7 +117,7 @@ void measure(const Cuda& cuda, int device, const int* sizes_bytes, int sizes, in
   entries.push_back([&] { return cuda.cuGraphLaunch(ready, stream); });
 
   using clock = std::chrono::steady_clock;
-  for (int round = -1; round < rounds; ++round) {  // the first one warms up
+  for (int round = -1; round < rounds; ++round) {  // the first round is a warm-up
     for (size_t entry = 0; entry < entries.size(); ++entry) {
       check(cuda.cuStreamSynchronize(other), "cuStreamSynchronize");
       check(cuda.cuStreamSynchronize(stream), "cuStreamSynchronize");
@@ -134,9 +135,10 @@ void measure(const Cuda& cuda, int device, const int* sizes_bytes, int sizes, in
 
 }  // namespace
 
-// Fills us[entry][round] with microseconds per call, where the entries are a launch with each of
-// `sizes` sizes of parameters, record, wait, is capturing, set device, and the launch of a graph.
-// The thread has the device's context. Returns 0, or copies into `why` what failed.
+// Fills us[entry][round] with microseconds per call. The entries are a launch with each of `sizes`
+// sizes of parameters, event record, event wait, query of capture, set device, and the launch of a
+// graph. The calling thread must have the device's context. Returns 0, or copies the failure's
+// description into `why`.
 extern "C" int driver_costs(const char* driver, const char* runtime, int device,
                             const int* sizes_bytes, int sizes, int calls, int rounds, double* us,
                             char* why, size_t why_bytes) {

@@ -1,10 +1,10 @@
-"""Ranks: started by the harness itself, or found where torchrun or mpiexec started them.
+"""Ranks: started by the harness itself, or found if torchrun or mpiexec started them.
 
-Busy loops beside them show how collectives fare where other work wants the cores. Linux shares the
-cores among sessions first and among the threads of a session second (sched_autogroup, see
-sched(7)). MPICH's mpiexec gives every rank a session of its own, others start all ranks in one. So
-with loops beside them all ranks and all loops lead sessions of their own, and a rank gets what a
-rank of a container gets, where no sessions count.
+With busy loops the harness measures collectives while other programs use the cores. Linux divides
+the cores first among sessions and then among the threads of a session (sched_autogroup, see
+sched(7)). MPICH's mpiexec starts every rank in its own session; others start all ranks in one.
+Therefore, with busy loops, every rank and every loop leads its own session, and a rank gets the
+same share as a rank in a container, where sessions do not count.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NO_MPI = (
     "no {}: MPI needs mpi4py and MPICH, which pip install 'ringcomm[bench]' brings; "
     "--peers gloo does without"
 )
-# The wheels of MPICH and of Intel MPI hold files of the same names.
+# The wheels of MPICH and of Intel MPI contain files of the same names.
 _NO_IMPI = (
     "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
 )
-# Longer than any slice: a rank that slept so long owes nothing, and is owed nothing.
+# Longer than any time slice: after this sleep the scheduler treats all ranks equally.
 REST_S = 0.02
 
 _LOOP = (
@@ -50,17 +50,17 @@ _LOOP = (
 
 
 class LaunchError(Exception):
-    """The ranks cannot be started or joined as asked; the text says what to do."""
+    """The ranks cannot be started or joined in the requested way; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The ranks of a run."""
+    """The ranks that a run needs."""
 
-    ranks: int | None = None  # None: however many a launcher has started
-    systems: Sequence[str] = ()  # under test: MPI needs a launcher of its own
-    busy: int = 0  # processes that compute beside the ranks
-    nodes: int = 1  # that ranks of this machine stand for
+    ranks: int | None = None  # None: the ranks of the launcher
+    systems: Sequence[str] = ()  # systems under test: MPI needs its own launcher
+    busy: int = 0  # busy processes besides the ranks
+    nodes: int = 1  # nodes that ranks of this machine emulate
     on_nodes: bool = False  # the ranks may be on several machines
 
 
@@ -68,7 +68,7 @@ class Wanted:
 class RankInfo:
     """This process's rank, and the store that all ranks share.
 
-    In the mode "one-launch" the process is all ``world`` ranks, and ``rank`` is 0.
+    In the mode "one-launch" this process runs all ``world`` ranks, and ``rank`` is 0.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class RankInfo:
 
 
 def started_by(environment: Mapping[str, str]) -> str | None:
-    """ "torchrun", "mpiexec" or "harness" in a rank; None in the process a user started."""
+    """Returns "torchrun", "mpiexec" or "harness" in a rank that it started, None in others."""
     if _STORE_FILE in environment:
         return "harness"
     if "PMI_RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment:
@@ -89,7 +89,7 @@ def started_by(environment: Mapping[str, str]) -> str | None:
 
 
 def join(wanted: Wanted) -> RankInfo:
-    """Finds this process's rank. Raises :class:`LaunchError` where the bench cannot run there."""
+    """Finds this process's rank. Raises :class:`LaunchError` if the benchmark cannot run there."""
     how = started_by(os.environ)
     if how == "harness":
         return rank_of_harness()
@@ -112,7 +112,7 @@ def join(wanted: Wanted) -> RankInfo:
 
 
 def rank_of_harness() -> RankInfo:
-    """Finds the rank of a process that the harness started, and ties its life to the harness's."""
+    """Returns the rank of a process that the harness started, and ties it to the harness's life."""
     end_with(os.getppid())
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -136,7 +136,7 @@ def _join_torchrun(wanted: Wanted) -> RankInfo:
 
 
 def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
-    """Runs a module and its ``words`` in ranks, which find themselves by :func:`rank_of_harness`.
+    """Runs a module with ``words`` in ranks, which call :func:`rank_of_harness`.
 
     Waits for them, and returns the exit status. Raises :class:`LaunchError` without mpiexec.
     """
@@ -146,17 +146,17 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
         variables = {"mpiexec": environment}
         return _run([mpiexec, "-n", str(world), *command], variables, wanted.busy)
     variables = {f"rank {rank}": rank_variables(rank, world) for rank in range(world)}
-    if wanted.nodes > 1:  # ranks that follow each other stand for a node
+    if wanted.nodes > 1:  # consecutive ranks form a node
         for rank, own in enumerate(variables.values()):
             own["RINGCOMM_NODE_ID"] = f"node {rank * wanted.nodes // world}"
     return _run(command, variables, wanted.busy)
 
 
 def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], busy: int) -> int:
-    """Runs a command with each set of variables, by name, beside ``busy`` loops."""
+    """Runs a command once per set of environment variables, beside ``busy`` loops."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory, busy_loops(busy):
-        # A job that mpiexec started may call the harness; its own variables are not those of a
-        # rank.
+        # A job that mpiexec started may call the harness; remove the job's own variables, which are
+        # not those of a rank.
         outside = {key: os.environ[key] for key in os.environ if key not in _MPI_VARIABLES}
         shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
         ranks = [RankCommand(name, command, {**shared, **own}) for name, own in variables.items()]
@@ -164,7 +164,7 @@ def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], bus
 
 
 def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The launcher of the MPI that is asked for, and the variables by which ranks find it."""
+    """Returns the launcher of the requested MPI, and the variables that tell ranks where it is."""
     if "impi" in systems and "mpi" in systems:
         raise LaunchError("a process can hold one MPI: mpi and impi need runs of their own")
     if importlib.util.find_spec("mpi4py") is None:
@@ -180,21 +180,22 @@ def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
     if not root or not mpiexec.exists() or not library.exists():
         told = f"I_MPI_ROOT={root} has no {mpiexec} or no {library}" if root else "it is not set"
         raise LaunchError(_NO_IMPI.format(told))
-    # It pins each rank to a core unless told otherwise; --pin pins them for all systems.
+    # Intel's mpiexec pins each rank to a core by default; --pin pins the ranks of all systems.
     return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
 
 
 def busy_loops(count: int) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """``count`` processes that compute until the block ends, or the process that began it."""
-    # The loop asks the kernel to end it with its parent, and looks whether it came too late.
+    """Runs ``count`` busy processes until the block ends, or the process that began it."""
+    # Each loop asks the kernel to kill it when its parent ends, and then checks whether the parent
+    # has ended already.
     words = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
     return started([RankCommand("loop", words)] * count)
 
 
 def lead_session() -> None:
-    """Makes this rank the leader of a session, unless its launcher has made it lead one."""
+    """Makes this rank the leader of a session, unless its launcher has already done so."""
     if os.getsid(0) != os.getpid():
-        # One that leads a group of processes cannot. It then shares a session with its launcher,
-        # which waits.
+        # The leader of a process group cannot create a session. It shares the session of its
+        # launcher, which only waits.
         with suppress(PermissionError):
             os.setsid()

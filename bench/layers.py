@@ -1,8 +1,9 @@
-"""A tensor-parallel layer, forward and backward, against torch's own plan for it.
+"""Times a tensor-parallel layer, forward and backward, against torch's own plan for it.
 
 The layer is a norm, a column-parallel and a row-parallel layer of four times the width, with
-sequence parallelism, one thread a rank. ``parallelize`` divides it, and ``parallelize_module`` on
-the backend "ringcomm" and on Gloo. "alone" is a rank's part of it without any communication.
+sequence parallelism, one thread per rank. It is divided by ``parallelize``, and by torch's
+``parallelize_module`` on the backend "ringcomm" and on Gloo. "alone" is one rank's part of the
+layer without communication.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PLAN = {"norm": "sequence", "up": "column", "down": "row"}
 
 
 class Layer(nn.Module):
-    """What a transformer has between its attentions, of some of the hidden features."""
+    """The MLP of a transformer, with some of the hidden features."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -58,9 +59,9 @@ def by_torch(width: int, mesh: DeviceMesh) -> nn.Module:
 
 
 def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[int]) -> Call:
-    """A call of forward and backward; its result is the output, with the input's gradient.
+    """Returns a call of forward and backward, whose result is the output and the input's gradient.
 
-    The output is read, since DTensor's collectives end when somebody does.
+    The call reads the output, since DTensor's collectives end only when their result is read.
     """
     x = torch.randn(*shape, requires_grad=True, device="cpu")
     feed = torch.randn(*shape, device="cpu")
@@ -76,7 +77,7 @@ def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[
 
 
 def systems(size: Size, meshes: Mapping[str, DeviceMesh]) -> dict[str, Call]:
-    """The calls that are compared, by name, on weights and inputs that are alike."""
+    """Returns the compared calls by name, on equal weights and inputs."""
     tokens, width = size
     world = dist.get_world_size()
     shape = (1, tokens // world, width)
@@ -94,7 +95,7 @@ def systems(size: Size, meshes: Mapping[str, DeviceMesh]) -> dict[str, Call]:
 
 
 def meshes_of(group: Any) -> dict[str, DeviceMesh]:
-    """A mesh on Gloo, and one on ``group``, the default group; collective."""
+    """Returns a mesh on Gloo, and a mesh on the default group ``group``; collective."""
     groups = {"Gloo": dist.new_group(backend="gloo"), OURS: group}
     return {name: DeviceMesh.from_group(each, "cpu") for name, each in groups.items()}
 

@@ -1,6 +1,6 @@
-"""The older loops of the CUDA kernels beside those that are in use, in one process.
+"""Runs the older and the current loops of the CUDA kernels in one process.
 
-The library reads the variable when it looks a kernel up, which is at the first call of its kind.
+The library reads the variable when it looks up a kernel, at the first call of this kind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VARIABLE, SERIAL = "RINGCOMM_KERNELS", "serial"
 
 @contextmanager
 def serial_loops() -> Iterator[None]:
-    """Inside, this process looks up kernels that load one source after the other."""
+    """Inside the block this process looks up kernels that load one source after the other."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = SERIAL
     try:

@@ -1,7 +1,8 @@
-"""Training steps of a GPT in two pipeline stages, each under tensor parallelism, with replicas.
+"""Times training steps of a GPT with pipeline, tensor and data parallelism.
 
-pp 2 x dp 2 x tp 2, one thread a rank. ringcomm shares the replicas' state at stage 2 of ZeRO, torch
-by FSDP2, on Gloo and on the backend "ringcomm". Losses are compared, within rounding.
+The mesh is pp 2 x dp 2 x tp 2, one thread per rank. The replicas share state by ringcomm's stage 2
+of ZeRO, or by torch's FSDP2 on Gloo and on the backend "ringcomm". Losses must agree within
+rounding.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SEQUENCE_PLAN = {
 
 @dataclass(frozen=True)
 class GptShape:
-    """A GPT and its batch: blocks and sequences are those of all ranks together."""
+    """A GPT and its batch; numbers of blocks and sequences count all ranks together."""
 
     width: int = 256
     depth: int = 4
@@ -67,7 +68,7 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x)
-        # As many heads as this rank has.
+        # The number of heads follows from the tensor, since this rank has only some of the heads.
         q, k, v = (
             f(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
@@ -78,7 +79,7 @@ class ParallelBlock(nn.Module):
 
 
 def make_stage(shape: GptShape, number: int) -> nn.Sequential:
-    """Makes a stage, with the same weights on all ranks."""
+    """Makes a pipeline stage, with the same weights on all replicas."""
     torch.manual_seed(number)
     stage = nn.Sequential()
     if number == 0:
@@ -96,7 +97,7 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 
 
 class ParallelTraining:
-    """One system's training on this rank; a call is a step."""
+    """The training of one system on this rank; each call makes a step."""
 
     def __init__(
         self, shape: GptShape, mesh: DeviceMesh, build: Callable[[nn.Module, DeviceMesh], Any]
@@ -108,7 +109,7 @@ class ParallelTraining:
         stage = PipelineStage(module, number, AXES["pp"], device, group=mesh.get_group("pp"))
         self._schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
         self._is_first, self._draw = stage.is_first, torch.Generator().manual_seed(0)
-        self.losses: list[float] = []  # of the last stage, the mean of a step's micro-batches
+        self.losses: list[float] = []  # of the last stage: mean over a step's micro-batches
 
     def __call__(self) -> None:
         whole = torch.randint(VOCABULARY, self._size, generator=self._draw)
@@ -124,9 +125,9 @@ class ParallelTraining:
 
 
 def with_zero(module: nn.Module, mesh: DeviceMesh, sequences: bool = False) -> Any:
-    """Shares state at stage 2 of ZeRO; layers are divided by torch.
+    """Shares state by stage 2 of ZeRO; torch divides the layers.
 
-    With ``sequences`` ringcomm divides them: between its layers a rank has its tokens of each
+    With ``sequences`` ringcomm divides the layers: between layers a rank has some tokens of each
     sequence.
     """
     if sequences:
@@ -141,7 +142,7 @@ def with_zero(module: nn.Module, mesh: DeviceMesh, sequences: bool = False) -> A
 
 
 def with_fsdp2(module: nn.Module, mesh: DeviceMesh) -> Any:
-    """torch's own: FSDP2 and tensor parallelism."""
+    """Uses torch's own FSDP2 and tensor parallelism."""
     for block in module.blocks:  # type: ignore[union-attr]
         parallelize_module(block, mesh["tp"], PLAN)
         fully_shard(block, mesh=mesh["dp"])
@@ -163,7 +164,7 @@ def entrants(shape: GptShape) -> dict[str, ParallelTraining]:
 
 
 def unequal(trained: Mapping[str, ParallelTraining]) -> dict[str, int]:
-    """Losses by system that are not those of the first one within rounding; collective."""
+    """Returns losses by system that differ from the first system's beyond rounding; collective."""
     losses = torch.tensor([each.losses for each in trained.values()])
     counted = (~torch.isclose(losses, losses[list(trained).index(HERE)], rtol=1e-3)).sum(1)
     dist.all_reduce(counted)

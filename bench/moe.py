@@ -1,9 +1,9 @@
-"""Tokens to their experts and back, against all_to_all_single with splits.
+"""Times dispatch and combine of experts' tokens, against all_to_all_single with splits.
 
-Dispatch and combine of ``--tokens`` a rank, forward alone and with backward, one thread a rank and
-no experts in between. Against them stands what is written by hand: counts are exchanged, tokens
-sorted by expert, sent with splits, and sorted by local expert; and all that back, with a weighted
-sum. That runs on Gloo and on the backend "ringcomm".
+Each rank, one thread, dispatches ``--tokens`` tokens and combines them, forward alone and with
+backward, without experts in between. The compared code is written by hand: exchange counts, sort
+tokens by expert, send them with splits, sort them by local expert; then all steps back, with a
+weighted sum. It runs on Gloo and on the backend "ringcomm".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPES = ((16, 2), (64, 2), (16, 8), (64, 8))
 
 
 class RoutedShape(NamedTuple):
-    """A layer's tokens and routes on each rank."""
+    """The sizes of a layer's tokens and routes on each rank."""
 
     tokens: int
     hidden: int
@@ -45,7 +45,7 @@ class RoutedShape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """One rank's tokens and routes, and gradients of its results."""
+    """One rank's tokens and routes, and the gradients of its results."""
 
     x: Tensor
     idx: Tensor
@@ -64,7 +64,7 @@ Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Te
 
 
 def by_hand(shape: RoutedShape, group: Any) -> Dispatch:
-    """What a layer does with all_to_all_single."""
+    """Dispatch and combine of a layer, by all_to_all_single."""
     world = dist.get_world_size(group)
 
     def exchange(rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
@@ -111,7 +111,7 @@ Turn = Callable[[], list[Tensor]]
 
 
 def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) -> Turn:
-    """A call; what experts would make of the rows, and the rows' gradient, are there before."""
+    """Returns a call; the experts' results and the rows' gradient are created in advance."""
     x, y, weights = (
         each.detach().requires_grad_(backward) for each in (given.x, of_experts, given.weights)
     )
@@ -130,7 +130,7 @@ def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) 
 
 
 def unfit(shapes: Sequence[tuple[int, int]], ranks: int) -> str | None:
-    """Says which experts do not divide among the ranks, or are fewer than a token's."""
+    """Returns an error message if experts do not divide among ranks, or K is too large."""
     for experts, k in shapes:
         if experts % ranks:
             told = f"{experts} experts do not divide among {ranks} ranks"
@@ -141,14 +141,14 @@ def unfit(shapes: Sequence[tuple[int, int]], ranks: int) -> str | None:
 
 
 def check_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Refuses shapes before ranks start; those of a launcher are counted in :func:`measure`."""
+    """Refuses wrong shapes before ranks start; under a launcher :func:`measure` checks them."""
     told = unfit(asked.shapes, asked.ranks or RANKS) if started_by(os.environ) is None else None
     if told is not None:
         parser.error(told)
 
 
 def check(calls: Mapping[str, Turn]) -> None:
-    """All make the same, as far as the first rows show."""
+    """Raises AssertionError unless the first rows of all systems agree."""
     expected = [each[:99].clone() for each in calls[OURS]()]
     for call in calls.values():
         for one, other in zip(call(), expected, strict=True):
@@ -185,7 +185,7 @@ BENCH = Bench(
     measure,
     (
         tuples("shapes", "EXPERTS,K", SHAPES),
-        option("--tokens", type=positive, default=4096, help="of a rank"),
+        option("--tokens", type=positive, default=4096, help="tokens per rank"),
         option("--hidden", type=positive, default=1024),
     ),
     ranks=RANKS,

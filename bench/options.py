@@ -1,4 +1,4 @@
-"""Command lines: a bench declares its options, and one function builds the parser."""
+"""Command lines: a benchmark declares its options, and one function builds the parser."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Option(NamedTuple):
 
 
 def option(names: str, help: str = "", **how: Any) -> Option:
-    """Declares an argument with names like "-n --ranks"; the help ends with the default."""
+    """Declares an argument with names like "-n --ranks"; appends the default to the help."""
     shown = how.get("default")
     told = f" (default {shown})" if isinstance(shown, int | float | str) else ""
     return Option(tuple(names.split()), {**how, "help": f"{help}{told}".strip()})
 
 
 def choice(names: str, help: str, *choices: str) -> Option:
-    """Declares a choice, of which the first is the default."""
+    """Declares an option with fixed choices; the first choice is the default."""
     return option(names, help, choices=choices, default=choices[0])
 
 
 def numbers(**usual: int) -> list[Option]:
-    """Declares positive numbers by their names and defaults."""
+    """Declares options for positive numbers, from their names and defaults."""
     return [option(f"--{name}", type=positive, default=each) for name, each in usual.items()]
 
 
 def tuples(name: str, metavar: str, usual: Sequence[tuple[int, ...]]) -> Option:
-    """Declares tuples of numbers, like those of ``metavar`` "N,K"; in their place ``usual``."""
+    """Declares an option for tuples of numbers, with ``metavar`` such as "N,K"."""
 
     def read(text: str) -> tuple[int, ...]:
         found = tuple(map(int, text.split(",")))
@@ -48,12 +48,12 @@ def tuples(name: str, metavar: str, usual: Sequence[tuple[int, ...]]) -> Option:
             raise ValueError
         return found
 
-    read.__name__ = metavar  # in argparse's message
+    read.__name__ = metavar  # argparse prints this name in its error message
     return option(name, nargs="*", type=read, metavar=metavar, default=usual)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4096", "4K", "4KiB", "1M", "1G" (powers of 1024, as nccl-tests reads them)."""
+    """Converts "4096", "4K", "4KiB", "1M", "1G" to bytes (powers of 1024, as in nccl-tests)."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 4K, 1M or 1G")
@@ -70,19 +70,19 @@ positive = partial(count, least=1)
 
 
 def thread_count(text: str) -> int:
-    """Refuses a number that no communicator takes, before ranks start."""
+    """Converts a number of threads; refuses, before ranks start, a number that is too large."""
     found = positive(text)
     try:
         CommOptions(threads=found)
     except ArgumentError as error:
-        # To the option of a communicator 0 means a default, which benches do not have.
+        # For a communicator 0 means a default; benchmarks have no such value.
         why = str(error).replace("expected 0 to", "expected 1 to")
         raise argparse.ArgumentTypeError(why) from error
     return found
 
 
 def new_file(text: str) -> Path:
-    """Refuses a file that could not be written, before the time of a measurement is spent."""
+    """Converts a path; refuses before any measurement a file that cannot be written."""
     why = why_no_file(text)
     if why is not None:
         raise argparse.ArgumentTypeError(f"{text}: {why}")
@@ -91,31 +91,31 @@ def new_file(text: str) -> Path:
 
 THREADS = option(
     "--threads",
-    "of each rank, in every system that uses torch's or ringcomm's",
+    "threads per rank, in every system that uses torch's or ringcomm's threads",
     type=thread_count,
     default=1,
     metavar="T",
 )
-BUSY = option("--busy", "processes that keep a core busy meanwhile", type=count, default=0)
+BUSY = option("--busy", "processes that each keep a core busy", type=count, default=0)
 PIN = option("--pin", "pin each rank to as many cores as it has threads", action="store_true")
 JSON = option("--json", "write rows and provenance as JSON", type=new_file, metavar="PATH")
 CSV = option("--csv", "write rows and provenance as CSV", type=new_file, metavar="PATH")
 
 
 def ranks(usual: int) -> Option:
-    told = f"default {usual}, or those that a launcher has started"
+    told = f"ranks; default {usual}, or the ranks of the launcher"
     return option("-n --ranks", told, type=positive, metavar="W")
 
 
 def rounds(usual: int, *more: str) -> Option:
-    """Declares the number of rounds, under ``more`` names, too."""
-    text = "in each round every system has a turn"
+    """Declares the number of rounds, also under the names ``more``."""
+    text = "rounds; each round times every system once"
     names = " ".join(("-r --rounds", *more))
     return option(names, text, type=positive, default=usual, metavar="N")
 
 
 def build_parser(prog: str, about: str, options: Iterable[Option]) -> argparse.ArgumentParser:
-    """Builds the parser of a bench."""
+    """Builds the parser of a benchmark."""
     parser = argparse.ArgumentParser(
         prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +125,7 @@ def build_parser(prog: str, about: str, options: Iterable[Option]) -> argparse.A
 
 
 def without_files(words: Iterable[str]) -> list[str]:
-    """The words of a command line without the files of results, which change no figure."""
+    """Returns the words of a command line without result files, which do not change figures."""
     files = {name for each in (JSON, CSV) for name in each.names}
     kept, rest = [], iter(words)
     for word in rest:

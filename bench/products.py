@@ -1,8 +1,9 @@
-"""Matrix products over ranks against the collective and the product, one after the other.
+"""Times matrix products over ranks, against the collective followed by the product.
 
-``all_gather_matmul`` of [N, K] and [K, M], and ``matmul_reduce_scatter`` of [world N, K] and
-[K, M], one thread a rank. "apart" is the separate calls, and its ratio is over "together", of plain
-tensors or of tensors in the heap; "product" is the bare product, and its ratio is over "apart".
+``all_gather_matmul`` of [N, K] and [K, M], and ``matmul_reduce_scatter`` of [world N, K] and [K,
+M], one thread per rank. "apart" is the two separate calls, and its ratio is relative to "together",
+on plain tensors or on tensors in the heap; "product" is the product alone, and its ratio is
+relative to "apart".
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHAPES: tuple[Shape, ...] = (
     *((64, 256, 256), (256, 1024, 256), (1024, 256, 256), (1024, 1024, 256)),
     *((1024, 1024, 1024), (4096, 1024, 256), (1024, 256, 4096)),
 )
-# Each system, and the one that its ratio is over.
+# Each system, and the system to which its ratio is relative.
 SUBJECTS = {
     "product": "apart",
     "apart": "together",
@@ -35,7 +36,7 @@ SUBJECTS = {
 
 
 def gathers(comm: Communicator, shape: Shape) -> dict[str, Call]:
-    """The calls of all_gather_matmul and of what it is compared with, by name."""
+    """Returns the calls of all_gather_matmul and of the compared systems, by name."""
     rows, inner, columns = shape
     own, weight = torch.randn(rows, inner), torch.randn(inner, columns)
     whole = torch.randn(comm.world_size * rows, inner)
@@ -51,7 +52,7 @@ def gathers(comm: Communicator, shape: Shape) -> dict[str, Call]:
 
 
 def scatters(comm: Communicator, shape: Shape) -> dict[str, Call]:
-    """The calls of matmul_reduce_scatter and of what it is compared with, by name."""
+    """Returns the calls of matmul_reduce_scatter and of the compared systems, by name."""
     rows, inner, columns = shape
     whole, weight = torch.randn(comm.world_size * rows, inner), torch.randn(inner, columns)
     products = ringcomm.empty(comm.world_size * rows, columns)

@@ -1,4 +1,4 @@
-"""Rows of results: the printed table, JSON and CSV, each with where the figures come from."""
+"""Rows of results: the printed table, JSON and CSV, each with the provenance of the figures."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ import torch
 from ringcomm.cli import table_lines
 
 SCHEMA = 1
-# Names the commit of a source tree that came without its history, or with another one.
+# Environment variable with the commit, for a source tree without git history.
 COMMIT_VARIABLE = "RINGCOMM_COMMIT"
 IN_PLACE, OUT_OF_PLACE = "in", "out"
-PROCESSES = "processes"  # the mode of ranks on the CPU
+PROCESSES = "processes"  # mode: ranks are processes on the CPU
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system on one case.
+    """The result of one system for one case.
 
-    Times in microseconds per call (median, fastest round), bandwidths in 1e9 bytes per
-    second. ``ratio`` is the median over rounds of this system's time over the subject's,
-    with its quartiles, ``ratio_p95`` that of the 95th percentiles; ``wrong`` is None where
-    nothing was checked. A row without a time says why in ``note``. ``mode`` is how the ranks
-    share processors; ``buffer_sets`` of buffers were used in turn; ``graph_calls`` calls were
-    replayed as one graph (0: made one by one). ``nodes`` is how many the ranks were on.
-    ``held_bytes`` is what a training adds to a rank's memory, where that is most; ``loss`` is one
-    in nats per byte, after ``count`` steps.
+    Times are in microseconds per call (median, fastest round), bandwidths in 1e9 bytes per second.
+    ``ratio`` is the median over rounds of this system's time divided by the subject's time, with
+    quartiles; ``ratio_p95`` is the ratio of the 95th percentiles. ``wrong`` is None if results were
+    not checked. ``note`` explains a row without a time. ``mode`` is how ranks share processors.
+    ``buffer_sets`` sets of buffers were used in rotation. ``graph_calls`` calls were replayed as
+    one graph (0: single calls). ``nodes`` is the number of nodes of the ranks. ``held_bytes`` is
+    the memory that training adds to a rank, on the rank with the most. ``loss`` is in nats per
+    byte, after ``count`` steps.
     """
 
     collective: str
@@ -73,7 +73,7 @@ class Row:
 def row_of(
     what: str, shape: str, ranks: int, elems: int, dtype: torch.dtype = torch.float32, **more: Any
 ) -> Row:
-    """The row of a case of ``elems`` elements, with no system and nothing measured in it."""
+    """Returns the row of a case of ``elems`` elements, without system and measurements."""
     how = {"op": "none", "root": -1, "system": "", "placement": shape, **more}
     name = str(dtype).removeprefix("torch.")
     return Row(what, dtype.itemsize * elems, elems, name, ranks=ranks, **how)
@@ -81,14 +81,14 @@ def row_of(
 
 @dataclass(frozen=True)
 class Report:
-    """A run: ``provenance`` is the machine, the software and the command, as text."""
+    """A run's rows; ``provenance`` is the machine, the software and the command, as text."""
 
     provenance: dict[str, str]
     rows: list[Row]
 
     @property
     def head(self) -> str:
-        """The provenance, as the head of a CSV file has it."""
+        """Returns the provenance as comment lines for the head of a CSV file."""
         return "\n".join(f"# {key}: {value}" for key, value in self.provenance.items())
 
     @property
@@ -102,7 +102,7 @@ def write_json(report: Report, path: str | Path) -> None:
 
 
 def write_csv(report: Report, path: str | Path) -> None:
-    """One line per row under ``# key: value`` lines that hold the provenance."""
+    """Writes one line per row, below ``# key: value`` lines with the provenance."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         file.write(f"# schema: {SCHEMA}\n{report.head}\n")
         names = [field.name for field in fields(Row)]
@@ -112,7 +112,7 @@ def write_csv(report: Report, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Report:
-    """Reads what :func:`write_json` or :func:`write_csv` wrote.
+    """Reads a file that :func:`write_json` or :func:`write_csv` wrote.
 
     Raises ``ValueError`` for another schema.
     """
@@ -137,7 +137,7 @@ def _row_of_text(record: Mapping[str, str]) -> Row:
     values: dict[str, Any] = {}
     for field in fields(Row):
         if field.name not in record:
-            continue  # a column that came later: its default holds
+            continue  # a newer column: use its default
         text, kind = record[field.name], str(field.type)
         read = int if kind.startswith("int") else float if kind.startswith("float") else str
         values[field.name] = None if text == "" and "None" in kind else read(text)
@@ -145,7 +145,7 @@ def _row_of_text(record: Mapping[str, str]) -> Row:
 
 
 def size_label(size_bytes: int) -> str:
-    """ "4 KiB" for 4096: the largest unit that leaves a whole number, else one decimal."""
+    """Returns "4 KiB" for 4096: the largest unit that leaves a whole number, else one decimal."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 1 << shift:
             return f"{size_bytes / (1 << shift):.3g} {unit}"
@@ -153,7 +153,7 @@ def size_label(size_bytes: int) -> str:
 
 
 class Column(NamedTuple):
-    """A column of a table, at least ``width`` wide; its texts end, or begin, at one place."""
+    """A column of a table, at least ``width`` wide, aligned left or right."""
 
     title: str
     unit: str
@@ -164,10 +164,10 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows as text, below a ``title``, whose first columns are ``key`` and the others ``cell``.
+    """A table of rows below a ``title``: first the columns ``key``, then the columns ``cell``.
 
-    The first column of ``cell`` tells that a row has no time. With ``placements``, side by side and
-    a group of ``cell`` each, rows that agree in all of ``key`` stand in one line.
+    A row without a time has its note in the first column of ``cell``. With ``placements`` each
+    placement gets its own group of ``cell`` columns, and rows with equal ``key`` share one line.
     """
 
     title: str
@@ -210,7 +210,7 @@ class RowTable:
         return texts
 
     def _aligned(self, texts: Iterable[Sequence[str]]) -> list[str]:
-        """Returns lines whose columns stand below each other, though rows come one by one."""
+        """Aligns the columns of lines, although rows arrive one by one."""
         columns = self._columns
         sides, widths = [each.right for each in columns], [each.width for each in columns]
         return table_lines(texts, right=sides, widths=widths)
@@ -221,7 +221,7 @@ def _joint_width(columns: Sequence[Column]) -> int:
 
 
 def _number(name: str, digits: int = 2, per: float = 1.0) -> Callable[[Row], str]:
-    """The text of a field, in units of ``per``; "" where it is None."""
+    """Returns the text of a field, divided by ``per``; "" if it is None."""
 
     def text(row: Row) -> str:
         value = getattr(row, name)
@@ -234,7 +234,7 @@ def _agreement(row: Row) -> str:
     return {None: "-", 0: "equal"}.get(row.wrong, f"WRONG: {row.wrong}")
 
 
-# The columns of nccl-tests.
+# These are the columns of nccl-tests.
 COLLECTIVE_KEY = (
     Column("size", "(B)", 12, lambda row: row.size_bytes),
     Column("count", "(elems)", 9, lambda row: row.count),
@@ -286,7 +286,7 @@ LOSSES = RowTable(
 def collect(
     command: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
 ) -> dict[str, str]:
-    """Text by key; ``versions`` are those of the systems that were timed."""
+    """Returns the provenance by key; ``versions`` are those of the timed systems."""
     return {
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -313,7 +313,7 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """Returns what RINGCOMM_COMMIT says, else the commit of the source tree, or "unknown"."""
+    """Returns the value of RINGCOMM_COMMIT, else the commit of the source tree, or "unknown"."""
     root = Path(__file__).resolve().parent.parent
     if told := os.environ.get(COMMIT_VARIABLE):
         return told
@@ -323,5 +323,5 @@ def commit() -> str:
     try:
         return subprocess.check_output(git, cwd=root, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
-        # No git here, or a tree that belongs to another user, which git refuses to read.
+        # There is no git, or the tree belongs to another user, so that git refuses to read it.
         return "unknown"

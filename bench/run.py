@@ -1,7 +1,7 @@
-"""The runner: it parses the command line of a bench, starts its ranks, and writes its rows.
+"""The runner: parses the command line of a benchmark, starts its ranks, and writes its rows.
 
-A bench is a module with a :class:`Bench`, whose ``measure`` runs in each rank. The process that a
-user starts starts the ranks; torchrun and mpiexec may do so instead.
+A benchmark is a module with a :class:`Bench`, whose ``measure`` runs in each rank. The process that
+a user starts starts the ranks, unless torchrun or mpiexec has started them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BENCHES = {
 
 
 def usual_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
-    """This process's rank; None in the process of the user."""
+    """Returns this process's rank; None in the process that a user started."""
     return None if started_by(os.environ) is None else join(wanted)
 
 
@@ -67,16 +67,16 @@ def usual_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
 class Bench:
     """One benchmark."""
 
-    name: str  # of its module, and the word behind ``ringcomm bench``
+    name: str  # name of its module, and the word after ``ringcomm bench``
     about: str
-    measure: Callable[[Run], object]  # adds rows to the run; called in every rank
-    options: Sequence[Option] = ()  # its own
-    ranks: int = 2  # started by default; 0: it measures in the process of the user
-    rounds: int = 9  # by default; 0: it has no such option
-    on_nodes: bool = False  # its ranks may be on several machines
-    # Looks at the options before ranks start, and may add to them.
+    measure: Callable[[Run], object]  # adds rows to the run; called on every rank
+    options: Sequence[Option] = ()  # options of this benchmark alone
+    ranks: int = 2  # default number; 0: measures in the user's process
+    rounds: int = 9  # default number; 0: no such option
+    on_nodes: bool = False  # True if its ranks may be on several machines
+    # Checks the options before ranks start, and may add attributes to them.
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], object] | None = None
-    # Finds this process's rank; None in a process that has ranks to start.
+    # Returns this process's rank; None in a process that must start ranks first.
     find_rank: Callable[[argparse.Namespace, Wanted], RankInfo | None] = usual_rank
 
     def build_parser(self) -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ class Bench:
         return build_parser(" ".join(self.command([])), self.about, options)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses a command line; a wrong one prints why and exits with status 2."""
+        """Parses a command line; prints an error and exits with status 2 if it is wrong."""
         parser = self.build_parser()
         options = parser.parse_args(words)
         if self.check:
@@ -94,11 +94,11 @@ class Bench:
         return options
 
     def command(self, words: Iterable[str]) -> list[str]:
-        """The command of ``ringcomm`` that measures this."""
+        """The ``ringcomm`` command that runs this benchmark."""
         return ["ringcomm bench", *[self.name] * (self.name != COLLECTIVES), *without_files(words)]
 
     def run_as_main(self, module: str) -> None:
-        """Runs this as ``ringcomm bench`` does, and exits, where ``python -m`` runs its module."""
+        """Runs this benchmark and exits, if ``python -m`` runs its module."""
         if module == "__main__":
             sys.exit(run([self.name, *sys.argv[1:]]))
 
@@ -109,17 +109,17 @@ class Bench:
 
 @dataclass
 class Run:
-    """A bench under way in one rank."""
+    """A running benchmark on one rank."""
 
     bench: Bench
     options: argparse.Namespace
     info: RankInfo
-    words: Sequence[str] = ()  # of its command line
-    # Of the systems and of the device, for the report.
+    words: Sequence[str] = ()  # words of the command line
+    # Facts about systems and device, for the report.
     versions: dict[str, str] = field(default_factory=lambda: {"ringcomm": ringcomm.__version__})
     facts: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    over_nodes: bool = False  # torch's default group is of all ranks, on several nodes
+    over_nodes: bool = False  # torch's default group has all ranks, on several nodes
     _close: Callable[[], object] = lambda: None
     _table: RowTable | None = None
 
@@ -134,7 +134,7 @@ class Run:
         return Board(self.info.store, self.rank, processes, group)
 
     def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
-        """Makes torch's default group, and a communicator by ``from_store``; collective."""
+        """Creates torch's default group, and a communicator by ``from_store``; collective."""
         store, rank, world = self.info.store, self.rank, self.world
         dist.init_process_group(
             backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=world
@@ -157,7 +157,7 @@ class Run:
         batch: int = 1,
         device: Device | None = None,
     ) -> dict[str, Timing]:
-        """Times ``batch`` calls of each system in turn, a turn of each in a round."""
+        """Times ``batch`` calls of each system per round; systems take turns within a round."""
         pace = Pace(self.options.rounds, warmup_rounds, batch, turn_us=0, rest_s=self.rest_s)
         entrants = {name: Entrant([call]) for name, call in calls.items()}
         return measure(self.board, entrants, pace, device or Device())
@@ -165,13 +165,13 @@ class Run:
     def compare(
         self, case: Row, calls: Mapping[str, Call], subject: str | Mapping[str, str]
     ) -> None:
-        """Times the calls, and adds their rows, which are as of :func:`.timing.rows_of`."""
+        """Times the calls, and adds their rows; see :func:`.timing.rows_of`."""
         self.add(rows_of(case, self.time(calls), subject))
 
     def add(self, rows: Sequence[Row], table: RowTable = TIMES) -> None:
-        """Keeps rows, and prints them; above them the head of a table that has just begun.
+        """Stores and prints rows, with the table's head before its first row.
 
-        The files of results have them from now on, whatever ends the run.
+        Writes them to the result files at once, so that they remain if the run fails later.
         """
         self.rows.extend(rows)
         if self.rank == 0:
@@ -191,17 +191,18 @@ class Run:
         for write, file in files:
             if report is None or file is None:
                 continue
-            if file.exists() and not file.is_file():  # a pipe, which takes one report
+            if file.exists() and not file.is_file():  # a pipe accepts only one report
                 if ended:
                     write(report, file)
                 continue
-            # Whole at any time: a run that is stopped while it writes leaves what was there.
+            # Replace the file atomically: if the run is stopped while it writes, the old file
+            # remains.
             part = file.with_name(f"{file.name}.unfinished")
             write(report, part)
             part.replace(file)
 
     def finish(self) -> int:
-        """Leaves the groups, and has rank 0 write the report; the exit status of this rank."""
+        """Leaves the groups; rank 0 writes the report. Returns the exit status of this rank."""
         self.board.barrier()
         status = 0
         if self.rank == 0 and self.rows:
@@ -211,7 +212,8 @@ class Run:
             if all(row.wrong is None for row in report.rows):
                 verdict = "results were not checked"
             print(f"\n# {verdict}\n{report.head}")
-            # One rank tells it: a rank that fails takes the others with it, which may still write.
+            # Only this rank reports wrong elements by its exit status: a rank that fails ends the
+            # others, which may still write.
             status = 1 if report.wrong else 0
         self._close()
         if dist.is_initialized():
@@ -229,7 +231,7 @@ def take_cores(options: argparse.Namespace, rank: int) -> None:
     if options.busy:
         lead_session()
     torch.set_num_threads(options.threads)
-    # For every communicator, those behind groups of torch.distributed included.
+    # This applies to every communicator, also to those of groups of torch.distributed.
     os.environ["RINGCOMM_THREADS"] = str(options.threads)
 
 
@@ -245,7 +247,7 @@ def run_rank(
 
 
 def main(bench: Bench, words: Sequence[str]) -> int:
-    """Runs a bench. Returns 1 when an element was wrong, 2 when it cannot run as asked."""
+    """Runs a benchmark. Returns 1 if an element was wrong, 2 if it cannot run as requested."""
     options = bench.parse(words)
     try:
         if not bench.ranks:
@@ -257,13 +259,13 @@ def main(bench: Bench, words: Sequence[str]) -> int:
         wanted = replace(wanted, ranks=wanted.ranks or bench.ranks)
         return run_ranks(["ringcomm.bench", bench.name, *words], wanted)
     except (LaunchError, ModeError) as error:
-        # In one write, as ranks share stderr.
+        # Print with one write, since ranks share stderr.
         sys.stderr.write(f"ringcomm bench: {error}\n")
         return CANNOT_RUN
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs the bench that the first word names, or collectives; returns the exit status."""
+    """Runs the benchmark that the first word names, or collectives; returns the exit status."""
     name, rest = COLLECTIVES, list(words)
     if rest and not rest[0].startswith("-"):
         if rest[0].replace("-", "_") in BENCHES:
@@ -279,13 +281,13 @@ def run(words: Sequence[str]) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         if started_by(os.environ) is not None:
-            # A rank that fails must not wait at exit for the others, as MPI's finalizer would.
+            # A failed rank must not wait for other ranks at exit, as MPI's finalizer would.
             os._exit(1)
         return 1
 
 
 def _unknown(word: str) -> str:
-    """Words the refusal of a first word that names neither a bench nor a collective."""
+    """Returns the error for a first word that names neither a benchmark nor a collective."""
     close = difflib.get_close_matches(word, (*BENCHES, *cases.COLLECTIVES), n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
     return (

@@ -1,12 +1,12 @@
-"""The optimizer's step on the CPU, against torch's, DeepSpeed's and its own parts.
+"""Times the optimizer's step on the CPU, against torch's, DeepSpeed's and its own parts.
 
-shard       one core's update of a shard: ringcomm, torch's fused AdamW, DeepSpeed's CPUAdam where
-            it is installed. FP32; and bfloat16 parameters with FP32 master copies, which torch does
-            by casting the gradient, fused AdamW on the masters, and casting the result.
-step        a whole step of data parallelism on the ranks of one machine: ringcomm in one pass, in
-            two passes and as separate kernels; and Gloo's all-reduce with torch's fused AdamW.
+shard       one core's update of a shard: ringcomm, torch's fused AdamW, and DeepSpeed's CPUAdam if
+            installed. In FP32, and with bfloat16 parameters and FP32 masters: torch casts the
+            gradient, runs fused AdamW on the masters, and casts the result.
+step        a whole data-parallel step of the ranks of one machine: ringcomm in one pass, in two
+            passes and as separate kernels; and Gloo's all-reduce with torch's fused AdamW.
 
-Gradients lie where a training loop would have them: in ringcomm's bucket, in torch's ``p.grad``.
+Gradients are where a training loop has them: in ringcomm's bucket, or in torch's ``p.grad``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _ringcomm(
     case: StepCase, comm: ringcomm.Communicator | Literal["alone"], options: AdamWOptions
 ) -> Step:
     optimizer = ringcomm.optim.AdamW([case.leaf()], comm=comm, options=options)
-    optimizer.step()  # lays the bucket out; from here on p.grad is its view
+    optimizer.step()  # creates the bucket; p.grad is a view of it afterwards
     return optimizer.step
 
 
 def torch_fused(param: torch.nn.Parameter) -> Step:
-    """torch's fused AdamW, on FP32 masters of a 16-bit parameter."""
+    """Returns a step of torch's fused AdamW, on FP32 masters of a 16-bit parameter."""
     if param.dtype == torch.float32:
         return torch.optim.AdamW([param], fused=True).step
     master = torch.nn.Parameter(param.detach().float())
@@ -80,13 +80,13 @@ def shard_systems(case: StepCase) -> dict[str, Step]:
 
             steps["deepspeed cpu_adam"] = DeepSpeedCPUAdam([case.leaf()]).step
         except Exception as error:
-            # Not installed, or its extension does not build here.
+            # DeepSpeed is not installed, or its extension does not build on this machine.
             print(f"# without DeepSpeed's CPUAdam: {type(error).__name__}", flush=True)
     return steps
 
 
 def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
-    """Reduce-scatter, update and all-gather as three calls of this library."""
+    """Returns a step that calls this library's reduce-scatter, update and all-gather separately."""
     chunk, source = case.elems // comm.world_size, case.leaf()
     assert source.grad is not None
     grads = ringcomm.empty(case.elems, dtype=case.dtype).copy_(source.grad)
@@ -95,7 +95,7 @@ def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
     own.grad = torch.empty(chunk, dtype=case.dtype)
     options = AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
     update = ringcomm.optim.AdamW([own], comm="alone", options=options)
-    update.step()  # its bucket takes the shard over: parameters are gathered from there
+    update.step()  # moves the shard into a bucket, from which parameters are gathered
     shard, grad = own.data, own.grad
 
     def step() -> None:
@@ -133,7 +133,7 @@ def step_systems(case: StepCase, comm: ringcomm.Communicator) -> dict[str, Step]
 def measure(run: Run) -> None:
     asked = run.options
     comm = run.connect("gloo") if asked.what == "step" else None
-    # Buckets have a multiple of 512 elements.
+    # A bucket has a multiple of 512 elements.
     elems = 512 * math.ceil((asked.millions or (64 if asked.what == "step" else 16)) * 2**11)
     for name in asked.dtype or ("float32", "bfloat16"):
         case = StepCase(getattr(torch, name), elems)
@@ -143,7 +143,7 @@ def measure(run: Run) -> None:
 
 
 def find_rank(asked: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
-    """A shard has one rank, which is this process."""
+    """Returns the rank for a shard's benchmark, which has only this process."""
     if asked.what == "shard" and asked.ranks not in (None, 1):
         raise LaunchError(f"--ranks {asked.ranks}: a shard has one rank")
     alone = RankInfo(0, 1, dist.HashStore())

@@ -1,9 +1,9 @@
-"""Rounds in which every system has its turn, and what is computed from them.
+"""Rounds in which all systems take turns, and statistics of their times.
 
-A turn is a barrier and then a batch of calls; its time is that of the slowest rank, per
-call. Within a round the systems follow each other directly, in an order that rotates from
-round to round, so that whatever disturbs the machine disturbs all of them; ratios are
-taken within a round and only then summarised.
+A turn is a barrier and then a batch of calls; its time is that of the slowest rank, per call.
+Within a round the systems follow each other directly, in an order that rotates from round to round,
+so that a disturbance of the machine affects all of them. Ratios are computed within a round and
+then summarised.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ import torch
 from .board import Board
 from .report import Row
 
-# Calls of one turn at most: a Python loop over more gains no precision and costs Gloo's rounds.
+# Largest number of calls per turn: a Python loop over more gains no precision and costs Gloo's
+# rounds.
 _MAX_BATCH = 200
 
 Call = Callable[[], object]
 
 
 class Device:
-    """The processor under test, which is the CPU unless a subclass says otherwise.
+    """The processor under test: the CPU, or another one in a subclass.
 
-    ``synchronize`` returns when everything that was called is done; on the CPU nothing is ever
-    under way.
+    ``synchronize`` returns when all calls are done; on the CPU calls are always done when they
+    return.
     """
 
-    name = "cpu"  # what ringcomm is told, or "cuda:0"
-    tensors = "cpu"  # where torch puts tensors for it
-    cache_bytes = 0  # of the last-level cache that buffers must not stay in; 0: not looked at
-    late = 0  # turns whose calls the device had to wait for
+    name = "cpu"  # name for ringcomm, or "cuda:0"
+    tensors = "cpu"  # torch device of its tensors
+    cache_bytes = 0  # size of the last-level cache that buffers must exceed; 0: ignored
+    late = 0  # turns in which the device waited for calls
 
     def __init__(self, synchronize: Call = lambda: None) -> None:
         self.synchronize = synchronize
 
     def elapsed_us(self, calls: Iterable[Call]) -> float:
-        """Makes the calls and returns how long the device took for them, in microseconds."""
+        """Makes the calls and returns the device's time for them, in microseconds."""
         self.synchronize()
         clock = time.perf_counter_ns
         begin = clock()
@@ -53,10 +54,10 @@ class Device:
         return (clock() - begin) / 1e3
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        """Gives an input new values before a turn; a CPU adds zeros as fast as anything."""
+        """Fills an input before a turn; on a CPU zeros suffice, since they take no less time."""
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
-        """A call that makes ``count`` calls, in turn of ``calls``; on a GPU it is one graph."""
+        """Returns a call that makes ``count`` calls, in rotation; on a GPU it replays one graph."""
 
         def replay() -> None:
             for call in islice(cycle(calls), count):
@@ -65,12 +66,13 @@ class Device:
         return replay
 
     def facts(self) -> dict[str, str]:
-        """The facts about it that a reader of the figures must know."""
+        """Returns facts about the device that a reader of the figures needs."""
         return {}
 
 
 class HostClock(Device):
-    """The host's time for calls: until they return, whatever ``device`` has still to do for them.
+    """Measures the host's time for calls: until they return, even if ``device`` has not finished
+    them.
 
     The device is idle when a turn begins.
     """
@@ -91,27 +93,27 @@ class HostClock(Device):
 
 @dataclass(frozen=True)
 class Entrant:
-    """The calls by which one system is timed."""
+    """The calls of one system that are timed."""
 
-    calls: Sequence[Call]  # made in rotation, one per set of buffers
-    calls_each: int = 1  # collectives that one of them makes (a graph's replay makes several)
-    refresh: Call = lambda: None  # done before each turn, outside its time
+    calls: Sequence[Call]  # made in rotation, one per buffer set
+    calls_each: int = 1  # collectives per call (several in a graph's replay)
+    refresh: Call = lambda: None  # runs before each turn, untimed
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The amount of measuring."""
+    """The number of rounds and calls of a measurement."""
 
     rounds: int
     warmup_rounds: int
-    batch: int  # 0: as many calls as fit into ``turn_us``
+    batch: int  # calls per turn; 0: as many as fit into ``turn_us``
     turn_us: float
-    rest_s: float = 0.0  # of sleep before each turn (see :meth:`Board.barrier`)
+    rest_s: float = 0.0  # sleep before each turn (see :meth:`Board.barrier`)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One system's cell. Times are per call and of the slowest rank, by round."""
+    """The times of one system in one case: per call, of the slowest rank, by round."""
 
     times_us: tuple[float, ...]
     batch: int
@@ -122,7 +124,9 @@ class Timing:
 
     @property
     def p95_us(self) -> float:
-        """By nearest rank: the smallest time that is not below 95 percent of them."""
+        """The 95th percentile by nearest rank: the smallest time that is not below 95 percent of
+        them.
+        """
         return sorted(self.times_us)[math.ceil(len(self.times_us) * 95 / 100) - 1]
 
     @property
@@ -133,9 +137,9 @@ class Timing:
 def measure(
     board: Board, entrants: Mapping[str, Entrant], pace: Pace, device: Device
 ) -> dict[str, Timing]:
-    """Times every one of ``entrants`` in turn. Collective; every rank gets all timings."""
+    """Times all ``entrants`` in turn. Collective; every rank gets all timings."""
     names = list(entrants)
-    # The next turn of a system goes on in the rotation where the last one ended.
+    # A system's next turn continues the rotation where its last turn ended.
     calls = {name: cycle(each.calls) for name, each in entrants.items()}
 
     def turn_us(name: str, batch: int) -> float:
@@ -159,19 +163,19 @@ def measure(
         gc.enable()
     by_rank = board.exchange(mine)
     timings = {}
-    for name, each in entrants.items():  # the slowest rank counts, round by round
+    for name, each in entrants.items():  # take the slowest rank of each round
         times_us = tuple(map(max, *(times[name] for times in by_rank), [0.0] * pace.rounds))
         timings[name] = Timing(times_us, batches[name] * each.calls_each)
     return timings
 
 
 def ratios(timing: Timing, subject: Timing) -> list[float]:
-    """Returns times relative to the subject's, round by round: above 1 the subject is faster."""
+    """Returns times divided by the subject's, round by round: above 1 the subject is faster."""
     return [other / own for other, own in zip(timing.times_us, subject.times_us, strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Lower quartile, median and upper quartile; None of nothing."""
+    """Returns lower quartile, median and upper quartile; None without values."""
     if not values:
         return None, None, None
     spread = list(values) if len(values) > 1 else [values[0]] * 2
@@ -180,7 +184,7 @@ def quartiles(values: Sequence[float]) -> tuple[float | None, float | None, floa
 
 
 def timed(row: Row, timing: Timing, subject: Timing | None) -> Row:
-    """``row`` with the times of its system, and how they compare with those of ``subject``."""
+    """Returns ``row`` with its system's times, and their ratios to the times of ``subject``."""
     low, middle, high = quartiles(ratios(timing, subject) if subject else [])
     return replace(
         row,
@@ -199,7 +203,7 @@ def timed(row: Row, timing: Timing, subject: Timing | None) -> Row:
 def rows_of(
     case: Row, timings: Mapping[str, Timing], subject: str | Mapping[str, str]
 ) -> list[Row]:
-    """A row of the case for each system; ratios are over ``subject``, or over each one's own."""
+    """Returns a row per system; ratios are to ``subject``: one for all, or one per system."""
     over = dict.fromkeys(timings, subject) if isinstance(subject, str) else subject
     return [
         timed(replace(case, system=name), timing, timings[over[name]])
@@ -212,7 +216,7 @@ def _choose_batches(
 ) -> dict[str, int]:
     if pace.batch > 0:
         return {name: math.ceil(pace.batch / each.calls_each) for name, each in entrants.items()}
-    # The first call of a library may set up its connections: it says nothing of the second.
+    # The first call of a library may set up connections, so it does not predict the second.
     for name in entrants:
         turn_us(name, 1)
     by_rank = board.exchange({name: min(turn_us(name, 2) for _ in range(3)) for name in entrants})
@@ -223,6 +227,6 @@ def _choose_batches(
 
 
 def batch_for(single_us: float, turn_us: float, calls_each: int = 1) -> int:
-    """Elements of ``single_us`` each that fill ``turn_us``: from 1 to what makes 200 calls."""
+    """Returns the number of calls of ``single_us`` that fill ``turn_us``: 1 to 200."""
     most = max(1, _MAX_BATCH // calls_each)
     return min(most, max(1, math.ceil(turn_us / max(single_us, 1e-3))))

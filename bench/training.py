@@ -1,20 +1,22 @@
-"""Training at each ZeRO stage, against DDP and FSDP2 on Gloo and on ringcomm, and DeepSpeed.
+"""Times training at each ZeRO stage, against DDP and FSDP2 on Gloo and ringcomm, and DeepSpeed.
 
-It runs on the ranks of one machine, or under torchrun on those of several. There HSDP takes part,
-too, and the stages that keep parameters or state as FSDP2 and HSDP do. DeepSpeed's ZeRO, on Gloo,
-takes part where it is installed; elsewhere its rows have no time.
+The ranks are on one machine, or with torchrun on several machines. On several machines the
+benchmark also trains HSDP, and the stages that store parameters or state as FSDP2 and HSDP do. It
+trains DeepSpeed's ZeRO, on Gloo, if DeepSpeed is installed; otherwise DeepSpeed's rows have no
+time.
 
-All systems train one GPT of the same size on the same text, each on its own copy, in one run and
-interleaved. A step is forward, backward, update and zero_grad. After the last one the losses of
-every step and the weights are compared: those that must be equal to the bit and are not count as
-wrong, and the exit status is 1.
+All systems train a GPT of the same size on the same text, each on its own copy, in one run and
+interleaved. A step is forward, backward, update and zero_grad. After the last step the benchmark
+compares the losses of every step and the weights. Values that must be equal to the bit and are not
+count as wrong; then the exit status is 1.
 
 With ``--device cuda`` all ranks share one GPU, and nothing is compared. ``--system`` names a stage,
-or DDP or FSDP2 on NCCL, which a process trains beside torch alone: torch's fused AdamW, with no
-communication at all. Ratios are over torch alone. Each has a row for its eager step, one for what
-that costs the host (", host": until the step has returned), and with ``--graph`` one for the whole
-step as a CUDA graph (", graph"), over torch's in a graph. torch itself is bound by its host where
-the model is small, so eager steps compare what Python costs, and graphs what the GPU does.
+or DDP or FSDP2 on NCCL. The process trains this system and torch alone: torch's fused AdamW without
+communication. Ratios are relative to torch alone. Each of the two has a row for its eager step, a
+row for the host's time of this step (", host": until the step has returned), and with ``--graph`` a
+row for the whole step as a CUDA graph (", graph"), relative to torch in a graph. For small models
+torch is limited by its host, so eager steps compare the cost of Python, and graphs compare the work
+of the GPU.
 """
 
 from __future__ import annotations
@@ -43,21 +45,22 @@ from .timing import rows_of as timed_rows
 from .training_systems import Batches, GpuShape, GraphedModel, ResidentBatches, Shape, TrainedModel
 
 DEFAULT_CONTEXT = 64
-# Behind a system's name: its whole step as a graph, and the host's time of an eager step.
+# Suffixes of a system's name: its whole step as a graph, and the host's time of an eager step.
 GRAPH, HOST = ", graph", ", host"
 _MB = 1e6
-# A stage's parameters and gradients, and what it gathers and reduces them in.
+# Buffers per parameter: a stage's parameters and gradients, and the buffers of gathers and
+# reductions.
 _HEAP_COPIES = 4
 _HEAP_SLACK_BYTES = 1 << 30
 
 
 class TrainingOutcome(NamedTuple):
-    """The outcome of one system's training, over all ranks."""
+    """The result of one system's training, over all ranks."""
 
-    wrong: int | None  # losses and weights that are not the twin's; None where it has no twin
-    first_loss: float  # in nats per byte, mean of the ranks
+    wrong: int | None  # losses and weights that differ from the twin's; None without twin
+    first_loss: float  # nats per byte, mean over ranks
     last_loss: float
-    held_bytes: int  # what it adds to a rank's memory, on the rank where that is most
+    held_bytes: int  # memory that it adds to a rank, on the rank with the most
 
     @property
     def text(self) -> str:
@@ -68,7 +71,7 @@ class TrainingOutcome(NamedTuple):
 def find_out(
     run: Run, trained: Mapping[str, TrainedModel], nodes: int
 ) -> dict[str, TrainingOutcome]:
-    """Compares each system with its twin; collective, and the same on all ranks."""
+    """Compares each system with its twin; collective, with the same result on all ranks."""
     pairs = {} if gpt.TORCH_ALONE in trained else gpt.twins(run.world, nodes)
     mine = {}
     for name, each in trained.items():
@@ -92,7 +95,7 @@ def rows_of(
     findings: Mapping[str, TrainingOutcome],
     nodes: int = 1,
 ) -> list[Row]:
-    """A row per system; ratios are over DDP."""
+    """Returns a row per system; ratios are relative to DDP."""
     case = _case(shape, world, PROCESSES, nodes)
     rows = []
     for row in timed_rows(case, timings, gpt.DDP):
@@ -117,18 +120,18 @@ def _case(shape: Shape, world: int, mode: str, nodes: int = 1) -> Row:
 def gpu_rows(
     shape: Shape, world: int, timings: Mapping[str, Timing], kind: str, notes: Mapping[str, str]
 ) -> list[Row]:
-    """A row per system, with ``kind`` behind its name; ratios are over torch alone."""
+    """Returns a row per system, with ``kind`` after its name; ratios are to torch alone."""
     rows = timed_rows(_case(shape, world, PROCESSES_ON_ONE_GPU), timings, gpt.TORCH_ALONE)
     return [replace(row, system=row.system + kind, note=notes.get(row.system, "")) for row in rows]
 
 
 def measure_on_gpu(run: Run, shape: Shape, comm: ringcomm.Communicator, device: Device) -> None:
-    """Trains torch alone and the system that was asked for; eager, and then in graphs."""
+    """Trains torch alone and the selected system; first eager, and then in graphs."""
     asked = run.options
     batches = Batches(shape, asked.corpus, run.rank, run.world, comm.device)
     builds = gpt.on_gpu(batches, comm, asked.system)
     held = ResidentBatches(batches)
-    # By the host's clock, until the GPU has done what the calls have queued.
+    # The host's clock measures until the GPU has finished the queued calls.
     clock = Device(device.synchronize)
     trained = {name: TrainedModel(build, held) for name, build in builds.items()}
     timings = run.time(trained, warmup_rounds=1, device=clock)
@@ -137,7 +140,7 @@ def measure_on_gpu(run: Run, shape: Shape, comm: ringcomm.Communicator, device: 
     notes = {name: outcome.text for name, outcome in found.items()}
     run.add(gpu_rows(shape, run.world, timings, "", notes))
     run.add(gpu_rows(shape, run.world, of_host, HOST, {}))
-    # Of two sharded modules on a communicator a graph could capture neither.
+    # With two sharded modules on one communicator a graph could capture neither of them.
     trained[asked.system].end()
     del trained
     gc.collect()
@@ -152,7 +155,7 @@ def measure_on_gpu(run: Run, shape: Shape, comm: ringcomm.Communicator, device: 
 
 
 def shapes_of(asked: argparse.Namespace) -> list[Shape]:
-    """The shapes that are trained, one after the other."""
+    """Returns the shapes to train, one after the other."""
     pairs = asked.batches or [(asked.sequences, each) for each in contexts_of(asked)]
     make = GpuShape if asked.device == "cuda" else Shape
     how = (asked.optimizer, getattr(torch, asked.dtype))
@@ -170,7 +173,7 @@ def measure(run: Run) -> None:
     heap_bytes = None
     if asked.device == "cuda":
         run.facts = device.facts() if run.rank == 0 else {}
-        # A GPU's heap does not grow, and its default is no measure of these models.
+        # A GPU's heap does not grow, and its default size does not fit these models.
         most = max(shape.parameters for shape in shapes) * torch.float32.itemsize
         heap_bytes = _HEAP_COPIES * most + _HEAP_SLACK_BYTES
     comm = run.connect("gloo", device=asked.device, heap_bytes=heap_bytes)
@@ -190,7 +193,7 @@ def measure(run: Run) -> None:
 
 
 def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Refuses what cannot be measured, and adds the text."""
+    """Refuses options that cannot be measured, and adds the text to the options."""
     if asked.device == "cuda":
         if asked.system is None:
             parser.error(f"--device cuda: a process trains one --system: {', '.join(_SYSTEMS)}")
@@ -204,7 +207,7 @@ def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
 
 
 def read_text(parser: argparse.ArgumentParser, asked: argparse.Namespace, context: int) -> None:
-    """Adds the text of ``--data`` to the options; refuses too little for contexts of that size."""
+    """Adds the text of ``--data`` to the options; refuses a text too short for the context."""
     try:
         asked.corpus = read_corpus(asked.data, context)
     except ArgumentError as error:

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO as one of the systems of :mod:`.training_systems`, on Gloo and CPUs.
 
-It takes part where it is installed. It neither clips nor computes the norm of gradients, as nobody
-does here, and has torch's fused AdamW; other options are those that made it fastest on two cores.
+It takes part if it is installed. Like the other systems it neither clips nor computes the norm of
+gradients, and it uses torch's fused AdamW; its other options are those that were fastest on two
+cores.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from torch import nn
 Tensor = torch.Tensor
 STAGES = {f"deepspeed zero-{stage}": stage for stage in (1, 2, 3)}
 BUCKET_ELEMS = 4_000_000
-# Five to fourteen combinations of buckets, contiguous gradients, overlap and such were tried.
+# Fastest of five to fourteen combinations of buckets, contiguous gradients, overlap and similar
+# options.
 OPTIONS: dict[int, dict[str, Any]] = {
     1: {"overlap_comm": False, "compute_grad_norm": False, "allgather_bucket_size": BUCKET_ELEMS},
     2: {"overlap_comm": True, "compute_grad_norm": False, "allgather_bucket_size": BUCKET_ELEMS},
     3: {"overlap_comm": False, "stage3_allgather_sequential": True},
 }
 MISSING = "no deepspeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
-# An operation that is compiled at its first use, and is of use in inference alone.
+# DeepSpeed compiles this operation at its first use, and needs it only for inference.
 _INFERENCE_OP = "deepspeed_shm_comm"
 
 
@@ -33,7 +35,7 @@ def installed_version() -> str | None:
 
 
 def begin(rank: int) -> None:
-    """Lets DeepSpeed join torch's first group, which is on Gloo, and load what it loads at first.
+    """Lets DeepSpeed use torch's first group, which is on Gloo, and load its modules in advance.
 
     Collective.
     """
@@ -51,7 +53,7 @@ def begin(rank: int) -> None:
 
 
 class Engine:
-    """DeepSpeed's engine, in the place of an optimizer.
+    """DeepSpeed's engine, with the interface of an optimizer.
 
     Attributes:
         module: the model, as the engine wraps it.
@@ -81,7 +83,7 @@ class Engine:
         self.module.step()
 
     def zero_grad(self) -> None:
-        """Nothing is left to do: the engine's step drops the gradients."""
+        """Does nothing: the engine's step already drops the gradients."""
 
     def weights(self) -> dict[str, Tensor]:
         """Returns all weights; collective."""

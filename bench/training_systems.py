@@ -1,4 +1,4 @@
-"""The systems that :mod:`.training` compares: one GPT, trained on the same text by each of them."""
+"""The systems that :mod:`.training` compares: each trains the same GPT on the same text."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ DDP_NCCL, FSDP2_NCCL = "ddp on nccl", "fsdp2 on nccl"
 STAGES = tuple(f"stage {stage}" for stage in range(4))
 TORCH_ALONE = "torch alone"
 RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE)
-# What a process trains on a GPU, beside torch alone.
+# Systems that a process can train on a GPU, besides torch alone.
 ON_GPU = (*STAGES, DDP_NCCL, FSDP2_NCCL)
-# No system can do without: the ranks share memory bandwidth and cores, but no gradients.
+# Lower bound of every system: the ranks share memory bandwidth and cores, but exchange no
+# gradients.
 ARITHMETIC = "forward and backward"
 NCCL_BACKEND = "nccl"
-# Eager steps before a step is captured: the first ones build what is built at a step.
+# Eager steps before a step is captured: the first steps build objects that later steps reuse.
 _WARM_UP = 3
 # The name of a training step in reports.
 TRAINING = "training_step"
@@ -47,10 +48,10 @@ SEED = 0
 _zero_options, _compression = ringcomm.zero.ZeroOptions, ringcomm.zero.Compression
 _QUANTIZED = _zero_options(compression=_compression(gradients="int8"))
 _QUANTIZED_PARAMS = _zero_options(compression=_compression(gradients="int8", parameters="fp8"))
-# Stages that there are over several nodes alone. With quantized gradients the updated parameters
-# return as they are, or with copies of the state the sums do, quantized; or the updated parameters
-# are quantized, too. Stage 3 may keep state as HSDP does, with a copy on each node, or parameters
-# as FSDP2.
+# Variants that exist only over several nodes. With quantized gradients, updated parameters are sent
+# between nodes in their dtype, or with copies of the state quantized sums are sent instead; or
+# updated parameters are quantized as well. Stage 3 may store state as HSDP does, with a copy on
+# each node, or parameters as FSDP2 does.
 QUANTIZED_OVER_NODES = {
     "stage 2 compression=int8": (2, _QUANTIZED),
     "stage 2 compression=int8 state=node": (2, replace(_QUANTIZED, state="node")),
@@ -61,16 +62,17 @@ UNCOMPRESSED_OVER_NODES = {
     "stage 3 state=node": (3, _zero_options(state="node")),
     "stage 3 params=world": (3, _zero_options(params="world")),
 }
-# Each system, and the one whose losses and weights it must have to the bit; quantized runs have no
-# such twin. DeepSpeed's stages and torch's wrappers only where each sum is of two ranks, since the
-# sum of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
+# Each system, and its twin: the system with the same losses and weights, to the bit. Quantized runs
+# have no twin. DeepSpeed's stages and torch's wrappers have a twin only if each sum is of two
+# ranks, since the sum of two numbers does not depend on their order. HSDP adds within a node and
+# then over nodes.
 STAGE_TWINS = dict.fromkeys((*STAGES[1:], *UNCOMPRESSED_OVER_NODES), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
 
 
 class TorchLion(torch.optim.Optimizer):
-    """Lion as a user of torch would have it: its operations on lists of tensors."""
+    """Lion as a user of torch would write it: torch's operations on lists of tensors."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -112,12 +114,14 @@ class Masters:
 
 
 def _muon_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """AdamW steps the embedding, which is the head, too."""
+    """Returns Muon's parameter groups; AdamW also steps the embedding, which is shared with the
+    head.
+    """
     return ringcomm.optim.muon_groups(module, adamw=("embed.weight",), weight_decay=0.01)
 
 
 def _torchs_muon(module: nn.Module) -> Any:
-    """Two optimizers that step one module, as torch's Muon asks for."""
+    """Returns two optimizers that step one module, as torch's Muon requires."""
     muon, adamw = _muon_groups(module)
     del muon["algorithm"], adamw["algorithm"]
     matrices: Any = torch.optim.Muon([muon], lr=LEARNING_RATE)
@@ -129,7 +133,7 @@ def _torchs_muon(module: nn.Module) -> Any:
 
 
 class Optimizers(NamedTuple):
-    """One kind of optimizer, by ringcomm for a sharded module, and as users of torch have it."""
+    """One kind of optimizer: ringcomm's for a sharded module, and torch's for the other systems."""
 
     ours: Callable[[nn.Module], Any]
     torchs: Callable[[nn.Module], Any]
@@ -152,13 +156,13 @@ OPTIMIZERS = {
     ),
     "adafactor": Optimizers(_stepping(_of.Adafactor), _stepping(torch.optim.Adafactor)),
 }
-# Fused SGD does not take the shards of FSDP2, and Muon and Adafactor neither those nor DeepSpeed's.
+# Fused SGD does not accept FSDP2's shards; Muon and Adafactor accept neither these nor DeepSpeed's.
 TAKE_NO_SHARDS = ("sgd", "muon", "adafactor")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT with one weight for both ends, its batch, and the kind of its optimizer.
+    """A GPT whose embedding and head share a weight, its batch, and the kind of its optimizer.
 
     In bfloat16 all systems keep FP32 masters and moments.
     """
@@ -173,7 +177,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """The number of elements that are trained."""
+        """The number of trained elements."""
         return 12 * self.depth * self.width**2 + VOCABULARY * self.width
 
     def model(self) -> GPT:
@@ -187,19 +191,21 @@ class Shape:
 
 
 class GpuShape(Shape):
-    """A shape whose weights are drawn once, and copied for each model: that takes a second."""
+    """A shape whose weights are initialized once and copied for each model, to save a second per
+    model.
+    """
 
     @cached_property
     def _first(self) -> GPT:
         return super().model()
 
     def model(self) -> GPT:
-        """Returns what :meth:`Shape.model` returns."""
+        """Same as :meth:`Shape.model`."""
         return copy.deepcopy(self._first)
 
 
 class Batches(NamedTuple):
-    """The rows of each step's batch that are one rank's."""
+    """One rank's rows of each step's batch."""
 
     shape: Shape
     corpus: Corpus
@@ -208,7 +214,7 @@ class Batches(NamedTuple):
     device: torch.device
 
     def of(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, each int64 [sequences, context]."""
+        """Returns tokens and targets, each int64 [sequences, context]."""
         rows, context = self.shape.sequences, self.shape.context
         tokens, targets = draw(self.corpus.train, SEED, step, (rows * self.world, context))
         own = slice(self.rank * rows, (self.rank + 1) * rows)
@@ -216,7 +222,7 @@ class Batches(NamedTuple):
 
 
 class ResidentBatches:
-    """Batches that lie on the device before the time begins, so that no step waits for the host."""
+    """Batches that are on the device before the timing, so that no step waits for the host."""
 
     COUNT = 4
 
@@ -225,16 +231,16 @@ class ResidentBatches:
         self._held = [batches.of(step) for step in range(self.COUNT)]
 
     def of(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns what :meth:`Batches.of` returns, from the first batch again after the last."""
+        """Same as :meth:`Batches.of`, but after the last batch it starts again with the first."""
         return self._held[step % self.COUNT]
 
 
 def _loss_of(module: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Runs forward and backward."""
-    # On a GPU matrices are multiplied in bfloat16, as training does it.
+    """Runs forward and backward; returns the loss."""
+    # On a GPU matrices are multiplied in bfloat16, as usual in training.
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         loss: Tensor = module(tokens, targets)
-    # DeepSpeed's engine has a backward of its own.
+    # DeepSpeed's engine has its own backward.
     getattr(optimizer, "backward", Tensor.backward)(loss)
     return loss.detach()
 
@@ -248,17 +254,17 @@ def _update(module: nn.Module, optimizer: Any) -> None:
 
 
 def _end(module: nn.Module, optimizer: Any) -> None:
-    """Undoes sharding, so that a module which is sharded next is the only one; collective."""
+    """Undoes sharding, so that the next sharded module is the only one; collective."""
     if isinstance(optimizer, SHARDED):
         ringcomm.zero.remove_sharding(module)
 
 
 class TrainedModel:
-    """A model that one system trains; a call is a step.
+    """A model that one system trains; each call makes a step.
 
-    Two steps are taken at once: the first builds what is built at a step, and the second what
-    depends on that. ``held_bytes`` is what training adds to this rank's memory, between the
-    backward and the optimizer's step.
+    The constructor makes two steps: the first builds objects that a step needs, and the second
+    builds objects that depend on the first. ``held_bytes`` is the memory that training adds to this
+    rank, between backward and the optimizer's step.
     """
 
     def __init__(
@@ -267,7 +273,7 @@ class TrainedModel:
         before_bytes = held_bytes(batches.device, trim=True)
         self.module, self._optimizer = build()
         self._batches = batches
-        self.losses: list[Tensor] = []  # of this rank's rows, one FP32 scalar a step
+        self.losses: list[Tensor] = []  # for this rank's rows, one FP32 scalar per step
         self()
         self._backward()
         self.held_bytes = held_bytes(batches.device, trim=True) - before_bytes
@@ -285,11 +291,11 @@ class TrainedModel:
         _update(self.module, self._optimizer)
 
     def end(self) -> None:
-        """Ends the training, whose module is sharded no longer; collective."""
+        """Ends the training and undoes sharding; collective."""
         _end(self.module, self._optimizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns what this rank can compare of the weights: all, or under FSDP2 its shards.
+        """Returns the weights that this rank can compare: all weights, or under FSDP2 its shards.
 
         Collective.
         """
@@ -305,9 +311,9 @@ class TrainedModel:
 
 
 class GraphedModel:
-    """A model whose step is one graph; a call copies the next batch in, and replays it.
+    """A model whose step is one graph; a call copies the next batch in, and replays the graph.
 
-    ringcomm's own steps are captured by ``zero.GraphedStep``, torch's as its documents say.
+    ``zero.GraphedStep`` captures ringcomm's steps; torch's are captured as its documentation says.
     """
 
     def __init__(
@@ -337,7 +343,7 @@ class GraphedModel:
         self._calls += 1
 
     def end(self) -> None:
-        """Does as :meth:`TrainedModel.end`."""
+        """Same as :meth:`TrainedModel.end`."""
         _end(*self._built)
 
     @property
@@ -349,7 +355,7 @@ class GraphedModel:
 def _captured(
     step: Callable[[Tensor, Tensor], Tensor], batch: tuple[Tensor, Tensor], device: Device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a step that replays a graph of ``step``, whose loss the next step replaces."""
+    """Returns a step that replays a graph of ``step``; each replay overwrites the loss."""
     tokens, targets = (each.clone() for each in batch)
     losses: list[Tensor] = []
 
@@ -377,7 +383,7 @@ def differences(trained: TrainedModel, twin: TrainedModel) -> int:
 
 
 def twins(world: int, nodes: int) -> Mapping[str, str]:
-    """The systems whose losses and weights must be another's, and that other's name."""
+    """Returns the systems that have a twin, with the twin's name."""
     pairs = PAIR_TWINS if world == 2 else {}
     mesh = MESH_TWINS if nodes == 2 and world // nodes <= 2 else {}
     return {**STAGE_TWINS, **pairs, **mesh}
@@ -417,7 +423,7 @@ def _deepspeed(shape: Shape, stage: int) -> Built:
 
 
 def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
-    """Returns the mesh of nodes by local ranks, whose groups are of ``backend``; collective."""
+    """Returns the mesh of nodes by local ranks, whose groups use ``backend``; collective."""
     ranks_of = range(comm.world_size)
     nodes = [
         [rank for rank in ranks_of if comm.node_of(rank) == node] for node in range(comm.num_nodes)
@@ -438,7 +444,7 @@ def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
 
 
 def _capturable(built: Built) -> Built:
-    """Keeps the step count of torch's optimizer on the device, as a graph needs it."""
+    """Keeps the step count of torch's optimizer on the device, as a graph requires."""
     for group in getattr(built[1], "param_groups", ()):
         if "capturable" in group:
             group["capturable"] = True
@@ -448,9 +454,10 @@ def _capturable(built: Built) -> Built:
 def on_gpu(
     batches: Batches, comm: ringcomm.Communicator, system: str
 ) -> dict[str, Callable[[], Built]]:
-    """Returns what builds torch alone and one system of :data:`ON_GPU`; collective.
+    """Returns functions that build torch alone and one system of :data:`ON_GPU`; collective.
 
-    One, since sharded modules that live beside each other agree on their order in each backward.
+    Only one system, since sharded modules that exist together agree on their order in each
+    backward.
     """
     shape, device = batches.shape, batches.device
     if system in STAGES:
@@ -469,7 +476,9 @@ def on_gpu(
 
 
 def entrants(batches: Batches, comm: ringcomm.Communicator) -> dict[str, TrainedModel]:
-    """Begins training on each system; ``batches`` is of this rank, ``comm`` of all. Collective."""
+    """Begins training on each system; ``batches`` is this rank's, ``comm`` has all ranks.
+    Collective.
+    """
     shape = batches.shape
     builds: dict[str, Callable[[], Built]] = {
         name: partial(_zero, shape, stage, comm) for stage, name in enumerate(STAGES)

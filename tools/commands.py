@@ -1,4 +1,4 @@
-"""Commands and interpreters, as `make matrix` and `make wheels` use them. No package is needed."""
+"""Runs commands and finds interpreters for `make matrix` and `make wheels`. Needs no package."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LIMIT_S = 1800
 
 
 class CommandFailed(SystemExit):
-    """A command failed, or did not end in time. The text has its words and its last line."""
+    """A command failed or did not end in time. The text has its words and its last output line."""
 
 
 def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-    """Runs a command with these environment variables added; returns what it printed.
+    """Runs a command with additional environment variables; returns its output.
 
     Raises:
         CommandFailed: its exit status is not 0, or it has not ended after 30 minutes. Its output
@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
     """
     words = [str(word) for word in command]
     name = " ".join(Path(word).name for word in words[:3])
-    # Python must find what is installed, not a source tree or the user's own packages.
+    # Python must find the installed package, not a source tree or the user's own packages.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     fixed = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -49,7 +49,7 @@ def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
 
 
 def interpreter(version: str) -> Path | None:
-    """Finds an interpreter of ``version`` ("3.12") on the PATH or among pyenv's."""
+    """Finds an interpreter of ``version`` ("3.12") on the PATH or in pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     on_path = shutil.which(f"python{version}")
     found = [Path(on_path)] if on_path else []
@@ -62,7 +62,7 @@ def interpreter(version: str) -> Path | None:
 
 
 def make_environment(python: Path, folder: Path, *packages: str | Path) -> Path:
-    """Makes a virtual environment with packages in ``folder``; returns its interpreter."""
+    """Creates a virtual environment with packages in ``folder``; returns its interpreter."""
     run(python, "-m", "venv", folder)
     own = folder / "bin" / "python"
     if packages:

@@ -1,10 +1,10 @@
-"""``make matrix``: builds and tries ringcomm with each interpreter, compiler and torch here.
+"""``make matrix``: tries ringcomm with each interpreter, compiler and torch of this machine.
 
-A clone of what is committed is built once for each interpreter and compiler, since the module that
-is built serves every torch. Each case installs it into a virtual environment of its own, and runs
-exact tests, ``ringcomm doctor`` and the demo there. A case without its interpreter or compiler is
-named as not tried. The rows that are printed are for the table of docs/versions.md. ``--wheels``
-tries the wheels of ``make wheels``, and builds nothing.
+The tool builds a clone of the committed tree once for each interpreter and compiler, since one
+build serves every torch. It installs each case into its own virtual environment, and runs exact
+tests, ``ringcomm doctor`` and the demo there. It lists a case without interpreter or compiler as
+not tried. It prints rows for the table of docs/versions.md. ``--wheels`` tries the wheels of ``make
+wheels``, and builds nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tools.commands import PYTHONS, ROOT, CommandFailed, interpreter, make_envir
 
 TORCH = "2.13.0"
 COMPILERS = ("g++-11", "g++-12", "g++-13", "clang++-14", "clang++-16", "clang++-18")
-# Exact tests of compiled code: collectives, messages, quantization, the optimizer and the stages.
+# Exact tests of the compiled code: collectives, messages, quantization, the optimizer and the
+# stages.
 TESTS = (
     *("comm/test_collectives.py", "comm/test_messages.py"),
     *("comm/test_quantization.py", "optim/test_adamw.py", "zero/test_uneven.py"),
@@ -34,7 +35,7 @@ NEEDED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest"
 
 @dataclass(frozen=True)
 class Case:
-    """One row: ``python`` builds and runs; ``compiler`` "c++" is the system's own."""
+    """A row of the table: ``python`` builds and runs; ``compiler`` "c++" is the system's own."""
 
     python: str
     torch: str = TORCH
@@ -47,14 +48,14 @@ class Case:
 
     @property
     def lacks(self) -> str:
-        """Name of the program that this machine lacks for the case, or ""."""
+        """Name of a program that the case needs and this machine lacks, or ""."""
         if interpreter(self.python) is None:
             return f"no Python {self.python} here"
         return "" if shutil.which(self.compiler) else f"no {self.compiler} here"
 
 
 def cases(torch_versions: Sequence[str]) -> list[Case]:
-    """Returns every interpreter, one with every compiler and without NumPy, and these torches."""
+    """Returns cases for all interpreters, compilers and torch versions, and one without NumPy."""
     made = [Case(version) for version in PYTHONS]
     made += [Case("3.11", compiler=compiler) for compiler in COMPILERS]
     made += [Case("3.11", numpy=False)]
@@ -81,13 +82,14 @@ def build(case: Case, folder: Path) -> Path:
 
 
 def attempt(case: Case, wheels: Path, tests: Path, folder: Path) -> str:
-    """Installs and tries a case in an empty folder; returns the version of torch, as torch says it.
+    """Installs and tries a case in an empty folder; returns the version of torch.
 
-    Of ``wheels`` pip takes the one that fits. ``tests`` is a tree without the package.
+    pip selects the fitting wheel of ``wheels``. ``tests`` is a tree without the package.
     """
     found = interpreter(case.python)
     assert found is not None
-    # From these wheels and no index, which may have another ringcomm; then what it depends on.
+    # Install ringcomm from these wheels alone, since an index may have another ringcomm; then its
+    # requirements.
     given = ("--no-index", "--no-deps", "--only-binary=ringcomm", "--find-links", wheels)
     python = make_environment(found, folder / "environment", *given, "ringcomm")
     run("sh", ROOT / "tools" / "install_torch.sh", python, f"torch=={case.torch}")
@@ -104,7 +106,7 @@ def attempt(case: Case, wheels: Path, tests: Path, folder: Path) -> str:
 def try_all(
     chosen: Sequence[Case], folder: Path, given_wheels: Path | None
 ) -> Iterator[tuple[str, ...]]:
-    """Tries cases, each once, in an empty folder; yields the row of each as soon as it is known."""
+    """Tries each case once in an empty folder; yields its row as soon as it is known."""
     built: dict[tuple[str, str], Path] = {}
     done = set()
     for case in chosen:
@@ -113,7 +115,7 @@ def try_all(
             continue
         compiler = "wheel" if given_wheels else compiler_name(case.compiler)
         key = (case.python, compiler)
-        if (case.torch, case.numpy, *key) in done:  # this compiler is the system's own
+        if (case.torch, case.numpy, *key) in done:  # this compiler is the system's compiler
             continue
         done.add((case.torch, case.numpy, *key))
         begin, torch, result = time.monotonic(), case.torch, "ok"
@@ -136,11 +138,11 @@ def try_all(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 when a case failed."""
+    """Returns 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="matrix", description=__doc__)
     add = parser.add_argument
-    add("--torch", default="", help="other versions of torch, by commas")
-    add("--only", nargs="+", default=[""], help="cases whose text has one of these")
+    add("--torch", default="", help="other versions of torch, separated by commas")
+    add("--only", nargs="+", default=[""], help="only cases whose text contains one of these")
     add("--wheels", type=Path, metavar="FOLDER", help="tries the wheels there, and builds nothing")
     asked = parser.parse_args(arguments)
     every = cases([each for each in asked.torch.split(",") if each])

@@ -14,11 +14,11 @@ PATTERNS = ROOT / "kernels" / "bindings" / "stub.nb"
 
 
 def native_stub() -> str:
-    """Returns the stub of the module that is built. Docstrings stay in the module, for `help()`."""
+    """Returns the stub of the built module. Docstrings are left to the module, for `help()`."""
     patterns = load_pattern_file(str(PATTERNS))
     generator = StubGen(_native, include_docstrings=False, patterns=patterns)
     generator.put(_native)
-    # Only classes stand apart.
+    # Put blank lines only around classes.
     stub = re.sub(r"\n+(?=\n    )", "", generator.get())
     stub = re.sub(r"(?m)^((?:def |[A-Z_]+: ).*)\n+(?=\n(?:def |[A-Z_]+: ))", r"\1", stub)
     return f"# Generated from kernels/bindings by `make native`.\n{stub}"

@@ -1,6 +1,6 @@
 """Draws the charts of docs/pictures from bench/results: `make pictures`.
 
-The diagrams in that folder are SVG files that are edited by hand. Pages show a picture as an
+The diagrams in this folder are SVG files that are edited by hand. Pages include a picture as an
 image, so it follows the reader's preference for light or dark and has its own background.
 """
 
@@ -22,8 +22,8 @@ RESULTS = ROOT / "bench" / "results"
 KIB, MIB = 1 << 10, 1 << 20
 Points = Sequence[tuple[float, float]]
 
-# On light and on dark screens. Readers who confuse colours tell the strong ones apart; the soft
-# ones are fills behind text.
+# Colours for light and for dark screens. Readers with colour blindness can distinguish the strong
+# colours; the soft colours are backgrounds of text.
 COLOURS = {
     "paper": ("#ffffff", "#161a22"),
     "panel": ("#f3f5f9", "#222834"),
@@ -51,7 +51,7 @@ def _theme(index: int) -> str:
 
 
 class Sheet:
-    """An SVG picture 800 wide. ``title`` and ``desc`` are read to those who do not see it."""
+    """An SVG picture of width 800. Screen readers read ``title`` and ``desc``."""
 
     def __init__(self, height: int, title: str, desc: str) -> None:
         size = {"width": "800", "height": str(height)}
@@ -74,7 +74,9 @@ class Sheet:
         return ET.SubElement(self._root, tag, {"class": classes, **texts})
 
     def text(self, x: float, y: float, text: str, style: str = "f-muted", **how: object) -> None:
-        """Sets a line of text whose baseline is at ``y``; the size is 13 unless ``how`` has one."""
+        """Adds a line of text with its baseline at ``y``; the default font size is 13, ``how`` may
+        change it.
+        """
         self._add("text", style, x=x, y=y, **{"font_size": 13, **how}).text = text
 
     def line(self, points: Points, colour: str, width: float, dashed: bool = False) -> None:
@@ -94,7 +96,7 @@ class Sheet:
 
 
 class Curve(NamedTuple):
-    """A curve, and its name in the legend."""
+    """A curve with its name in the legend."""
 
     name: str
     colour: str
@@ -131,7 +133,9 @@ class Chart:
     def _panel(
         self, sheet: Sheet, title: str, curves: Sequence[Curve], left: float, width: float
     ) -> None:
-        """Draws a panel from 84 to 316 below the top; the first one has the numbers of y."""
+        """Draws a panel from 84 to 316 below the top; only the first panel has numbers on its y
+        axis.
+        """
         x_range = (min(self.x_ticks) / 1.3, max(self.x_ticks) * 1.3)
         y_range = (self.y_ticks[0] / 1.4, self.y_ticks[-1] * 2)
 
@@ -162,7 +166,7 @@ class Chart:
 
 # ---- bandwidth over size ----------------------------
 
-# torch.distributed has all_reduce in place only.
+# torch.distributed has all_reduce only in place.
 CASES = (("reduce_scatter", "out"), ("all_gather", "out"), ("all_reduce", "in"))
 
 
@@ -174,7 +178,7 @@ def _machine(report: Report) -> str:
 def _bandwidths(
     rows: Sequence[Row], systems: Sequence[tuple[str, str, str]]
 ) -> dict[str, list[Curve]]:
-    """Returns curves of systems, each with its name and colour, by collective."""
+    """Returns the systems' curves by collective, with names and colours."""
     points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
         if (row.collective, row.placement) in CASES and row.busbw_gbps:
@@ -190,7 +194,7 @@ def _bandwidths(
 
 
 def bandwidth() -> Sheet:
-    """Bandwidth over size on the host, of all systems of one run."""
+    """Draws bandwidth over size on the host, of all systems of one run."""
     report = read(RESULTS / "2ranks-float-plain.csv")
     systems = (
         *(("ringcomm", "ringcomm", "blue"), ("gloo", "Gloo", "orange")),
@@ -211,11 +215,11 @@ def bandwidth() -> Sheet:
 
 
 def bandwidth_gpu() -> Sheet:
-    """The same of two ranks that share a GPU."""
+    """Draws bandwidth over size of two ranks that share a GPU."""
     report = read(RESULTS / "gpu-nvidia-h100-80gb-hbm3-2026-11-26.csv")
     one_by_one = [row for row in report.rows if row.ranks == 2 and not row.graph_calls]
     rows = [row for row in one_by_one if row.size_bytes >= MIB]
-    # The record has the name that one-shot had when it was measured.
+    # The recorded file uses an old name of one-shot.
     systems = (
         *(("ringcomm", "ringcomm", "blue"), ("ringcomm:ring", "its ring", "violet")),
         *(("triton:direct", "Triton kernels", "orange"), ("torch", "torch", "green")),
@@ -248,7 +252,7 @@ BARS = (
 
 
 def training() -> Sheet:
-    """Time and memory of a training step, side by side, of one run."""
+    """Draws time and memory of a training step of one run."""
     report = read(RESULTS / "training" / "2ranks-deepspeed.csv")
     pairs = {
         row.system: (row.time_us / 1e3, row.held_bytes / 1e6)

@@ -1,7 +1,7 @@
-"""The hooks of MkDocs (mkdocs.yml): pages of files beside docs/*.md, and the commands' help.
+"""Hooks of MkDocs (mkdocs.yml): pages of files outside docs/*.md, and the commands' help.
 
-The documents are written for a reader of the tree: their links name files of it. On the site each
-such file has a page, so that the same link works there, too.
+The links of documents name files of the source tree. On the site each of these files has a page,
+and the hooks change the links accordingly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-# Documents beside docs/ in the tree, and their pages.
+# Documents outside docs/, and their pages.
 BESIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -33,28 +33,28 @@ BESIDE = {
     "SECURITY.md": "security-policy.md",
 }
 COMMANDS_MARK = "<!-- commands -->"
-# Code, which has no links; and a link: its text, and its target up to the anchor.
+# Patterns of code, which has no links, and of a link: its text, and its target without the anchor.
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?!\w+:)([^)\s#]+)((?:#[^)\s]*)?\))")
-# Sphinx's roles in docstrings, and references to pages.
+# Patterns of Sphinx's roles in docstrings, and of references to pages.
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|data):(?=<code>)")
 _NAMED_PAGE = re.compile(r"<code>docs/([\w-]+)\.md</code>")
 
 
 def _page_of(path: str) -> str:
-    """Returns the page of a file of the tree: examples have one with their text."""
+    """Returns the page of a file of the tree; for an example it is a page with its source text."""
     own = posixpath.relpath(path, "docs")
     return BESIDE.get(path, f"files/{path}.md" if path.endswith(".py") else own)
 
 
 def _document_of(page: str) -> str:
-    """Returns the path in the tree of the document at ``page``."""
+    """Returns the path in the tree of the document of ``page``."""
     beside = {page: path for path, page in BESIDE.items() if path != "README.md"}
     return beside.get(page, posixpath.join("docs", page))
 
 
 def with_site_links(text: str, page: str) -> str:
-    """Returns the document at ``page`` with links that lead to pages in place of files."""
+    """Returns the document of ``page`` with links to pages instead of files."""
     folder = posixpath.dirname(_document_of(page))
 
     def replaced(match: re.Match[str]) -> str:
@@ -68,14 +68,14 @@ def with_site_links(text: str, page: str) -> str:
 
 
 def with_docstring_links(html: str, page: str) -> str:
-    """Returns the HTML of a page with links where docstrings name pages, and without roles."""
+    """Returns the HTML of a page with links for names of pages in docstrings, and without roles."""
     up = posixpath.relpath(".", posixpath.dirname(page) or ".")
     named = _ROLE.sub("", html).replace("::</p>", ":</p>")
     return _NAMED_PAGE.sub(rf'<a href="{up}/\1.html">\1</a>', named)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of a subcommand, as ``ringcomm NAME --help`` has it."""
+    """Returns the parser of a subcommand, the same as for ``ringcomm NAME --help``."""
     if COMMANDS[name].forwards:
         return collectives.BENCH.build_parser()
     parser = argparse.ArgumentParser(prog=f"ringcomm {name}", description=COMMANDS[name].summary)
@@ -92,7 +92,7 @@ def _with_subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.Argu
 
 
 def commands_help() -> str:
-    """Returns a section of each subcommand of ``ringcomm`` with its help."""
+    """Returns one section per subcommand of ``ringcomm``, with its help."""
     sections = []
     for name in sorted(COMMANDS):
         with mock.patch.dict(os.environ, {"COLUMNS": "88", "NO_COLOR": "1"}):
@@ -106,8 +106,8 @@ def commands_help() -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of documents beside docs/, and of examples."""
-    from mkdocs.structure.files import File  # tests use the rest where MkDocs is not installed
+    """Adds the pages of documents outside docs/, and of examples."""
+    from mkdocs.structure.files import File  # tests use this module without MkDocs
 
     for path, page in BESIDE.items():
         if path != "README.md":
@@ -120,7 +120,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes links lead to pages; hides menus that would have this page alone."""
+    """Changes links to pages; hides a menu that would contain only this page."""
     uri = page.file.src_uri
     if uri in ("index.md", "tutorial.md"):
         page.meta["hide"] = ["navigation", *(["toc"] if uri == "index.md" else [])]
@@ -130,6 +130,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes docstrings on reference pages name pages by links."""
+    """Adds links for names of pages in docstrings on reference pages."""
     uri = page.file.src_uri
     return with_docstring_links(html, uri) if uri.startswith("reference/") else html

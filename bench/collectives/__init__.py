@@ -1,4 +1,4 @@
-"""Collectives of ringcomm and of other libraries, in one run and in turn."""
+"""Times collectives of ringcomm and other libraries, in one run and in turn."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ DEFAULTS = " or ".join(_DEFAULT_PEERS.values()) + ", by device"
 _DEFAULT_RANKS = 2
 _HOST_ALGORITHMS = ("auto", "one_shot", "ring")
 size = partial(option, type=parse_size, metavar="SIZE")
-# Room in ringcomm's heap besides the buffers of one case: signals and fragmentation, and the
-# staging of a rank.
+# Memory of ringcomm's heap besides the buffers of one case: signals, fragmentation, and a rank's
+# staging.
 _HEAP_SLACK_BYTES = 256 << 20
 _STAGING_BYTES = 64 << 20
-# Sets of buffers at most: more cost set-up, and calls that small wait for signals, not for bytes.
+# Largest number of buffer sets: more sets make the set-up slow, and such small calls wait for
+# signals, not for bytes.
 _MOST_SETS = 64
-# A graph has fewer calls where they move more than this together: their device's time is long
-# beside what it takes to launch a graph, and a cell is to take no seconds. A choice.
+# A graph has fewer calls if together they would move more than this: then the device's time is long
+# compared with the launch of the graph, and a cell should not take seconds. A choice.
 _GRAPH_BYTES = 4 << 30
 _LEAST_GRAPH_CALLS = 2
 
@@ -115,7 +116,9 @@ OPTIONS = (
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses what cannot be measured; adds the tuple ``systems``, whose first is the subject."""
+    """Refuses options that cannot be measured; adds the tuple ``systems``, whose first is the
+    subject.
+    """
     known = list(cases.COLLECTIVES)
     names = known if "all" in options.collectives else options.collectives
     unknown = sorted(set(names) - set(known))
@@ -153,7 +156,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def find_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
-    """This process's rank; None in the process that has ranks to start first."""
+    """Returns this process's rank; None in a process that must start the ranks first."""
     launcher, ranks = started_by(os.environ), options.ranks or _DEFAULT_RANKS
     mode = None
     if options.device == "cuda":
@@ -176,7 +179,7 @@ def find_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
 
 
 def placements_of(options: argparse.Namespace, collective: Collective) -> list[str]:
-    """The placements that were asked for and that the collective has."""
+    """Returns the requested placements that the collective has."""
     asked = {"usual": collective.usual}.get(options.placement, options.placement)
     return [each for each in collective.placements if asked in ("both", each)]
 
@@ -189,10 +192,10 @@ def sizes_bytes(options: argparse.Namespace) -> list[int]:
 
 
 def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -> int | None:
-    """Capacity that ringcomm's heap needs in a process of ``ranks_here`` ranks; None: the default.
+    """Returns the heap size for a process of ``ranks_here`` ranks; None: the default.
 
-    Room for one case of each of its systems: two buffers per rank, or as many sets of them as go
-    beyond the cache.
+    The heap must hold one case of each of its systems: two buffers per rank, or enough sets of
+    buffers to exceed the cache.
     """
     if options.tensors != "heap":
         return None
@@ -203,14 +206,14 @@ def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -
 
 
 def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
-    """Counts the sets of buffers to take in turn: twice the cache goes by between two uses."""
+    """Counts buffer sets to rotate: enough that twice the cache is touched between two uses."""
     ranks_on_device = case.world if mode in devices.ONE_GPU_MODES else 1
     set_bytes = ranks_on_device * (case.input_elems + case.output_elems) * case.dtype.itemsize
     return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))
 
 
 def graph_calls(case: Case, options: argparse.Namespace) -> int:
-    """Counts the calls in a graph of a case; 0: they are made one by one."""
+    """Counts the calls in a graph of a case; 0: no graph, single calls."""
     if not options.graph:
         return 0
     case_bytes = case.world * (case.input_elems + case.output_elems) * case.dtype.itemsize
@@ -219,16 +222,17 @@ def graph_calls(case: Case, options: argparse.Namespace) -> int:
 
 
 def nodes_of(options: argparse.Namespace) -> int:
-    """The number of nodes that the ranks are on, or stand for."""
+    """Returns the number of nodes that the ranks are on, or emulate."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     return max(int(options.nodes), world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 def measure_all(run: Run, device: Device | None = None) -> None:
-    """Walks through the cases on ``device``: this rank's, if it is left out."""
+    """Measures all cases on ``device``, or by default on this rank's device."""
     options, info = run.options, run.info
     if options.graph is None:
-        # Processes on one GPU wait for time slices of milliseconds, and not for hosts.
+        # With several processes on one GPU, calls wait milliseconds for a time slice, so the host's
+        # time does not matter.
         options.graph = info.mode == devices.ONE_LAUNCH
     if device is None:
         gpu = info.rank if info.mode == devices.GPU_PER_RANK else 0
@@ -265,7 +269,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
 
 @dataclass(frozen=True)
 class Walk:
-    """One process's walk through the cases: prepare, check, time, and turn into rows."""
+    """Measures the cases in one process: prepares, checks, times, and makes rows."""
 
     run: Run
     device: Device
@@ -324,7 +328,7 @@ class Walk:
         prepared: dict[str, list[Prepared]] = {}
         notes: dict[str, str] = {}
         sets = buffer_sets(case, self.run.info.mode, self.device.cache_bytes)
-        sets = min(sets, graph_calls(case, self.run.options) or sets)  # a graph uses no more
+        sets = min(sets, graph_calls(case, self.run.options) or sets)  # n calls use n sets
         for name, system in self.systems.items():
             try:
                 prepared[name] = [system.prepare(case) for _ in range(sets)]
@@ -341,7 +345,7 @@ class Walk:
                 self.device.refresh(tensor)
 
         if graph_calls:
-            if not self.run.options.check:  # what the first call sets up cannot be captured
+            if not self.run.options.check:  # the first call's set-up cannot be captured
                 for call in calls:
                     call()
             return Entrant([self.device.capture(calls, graph_calls)], graph_calls, refresh)
@@ -349,7 +353,7 @@ class Walk:
 
 
 def _shortened(value: float) -> float:
-    """Five significant digits: a slow call of a few bytes has a bandwidth, too."""
+    """Rounds to five significant digits, so that slow calls of a few bytes keep a bandwidth."""
     return float(f"{value:.5g}")
 
 

@@ -1,4 +1,4 @@
-"""``python -m ringcomm.bench.collectives``: the collectives, as ``ringcomm bench`` runs them."""
+"""Runs the collectives, as ``ringcomm bench`` does: ``python -m ringcomm.bench.collectives``."""
 
 from . import BENCH
 

@@ -1,7 +1,7 @@
-"""The bare loop: not a library but the limit, two ranks over one mapping (bare_loop.cpp).
+"""The bare loop, an upper bound: not a library, but two ranks over one mapping (bare_loop.cpp).
 
-With ``--tensors heap`` its tensors lie in memory that both ranks map; otherwise they are
-ordinary and the data goes through four staging slots.
+With ``--tensors heap`` its tensors are in memory that both ranks map; otherwise they are plain
+tensors, and the data pass through four staging slots.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from ..cases import Case, CaseBuffers, Prepared
 from .systems import PeerSetup, System, Unavailable
 from .torch_groups import allocate_buffers, plain
 
-# EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.
+# Chosen on an EPYC (family 25 model 17, 2 cores) by a sweep of 32 KiB to 1 MiB, for calls of 1 and
+# 64 MiB.
 _SLOT_BYTES = 256 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class BareLoop(System):
-    """Two ranks and the mapping between them; each half is control words, slots, tensors.
+    """The loop and the memory of two ranks; each half has control words, slots and tensors.
 
-    A process has one of it. The mapping goes with the process: tensors may still lie in it.
+    A process has only one instance. The mapping remains until the process ends, since tensors may
+    still use it.
     """
 
     def __init__(self, setup: PeerSetup) -> None:
@@ -103,7 +105,7 @@ def _compile(setup: PeerSetup) -> ctypes.CDLL:
             subprocess.run([compiler, *flags.split(), str(source), "-o", file], check=True)
             setup.store.set("bare loop", file)
         library = ctypes.CDLL(setup.store.get("bare loop").decode())
-        setup.store.set(f"bare loop {setup.rank}", "loaded")  # the file stays until both have
+        setup.store.set(f"bare loop {setup.rank}", "loaded")  # then the file may go
         setup.store.wait(["bare loop 0", "bare loop 1"])
     return library
 

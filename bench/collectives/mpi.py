@@ -1,6 +1,6 @@
-"""MPI through mpi4py, on addresses: the calls pay for no array library.
+"""MPI through mpi4py, on raw addresses, so that calls cost no conversion of arrays.
 
-The peers "mpi" and "impi" are both this: which MPI it is was settled when the ranks were started.
+The peers "mpi" and "impi" both use this module: the launcher of the ranks decided which MPI it is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..cases import Case, CaseBuffers, Prepared
 from .systems import Call, PeerSetup, System, Unavailable, find_call
 from .torch_groups import allocate_buffers, plain
 
-# MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
-# name for them: its BFLOAT16_T is a null handle there. Other MPIs move these bytes, no more.
+# MPICH can reduce bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), but mpi4py 4.1 has no name for
+# this type: its BFLOAT16_T is a null handle with MPICH. Other MPIs can only move these bytes.
 _MPICH_BFLOAT16 = 0x4C00024C
 
 _DATATYPES = {
@@ -31,7 +31,7 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
 
 class Mpi(System):
-    """The world communicator of this process, which must have been started by mpiexec."""
+    """The world communicator of this process, which mpiexec must have started."""
 
     def __init__(self, setup: PeerSetup) -> None:
         self._comm = MPI.COMM_WORLD
@@ -52,7 +52,7 @@ class Mpi(System):
         own = receive = _spec(target, datatype)
         send = MPI.IN_PLACE if case.in_place else _spec(source, datatype)
         if case.in_place and name == "reduce_scatter":
-            # MPI leaves the result of an in-place reduce-scatter at the front of the buffer.
+            # MPI writes the result of an in-place reduce-scatter to the beginning of the buffer.
             receive, target = _spec(source, datatype), source.narrow(0, 0, case.chunk_elems)
         at = [receive if at_root else None, root]
         right, left = (case.rank + 1) % case.world, (case.rank - 1) % case.world
@@ -79,7 +79,7 @@ class Mpi(System):
         if case.dtype in _DATATYPES:
             return _DATATYPES[case.dtype]
         if not case.collective.reduces:
-            # Two bytes move alike whatever they mean.
+            # Moving two bytes does not depend on their meaning.
             return MPI.UINT16_T
         if case.dtype == torch.bfloat16 and self._is_mpich:
             return MPI.Datatype.fromhandle(_MPICH_BFLOAT16)

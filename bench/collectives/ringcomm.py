@@ -1,4 +1,4 @@
-"""ringcomm: its Communicator, its backend behind ``torch.distributed``, or one launch for all."""
+"""The systems of ringcomm: its Communicator, its torch.distributed backend, one launch for all."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
 
 
 def _allocator(setup: PeerSetup) -> torch_groups.Allocate:
-    """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
+    """Returns a function that allocates in ringcomm's heap, or in ordinary memory if requested."""
     if not setup.heap_tensors:
         return torch_groups.plain(setup)
     return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=setup.device.name)
 
 
 class Ringcomm(System):
-    """A rank of its own process."""
+    """ringcomm with one rank in this process."""
 
     def __init__(self, setup: PeerSetup) -> None:
         how = setup.mode if setup.mode == ONE_LAUNCH else setup.api
@@ -47,7 +47,9 @@ class Ringcomm(System):
         return ringcomm.CommOptions(timeout=timeout, kernels=kernels, channels=self._setup.channels)
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
-        """Returns an interface, what calls with an algorithm take, and what leaves the library."""
+        """Returns the functions, the extra arguments of calls with an algorithm, and a close
+        function.
+        """
         setup = self._setup
         if setup.api == "dist":
             if setup.kernels != "native":
@@ -77,14 +79,14 @@ class Ringcomm(System):
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):
             raise Unavailable("sums are what travels quantized")
-        # Quantization rounds: such a call is never checked.
+        # Quantization rounds, so such calls are not checked.
         return Prepared((), self._bind(case).call)
 
     def close(self) -> None:
         self._leave()
 
     def _algorithm_of(self, case: Case) -> dict[str, Any]:
-        """Returns what a call of the collective takes; all_reduce has its own name for one_shot."""
+        """Returns the algorithm argument of a call; all_reduce has its own name for one_shot."""
         two_phases = case.collective.name == "all_reduce"
         names = {"one_shot": "two_shot"} if two_phases else {}
         return {what: names.get(name, name) for what, name in self._extra.items()}
@@ -98,7 +100,7 @@ class Ringcomm(System):
 
 
 class OneLaunch(Ringcomm):
-    """All ranks in this process on one GPU: one launch carries a collective of all."""
+    """All ranks in this process on one GPU: one launch runs a collective of all ranks."""
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
         setup = self._setup

@@ -1,4 +1,4 @@
-"""The systems that can be timed: each of the other modules here wraps one library."""
+"""The systems that can be timed: each other module of this package wraps one library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..cases import Case, Prepared
     from ..timing import Device
 
-# The module of each system and its class there, and the devices that it runs on.
+# Each system's module, its class in the module, and the devices on which it runs.
 _MODULES = {
     "ringcomm": ("ringcomm", "open_system", ("cpu", "cuda")),
     "triton": ("ringcomm", "open_system", ("cpu", "cuda")),
@@ -27,11 +27,11 @@ _MODULES = {
     "torch": ("torch_ops", "TorchOps", ("cuda",)),
     "copy": ("torch_ops", "Copies", ("cuda",)),
 }
-# A function and its arguments.
+# A call: a function and its arguments.
 Call = tuple[Callable[..., object], list[Any]]
 SYSTEMS = tuple(_MODULES)
 ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
-# Forms of sums between nodes, which may stand in the place of an algorithm.
+# Formats of sums between nodes; a system's name may have one in place of an algorithm.
 COMPRESSIONS = ("int8", "fp8", "int4")
 _WITH_ALGORITHMS = {
     "ringcomm": (*ALGORITHMS, *COMPRESSIONS),
@@ -41,11 +41,11 @@ _WITH_ALGORITHMS = {
 
 
 class Unavailable(Exception):
-    """The system has no such call: the cell of the table stays empty and says why."""
+    """The system does not have this call: the table's cell is empty, and its note says why."""
 
 
 def find_call(calls: Mapping[str, Call], name: str, library: str) -> Call:
-    """Returns the call of the collective ``name`` among those of ``library`` that are written.
+    """Returns the call of the collective ``name`` from the implemented calls of ``library``.
 
     Raises:
         Unavailable: there is none.
@@ -56,19 +56,19 @@ def find_call(calls: Mapping[str, Call], name: str, library: str) -> Call:
 
 
 def is_system(spec: str) -> bool:
-    """True if ``spec`` names a system: one of SYSTEMS, ``ringcomm:ALGORITHM`` or so."""
+    """True if ``spec`` names a system: one of SYSTEMS, or a form such as ``ringcomm:ALGORITHM``."""
     algorithms = [f"{name}:{each}" for name in _WITH_ALGORITHMS for each in _WITH_ALGORITHMS[name]]
     return spec in (*SYSTEMS, *algorithms)
 
 
 def runs_on(spec: str, device: str) -> bool:
-    """True if the system has calls on "cpu" or "cuda" at all."""
+    """True if the system has any calls on "cpu" or "cuda"."""
     return device in _MODULES[spec.partition(":")[0]][2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSetup(RankInfo):
-    """The setting of a system: this process's rank, and options that concern one system only."""
+    """The environment of a system: this process's rank, and options of single systems."""
 
     heap_tensors: bool
     api: str
@@ -76,27 +76,27 @@ class PeerSetup(RankInfo):
     heap_bytes: int | None
     device: Device
     channels: int = 0
-    kernels: str = "native"  # or Triton's, or the native ones with their older loops
+    kernels: str = "native"  # or "triton", or "serial", the older native loops
     on_nodes: bool = False
 
 
 class System:
-    """A library under test, as one process holds it."""
+    """A library under test in one process."""
 
     version: str
 
     def prepare(self, case: Case) -> Prepared:
-        """Allocates the buffers of ``case``. Raises :class:`Unavailable`; communicates nothing."""
+        """Allocates the buffers of ``case`` without communication. Raises :class:`Unavailable`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leaves the library, if there is anything to leave; collective over the ranks."""
+        """Closes the library; collective over the ranks."""
 
 
 def open_system(spec: str, setup: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
-    # ringcomm, with other kernels than usual.
+    # The spec is ringcomm with other kernels than the default.
     kernels = name if name in ("triton", SERIAL) else "native"
     setup = replace(setup, algorithm=algorithm or setup.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]

@@ -1,4 +1,4 @@
-"""Gloo and NCCL, and the calls of ``torch.distributed`` for every library that has them."""
+"""Gloo and NCCL, and the calls of ``torch.distributed`` for all libraries that provide them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ REDUCE_OPS = {
     "avg": dist.ReduceOp.AVG,
 }
 _CALLS = ("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_to_all_single")
-# torch 2.13 renamed these, and warns, at a cost of microseconds, at each call by the old name.
+# torch 2.13 renamed these functions; each call by the old name warns, which costs microseconds.
 _RENAMED = {
     "reduce_scatter_tensor": "reduce_scatter_single",
     "all_gather_into_tensor": "all_gather_single",
 }
-# The first version in which ranks may share a GPU, and the variable that lets them.
+# The first NCCL version that lets ranks share a GPU, and the variable that enables it.
 _SHARING_VERSION = (2, 30)
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def bind_group(group: dist.ProcessGroup | None) -> Any:
-    """The functions of ``torch.distributed`` on ``group``, None meaning the default group."""
+    """Returns the functions of ``torch.distributed`` on ``group``; None means the default group."""
     how = {} if group is None else {"group": group}
     names = {**{name: name for name in (*_CALLS, "isend", "recv")}, **_RENAMED}
     return SimpleNamespace(
@@ -49,11 +49,11 @@ def bind_group(group: dist.ProcessGroup | None) -> Any:
 
 
 def init_default_group(setup: PeerSetup) -> None:
-    """Makes Gloo the default group, once, whichever system needs it first; the runner ends it."""
+    """Creates Gloo's default group when the first system needs it; the runner destroys it."""
     if dist.is_initialized():
         return
     if not setup.on_nodes:
-        # Without this Gloo looks the host name up and may not find it.
+        # Without this variable Gloo looks up the host name, which may fail.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
@@ -65,12 +65,12 @@ def init_default_group(setup: PeerSetup) -> None:
 
 
 def plain(setup: PeerSetup) -> Allocate:
-    """Allocates ordinary memory, every page present."""
+    """Allocates ordinary memory and touches every page."""
     return lambda count, dtype: torch.zeros(count, dtype=dtype, device=setup.device.tensors)
 
 
 def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
-    """Input and output of ``case``; in place they share memory as the operation defines it."""
+    """Returns input and output of ``case``; in place they share memory as the operation says."""
     if not case.in_place:
         sizes = (case.input_elems, case.output_elems)
         source, target = (allocate(elems, case.dtype).zero_() for elems in sizes)
@@ -82,7 +82,7 @@ def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
 
 
 def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Prepared:
-    """Binds one call; ``extra`` goes to the calls that take an algorithm."""
+    """Prepares a call; ``extra`` is passed to the calls that accept an algorithm."""
     name, root, world, at_root = case.collective.name, case.root, case.world, case.rank == case.root
     if name in ("all_reduce", "reduce") and not case.in_place:
         raise Unavailable(f"{name} of torch.distributed works in place only")
@@ -125,7 +125,7 @@ class Gloo(System):
 
 
 class Nccl(Gloo):
-    """A group of its own beside the default one; without one it says why in every cell."""
+    """NCCL on a group besides the default group; if that fails, every cell says why."""
 
     def __init__(self, setup: PeerSetup) -> None:
         self.version = f"NCCL {_dotted(nccl_version()) or 'none'} of torch {torch.__version__}"
@@ -140,11 +140,11 @@ class Nccl(Gloo):
         try:
             group = dist.new_group(backend="nccl", timeout=timedelta(minutes=2))
             self._calls = bind_group(group)
-            # The communicator is made by the first call.
+            # The first call creates the communicator.
             self._calls.all_reduce(torch.zeros(1, device=setup.device.tensors))
             setup.device.synchronize()
         except RuntimeError as error:
-            # NCCL refuses its ranks together, and the other systems can still be measured.
+            # NCCL fails on all ranks together, so the other systems can still be measured.
             self._refusal = f"NCCL would not start: {str(error).splitlines()[0]}"
 
     def prepare(self, case: Case) -> Prepared:
@@ -154,7 +154,7 @@ class Nccl(Gloo):
 
 
 def why_not(mode: str, version: tuple[int, ...]) -> str | None:
-    """Says why NCCL of this version cannot be timed in ``mode``; None where it can."""
+    """Returns why this version of NCCL cannot be timed in ``mode``; None if it can."""
     if not version:
         return "this torch has no NCCL"
     if mode == ONE_LAUNCH:

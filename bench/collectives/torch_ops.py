@@ -1,7 +1,7 @@
-"""torch's own sums and copies on one GPU over the same bytes, and a copy: the ceiling.
+"""torch's sums and copies on one GPU over the same bytes, and a plain copy as upper bound.
 
-torch is given what suits it: the ranks' buffers lie side by side in one tensor, and of the ways to
-write an operation the one is timed that is fastest at this size.
+The setting favours torch: the ranks' buffers are consecutive in one tensor, and of several ways to
+write an operation the fastest at this size is timed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PAIRS: dict[str, Callable[..., Any]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-# These widen small integers unless told not to.
+# By default these operations widen small integers.
 _WIDENING = ("sum", "prod")
 
 
 def needed_bytes(collective: str, size_bytes: int, world: int) -> int:
-    """The bytes of :func:`needed_buffers`, in buffers of ``size_bytes``.
+    """Converts :func:`needed_buffers` to bytes, with buffers of ``size_bytes``.
 
-    Raises :class:`Unavailable` for a collective that is not counted.
+    Raises :class:`Unavailable` for a collective whose bytes are not counted.
     """
     buffers = needed_buffers(collective, world)
     if buffers is None:
@@ -43,7 +43,7 @@ def needed_bytes(collective: str, size_bytes: int, world: int) -> int:
 
 
 class Copies(System):
-    """One copy by the process of rank 0; those of other ranks do nothing meanwhile."""
+    """A copy by the process of rank 0; the other ranks do nothing."""
 
     version = "one copy_ of torch, half of the needed bytes read and half written"
 
@@ -68,7 +68,7 @@ class Copies(System):
 
 
 class TorchOps(Copies):
-    """Everything is done by the process of rank 0, too."""
+    """torch's operations by the process of rank 0; the other ranks do nothing."""
 
     version = f"operations of torch {torch.__version__}"
 
@@ -85,7 +85,7 @@ class TorchOps(Copies):
         return partial(cell, [replace(case, rank=rank) for rank in range(case.world)])
 
     def _zeros(self, case: Case, elems: int) -> Tensor:
-        """As many rows as there are ranks."""
+        """Returns a zeroed buffer with one row per rank."""
         size = (case.world, elems)
         return torch.zeros(size, dtype=case.dtype, device=self._setup.device.tensors)
 
@@ -113,7 +113,7 @@ class TorchOps(Copies):
 
 
 def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
-    """Ways to combine the rows element by element, 16-bit floats in FP32."""
+    """Returns ways to combine the rows element by element; 16-bit floats are added in FP32."""
     extra = {"dtype": rows.dtype} if op in _WIDENING else {}
     ways: list[Call] = [partial(REDUCTIONS[op], rows, dim=0, out=out, **extra)]
     if len(rows) == 2 and op in _PAIRS:
@@ -122,7 +122,7 @@ def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
 
 
 def ways_to_copy(rows: Tensor, source: Tensor) -> list[Call]:
-    """Ways to put a copy of ``source`` into every row."""
+    """Returns ways to copy ``source`` into every row."""
     each = list(rows)
     return [
         partial(rows.copy_, source.expand_as(rows)),
@@ -131,7 +131,7 @@ def ways_to_copy(rows: Tensor, source: Tensor) -> list[Call]:
 
 
 def fastest(device: Device, ways: Sequence[Call]) -> Call:
-    """The quickest of a few trials, after one call of each that may set something up."""
+    """Returns the fastest way in a few trials, after one warm-up call of each way."""
     if len(ways) == 1:
         return ways[0]
 

@@ -1,1 +1,1 @@
-"""Builds, checks and tries what a release has: the sdist and the wheels."""
+"""Builds, checks and tries the files of a release: the sdist and the wheels."""

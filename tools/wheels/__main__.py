@@ -1,4 +1,4 @@
-"""Builds the sdist and the wheels of a release, checks them, and tries them: ``make wheels``.
+"""Builds, checks and tries the sdist and the wheels of a release: ``make wheels``.
 
 ``python -m tools.wheels --help`` lists the options.
 """
@@ -15,12 +15,12 @@ from tools import matrix
 from tools.commands import ROOT, interpreter
 from tools.wheels import build, check, notices, trial
 
-# Wheels are built with these, and tried with the later ones that there are, too.
+# Versions that build wheels; the wheels are also tried with later versions that are installed.
 BUILT_WITH = ("3.10", "3.11", "3.12")
 
 
 def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) -> list[Path]:
-    """Builds and checks; returns the wheels."""
+    """Builds and checks all wheels; returns them."""
     pythons = {version: interpreter(version) for version in versions}
     missing = [version for version, python in pythons.items() if python is None]
     if missing:
@@ -29,7 +29,8 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
     bundled = notices.linked_in()
     wheels = []
-    # One tree for all versions, at one place: zig keeps objects by the paths of their sources.
+    # All versions build in one tree at one place, since zig's cache depends on the paths of
+    # sources.
     work = ROOT / "build" / "wheels"
     sources = {each: build.unpack_sdist(sdist, work / each) for each in architectures}
     for version, python in pythons.items():
@@ -45,7 +46,7 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when the wheel that was tried with torch failed."""
+    """Returns 1 if the wheel that was tried with torch failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.wheels", description=__doc__)
     add = parser.add_argument
     add("--arch", nargs="+", choices=build.ARCHITECTURES, default=build.ARCHITECTURES)

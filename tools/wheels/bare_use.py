@@ -1,8 +1,8 @@
-"""What an installed wheel must do with nothing beside it, not even torch.
+"""Tests an installed wheel without any other package, not even torch.
 
-Two ranks, threads of this process, add numbers with every instruction set of this processor. The
-last line is a checksum of the sums, which all machines must agree in. Nothing but the installed
-package and Python's own library is imported.
+Two ranks, which are threads of this process, add numbers with every instruction set of this
+processor. The last line is a checksum of the sums, which must be equal on all machines. The program
+imports only the installed package and Python's own library.
 """
 
 import array
@@ -32,7 +32,7 @@ def connected_pair() -> list[_native.Comm]:
 
 
 def sums(comms: list[_native.Comm], op: str) -> int:
-    """The checksum of an all-reduce, which both ranks must have."""
+    """Returns the checksum of an all-reduce, which must be equal on both ranks."""
     numbers = random.Random(0)
     inputs = [array.array("f", [numbers.uniform(-1, 1) for _ in range(ELEMS)]) for _ in comms]
     results = [array.array("f", bytes(4 * ELEMS)) for _ in comms]
@@ -60,7 +60,7 @@ def sums(comms: list[_native.Comm], op: str) -> int:
 
 
 def sets_of_processor() -> list[str]:
-    """The instruction sets that the system says this processor has."""
+    """Returns the instruction sets that the system reports for this processor."""
     flags = Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" else []
     needs: dict[str, set[str]] = {
         "baseline": set(),

@@ -1,9 +1,9 @@
-"""Builds the sdist, and from it the wheels that travel: manylinux_2_28, x86-64 and AArch64.
+"""Builds the sdist, and from it the wheels: manylinux_2_28, for x86-64 and AArch64.
 
 Zig's clang compiles for both machines against glibc 2.28, and links its own libc++ statically, so
-nothing but glibc is needed where a wheel is installed. CPython 3.10 and 3.11 have a wheel each, and
-later ones share one of the stable ABI. The kernels for GPUs travel as sources, which are compiled
-at first use.
+an installed wheel needs only glibc. CPython 3.10 and 3.11 have one wheel each, and later versions
+share one wheel of the stable ABI. The wheels contain the kernels for GPUs as sources, which are
+compiled at first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build_sdist(out: Path) -> Path:
 
 
 def unpack_sdist(sdist: Path, folder: Path) -> Path:
-    """Unpacks the sdist anew; returns the root of its tree."""
+    """Unpacks the sdist into an empty folder; returns the root of its tree."""
     shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -41,13 +41,13 @@ def unpack_sdist(sdist: Path, folder: Path) -> Path:
 
 
 def write_compiler(folder: Path, architecture: str) -> Path:
-    """Writes a compiler's command that compiles for the machine and glibc of the wheels."""
+    """Writes a compiler script that compiles for the machine and glibc of the wheels."""
     path = folder / f"c++-{architecture}"
     target = f"{architecture}-linux-gnu.{GLIBC}"
-    # Zig spells the levels of x86-64 with underscores, and knows no other spelling. It keeps
-    # objects, so that what no interpreter concerns is compiled once for all of them, but not where
-    # it has to list headers, which a tree that is built once has no use for. Headers of nanobind
-    # print to stderr, and with libc++ and the stable ABI no other header declares that.
+    # Zig accepts only underscores in names of x86-64 levels. Zig caches objects, so sources that do
+    # not depend on the interpreter are compiled once for all of them; but it does not cache if it
+    # must list headers (-MD), which a tree that is built once does not need. nanobind's headers use
+    # stderr, and with libc++ and the stable ABI only <cstdio> declares it.
     path.write_text(
         "#!/bin/sh\n"
         "option=\n"
@@ -68,9 +68,10 @@ def write_compiler(folder: Path, architecture: str) -> Path:
 
 
 def make_builder(python: Path, folder: Path) -> Path:
-    """An environment of this interpreter with what builds ringcomm; returns its interpreter.
+    """Creates an environment with this interpreter and ringcomm's build tools.
 
-    Its nanobind is that of the running interpreter, whose licence and version the notices have.
+    It has the running interpreter's version of nanobind, since the notices contain this nanobind's
+    licence and version. Returns the environment's interpreter.
     """
     shutil.rmtree(folder, ignore_errors=True)
     line = re.search(r"(?m)^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text())
@@ -81,9 +82,9 @@ def make_builder(python: Path, folder: Path) -> Path:
 
 
 def build_wheel(source: Path, builder: Path, architecture: str, work: Path) -> Path:
-    """Builds a wheel from an unpacked sdist, with the tag of its platform, and without notices."""
-    # libc++ would export operators new and delete to whatever else is in the process. nanobind's
-    # exceptions are shared between modules.
+    """Builds a wheel from an unpacked sdist, with its platform's tag, and without notices."""
+    # Without this option libc++ would export operators new and delete to the whole process.
+    # nanobind's exceptions are shared between modules.
     exports = work / "exports.map"
     exports.write_text("{ global: PyInit__native; *8nanobind*; local: *; };\n")
     print_include = "import sysconfig; print(sysconfig.get_paths()['include'])"
@@ -93,7 +94,7 @@ def build_wheel(source: Path, builder: Path, architecture: str, work: Path) -> P
         f"-DCMAKE_MODULE_LINKER_FLAGS=-Wl,--version-script={exports}",
         "-DCMAKE_SYSTEM_NAME=Linux",
         f"-DCMAKE_SYSTEM_PROCESSOR={architecture}",
-        # CPython's headers are the same on both machines, which are of 64 bits.
+        # CPython's headers are the same on both machines, since both have 64 bits.
         f"-DPython_INCLUDE_DIR={run(builder, '-c', print_include).strip()}",
     ]
     out = work / "built"
@@ -109,12 +110,12 @@ def build_wheel(source: Path, builder: Path, architecture: str, work: Path) -> P
 
 
 def finish_wheel(wheel: Path, architecture: str, bundled: list[BundledCode], out: Path) -> Path:
-    """Adds the notices, and names the module after the machine it is for; returns the wheel."""
+    """Adds the notices, and renames the module for its machine; returns the wheel."""
     unpacked = wheel.parent / "unpacked"
     run(sys.executable, "-m", "wheel", "unpack", "--dest", unpacked, wheel)
     (tree,) = unpacked.iterdir()
     (info,) = tree.glob("*.dist-info")
-    # The suffix is of the interpreter that built it. That of the stable ABI names no machine.
+    # The suffix names the building interpreter's machine. The stable ABI's suffix names no machine.
     for module in (tree / "ringcomm").glob("_native.cpython-*.so"):
         suffix = re.sub(r"-[a-z0-9_]+-linux-gnu\.so$", f"-{architecture}-linux-gnu.so", module.name)
         module.rename(module.with_name(suffix))

@@ -1,8 +1,8 @@
-"""Checks of a finished wheel that need no interpreter that could run it.
+"""Checks a finished wheel without running it.
 
-A wheel must run where its tag says, without anything that its builder happened to have: the module
-links nothing but glibc and exports nothing of what it holds, no file names a path of the build, and
-none belongs to the source tree.
+A wheel must run on each system that fits its tag, without anything else from its builder: the
+module links only glibc and exports no symbols of included libraries, no file contains a path of the
+build, and no file belongs only to the source tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.commands import run
 
-# A wheel without kernels for GPUs that is larger has something in it that does not belong there.
+# A wheel without compiled GPU kernels that is larger contains files that do not belong there.
 MOST_BYTES = 3_000_000
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 OF_GLIBC = re.compile(r"(lib(c|m|dl|pthread|rt)|ld-linux-(x86-64|aarch64))\.so\.\d")
@@ -26,7 +26,7 @@ def check_wheel(wheel: Path, build_paths: list[Path]) -> str:
     """Checks one wheel; returns a line that describes it.
 
     Raises:
-        SystemExit: the wheel is not fit to travel; says all that was found.
+        SystemExit: the wheel fails checks; the message lists all of them.
     """
     architecture = wheel.stem.rpartition("manylinux_2_28_")[2]
     wrong = check_archive(wheel, build_paths)
@@ -34,7 +34,7 @@ def check_wheel(wheel: Path, build_paths: list[Path]) -> str:
         (module,) = (name for name in archive.namelist() if name.endswith(".so"))
         data = archive.read(module)
     wrong += check_module(module, data, architecture)
-    # In words: ... is consistent with the following platform tag: "manylinux_2_27_x86_64".
+    # auditwheel prints: ... is consistent with the following platform tag: "manylinux_2_27_x86_64".
     shown = run(sys.executable, "-m", "auditwheel", "show", wheel)
     tag = re.search(r'"manylinux_2_(\d+)_(\w+)"', shown)
     if tag is None or int(tag[1]) > 28 or tag[2] != architecture:
@@ -46,7 +46,7 @@ def check_wheel(wheel: Path, build_paths: list[Path]) -> str:
 
 
 def check_archive(wheel: Path, build_paths: list[Path]) -> list[str]:
-    """What is wrong with the files that a wheel holds, in words."""
+    """Returns errors about the files of a wheel."""
     wrong = []
     if wheel.stat().st_size > MOST_BYTES:
         wrong.append(f"{wheel.stat().st_size} bytes, more than {MOST_BYTES}")
@@ -69,8 +69,8 @@ def check_archive(wheel: Path, build_paths: list[Path]) -> list[str]:
 
 
 def check_module(name: str, data: bytes, architecture: str) -> list[str]:
-    """What is wrong with the native module, in words."""
-    from elftools.elf.elffile import ELFFile  # comes with auditwheel, which tests do without
+    """Returns errors about the native module."""
+    from elftools.elf.elffile import ELFFile  # a part of auditwheel, which tests do not need
 
     elf = ELFFile(io.BytesIO(data))
     wrong = []
@@ -91,7 +91,7 @@ def check_module(name: str, data: bytes, architecture: str) -> list[str]:
         for symbol in elf.get_section_by_name(".dynsym").iter_symbols()
         if symbol["st_shndx"] != "SHN_UNDEF" and symbol["st_info"]["bind"] != "STB_LOCAL"
     }
-    # nanobind exports its classes of exceptions, so that modules made with it share them.
+    # nanobind exports its exception classes, so that other modules built with nanobind share them.
     others = sorted(each for each in exported - {"PyInit__native"} if "8nanobind" not in each)
     if others or "PyInit__native" not in exported:
         wrong.append(f"{name} exports {others[:9]}, not only PyInit__native")

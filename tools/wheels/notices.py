@@ -1,7 +1,7 @@
-"""What a wheel has of others, and the files that say so: licences (PEP 639), and an SBOM (PEP 770).
+"""Licences (PEP 639) and SBOM (PEP 770) of the third-party code in a wheel.
 
-The SBOM is CycloneDX 1.6. Zig and nanobind are those of the running interpreter, which the build
-takes, too; versions are read from their sources.
+The SBOM is CycloneDX 1.6. Zig and nanobind are the running interpreter's, which the build also
+uses; their versions are read from their sources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LLVM_LICENCE = "Apache-2.0 WITH LLVM-exception"
 
 @dataclass(frozen=True)
 class BundledCode:
-    """Something of others whose code is in the native module."""
+    """A third-party library whose code is in the native module."""
 
     name: str
     version: str
@@ -29,7 +29,7 @@ class BundledCode:
 
 
 def linked_in() -> list[BundledCode]:
-    """All that is compiled or linked into the native module beside ringcomm's own sources."""
+    """Returns all libraries that are compiled or linked into the native module besides ringcomm."""
     zig = Path(str(resources.files("ziglang")))
     nanobind = importlib.metadata.distribution("nanobind")
     (licence,) = (path for path in nanobind.files or [] if path.name == "LICENSE")

@@ -1,4 +1,4 @@
-"""Tries wheels in bare environments, with nothing but the interpreter beside them."""
+"""Tries wheels in environments that contain nothing else."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def architecture_of(wheel: Path) -> str:
 
 
 def choose_wheel(wheels: Sequence[Path], version: str, architecture: str) -> Path:
-    """Returns the wheel that CPython ``version``, such as "3.13", installs on a machine.
+    """Returns the wheel that CPython ``version``, such as "3.13", would install on a machine.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no wheel fits.
     """
     own = f"cp{version.replace('.', '')}"
     fit = [wheel for wheel in wheels if architecture_of(wheel) == architecture]
@@ -38,7 +38,9 @@ def choose_wheel(wheels: Sequence[Path], version: str, architecture: str) -> Pat
 
 
 def try_bare(python: Path, wheel: Path) -> str:
-    """Installs a wheel alone, and adds numbers on two ranks; returns what was printed."""
+    """Installs a wheel alone and runs ``bare_use.py``, which adds numbers on two ranks; returns its
+    output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         alone = ("--no-index", "--no-deps", wheel)
         own = make_environment(python, Path(folder, "environment"), *alone)
@@ -46,14 +48,14 @@ def try_bare(python: Path, wheel: Path) -> str:
 
 
 def try_foreign(wheels: Sequence[Path], root: Path) -> tuple[Path, str]:
-    """Runs the wheel for another machine under qemu; returns it, and what was printed.
+    """Runs the wheel for another machine under qemu; returns the wheel and its output.
 
     Args:
-        wheels: Wheels of one machine. The one that fits is unpacked as pip would; pip is not run.
+        wheels: Wheels of one machine. The fitting wheel is unpacked like by pip; pip is not run.
         root: The root of a Linux of that machine, with Python in ``usr/bin``.
 
     Raises:
-        SystemExit: qemu is missing, or Python.
+        SystemExit: qemu or Python is missing.
     """
     architecture = architecture_of(wheels[0])
     emulator = shutil.which(f"qemu-{architecture}-static")
@@ -70,10 +72,10 @@ def try_foreign(wheels: Sequence[Path], root: Path) -> tuple[Path, str]:
 
 
 def try_all(wheels: Sequence[Path], foreign_root: Path | None) -> None:
-    """Tries the wheels that can run here, and prints what each said.
+    """Tries the wheels that can run here, and prints their output.
 
     Raises:
-        SystemExit: one failed, or they do not add to the same bits.
+        SystemExit: a wheel failed, or their sums have different bits.
     """
     said: dict[str, str] = {}
     here = [wheel for wheel in wheels if architecture_of(wheel) == platform.machine()]
