@@ -1,7 +1,7 @@
-"""The GPUs of this process: the runtime that serves them, and the public ``device=`` argument.
+"""The GPU runtime of this process, and the public ``device=`` argument; read runtime.py first.
 
-Importing this package loads neither torch nor CuPy: the build of the native module reads
-``ringcomm.cuda.units`` where neither is installed.
+Importing this package loads neither torch nor CuPy: the build of the native module imports
+``ringcomm.cuda.units`` on machines where neither is installed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ os.register_at_fork(after_in_child=_forget_runtime_in_child)
 
 
 def current() -> DeviceRuntime:
-    """The runtime of this process: CUDA, made at first use, unless :func:`use` set another.
+    """Returns this process's runtime: CUDA, made at first use, unless :func:`use` set another.
 
     Raises:
-        UnsupportedError: there is none; says whether CuPy, torch's CUDA, the driver or a
-            device is missing, and what a broken driver said.
+        UnsupportedError: there is no usable device; the message says whether CuPy, torch's CUDA,
+            the driver or a device is missing, and quotes a broken driver.
         ForkError: this process was forked from one that used its devices.
     """
     process = _process
@@ -59,10 +59,10 @@ def current() -> DeviceRuntime:
             if process.parent_had_one:
                 raise ForkError(
                     f"device runtime: this process (pid {os.getpid()}) was forked from one that "
-                    "uses its devices, and a driver does not survive that. Start the process with "
-                    "multiprocessing's 'spawn' or 'forkserver'"
+                    "uses its devices, and a driver does not survive a fork. Start the process "
+                    "with multiprocessing's 'spawn' or 'forkserver'"
                 )
-            # Not at the top: CuPy may be absent or broken, and the host path needs none of it.
+            # Imported here: CuPy may be absent or broken, and the host path does not need it.
             from ringcomm.cuda.cupy_runtime import make_cuda_runtime
 
             process.runtime = make_cuda_runtime()
@@ -70,10 +70,10 @@ def current() -> DeviceRuntime:
 
 
 def use(runtime: DeviceRuntime | None) -> DeviceRuntime | None:
-    """Makes ``runtime`` this process's, before any device memory is used; None undoes it.
+    """Sets the runtime of this process, before any device memory is used; None unsets it.
 
     Returns:
-        What was in use before, if anything.
+        The previous runtime, or None.
     """
     process = _process
     with process.lock:
@@ -92,18 +92,18 @@ def _parsed(device: Any) -> torch.device | None:
 
 
 def find_device(device: object, operation: str) -> int | None:
-    """The device that a public ``device=`` argument names.
+    """Returns the device that a public ``device=`` argument names.
 
     Args:
         device: None, "cpu", "cuda", "cuda:1", an index, or a torch.device.
-        operation: named in errors.
+        operation: name of the calling operation, for errors.
 
     Returns:
         The ordinal in this process; None for the host.
 
     Raises:
-        ArgumentError: it names no device, or one that this process does not have.
-        UnsupportedError: this process has no devices; says why.
+        ArgumentError: ``device`` names no device, or a device that this process does not have.
+        UnsupportedError: this process has no devices; the message says why.
     """
     if device is None:
         return None

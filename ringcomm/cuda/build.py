@@ -1,4 +1,4 @@
-"""The machine code of a kernel unit: from the package, a cache on disk, or a compiler."""
+"""Finds the machine code of a kernel unit in the package or a cache on disk, or compiles it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ringcomm.cuda.units import NVRTC_OPTIONS, Target, UnitSource
 from ringcomm.errors import UnsupportedError
 
 # ---- Compiled kernels on disk, shared by the processes of one user ------------------------------
-# Entries are executable code, and whoever can write them can run code as this user: the folder must
-# belong to this user and be writable by nobody else, and is looked at through one descriptor, so
-# that no other folder can be put in its place meanwhile. A cache that cannot be used costs time and
-# not the result: each reason is said once per process.
+# Entries are executable code: anybody who can write an entry can run code as this user. So the
+# folder must belong to this user and be writable by nobody else, and this module opens it once and
+# keeps the descriptor, so that nobody can exchange the folder. If the cache cannot be used, kernels
+# are compiled again; a warning gives each reason once per process.
 
 CACHE_DIR_VARIABLE = "RINGCOMM_CACHE_DIR"
-# A compilation takes up to a minute. Whoever holds a lock for this long is stopped, and need not
-# be waited for: the lock saves work, and correctness does not hang on it.
+# A compilation takes up to a minute. A process that holds a lock for this long is stopped, so that
+# others no longer wait for it: the lock only saves work, and results are correct without it.
 LOCK_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 _MAGIC = b"ringcomm kernel 1\n"
@@ -43,15 +43,15 @@ _warned_lock = threading.Lock()
 
 
 def default_folder() -> Path | None:
-    """``RINGCOMM_CACHE_DIR``, ``$XDG_CACHE_HOME/ringcomm`` or ``~/.cache/ringcomm``.
+    """Returns ``RINGCOMM_CACHE_DIR``, ``$XDG_CACHE_HOME/ringcomm`` or ``~/.cache/ringcomm``.
 
-    None where this user has no home.
+    Returns None if this user has no home directory.
     """
     chosen = os.environ.get(CACHE_DIR_VARIABLE, "")
     if chosen:
         return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # The specification ignores relative ones.
+    if os.path.isabs(base):  # The XDG specification ignores relative paths.
         return Path(base, "ringcomm")
     try:
         return Path.home() / ".cache" / "ringcomm"
@@ -65,15 +65,15 @@ def _warn_once(message: str) -> None:
             return
         _warned.add(message)
     warnings.warn(
-        f"{message}. Kernels are compiled in every process meanwhile; set {CACHE_DIR_VARIABLE} to "
-        "a folder of yours",
+        f"{message}. Every process compiles its kernels instead; set {CACHE_DIR_VARIABLE} to a "
+        "folder of yours",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 def _why_not_trusted(status: os.stat_result) -> str:
-    # Root may write everything anyhow: a folder that it made, in a container image, is as good.
+    # A folder of root, as in a container image, is trusted, too: root may write everything anyway.
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
     if status.st_mode & _OTHERS_MAY_WRITE:
@@ -82,10 +82,10 @@ def _why_not_trusted(status: os.stat_result) -> str:
 
 
 class KernelCache:
-    """One folder of entries. Several threads and processes may use it at once.
+    """A folder of compiled kernels, which several threads and processes may use at once.
 
     Args:
-        folder: made at first use, for this user alone; None keeps nothing.
+        folder: made at first use, for this user alone; None: nothing is kept.
         lock_timeout_s: how long to wait for another process that makes the same entry.
     """
 
@@ -94,12 +94,12 @@ class KernelCache:
         self._lock_timeout_s = lock_timeout_s
 
     def get(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The entry ``name``, or what ``make`` returns, kept from then on.
+        """Returns the entry ``name``; if it is missing, makes it with ``make`` and keeps it.
 
-        Of the processes that ask at once, one makes it. An entry that is damaged is made anew.
+        If several processes need the entry at once, one makes it. A damaged entry is made again.
 
         Args:
-            name: file name; holds a digest of everything that the contents depend on.
+            name: file name; contains a digest of everything that the contents depend on.
             make: called at most once; its errors pass through.
         """
         folder = self._open_folder()
@@ -110,7 +110,7 @@ class KernelCache:
             if found is not None:
                 return found
             with self._lock(folder, name):
-                # Another process may have made it while this one waited.
+                # Another process may have made the entry while this process waited.
                 found = _read(folder, name)
                 if found is None:
                     found = make()
@@ -120,7 +120,7 @@ class KernelCache:
             os.close(folder)
 
     def why_unusable(self) -> str:
-        """Says why nothing can be kept, or an empty string; makes the folder if there is none."""
+        """Returns why the cache cannot be used, or ""; makes the folder if it is missing."""
         try:
             folder = self._try_to_open()
         except OSError as error:
@@ -148,7 +148,7 @@ class KernelCache:
 
     @contextmanager
     def _lock(self, folder: int, name: str) -> Iterator[None]:
-        """Held by one thread of one process at a time; freed by the kernel when that one dies."""
+        """Holds a lock that excludes other threads and processes; a holder's death frees it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             lock = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
@@ -165,7 +165,7 @@ class KernelCache:
             os.close(lock)
 
     def _write(self, folder: int, name: str, data: bytes) -> None:
-        # Under another name first, and renamed when whole: nobody sees half an entry.
+        # Written under another name and renamed when complete: nobody sees half an entry.
         unfinished = f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -179,17 +179,17 @@ class KernelCache:
 
 
 def _digest(name: str, data: bytes) -> bytes:
-    # With the name, so that an entry that was copied over another one is recognised, too.
+    # Includes the name, so that an entry copied over another entry is recognised.
     return hashlib.sha256(name.encode() + b"\0" + data).digest()
 
 
 def _read(folder: int, name: str) -> bytes | None:
-    """The contents of an entry, or None if there is none that is whole and trusted."""
+    """Returns the contents of an entry, or None unless the entry is complete and trusted."""
     try:
-        # An entry is a regular file that this module made; a pipe would block.
+        # O_NONBLOCK: somebody may have put a pipe, which would block, in the entry's place.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(name, flags, dir_fd=folder), "rb") as file:
-            # Others may have put it here before the folder was closed to them.
+            # Others may have put the file here before the folder was closed to them.
             if _why_not_trusted(os.fstat(file.fileno())):
                 return None
             entry = file.read()
@@ -211,9 +211,9 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-# NVRTC, the CUDA compiler that is a library, through CuPy. Compiling needs no driver.
+# NVRTC, the CUDA compiler as a library, called through CuPy. Compiling needs no driver.
 #
-# CuPy is imported at first use, never before: ``import ringcomm`` works without it.
+# CuPy is imported at first use, never earlier: ``import ringcomm`` works without it.
 
 _LOG_LINES = 12
 _ADVICE = (
@@ -227,13 +227,13 @@ def _words(error: Exception) -> str:
 
 
 class Nvrtc:
-    """The NVRTC that CuPy finds.
+    """The NVRTC library that CuPy finds.
 
     Attributes:
-        identity: version and build; another identity may make other machine code.
+        identity: version and build; an NVRTC of another identity may make other machine code.
 
     Raises:
-        UnsupportedError: there is no CuPy, or it finds no NVRTC; says which, and why.
+        UnsupportedError: CuPy is missing or finds no NVRTC; the message says which, and why.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class Nvrtc:
         self._nvrtc: Any = nvrtc
         try:
             version = ".".join(map(str, nvrtc.getVersion()))
-            # The version has no patch number. What NVRTC writes atop its PTX names the build.
+            # The version has no patch number, but a comment at the top of the PTX has the build.
             head = self.compile("", "identity.cu", {}, ("-arch=compute_90",))
         except UnsupportedError:
             raise
@@ -260,22 +260,22 @@ class Nvrtc:
         self.identity = " ".join(["NVRTC", version, *builds])
 
     def architectures(self) -> Sequence[int]:
-        """The architectures that it makes machine code for: 80, 90, ..."""
+        """Returns the architectures for which NVRTC makes machine code: 80, 90, ..."""
         return tuple(self._nvrtc.getSupportedArchs())
 
     def compile(
         self, text: str, name: str, headers: Mapping[str, str], options: Sequence[str]
     ) -> bytes:
-        """Machine code, or PTX where ``options`` name a ``compute_`` architecture.
+        """Compiles to machine code, or to PTX if ``options`` name a ``compute_`` architecture.
 
         Args:
             text: the source.
-            name: what the compiler calls it in messages.
-            headers: texts by the names that ``#include`` gives them; no others are found.
-            options: of the compiler, with one ``-arch=``.
+            name: the source's name in the compiler's messages.
+            headers: texts by the names in ``#include``; the compiler finds no other headers.
+            options: options of the compiler, with one ``-arch=``.
 
         Raises:
-            UnsupportedError: it does not compile; has the beginning of the compiler's log.
+            UnsupportedError: the source does not compile; shows the first lines of the log.
         """
         nvrtc = self._nvrtc
         texts = tuple(header.encode() for header in headers.values())
@@ -294,11 +294,11 @@ class Nvrtc:
             nvrtc.destroyProgram(program)
 
 
-# Where the machine code of a kernel unit comes from.
+# The choice between binaries and compilation.
 #
-# A build that had nvcc left binaries in the package (``ringcomm/_kernels``). Otherwise, or where
-# they are of other sources or cover another GPU, NVRTC compiles the sources at first use, and the
-# result is kept on disk.
+# A build with nvcc leaves binaries in the package (``ringcomm/_kernels``). If there are none, or
+# they were built from other sources or for other GPUs, NVRTC compiles the sources at first use, and
+# the cache keeps the result.
 
 Capability = tuple[int, int]
 PREBUILT_FOLDER = Path(__file__).resolve().parent.parent / "_kernels"
@@ -306,7 +306,7 @@ MANIFEST = "units.json"
 
 
 class Compiler(Protocol):
-    """The interface of :class:`ringcomm.cuda.build.Nvrtc`; tests have another compiler."""
+    """The interface of :class:`ringcomm.cuda.build.Nvrtc`, which tests also implement."""
 
     identity: str
 
@@ -328,7 +328,7 @@ class Prebuilt:
 
     @classmethod
     def read(cls, folder: Path) -> Prebuilt | None:
-        """None if the build had no nvcc.
+        """Reads the manifest in ``folder``; returns None if the build had no nvcc.
 
         Raises:
             UnsupportedError: the manifest is damaged.
@@ -347,7 +347,7 @@ class Prebuilt:
             ) from error
 
     def target(self, source: UnitSource, capability: Capability) -> Target | None:
-        """Returns what a device of ``capability`` would load of the unit's binary, if any."""
+        """Returns the target in a unit's binary that a device of ``capability`` loads, or None."""
         # In a source tree, the sources may have changed since the binaries were built.
         if self.sources.get(source.unit.name) != source.fingerprint():
             return None
@@ -367,12 +367,12 @@ class KernelBuilder:
     """Finds or compiles units.
 
     Attributes:
-        root: holds the sources.
-        prebuilt: what the build left, if anything.
+        root: folder of the sources.
+        prebuilt: the build's binaries, if any.
         compiler: makes the compiler; called only when it is needed, and raises UnsupportedError
-            where there is none.
-        cache: keeps what was compiled.
-        loops: the loops of all units; those that the build left have the batched ones.
+            if there is no compiler.
+        cache: keeps compiled units.
+        loops: the loops of all units; the build's binaries have the batched loops.
     """
 
     root: Path
@@ -395,7 +395,7 @@ class KernelBuilder:
             raise UnsupportedError(
                 f"CUDA kernels: expected a device of compute capability "
                 f"{'.'.join(map(str, source.unit.since))} or later for unit {unit!r}, got "
-                f"{'.'.join(map(str, capability))}, which has not its instructions"
+                f"{'.'.join(map(str, capability))}, which lacks the unit's instructions"
             )
         there = self.prebuilt if prebuilt else None
         if there is not None and there.target(source, capability) is not None:
@@ -430,9 +430,9 @@ class KernelBuilder:
             if None not in targets:
                 made = ", ".join(sorted(map(str, targets)))
                 return f"{made}, compiled with the package by {self.prebuilt.compiler}"
-            stale = "; the package's binaries are for other GPUs or of other sources"
+            stale = "; the package's binaries are for other GPUs or from other sources"
         if self.loops != units.BATCHED:
-            stale = f"; {self.loops} loops ({units.LOOPS_VARIABLE}), of which there are no binaries"
+            stale = f"; no binaries have {self.loops} loops ({units.LOOPS_VARIABLE})"
         compiler = self.compiler()
         target = self._compiled_target(compiler, capability)
         reason = self.cache.why_unusable()
@@ -467,44 +467,44 @@ def _builder() -> KernelBuilder:
 
 
 def prebuilt_by(unit: str, capability: Capability) -> str | None:
-    """The compiler of the build whose binary :func:`load_unit` takes; None: it compiles itself."""
+    """Returns the compiler of the binary that :func:`load_unit` takes; None if it compiles."""
     return _builder().prebuilt_by(unit, capability)
 
 
 def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
-    """Code of one unit that a device can load: a fatbin, a cubin, or PTX.
+    """Returns code of one unit that a device can load: a fatbin, a cubin, or PTX.
 
     The first call on a machine may compile for seconds; ranks that call at once compile once.
 
     Args:
         unit: a name in :data:`ringcomm.cuda.units.UNITS`.
         capability: compute capability of the device, such as ``(9, 0)``.
-        prebuilt: whether to take what a build left; else the unit is compiled.
+        prebuilt: whether to use the build's binaries; if not, the unit is compiled.
 
     Raises:
-        ArgumentError: there is no such unit, or ``RINGCOMM_KERNELS`` asks for no known loops.
-        UnsupportedError: nothing compiled covers the device, and it cannot be compiled: no CuPy,
-            no NVRTC, an architecture that NVRTC does not know, or an error of the compiler, of
-            which the first lines are shown.
+        ArgumentError: there is no such unit, or ``RINGCOMM_KERNELS`` names unknown loops.
+        UnsupportedError: no binary covers the device, and the unit cannot be compiled: no CuPy, no
+            NVRTC, an architecture that NVRTC does not support, or an error of the compiler, whose
+            first lines the message shows.
     """
     return _builder().load(unit, capability, prebuilt)
 
 
 def load_units(units: Iterable[str], capability: Capability) -> dict[str, bytes]:
-    """Code of several units by name, as :func:`load_unit`; compiles on all cores at once.
+    """Returns code of several units by name, as :func:`load_unit`; compiles on all cores at once.
 
     Raises:
         ArgumentError: as :func:`load_unit`.
-        UnsupportedError: as :func:`load_unit`, of the first unit that cannot be had.
+        UnsupportedError: as :func:`load_unit`, for the first unit that fails.
     """
     return _builder().load_all(units, capability)
 
 
 def describe_source(capability: Capability) -> str:
-    """Says in words where :func:`load_unit` takes kernels from; compiles none.
+    """Describes where :func:`load_unit` would take kernels from; compiles none.
 
     Raises:
-        ArgumentError: ``RINGCOMM_KERNELS`` asks for no known loops.
+        ArgumentError: ``RINGCOMM_KERNELS`` names unknown loops.
         UnsupportedError: as :func:`load_unit`.
     """
     return _builder().describe(capability)

@@ -28,13 +28,13 @@ from ringcomm.cuda.runtime import (
 )
 from ringcomm.errors import RingcommError, UnsupportedError
 
-# ---- What CuPy does not offer of the driver API, called in libcuda directly ---------------------
+# ---- Functions of the driver API that CuPy lacks, called in libcuda directly --------------------
 
 DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _AFFINITY_OF_SM_COUNT = 0
-# CUdevResource: its type, size and an offset, as in kernels/cuda/driver.cpp.
+# CUdevResource: its type, size and offset of the SM count, as in kernels/cuda/driver.cpp.
 _RESOURCE_OF_SM, _RESOURCE_BYTES, _RESOURCE_SM_COUNT = 1, 144, 96
 
 
@@ -47,7 +47,7 @@ class CudaDriver:
         library.cuThreadExchangeStreamCaptureMode.argtypes = [POINTER(c_int)]
         library.cuStreamCreateWithPriority.argtypes = [POINTER(c_void_p), c_uint, c_int]
         self._library = library
-        # A query costs a microsecond more through ctypes, and every asynchronous call makes some.
+        # A query through ctypes takes 1 us longer, and every asynchronous call makes several.
         self.has_passed = _native.Driver(library_name).has_passed
         # The limits of a context under MPS, and of a green context (since CUDA 12.4).
         library.cuCtxGetExecAffinity.argtypes = [POINTER(c_uint * 2), c_int]
@@ -68,22 +68,22 @@ class CudaDriver:
 
     @contextmanager
     def outside_captures(self) -> Iterator[None]:
-        """Inside, this thread may make calls that a capture elsewhere in the process forbids.
+        """Lets this thread make calls inside that a capture elsewhere in the process forbids.
 
         torch.cuda.graph captures in global mode, in which an allocation or an event's query in
-        any thread breaks the capture. Ours concern other memory and other streams than the
-        capture's.
+        any thread breaks the capture. ringcomm's calls use other memory and other streams than
+        the capture.
         """
         mode = c_int(_CAPTURE_MODE_RELAXED)
         name = "cuThreadExchangeStreamCaptureMode"
         self._check(name, self._library.cuThreadExchangeStreamCaptureMode(byref(mode)))
         try:
             yield
-        finally:  # `mode` holds what was in force before
+        finally:  # `mode` holds the previous mode
             self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
 
     def make_stream(self, priority: int) -> int:
-        """A stream outside the legacy default stream's order; smaller priorities go first."""
+        """Makes a stream not ordered with the legacy default stream; lower priorities go first."""
         stream = c_void_p()
         result = self._library.cuStreamCreateWithPriority(
             byref(stream), _STREAM_NON_BLOCKING, priority
@@ -94,8 +94,8 @@ class CudaDriver:
     def multiprocessors(self) -> list[int]:
         """Returns the numbers of multiprocessors to which the current context is limited.
 
-        A share of MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) and a green context are such limits. A
-        driver that knows no limits of a kind gives none.
+        Such limits are a share of MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) and a green context. The
+        list leaves out limits that the driver does not support.
         """
         found = []
         affinity = (c_uint * 2)()  # CUexecAffinityParam: the type, and a number
@@ -114,9 +114,9 @@ class CudaDriver:
     def load_function(self, function: int) -> None:
         """Loads a kernel's code now.
 
-        Lazy loading would do it at the first launch, which may wait for all running kernels to
-        end: for ever, if one of them waits for that launch. Drivers without the call load a
-        function when its attributes are read, which whoever loads it does as well.
+        Lazy loading would load it at the first launch, which may wait for all running kernels to
+        end: forever, if a running kernel waits for this launch. Drivers without cuFuncLoad load a
+        function when its attributes are read, as ``CudaRuntime`` does next.
         """
         if self._load_function is not None:
             self._check("cuFuncLoad", self._load_function(function))
@@ -126,22 +126,22 @@ class CudaDriver:
 
 _EVENT_DISABLE_TIMING = 2
 _HIGH_PRIORITY, _USUAL_PRIORITY = -1, 0
-# Of our own small copies: the greatest of an H100, which torch gives no stream. So these copies
-# have a hardware queue that no other stream shares, and nobody's waiting work holds them back. A
-# driver with fewer priorities takes it for its greatest.
+# The priority of ringcomm's own small copies: the highest of an H100, which torch gives to no
+# stream. So these copies have a hardware queue of their own, and no waiting work of another stream
+# delays them. A driver with fewer priorities uses its highest.
 _SERVICE_PRIORITY = -5
 
 
 def _torch_stream(device: int, handle: int) -> torch.cuda.Stream:
-    """The stream of a handle, 0 for the default one.
+    """Returns torch's stream of a handle, which is 0 for the default stream.
 
-    ``torch.cuda.ExternalStream`` would make a new stream of torch's pool of handle 0, which is in
-    no order with the default stream (https://github.com/pytorch/pytorch/issues/182960).
+    For handle 0 ``torch.cuda.ExternalStream`` would take a stream of torch's pool, not ordered
+    with the default stream (https://github.com/pytorch/pytorch/issues/182960).
     """
     return torch.cuda.get_stream_from_external(handle, device)
 
 
-# What torch names a stream by: its id, the device's index and type.
+# torch's key of a stream: the stream's id, the device's index and the device's type.
 StreamKey = tuple[int, int, int]
 
 
@@ -150,15 +150,15 @@ def _key_of(stream: torch.cuda.Stream) -> StreamKey:
 
 
 class CudaStream:
-    """A stream that no one else uses; it returns to its pool with this object.
+    """A stream that no one else uses; it returns to its pool when this object dies.
 
-    torch's own pool has 32 streams per device, which the 33rd user shares with the first: two
-    communicators on one stream would wait for each other where none should. And a handle must
-    stay usable for good, see ``runtime.Stream``.
+    torch's own pool has 32 streams per device, and gives the first stream to the 33rd user, too:
+    two communicators on one stream would wait for each other without need. Besides, a handle must
+    stay valid until the process ends, see ``runtime.Stream``.
     """
 
     def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
-        # First what __del__ reads, which also runs when the rest of this raises.
+        # Set the attributes that __del__ reads first: it runs even if the rest of this raises.
         self.handle = handle
         self._pool = pool
         self.device = device
@@ -170,7 +170,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """An event without timing; it returns to its pool, so that its end calls no driver."""
+    """An event without timing; its destruction returns it to its pool, without a driver call."""
 
     __slots__ = ("_pool", "_streams", "handle")
 
@@ -193,16 +193,16 @@ class CudaEvent:
 
 
 class _Here(threading.local):
-    """The device that is surely current in this thread, since ringcomm has entered it."""
+    """The device that ringcomm has made current in this thread; None if it may be another."""
 
     device: int | None = None
 
 
 class _Inside:
-    """Has a device, and a stream of it if one is given, be current in this thread.
+    """A context that makes a device, and optionally a stream of it, current in this thread.
 
-    ``torch.cuda.device`` and ``torch.cuda.stream`` do the same, and take longer than the rest of a
-    call (docs/performance.md). Inside a device there is nothing left to enter.
+    ``torch.cuda.device`` and ``torch.cuda.stream`` do the same, but take longer than the rest of a
+    call (docs/performance.md). Entering the current device again costs almost nothing.
     """
 
     __slots__ = (
@@ -225,13 +225,13 @@ class _Inside:
         if self._outer != device:
             self._device_before = torch._C._cuda_exchangeDevice(device)
             try:
-                # torch calls the driver only where the device changes: a thread that has made no
-                # CUDA call would be left without a context, in which a launch fails.
+                # torch calls the driver only if the device changes: a thread that has made no
+                # CUDA call would be left without a context, and its launches would fail.
                 self._cuda.setDevice(device)
             except BaseException:
                 torch._C._cuda_maybeExchangeDevice(self._device_before)
                 raise
-            # On the stream of a rank's thread runs the user's code, which may change the device.
+            # Inside a context with a stream the user's code runs, which may change the device.
             here.device = device if self._stream is None else None
         if self._stream is not None:
             self._stream_before = torch._C._cuda_getCurrentStream(device)
@@ -246,10 +246,10 @@ class _Inside:
 
 
 class CudaStreams:
-    """The stream half of ``CudaRuntime``.
+    """The methods of ``CudaRuntime`` for devices, streams, events and captures.
 
-    What follows acts on the current device, as CuPy's functions do. Each method enters its device
-    unless its caller has: a call of a communicator makes up to eight of these, and enters once.
+    CuPy's functions act on the current device. A method enters its device unless its caller has: a
+    call of a communicator uses up to eight of these methods, but enters the device once.
     """
 
     def __init__(self, cuda: Any, driver: CudaDriver) -> None:
@@ -339,8 +339,8 @@ class CudaStreams:
         try:
             return bool(self._cuda.streamIsCapturing(handle))
         except RuntimeError:
-            # The capture is broken, or this is the legacy default stream and another one captures
-            # that it must not touch: no event can be recorded here now.
+            # The capture is broken, or this is the legacy default stream, which must not be used
+            # while another stream captures: no event can be recorded here now.
             return True
 
     @contextmanager
@@ -356,16 +356,16 @@ class CudaStreams:
             torch.cuda.synchronize(device)
 
     def _service_stream(self, device: int) -> int:
-        """The stream of our own copies: on the default stream they would wait for kernels."""
+        """Returns the stream of own copies, which on the default stream would wait for kernels."""
         with self._lock:
             if device not in self._service_streams:
                 self._service_streams[device] = self._driver.make_stream(_SERVICE_PRIORITY)
             return self._service_streams[device]
 
 
-# Whether this process has CUDA devices that both CuPy and torch can use, and if not, why.
+# Checks that this process has CUDA devices that both CuPy and torch can use.
 #
-# All of it raises UnsupportedError, in words, whatever CuPy, torch or the driver raise.
+# Each check raises UnsupportedError with the reason, whatever CuPy, torch or the driver raise.
 
 NO_DEVICE = 100  # cudaErrorNoDevice
 SAID_CHARS = 300
@@ -377,12 +377,12 @@ def said(error: BaseException) -> str:
 
 
 def no_device(reason: str) -> UnsupportedError:
-    """The error for an installation or a machine without usable devices."""
+    """Returns the error for an installation or a machine without usable devices."""
     return UnsupportedError(f"CUDA device: {reason}. Tensors on the CPU need none of this")
 
 
 def import_cupy() -> Any:
-    """CuPy, if it is there and whole."""
+    """Imports and returns CuPy; raises UnsupportedError if it is missing or broken."""
     try:
         import cupy
     except Exception as error:
@@ -448,14 +448,14 @@ _HOST_ALLOC_PORTABLE, _HOST_ALLOC_MAPPED = 1, 2
 _COPY_TO_DEVICE, _COPY_TO_HOST = 1, 2
 _MAX_THREADS_PER_BLOCK = 0
 _LAZY_ENABLE_PEER_ACCESS = 1
-# What the driver says of machine code that another driver or another GPU would take: an image that
-# is invalid, has nothing for this GPU or PTX that does not compile (of a newer version, too), and
-# one of a kind that is not known yet.
+# The driver's errors for machine code that another driver or another GPU would take: an image that
+# is invalid, that has no code for this GPU, whose PTX does not compile or is too new for the
+# driver, or whose kind the driver does not know.
 _REFUSED_IMAGE = (200, 209, 218, 221, 222, 223, 300)
 
 
 class _CudaMemory:
-    """Device memory as torch takes it without a copy; the tensor keeps this object."""
+    """Device memory that torch uses without a copy; the tensor keeps this object alive."""
 
     def __init__(self, ptr: int, size_bytes: int, owner: object) -> None:
         self.owner = owner
@@ -468,15 +468,15 @@ class _CudaMemory:
         }
 
 
-# Pages that are pinned at a time: a driver may wait for the whole device before it pins or frees
-# host memory, and a communicator must be built and closed while a message of another one waits.
+# Pages that are pinned at a time. A driver may wait for the whole device before it pins or frees
+# host memory, but building or closing a communicator must not wait for another one's messages.
 _PINNED_PAGES = 256
 
 
 class CudaPage:
-    """Page-locked host memory, mapped into every device; free, it returns to its pool.
+    """Page-locked host memory, mapped into every device; ``free`` returns it to its pool.
 
-    So its end calls no driver, which may come from a garbage collection while a kernel waits for
+    So ``free`` makes no driver call: a garbage collection may call it while a kernel waits for
     this very thread.
     """
 
@@ -505,7 +505,7 @@ class CudaKernel:
 
 
 class CudaRuntime(CudaStreams):
-    """Implements ``runtime.DeviceRuntime``; ``cuda`` and ``modules`` are CuPy's."""
+    """Implements ``runtime.DeviceRuntime`` with CuPy's ``runtime`` and ``driver`` modules."""
 
     kind = "cuda"
     driver_library = DRIVER_LIBRARY
@@ -514,7 +514,7 @@ class CudaRuntime(CudaStreams):
         super().__init__(cuda, driver)
         self._modules = modules
         self._loading: dict[int, threading.Lock] = defaultdict(threading.Lock)  # by device
-        # By their loops, too: a benchmark compares those of one process.
+        # The key includes the loops: a benchmark compares both kinds in one process.
         self._kernels: dict[tuple[int, str, str, str], CudaKernel] = {}
         self._loaded: dict[tuple[int, str, str], int] = {}
         self._exported: dict[int, bytes] = {}
@@ -543,7 +543,7 @@ class CudaRuntime(CudaStreams):
         )
 
     def usable_multiprocessors(self, device: int) -> int:
-        # To enter a device is to leave a green context of it, which the thread may be in.
+        # Entering the device would leave the green context in which this thread may be.
         inside = torch.cuda.current_device() == device
         with nullcontext() if inside else self.on_device(device):
             limits = self._driver.multiprocessors()
@@ -609,7 +609,7 @@ class CudaRuntime(CudaStreams):
         return CudaPage(ptrs, size_bytes, pool)
 
     def _pin_pages(self, size_bytes: int) -> list[tuple[int, int]]:
-        """Returns the addresses of new pages, for the host and for kernels."""
+        """Pins new pages, and returns their addresses for the host and for kernels."""
         with self._beside_captures(self.current_device()):
             try:
                 flags = _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED
@@ -637,12 +637,12 @@ class CudaRuntime(CudaStreams):
         return handle
 
     def open_handle(self, device: int, handle: bytes) -> int:
-        # cudaIpcOpenMemHandle fails on this in a way that points elsewhere.
+        # cudaIpcOpenMemHandle fails on such a handle with a misleading error.
         if handle in self._exported.values():
             raise UnsupportedError("an IPC handle cannot be opened in the process that made it")
         with self._beside_captures(device):
             try:
-                # The memory may be another device's: peer access is enabled on the way.
+                # The memory may be on another device: the flag enables peer access to it.
                 return int(self._cuda.ipcOpenMemHandle(handle, _LAZY_ENABLE_PEER_ACCESS))
             except RuntimeError as error:
                 raise UnsupportedError(
@@ -668,8 +668,8 @@ class CudaRuntime(CudaStreams):
     # ---- kernels ----------------------------------------------------------------------------
 
     def find_kernel(self, device: int, unit: str, name: str) -> CudaKernel:
-        # A thread that loads one holds the device's lock, perhaps until the device is idle. Other
-        # threads must be able to launch what is loaded, and to load on their own devices.
+        # A thread that loads a kernel holds the device's lock, perhaps until the device is idle.
+        # Other threads must be able to launch loaded kernels, and to load on their own devices.
         key = (device, unit, name, units.chosen_loops())
         loaded = self._kernels.get(key)
         if loaded is not None:
@@ -681,7 +681,7 @@ class CudaRuntime(CudaStreams):
             return kernel
 
     def _load_module(self, device: int, unit: str) -> int:
-        """The unit's module; compiled here where the driver refuses what came with the package."""
+        """Loads the unit's module; compiles it here if the driver refuses the package's binary."""
         capability = self.identity(device).capability
         image = build.load_unit(unit, capability)
         try:
@@ -720,7 +720,7 @@ class CudaRuntime(CudaStreams):
 
 
 def make_cuda_runtime() -> CudaRuntime:
-    """The CUDA runtime of this process; see ``ringcomm.cuda.current`` for what it raises."""
+    """Makes the CUDA runtime of this process; ``ringcomm.cuda.current`` lists its errors."""
     cupy = import_cupy()
     try:
         cuda, driver = cupy.cuda.runtime, cupy.cuda.driver

@@ -1,7 +1,7 @@
 """The interface of a GPU's runtime as ringcomm needs it.
 
-``DeviceRuntime`` is the seam between the communicator and the machine: ``cuda_runtime`` implements
-it with CuPy and torch.cuda, and tests put one over CPU memory in its place.
+``DeviceRuntime`` separates the communicator from the machine: ``cupy_runtime`` implements it with
+CuPy and torch.cuda, and tests replace it by a runtime on CPU memory.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Protocol
 
 import torch
 
-# How many hardware queues a process has on a device, and the driver's own number.
+# The variable that sets how many hardware queues a process has on a device; the driver's default.
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_CONNECTIONS = 8
-# Places of tensors as DLPack has them: the kind of a device, and its number.
+# DLPack's places of tensors: a kind of device and a device number; and its kind of CUDA devices.
 HOST_PLACE, CUDA_KIND = (1, 0), 2
 
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """The physical GPU behind a device; travels to the other ranks.
+    """The physical GPU behind a device, as a rank describes it to the other ranks.
 
-    ``index`` holds in this process only: under ``CUDA_VISIBLE_DEVICES`` one GPU has different
-    ordinals in different processes. ``uuid`` is the GPU's own; ranks of equal ``uuid`` share it.
+    ``index`` is valid in this process only: under ``CUDA_VISIBLE_DEVICES`` one GPU has different
+    ordinals in different processes. ``uuid`` is unique: ranks with equal ``uuid`` share a GPU.
     """
 
     index: int
@@ -37,10 +37,10 @@ class DeviceIdentity:
 
 
 class Stream(Protocol):
-    """A stream that the runtime made, of its own while this object lives.
+    """A stream that the runtime made, with no other user while this object lives.
 
-    The handle stays usable for good: memory that the stream used may outlive this object, and
-    whoever frees it records an event there.
+    The handle stays valid until the process ends: memory that the stream used may outlive this
+    object, and freeing this memory records an event on the stream.
     """
 
     @property
@@ -53,45 +53,45 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """True once all work before it is done."""
+        """True once all work before the event is done."""
         ...
 
     def synchronize(self) -> None:
-        """Blocks this thread until then; other Python threads go on."""
+        """Blocks this thread, but no other Python thread, until all work before it is done."""
         ...
 
 
 class Graph(Protocol):
-    """The work of a capture, which keeps the memory that was allocated in it."""
+    """Captured work, which keeps the memory that was allocated during the capture."""
 
     def replay(self) -> None:
-        """Does the work again, in the order of this thread's current stream."""
+        """Runs the work again, in the order of this thread's current stream."""
         ...
 
 
 class PinnedPage(Protocol):
-    """Host memory that kernels read and write in place; zeros at first."""
+    """Host memory that kernels read and write in place; initially 0."""
 
     @property
     def host_ptr(self) -> int: ...
 
     @property
     def device_ptr(self) -> int:
-        """Its address in kernels, on every device of this process."""
+        """The page's address in kernels, on every device of this process."""
         ...
 
     @property
     def size_bytes(self) -> int: ...
 
     def free(self) -> None:
-        """Gives it back; a second call does nothing. No kernel may use it any more."""
+        """Frees the page, which no kernel may use any more; a second call does nothing."""
         ...
 
 
 class Kernel(Protocol):
-    """A kernel that is wholly loaded, for good: no later launch of it loads or compiles.
+    """A kernel that is fully loaded and stays so: no launch of it loads or compiles.
 
-    To load it may take until the device is idle.
+    Loading may block until the device is idle.
     """
 
     @property
@@ -101,7 +101,7 @@ class Kernel(Protocol):
 
     @property
     def threads(self) -> int:
-        """The threads of its blocks: as many as it was compiled for."""
+        """The threads per block for which the kernel was compiled."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class Kernel(Protocol):
 
 
 class DeviceRuntime(Protocol):
-    """The devices of this process. Devices and their peers are ordinals in this process.
+    """The devices of this process; arguments name a device or peer by its ordinal in this process.
 
     Pointers are addresses in device memory; stream handles are the driver's, 0 being the
     legacy default stream. All methods may be called from any thread.
@@ -130,18 +130,18 @@ class DeviceRuntime(Protocol):
     def device_count(self) -> int: ...
 
     def current_device(self) -> int:
-        """The device that this thread has made current, which "cuda" without an index names.
+        """Returns this thread's current device, which "cuda" without an index names.
 
-        The native end calls this, too.
+        The native end calls this method, too.
         """
         ...
 
     def on_device(self, device: int) -> AbstractContextManager[None]:
-        """Inside, ``device`` is current in this thread: what driver calls such as launches need."""
+        """Makes ``device`` current in this thread, as launches and other driver calls need it."""
         ...
 
     def beside_captures(self, device: int) -> AbstractContextManager[None]:
-        """As :meth:`on_device`; and calls of the driver break no capture elsewhere."""
+        """Like :meth:`on_device`, but driver calls inside break no captures of other threads."""
         ...
 
     def torch_device(self, device: int) -> torch.device:
@@ -149,7 +149,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def tensor_place(self, device: int) -> tuple[int, int]:
-        """Returns where tensors of ``device`` lie, as DLPack says it: a kind and a number."""
+        """Returns DLPack's place of tensors on ``device``: a kind and a number."""
         ...
 
     def identity(self, device: int) -> DeviceIdentity: ...
@@ -157,12 +157,12 @@ class DeviceRuntime(Protocol):
     def usable_multiprocessors(self, device: int) -> int:
         """Returns how many multiprocessors this thread's context of the device may use.
 
-        They are fewer than the device has under MPS with a share, and in a green context.
+        Under MPS with a share, or in a green context, they are fewer than the device has.
         """
         ...
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The device that the tensor's memory is on; None for memory of the host."""
+        """Returns the device that has the tensor's memory; None for host memory."""
         ...
 
     def is_device_tensor(self, tensor: torch.Tensor, device: int) -> bool:
@@ -172,19 +172,19 @@ class DeviceRuntime(Protocol):
     # ---- memory -----------------------------------------------------------------------------
 
     def allocate(self, device: int, size_bytes: int) -> int:
-        """Zeroed memory that other processes can map; raises MemoryError when there is none."""
+        """Allocates zeroed memory that other processes can map; raises MemoryError if it fails."""
         ...
 
     def free(self, device: int, ptr: int) -> None:
-        """Gives back what :meth:`allocate` returned. Waits for the work of the whole device."""
+        """Frees memory of :meth:`allocate`; waits for all work of the device."""
         ...
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """Free and total bytes of the device's memory."""
+        """Returns free and total bytes of the device's memory."""
         ...
 
     def tensor(self, device: int, ptr: int, size_bytes: int, owner: object) -> torch.Tensor:
-        """A tensor of ``size_bytes`` bytes (uint8) at ``ptr``, which keeps ``owner`` alive."""
+        """Returns a uint8 tensor of ``size_bytes`` bytes at ``ptr`` that keeps ``owner`` alive."""
         ...
 
     def read(self, device: int, ptr: int, size_bytes: int) -> bytes:
@@ -192,21 +192,21 @@ class DeviceRuntime(Protocol):
         ...
 
     def write(self, device: int, ptr: int, data: bytes) -> None:
-        """Writes to device memory; has happened when it returns. Waits for no other work."""
+        """Writes to device memory and returns when done; waits for no other work."""
         ...
 
     def allocate_pinned(self, size_bytes: int) -> PinnedPage:
-        """Host memory mapped into all devices; raises MemoryError when there is none.
+        """Allocates host memory mapped into all devices; raises MemoryError if it fails.
 
-        Belongs inside :meth:`on_device`: it starts the current device if that is not in use yet.
-        Waits for the device only where the pages that the runtime keeps have been given out.
+        Call it inside :meth:`on_device`: it initialises the current device if necessary. It waits
+        for the device only if the runtime has no idle page left.
         """
         ...
 
     # ---- other processes and devices --------------------------------------------------------
 
     def export_handle(self, device: int, ptr: int) -> bytes:
-        """Returns a handle by which another process opens what :meth:`allocate` returned.
+        """Returns a handle by which another process opens memory of :meth:`allocate`.
 
         Raises:
             UnsupportedError: the driver does not share this memory.
@@ -222,11 +222,11 @@ class DeviceRuntime(Protocol):
         ...
 
     def close_handle(self, device: int, ptr: int) -> None:
-        """Ends a mapping of :meth:`open_handle`."""
+        """Unmaps memory that :meth:`open_handle` has mapped."""
         ...
 
     def enable_peer(self, device: int, peer: int) -> None:
-        """Lets kernels of ``device`` use the memory of ``peer``; again does nothing.
+        """Lets kernels of ``device`` use the memory of ``peer``; a second call does nothing.
 
         Raises:
             UnsupportedError: the two devices have no peer access.
@@ -236,38 +236,38 @@ class DeviceRuntime(Protocol):
     # ---- streams ----------------------------------------------------------------------------
 
     def current_stream(self, device: int) -> int:
-        """Handle of the stream on which torch runs this thread's work on ``device``.
+        """Returns the handle of the stream on which torch runs this thread's work on ``device``.
 
-        The native end calls this, too, at each call of a communicator.
+        The native end calls this method, too, at each call of a communicator.
         """
         ...
 
     def make_stream(self, device: int, high_priority: bool = False) -> Stream:
-        """A stream that takes no part in the legacy default stream's order."""
+        """Makes a stream that is not ordered with the legacy default stream."""
         ...
 
     def stream_queues(self, device: int) -> tuple[int, int]:
-        """How many hardware queues streams of usual priority share, and how many streams do so.
+        """Returns how many hardware queues the streams of usual priority share, and how many share.
 
-        Of the streams only those of :meth:`make_stream` and the default one are counted. Where
-        there are more of them than queues, work that waits for nothing may be held up.
+        Only the streams of :meth:`make_stream` and the default stream count. With more streams
+        than queues, work that waits for nothing may be delayed.
         """
         ...
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
-        """Inside, torch runs this thread's work on ``stream``."""
+        """Makes torch run this thread's work on ``stream``."""
         ...
 
     def record_event(self, device: int, stream: int) -> Event:
-        """An event behind all work that ``stream`` has by now."""
+        """Records an event after all work that ``stream`` has by now."""
         ...
 
     def wait_event(self, device: int, stream: int, event: Event) -> None:
-        """Makes later work of ``stream`` wait for ``event``; the host goes on."""
+        """Makes later work of ``stream`` wait for ``event``; the host does not wait."""
         ...
 
     def keep_for_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keeps torch from reusing the tensor's memory before ``stream``'s work by now is done."""
+        """Keeps torch from reusing the tensor's memory until ``stream``'s work so far is done."""
         ...
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
@@ -275,9 +275,9 @@ class DeviceRuntime(Protocol):
         ...
 
     def capture_on(self, stream: Stream) -> AbstractContextManager[Graph]:
-        """Inside, ``stream`` is current, and what goes there is captured, torch's work included.
+        """Makes ``stream`` current and captures its work, torch's included, as a graph.
 
-        The graph may be replayed after the block. If the block raises, there is none, and the
+        The graph may be replayed after the block. If the block raises, there is no graph, and the
         stream is as it was before.
         """
         ...
@@ -293,7 +293,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def find_kernel(self, device: int, unit: str, name: str) -> Kernel:
-        """The kernel ``name`` of compilation unit ``unit``, loaded on ``device``.
+        """Returns the kernel ``name`` of compilation unit ``unit``, loaded on ``device``.
 
         Raises:
             UnsupportedError: there is no binary for this device and none can be compiled.

@@ -176,7 +176,7 @@ def test_what_the_build_left_is_not_taken_where_it_will_not_do(tmp_path, tree, c
     assert builder.load("move", HOPPER).startswith(b"fatbin")
     # Another GPU; a binary that is missing; sources that changed since.
     assert b"-arch=sm_100a" in builder.load("move", (10, 0))
-    assert "for other GPUs or of other sources" in builder.describe((10, 0))
+    assert "for other GPUs or from other sources" in builder.describe((10, 0))
     (folder / "move.fatbin").unlink()
     assert b"-arch=sm_90a" in builder.load("move", HOPPER)
     (folder / "move.fatbin").write_bytes(b"fatbin of move")

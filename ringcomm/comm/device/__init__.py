@@ -1,1 +1,1 @@
-"""Communicators whose tensors lie on GPUs."""
+"""Communicators whose tensors are on GPUs; read rendezvous.py first, then launch.py."""

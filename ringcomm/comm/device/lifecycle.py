@@ -56,10 +56,10 @@ os.register_at_fork(after_in_child=_forget_watches_in_child)
 
 
 def process_of(pid: int) -> _native.Process:
-    """Returns an object that tells whether a process, which runs now, has ended.
+    """Returns an object that reports the end of a process, which runs now.
 
     Raises:
-        RingcommError: no file descriptor is left for it.
+        RingcommError: this process has no file descriptor left for the object.
     """
     try:
         return _native.Process(pid)
@@ -78,7 +78,7 @@ def _loop(process: _Watcher, wake: threading.Event) -> None:
         wake.wait(POLL_MS / 1000)
         with process.guard:
             if process.thread is not threading.current_thread():
-                return  # Ctrl-C came before its starter knew that it runs
+                return  # Ctrl-C interrupted the starter before it noted this thread
             if not process.watched:
                 process.thread = None
                 return
@@ -125,8 +125,8 @@ def unwatch(watched: Watched) -> None:
 
 
 # A peer acknowledges data by writing into this rank's region, possibly after this rank has closed.
-# So a region is given back only when every peer has detached or has ended. A peer has ended
-# with its process or, as a rank of this process, with its presence (docs/protocol.md). A
+# So a region is freed only when every peer has detached or has ended. A peer in another process has
+# ended when its process has; a rank of this process, when its presence has (docs/protocol.md). A
 # communicator that nobody refers to any more is closed once its kernels have ended.
 
 WORD_BYTES = 4
@@ -139,8 +139,8 @@ POLL_S = 0.001
 class Peer(NamedTuple):
     """A rank that may write into a region: its process (None for this process) and its presence.
 
-    The process was opened while it ran. A pid would not do: it may belong to another process later,
-    or remain after the end until the parent has waited for the process.
+    ``process`` was opened while the process ran. A pid is not enough: it may belong to another
+    process later, or remain after the end until the parent has waited for the process.
     """
 
     process: _native.Process | None
@@ -179,7 +179,7 @@ class _Retired:
     def _is_left(self) -> bool:
         heap = self.allocation.heap
         if existing_heap(heap.device) is not heap:
-            return True  # the heap has been closed with all that was in it
+            return True  # the heap has been closed with all its regions
         return all(
             heap.runtime.read(heap.device, ptr, WORD_BYTES) != bytes(WORD_BYTES) or peer.has_ended()
             for ptr, peer in zip(self.detached_ptrs, self.peers, strict=True)
@@ -196,7 +196,7 @@ class ClosableCore(Protocol):
 
 @dataclass(frozen=True)
 class _Abandoned:
-    """A core to close, events that pass when its kernels end, and the objects that those use."""
+    """A core to close, events that pass when its kernels end, and the kernels' objects."""
 
     core: ClosableCore
     events: Sequence[Event]
@@ -318,7 +318,7 @@ def _end_abandoned() -> None:
     while process.abandoned:
         entry = process.abandoned.popleft()
         if entry.captured:
-            entry.core.abort("this process ends")  # replays, too
+            entry.core.abort("this process ends")  # ends replays, too
             entry.core.synchronize()
         # If a kernel does not end, it still uses the region, which is then never freed.
         if _ends(entry.events):

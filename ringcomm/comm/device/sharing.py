@@ -38,10 +38,10 @@ def launch_prepared(prepared: Sequence[Prepared], stream: int) -> None:
         _native.launch(cast(list[_native.DeviceComm], prepared), stream)
 
 
-# Which communicators of this process are on a device, and whether their blocks fit. The order of
-# their launches is the native LaunchLedger's (kernels/cuda/launch_ledger.h), which also says why
-# there is one. Blocks for messages are kept beside collectives: what does not fit beside what is
-# kept already is refused, a communicator when it is built or a first message.
+# The communicators of this process on a device, and a check that their blocks fit. The native
+# LaunchLedger orders their launches (kernels/cuda/launch_ledger.h, which says why). Messages
+# reserve blocks of their own: a communicator that does not fit beside the reserved blocks is
+# refused when it is built, and messages that do not fit are refused at the first message.
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DeviceOrder:
         self._device = device
         self._guard = threading.Lock()
         self._members: dict[int, Blocks] = {}
-        self._ranks: Counter[int] = Counter()  # of each member, in this process
+        self._ranks: Counter[int] = Counter()  # ranks of each member in this process
         self._sending: set[int] = set()
         self._capacity = 0
         self.ledger = _native.LaunchLedger(driver, device)
@@ -72,8 +72,8 @@ class DeviceOrder:
         """Registers a communicator whose launches take up to ``blocks``.
 
         Raises:
-            UnsupportedError: one launch alone could not be co-resident, or not beside the messages
-                of other communicators.
+            UnsupportedError: the blocks of one launch do not fit on the device at once, alone or
+                beside the blocks reserved for messages of other communicators.
         """
         if blocks.collective > capacity:
             raise UnsupportedError(
@@ -104,15 +104,15 @@ class DeviceOrder:
                 self._tell_ledger()
 
     def _kept(self) -> int:
-        """Returns the blocks that are kept for messages."""
+        """Returns the blocks that are reserved for messages."""
         return sum(self._members[each].messages for each in self._sending)
 
     def sends(self, owner: object, operation: str) -> None:
-        """Keeps blocks for the messages of ``owner`` from here on; called before each of them.
+        """Reserves blocks for the messages of ``owner`` from now on; called before each message.
 
         Raises:
-            UnsupportedError: they would not fit beside a collective, of this or another
-                communicator, and the messages of others.
+            UnsupportedError: the blocks would not fit beside a collective, of this or another
+                communicator, and the messages of other communicators.
         """
         if id(owner) in self._sending:
             return
@@ -135,7 +135,7 @@ class DeviceOrder:
             self._tell_ledger()
 
     def before(self, owner: object, blocks: int, stream: int) -> None:
-        """Puts ``stream`` behind the launches that must end before ``blocks`` more blocks fit."""
+        """Makes ``stream`` wait for the launches that must end before ``blocks`` more fit."""
         # The launches of a graph follow each other on its streams.
         if not self._runtime.is_capturing(self._device, stream):
             self.ledger.before(id(owner), blocks, stream)
@@ -159,13 +159,13 @@ def order_of(runtime: DeviceRuntime, device: int, driver: _native.Driver) -> Dev
         return _orders[key]
 
 
-# Kernels that wait for each other must run at the same time. Two launches on one device may not:
-# they may be on one stream (usually the legacy default stream), in one hardware queue, or too large
-# together. The blocks of one launch that fits do run together. So the last of the ranks of a
-# process and device to make a call launches it for all. Streams wait on events, and the host waits
-# only for the other threads to arrive.
+# Kernels that wait for each other must run at the same time. Two launches on one device may run one
+# after the other: on one stream (usually the legacy default stream), in one hardware queue, or
+# because both together do not fit. The blocks of one launch that fits run together. So the ranks of
+# a process on one device make a call in one launch, by the rank that arrives last. Streams wait on
+# events, and the host waits only for the other threads to arrive.
 
-# The interval at which a waiting rank checks whether the others can still come.
+# The interval at which a waiting rank checks whether the missing ranks can still arrive.
 LOOK_S = 0.05
 
 
@@ -191,7 +191,7 @@ class _SharingRound:
 
 
 class JointLaunch:
-    """The ranks of one communicator that share this process and a device."""
+    """The ranks of one communicator that share this process and a device, and launch together."""
 
     def __init__(
         self, runtime: DeviceRuntime, device: int, ranks: Sequence[int], order: DeviceOrder
@@ -211,10 +211,10 @@ class JointLaunch:
         """Launches the prepared call of ``rank`` together with those of all others.
 
         Args:
-            rank: of the caller.
-            prepared: its call.
-            stream: the call runs after its work so far and before its later work.
-            look: called about 20 times a second while others are missing.
+            rank: the caller's rank.
+            prepared: the caller's call.
+            stream: the call runs after the stream's work so far and before its later work.
+            look: called about 20 times a second while ranks are missing.
 
         Raises:
             BaseException: the error of ``look``, after which this rank's call is withdrawn, or the
@@ -243,7 +243,7 @@ class JointLaunch:
         return rank in self._left
 
     def waited_s(self, rank: int) -> float:
-        """Returns for how many seconds the call of ``rank`` has waited for those of others."""
+        """Returns for how many seconds the call of ``rank`` has waited for other ranks' calls."""
         return self._waited_s.get(rank, 0.0)
 
     def _await_others(self, rank: int, mine: _SharingRound, look: Look) -> None:
@@ -256,8 +256,8 @@ class JointLaunch:
                     missing = [each for each in self._ranks if each not in mine.arrived]
                     look(missing, self._waited_s[rank])
         except BaseException:
-            # Otherwise a later rank would launch this call, though the caller may use its tensors
-            # again.
+            # Otherwise the last rank would launch this call, though the caller may already reuse
+            # its tensors.
             mine.arrived.pop(rank, None)
             raise
         finally:
@@ -294,7 +294,7 @@ class JointLaunch:
                 self._runtime.wait_event(self._device, arrival.stream, done)
 
     def launch_together(self, prepared: Sequence[Prepared], stream: int) -> None:
-        """Launches on ``stream`` the calls of all ranks, which one thread has prepared."""
+        """Launches the calls of all ranks, which one thread has prepared, on ``stream``."""
         runtime, device, own = self._runtime, self._device, self._stream.handle
         with self._changed:
             # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
@@ -323,11 +323,11 @@ def joint_launch_of(
     """Returns the joint launch of these ranks, the same object for each of them.
 
     Args:
-        runtime: of this process.
+        runtime: the runtime of this process.
         device: the shared device.
         ranks: the communicator's ranks in this process and on the device.
-        proofs: of the same ranks; they identify the communicator.
-        order: of the device.
+        proofs: proofs in the handles of these ranks; they identify the communicator.
+        order: the device's order of launches.
     """
     key = (device, *proofs)
     with _joint_launches_guard:

@@ -13,10 +13,10 @@ A topology file holds NVML's answers and nothing else. Missing answers are null 
                  "nvlinks": {"count": 1, "version": "2.0", "link_gbps": 25.0}}]
     }
 
-A "source" entry, for people, may say where a description comes from.
+An optional "source" entry says, for people, where a description comes from.
 
-GPUs are named by UUID or PCI bus id, never by index: NVML numbers all GPUs of the machine, a
-process only those that ``CUDA_VISIBLE_DEVICES`` leaves it.
+GPUs are named by UUID or PCI bus id, never by index: NVML numbers all GPUs of the machine, but a
+process numbers only the GPUs in ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def normalized_bus_id(text: str) -> str:
     """Returns a PCI bus id as Linux writes it, ``0000:1b:00.0``; NVML's domain has eight digits.
 
     Raises:
-        ArgumentError: ``text`` is no PCI bus id.
+        ArgumentError: ``text`` is not a PCI bus id.
     """
     match = _BUS_ID.fullmatch(text.strip())
     if not match:
@@ -125,9 +125,9 @@ class Gpu:
     Attributes:
         uuid: as NVML writes it.
         pci_bus_id: as Linux writes it; orders the GPUs.
-        numa_node: the CPUs' NUMA node that is nearest.
+        numa_node: the nearest NUMA node with CPUs.
         cpus: the nearest CPUs, such as "0-19,40-59".
-        pcie: generation and lanes of the slot's link at its best, such as (5, 16).
+        pcie: highest PCIe generation and number of lanes of the slot's link, such as (5, 16).
         switch: the NVLinks to NVSwitches.
         mig: whether the GPU is split into instances; they have no NVLink and no peer access.
         mig_instances: the UUIDs of the instances.
@@ -198,13 +198,13 @@ class Topology:
     Attributes:
         machine: a name for people; no decision depends on it.
         gpus: ordered by PCI bus id, however they were given.
-        pairs: at most one per two GPUs; a missing one is unknown.
+        pairs: at most one per two GPUs; the connection of a missing pair is unknown.
         driver: version of the NVIDIA driver.
         absent: why nothing could be read; "" if it could.
-        notes: what could not be read, or looks wrong.
+        notes: messages about answers that could not be read or look wrong.
 
     Raises:
-        ArgumentError: two GPUs are one, or a pair names a GPU that is not there.
+        ArgumentError: a GPU appears twice, or a pair names a GPU that is not in ``gpus``.
     """
 
     machine: str = ""
@@ -281,9 +281,9 @@ class Topology:
     def visible_devices(self, environment: Mapping[str, str]) -> list[str]:
         """Returns the names of the GPUs, or MIG instances, that a CUDA process sees, in its order.
 
-        ``CUDA_VISIBLE_DEVICES`` holds numbers or beginnings of UUIDs, and ends at the first that
-        does not exist (CUDA C++ Programming Guide, "CUDA Environment Variables"). NVML does not
-        heed it. Numbers are taken by PCI bus id, which is CUDA's order too unless models differ.
+        ``CUDA_VISIBLE_DEVICES`` lists numbers or beginnings of UUIDs; CUDA reads it up to the first
+        entry that does not exist (CUDA C++ Programming Guide, "CUDA Environment Variables"). NVML
+        ignores it. Numbers follow PCI bus ids, as CUDA's do unless the GPUs' models differ.
         """
         everything = [
             name for gpu in self.gpus for name in (gpu.mig_instances or (gpu.pci_bus_id,))
@@ -387,9 +387,9 @@ def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
 
 
 FORMAT = "ringcomm topology 1"
-# A file of 16 GPUs has some 40000 bytes.
+# A file of 16 GPUs has about 40,000 bytes.
 LARGEST_BYTES = 16 << 20
-# More than any machine has. Every two of them have a connection.
+# More GPUs than any machine has; a topology stores a connection for every two GPUs.
 MOST_GPUS = 256
 
 Object = Mapping[str, object]
@@ -400,10 +400,10 @@ def from_json(text: str, name: str = "topology") -> Topology:
 
     Args:
         text: the JSON text.
-        name: the file's, for messages.
+        name: the file's name, for messages.
 
     Raises:
-        ArgumentError: it is not one; the message says where and what was expected.
+        ArgumentError: ``text`` is no topology; the message says where, and what was expected.
     """
     try:
         value = json.loads(text)
@@ -447,7 +447,7 @@ def save(topology: Topology, path: str | Path) -> None:
 
 
 def _topology(value: Any) -> Topology:
-    """Undoes ``to_json``; missing entries are unknown, but for the names of GPUs."""
+    """Inverse of ``to_json``; a missing entry is unknown, but a GPU must have its names."""
     if type(value) is dict:
         written = value.pop("format", "no format")
         if written != FORMAT:
@@ -496,8 +496,8 @@ def _out_of_range(where: str, expected: str, got: object) -> ArgumentError:
 # ---- The reader of NVML (nvidia-ml-py, imported only here and only on call) for this machine ----
 # Sources: NVML API Reference Guide (docs.nvidia.com/deploy/nvml-api), chapters "NvLink Methods",
 # "Device Queries", "Field Value Enums" and "CPU and Memory Affinity"; the functions are named where
-# they are called. Constants are spelled out because their Python names come and go with versions of
-# nvidia-ml-py (``NVML_P2P_CAPS_INDEX_READ``, for one, has been a tuple).
+# they are called. Constants are written as numbers because nvidia-ml-py changes its names for them
+# from version to version (``NVML_P2P_CAPS_INDEX_READ`` was once a tuple).
 
 
 MAX_LINKS = 36  # NVML_NVLINK_MAX_LINKS of the newest header
@@ -518,8 +518,8 @@ DATA_RATES["5.0"] = 50.0
 def read_machine() -> Topology:
     """Reads NVML's answers about all GPUs of this machine, regardless of ``CUDA_VISIBLE_DEVICES``.
 
-    Answers that cannot be read raise nothing. Without NVML the topology has no GPU and ``absent``
-    says why. A missing answer is None, and ``notes`` mention it if it is unusual.
+    A failed query raises no error. Without NVML the topology has no GPU and ``absent`` says why. A
+    missing answer is None, and ``notes`` mention it if it is unusual.
     """
     machine = platform.node()
     try:
@@ -540,7 +540,7 @@ def read_machine() -> Topology:
 
 @dataclass
 class _Nvml:
-    """NVML functions by name; a question that this driver or device does not answer gives None."""
+    """Calls NVML functions by name; returns None if this driver or device does not answer."""
 
     module: Any
     notes: list[str] = field(default_factory=list)
@@ -606,7 +606,7 @@ class _MachineReader:
             self._uuids[bus_id] = uuid
 
     def _bus_id(self, function: str, *arguments: object) -> str | None:
-        """Asks nvmlDeviceGetPciInfo or nvmlDeviceGetNvLinkRemotePciInfo_v2 for a bus id.
+        """Reads a bus id by nvmlDeviceGetPciInfo or nvmlDeviceGetNvLinkRemotePciInfo_v2.
 
         The Python name of the latter has no suffix.
         """
@@ -640,7 +640,7 @@ class _MachineReader:
         )
 
     def _numa_node(self, handle: Any) -> int | None:
-        # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory, where it has one.
+        # Not nvmlDeviceGetNumaNodeId, which returns the node of the GPU's own memory, if any.
         words = self._nvml.ask("nvmlDeviceGetMemoryAffinity", handle, 16, AFFINITY_NODE)
         nodes = _bits(words)
         return nodes[0] if len(nodes) == 1 else None
@@ -685,7 +685,7 @@ class _MachineReader:
         if kind == REMOTE_SWITCH:
             return "switch"
         bus_id = self._bus_id("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-        # A driver that does not know the kind (before R460) still knows the address.
+        # A driver before R460 does not report the kind of the end, but its address.
         if kind in (REMOTE_GPU, REMOTE_UNKNOWN, None):
             if bus_id in self._handles:
                 return str(bus_id)
@@ -740,19 +740,19 @@ def _ranges(numbers: list[int]) -> str:
 
 
 # ---- The choice of a world's algorithm family and rings from the connections between its GPUs ---
-# The choice depends only on the topology and the ranks' GPUs. Ranks that know the same ones make
-# the same choice without a message.
+# The choice depends only on the topology and the ranks' GPUs. Ranks with equal input make the same
+# choice without a message.
 #
 # For the cost of ring and one-shot see docs/algorithms.md.
 
 
-# A *ring* is an order of all devices. The one at position i sends to the one at position i + 1, the
-# last to the first. An NVLink is full duplex: a ring takes the direction of each hop, and leaves
-# the other one to its reverse.
+# A *ring* is an order of all devices. The device at position i sends to the device at position
+# i + 1, the last to the first. An NVLink is full duplex: a ring uses one direction of each of its
+# links, and the reversed ring uses the other direction.
 
 # The search can enumerate (8 - 1)! orders, and no machine without a switch has more GPUs.
 SEARCHED_DEVICES = 8
-# Machines of sm_80 and later without a switch join no more GPUs pair by pair (HGX A100 4-GPU).
+# The most GPUs joined pair by pair in a machine of sm_80 or later (HGX A100 4-GPU).
 MESH_DEVICES = 4
 
 Ring = tuple[int, ...]
@@ -762,8 +762,8 @@ Matrix = Sequence[Sequence[float]]
 def mesh_rings(count: int) -> tuple[Ring, ...]:
     """Returns the rings of devices that are joined pair by pair: all orders that begin with 0.
 
-    Each direction of each pair is a hop of equally many of them, (count - 2)!, so with equal shares
-    of the data no link idles.
+    Each direction of each pair is a hop of (count - 2)! rings, so with equal shares of the data no
+    link idles.
     """
     return tuple(_orders(count, directed=True))
 
@@ -796,10 +796,10 @@ class TopologyChoice:
     Attributes:
         algorithm: "one_shot" (every rank reads from every other) or "ring" (from one neighbour).
         rings: orders of all ranks, each beginning with rank 0; the rank at position i sends to the
-            one at position i + 1, the last to the first. Several rings run at once with equal
+            rank at position i + 1, the last to the first. Several rings run at once with equal
             shares of the data, and no direction of an NVLink idles. The choice "one_shot" has
-            rings, too, as a call may ask for "ring".
-        reason: of the choice, for people.
+            rings, too, since a call may ask for "ring".
+        reason: why this choice was made, for people.
     """
 
     algorithm: str
@@ -862,8 +862,8 @@ def _connection(topology: Topology, one: _SharedDevice, other: _SharedDevice) ->
     if one.gpu is None or other.gpu is None:
         return Connection("unknown")
     if one.gpu is other.gpu:
-        # Two MIG instances of one GPU instance could share memory, but their names do not tell
-        # that they belong to the same one.
+        # Two MIG instances of one GPU instance could share memory, but their names do not show
+        # that they belong to one GPU instance.
         return Connection("refused")
     return topology.connection(one.gpu, other.gpu)
 
@@ -903,7 +903,7 @@ def _why_ring(devices: list[_SharedDevice], between: dict[tuple[int, int], Conne
 def _troubles(
     topology: Topology, devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]
 ) -> list[str]:
-    """Lists what a user should know before trusting the choice."""
+    """Lists the problems that a user should know before trusting the choice."""
     told = []
     unknown = [device.ranks[0] for device in devices if not device.known]
     if topology.absent:

@@ -18,24 +18,24 @@ __all__ = ["CompiledKernels", "TritonLaunch"]
 
 # NOTE [Launches of Triton's kernels]
 #
-# The first call of a kind is launched by Triton, which compiles it. From then on the native module
-# launches the compiled kernel, with its parameters in the order of Triton's own launch; Triton
-# needs 150 to 440 us for that on an H100's host, whatever the size. Calls that take the fast path
-# (``engine.compiled``) do not come here again.
+# Triton compiles and launches the first call of a kind. From then on the native module launches the
+# compiled kernel, with the parameters in the order of Triton's own launch; a launch by Triton takes
+# 150 to 440 us on an H100's host, whatever the size. Calls that take the fast path
+# (``engine.compiled``) do not reach this module again.
 #
-# Triton compiles several kernels for one call: by which numbers fit into 32 bits, which are 1, and
-# which are multiples of 16. Of the last two our kernels ask nothing (RUNTIME and tagged() in
-# kernels/tl/endpoint.py). The native module compares each number with what the kernel was compiled
-# for (``TritonKernel.takes``), and leaves a call that no kernel takes to Triton. So it does while
-# Triton has hooks of launches, and with kernels whose parameters it does not know.
+# Triton compiles several kernels for one call: it distinguishes numbers that fit into 32 bits, that
+# are 1, and that are multiples of 16. Our kernels avoid the last two distinctions (RUNTIME and
+# tagged() in kernels/tl/endpoint.py). ``TritonKernel.takes`` compares each number with the type
+# for which the kernel was compiled. The native module leaves three kinds of calls to Triton: calls
+# that no kernel takes, all calls while Triton has launch hooks, and kernels of unknown parameters.
 
 
 class CompiledKernels:
-    """The kernels that Triton has compiled for a rank's calls, and the native module launches.
+    """The compiled Triton kernels of a rank's calls, which the native module launches.
 
     Args:
-        native: end of the rank, whose fast calls learn of each kernel.
-        driver: of the device.
+        native: the rank's native end, whose fast calls use these kernels.
+        driver: driver of the device.
     """
 
     def __init__(self, native: _native.DeviceComm, driver: _native.Driver) -> None:
@@ -45,13 +45,13 @@ class CompiledKernels:
 
     @staticmethod
     def _kind(plan: KernelPlan, ranks: int) -> Any:
-        # All that the kernel is compiled for, but what is said of its numbers.
+        # All compile-time properties of the kernel except the types of its numbers.
         return plan.kernel.__name__, plan.call[1:], tuple(plan.constants.items()), ranks
 
     def launch(
         self, plan: KernelPlan, grid: tuple[int, int], stream: int, numbers: tuple[int, ...]
     ) -> bool:
-        """Launches a kernel on a stream of the current device; False: Triton is to do it."""
+        """Launches a kernel on a stream of the current device; False if Triton must launch it."""
         from ringcomm._tl.native_launch import has_hooks
 
         if has_hooks():
