@@ -57,7 +57,7 @@ def word64(address):
 
 @triton.jit
 def load_acquire_sys(address):
-    """Loads the 4-byte word at ``address``, which a peer publishes with exchange_release_sys().
+    """Loads the 4-byte word that a peer publishes at ``address`` by :func:`exchange_release_sys`.
 
     For the reader of *publishing* and of *releasing a slot*: afterwards this block can load what
     the peer stored before it raised the word. Triton lowers the addition of 0 to
