@@ -86,8 +86,8 @@ class CMakeBuild(build_ext):
         self.call([*install, "kernels", "--prefix", str(kernels_prefix)])
 
     def call(self, command: list[str], folder: Path = ROOT) -> None:
-        # Without this, Ninja under make tries to use make's job server, which pip does not pass on,
-        # and prints a warning.
+        # Remove MAKEFLAGS: under make, Ninja would try to use make's job server, which pip does not
+        # pass on, and would print a warning.
         environment = {name: word for name, word in os.environ.items() if name != "MAKEFLAGS"}
         subprocess.run(command, check=True, env=environment, cwd=folder)
 

@@ -188,9 +188,9 @@ BENCH = Bench(
     __doc__,
     measure,
     (
-        option("--what", "is timed", nargs="+", choices=_WHAT, default=_WHAT),
+        option("--what", "which calls to time", nargs="+", choices=_WHAT, default=_WHAT),
         # With async_op a call takes four entries of the driver's queue, which has 1024.
-        option("--calls", "in a turn", type=positive, default=200),
+        option("--calls", "calls in a turn", type=positive, default=200),
     ),
     ranks=0,
 )

@@ -279,9 +279,9 @@ BENCH = Bench(
     measure,
     (
         option("what", choices=tuple(_WHAT)),
-        option("-n --ranks", "of a step", type=int, default=2, choices=(2, 4, 8)),
-        option("-m --millions", "Mi parameters, if memory holds them", type=int, default=256),
-        choice("-d --dtype", "of parameters and gradients", "bfloat16", "float32"),
+        option("-n --ranks", "ranks of a step", type=int, default=2, choices=(2, 4, 8)),
+        option("-m --millions", "Mi parameters, fewer if memory is small", type=int, default=256),
+        choice("-d --dtype", "dtype of parameters and gradients", "bfloat16", "float32"),
     ),
     ranks=0,
 )

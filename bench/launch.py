@@ -30,12 +30,12 @@ from .report import PROCESSES
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _MPI_VARIABLES = ("PMI_RANK", "PMI_SIZE")
 _NO_MPI = (
-    "no {}: MPI needs mpi4py and MPICH, which pip install 'ringcomm[bench]' brings; "
-    "--peers gloo does without"
+    "no {}: MPI needs mpi4py and MPICH; install both with pip install 'ringcomm[bench]', "
+    "or use --peers gloo"
 )
 # The wheels of MPICH and of Intel MPI contain files of the same names.
 _NO_IMPI = (
-    "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
+    "Intel MPI needs a separate environment, without mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
 )
 # Longer than any time slice: after this sleep the scheduler treats all ranks equally.

@@ -218,29 +218,29 @@ _SYSTEMS = [name.replace(" ", "-") for name in gpt.ON_GPU]
 DATA = option("--data", "text file or folder (default: Python's standard library)", metavar="PATH")
 OPTIONS = (
     *numbers(width=512, depth=8, heads=8),
-    option("--sequences", "a rank", type=positive, default=1),
+    option("--sequences", "sequences per rank", type=positive, default=1),
     option("--context", type=positive, action="append", help="bytes (default 64)"),
     tuples("--batches", "SEQUENCES,CONTEXT", ()),
     DATA,
     choice(
         "--optimizer",
-        "of all systems: ringcomm's, and torch's (Lion: in torch's operations; adamw8bit: torch's "
-        "AdamW)",
+        "optimizer of all systems, ringcomm's or torch's (Lion: written in torch; adamw8bit: "
+        "torch's AdamW)",
         *gpt.OPTIMIZERS,
     ),
     choice(
-        *("--dtype", "of parameters and gradients; all systems keep FP32 masters of the latter"),
+        *("--dtype", "dtype of parameters and gradients; bfloat16 has FP32 masters"),
         *("float32", "bfloat16"),
     ),
-    choice("--device", "where tensors lie", "cpu", "cuda"),
+    choice("--device", "device of the tensors", "cpu", "cuda"),
     option(
         "--system",
-        f"that a process trains on a GPU beside torch alone: {', '.join(_SYSTEMS)}",
+        f"system to train on a GPU, besides torch alone: {', '.join(_SYSTEMS)}",
         choices=gpt.ON_GPU,
         type=lambda text: text.replace("-", " "),
         metavar="NAME",
     ),
-    option("--graph", "time the whole step as a CUDA graph, too", action="store_true"),
+    option("--graph", "also time the whole step as a CUDA graph", action="store_true"),
 )
 BENCH = Bench(
     "training",

@@ -49,9 +49,9 @@ _zero_options, _compression = ringcomm.zero.ZeroOptions, ringcomm.zero.Compressi
 _QUANTIZED = _zero_options(compression=_compression(gradients="int8"))
 _QUANTIZED_PARAMS = _zero_options(compression=_compression(gradients="int8", parameters="fp8"))
 # Variants that exist only over several nodes. With quantized gradients, updated parameters are sent
-# between nodes in their dtype, or with copies of the state quantized sums are sent instead; or
-# updated parameters are quantized as well. Stage 3 may store state as HSDP does, with a copy on
-# each node, or parameters as FSDP2 does.
+# between nodes in their dtype or quantized; with state="node" quantized sums of gradients are sent
+# instead. Stage 3 may store state as HSDP does, with a copy on each node, or parameters as FSDP2
+# does.
 QUANTIZED_OVER_NODES = {
     "stage 2 compression=int8": (2, _QUANTIZED),
     "stage 2 compression=int8 state=node": (2, replace(_QUANTIZED, state="node")),

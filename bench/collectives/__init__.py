@@ -35,7 +35,7 @@ from .systems import (
 )
 from .torch_groups import init_default_group
 
-# Behind their number, the note of rows whose kernels had a number of blocks that was asked for.
+# The note of rows with a chosen number of blocks is this text after the number.
 BLOCKS = "blocks of a rank"
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
@@ -62,12 +62,10 @@ OPTIONS = (
         nargs="*",
         metavar="COLLECTIVE",
     ),
-    size(
-        "-b --minbytes", "smallest size, of a rank's larger buffer: 16, 64K, 1M, 2G", default="4K"
-    ),
+    size("-b --minbytes", "smallest size of a rank's larger buffer: 16, 64K, 1M, 2G", default="4K"),
     size("-e --maxbytes", "largest size", default="256M"),
     option(
-        *("-f --stepfactor", "factor from one size to the next; 1: the smallest size alone"),
+        *("-f --stepfactor", "factor from one size to the next; 1: only the smallest size"),
         type=positive,
         default=4,
         metavar="N",
@@ -76,42 +74,40 @@ OPTIONS = (
     choice("-o --op", "reduction operator", *cases.OPS),
     option("--root", "root rank of rooted collectives", type=int, default=0),
     choice(
-        *("--placement", "out of place, in place, both, or usual: the one torch.distributed has"),
+        *("--placement", "out of place, in place, both, or usual, as in torch.distributed"),
         *("both", OUT_OF_PLACE, IN_PLACE, "usual"),
     ),
-    option("--subject", "the system that the ratios are over", default="ringcomm"),
+    option("--subject", "the system to which ratios are relative", default="ringcomm"),
     option(
         "--peers",
-        f"others, separated by commas: {', '.join(SYSTEMS)}; ringcomm:one_shot and so on name "
-        f"an algorithm of ringcomm, ringcomm:int8 compression between nodes (default {DEFAULTS})",
+        f"other systems, separated by commas: {', '.join(SYSTEMS)}; ringcomm:one_shot names an "
+        f"algorithm, and ringcomm:int8 a compression between nodes (default {DEFAULTS})",
         metavar="LIST",
     ),
-    option("--nodes", "that ranks of this machine stand for", type=positive, default=1),
-    choice("--tensors", "ringcomm's memory", "plain", "heap"),
-    choice("--api", "call ringcomm itself or through torch.distributed", "communicator", "dist"),
-    choice("--algorithm", "ringcomm's, where it has several", *ALGORITHMS),
-    option(
-        "--channels", "blocks of a rank's kernels; 0: as many as it takes", type=count, default=0
-    ),
-    choice("--device", "where tensors lie", "cpu", "cuda"),
+    option("--nodes", "nodes that ranks of this machine emulate", type=positive, default=1),
+    choice("--tensors", "memory of ringcomm's tensors", "plain", "heap"),
+    choice("--api", "call ringcomm directly, or through torch.distributed", "communicator", "dist"),
+    choice("--algorithm", "algorithm of ringcomm's collectives", *ALGORITHMS),
+    option("--channels", "blocks of a rank's kernels; 0: ringcomm chooses", type=count, default=0),
+    choice("--device", "device of the tensors", "cpu", "cuda"),
     choice(
         "--mode",
-        "how ranks share GPUs: one GPU each, processes on one GPU, or one process and one launch "
-        "for all on one GPU; auto: a GPU each where there are enough",
+        "how ranks share GPUs: one GPU per rank, processes on one GPU, or one process and one "
+        "launch for all ranks on one GPU; auto: one GPU per rank if there are enough",
         *(devices.AUTO, *devices.DEVICE_MODES),
     ),
     option(
         "--graph",
-        "time replays of CUDA graphs of several calls, so that no host has a part in it; the "
-        "default where one launch carries all ranks, since the host's part grows with them there",
+        "time replays of CUDA graphs of several calls, which exclude the host's time; the default "
+        "if one launch carries all ranks, where the host's time grows with their number",
         action=argparse.BooleanOptionalAction,
     ),
     option("--graph-calls", "calls in a graph of small tensors", type=positive, default=20),
     rounds(20, "--iters"),
-    option("-w --warmup_iters", "rounds before those that count", type=count, default=3),
+    option("-w --warmup_iters", "untimed rounds before the timed ones", type=count, default=3),
     option("-c --check", "count wrong elements before timing", type=int, choices=(0, 1), default=1),
-    option("--batch", "calls in a turn; 0: as many as fit --turn-us", type=count, default=0),
-    option("--turn-us", "length of a turn, of at most 200 calls", type=float, default=2000.0),
+    option("--batch", "calls in a turn; 0: as many as fit into --turn-us", type=count, default=0),
+    option("--turn-us", "turn length in us, at most 200 calls", type=float, default=2000.0),
 )
 
 

@@ -59,10 +59,10 @@ class BareLoop(System):
         if name not in ("reduce_scatter", "all_gather", "all_reduce"):
             raise Unavailable(f"the bare loop has no {name}")
         if case.dtype_name not in ("float", "bfloat16") or case.op != "sum":
-            raise Unavailable("the bare loop sums float and bfloat16")
+            raise Unavailable("the bare loop sums only float and bfloat16")
         chunk_bytes = case.chunk_elems * case.dtype.itemsize
         if chunk_bytes % 64 or (name == "all_reduce" and not case.in_place):
-            raise Unavailable("the bare loop has no such layout")
+            raise Unavailable("the bare loop does not support this layout")
         self._taken_bytes = self._control_bytes
         allocate = self._allocate if self._zero_copy else self._plain
         source, target = allocate_buffers(case, allocate)

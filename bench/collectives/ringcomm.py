@@ -53,7 +53,7 @@ class Ringcomm(System):
         setup = self._setup
         if setup.api == "dist":
             if setup.kernels != "native":
-                raise Unavailable("torch.distributed takes the native kernels")
+                raise Unavailable("torch.distributed uses only the native kernels")
             torch_groups.init_default_group(setup)
             group = dist.new_group(backend="ringcomm", timeout=_TIMEOUT)
             return torch_groups.bind_group(group), {}, lambda: None
@@ -71,14 +71,14 @@ class Ringcomm(System):
 
     def prepare(self, case: Case) -> Prepared:
         if self._setup.algorithm == "copy_engine" and case.collective.name != "all_gather":
-            raise Unavailable("the algorithm copy_engine gathers only")
+            raise Unavailable("the algorithm copy_engine only gathers")
         if self._serial:
             prepared = self._bind(case)
             return replace(prepared, call=with_serial_loops(prepared.call))
         if self._setup.algorithm not in COMPRESSIONS:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):
-            raise Unavailable("sums are what travels quantized")
+            raise Unavailable("only sums are sent quantized")
         # Quantization rounds, so such calls are not checked.
         return Prepared((), self._bind(case).call)
 
@@ -113,9 +113,9 @@ class OneLaunch(Ringcomm):
     def _bind(self, case: Case) -> Prepared:
         name, world = case.collective.name, self._calls
         if name not in ("all_reduce", "reduce_scatter", "all_gather"):
-            raise Unavailable(f"no launch carries a {name} of all ranks")
+            raise Unavailable(f"one launch cannot run a {name} of all ranks")
         if name == "all_reduce" and not case.in_place:
-            raise Unavailable("all_reduce works in place only")
+            raise Unavailable("all_reduce works only in place")
         cases = [replace(case, rank=rank) for rank in range(case.world)]
         tensors = [torch_groups.allocate_buffers(own, self._allocate) for own in cases]
         buffers = tuple(CaseBuffers(own, *each) for own, each in zip(cases, tensors, strict=True))

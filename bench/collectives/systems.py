@@ -51,7 +51,7 @@ def find_call(calls: Mapping[str, Call], name: str, library: str) -> Call:
         Unavailable: there is none.
     """
     if name not in calls:
-        raise Unavailable(f"no {name} is written for {library}")
+        raise Unavailable(f"{name} is not implemented for {library}")
     return calls[name]
 
 

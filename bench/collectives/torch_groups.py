@@ -85,7 +85,7 @@ def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Pre
     """Prepares a call; ``extra`` is passed to the calls that accept an algorithm."""
     name, root, world, at_root = case.collective.name, case.root, case.world, case.rank == case.root
     if name in ("all_reduce", "reduce") and not case.in_place:
-        raise Unavailable(f"{name} of torch.distributed works in place only")
+        raise Unavailable(f"{name} of torch.distributed works only in place")
     source, target = allocate_buffers(case, allocate)
     pieces = (each.chunk(world) if at_root else () for each in (source, target))
     sent, received = (list(each) or None for each in pieces)
@@ -158,7 +158,7 @@ def why_not(mode: str, version: tuple[int, ...]) -> str | None:
     if not version:
         return "this torch has no NCCL"
     if mode == ONE_LAUNCH:
-        return f"NCCL has no launch that carries several ranks: see --mode {PROCESSES_ON_ONE_GPU}"
+        return f"NCCL cannot launch several ranks together: see --mode {PROCESSES_ON_ONE_GPU}"
     if mode == PROCESSES_ON_ONE_GPU and version < _SHARING_VERSION:
         allowed = f"{_dotted(_SHARING_VERSION)} and later allow it"
         return f"NCCL {_dotted(version)} refuses several ranks on one GPU; {allowed}"

@@ -52,7 +52,7 @@ class Copies(System):
 
     def prepare(self, case: Case) -> Prepared:
         if self._setup.mode not in ONE_GPU_MODES:
-            raise Unavailable("it stands for ranks that share a GPU")
+            raise Unavailable("only for ranks that share a GPU")
         made = self._make(case)
         return made() if self._setup.rank == 0 else Prepared((), lambda: None)
 
@@ -81,7 +81,7 @@ class TorchOps(Copies):
         cell = cells.get((case.collective.name, case.in_place))
         if cell is None:
             placement = "in" if case.in_place else "out of"
-            raise Unavailable(f"not written in torch: {case.collective.name}, {placement} place")
+            raise Unavailable(f"not in torch: {case.collective.name}, {placement} place")
         return partial(cell, [replace(case, rank=rank) for rank in range(case.world)])
 
     def _zeros(self, case: Case, elems: int) -> Tensor:

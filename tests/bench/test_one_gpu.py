@@ -74,7 +74,7 @@ def test_one_launch_is_checked_timed_and_labelled(worlds, tmp_path, tensors):
     wrong = {row.system: row.wrong for row in report.rows if row.time_us is not None}
     assert wrong == {"ringcomm": 0, "torch": 0, "copy": None}
     (note,) = {row.note for row in report.rows if row.system == "nccl"}
-    assert "no NCCL" in note or "no launch that carries several ranks" in note
+    assert "no NCCL" in note or "cannot launch several ranks" in note
     assert report.provenance["gpu"] == "a stand-in" and report.provenance["mode"] == "one-launch"
 
 
@@ -161,8 +161,8 @@ def test_a_graph_of_large_tensors_has_fewer_calls(requested_bytes, world, calls)
 def test_what_one_launch_does_not_carry_is_said(worlds, tmp_path):
     _, report = run_one_launch(tmp_path / "r.json", "broadcast", "--peers", "torch,copy")
     notes = {row.system: row.note for row in report.rows}
-    assert "no launch carries a broadcast" in notes["ringcomm"]
-    assert "not written in torch" in notes["torch"] and "not counted" in notes["copy"]
+    assert "one launch cannot run a broadcast" in notes["ringcomm"]
+    assert "not in torch" in notes["torch"] and "not counted" in notes["copy"]
 
 
 def test_without_a_gpu_the_harness_says_so(monkeypatch, capsys):
@@ -207,7 +207,7 @@ def test_each_mode_has_a_meaning():
     ("mode", "version", "words"),
     [
         ("gpu-per-rank", (), "no NCCL"),
-        ("one-launch", (2, 30, 1), "no launch that carries several"),
+        ("one-launch", (2, 30, 1), "cannot launch several"),
         ("processes-on-one-gpu", (2, 29, 7), "NCCL 2.29.7 refuses several ranks on one GPU; 2.30"),
         ("gpu-per-rank", (2, 20, 0), None),
         ("processes-on-one-gpu", (2, 30), None),
