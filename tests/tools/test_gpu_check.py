@@ -18,9 +18,10 @@ from ringcomm.bench.collectives import parse, sizes_bytes
 from ringcomm.bench.report import Row
 from ringcomm.bench.training_systems import DDP_NCCL, FSDP2_NCCL
 from ringcomm.bench.training_systems import STAGES as STAGES_OF_ZERO
+from ringcomm.cuda.units import UNITS
 from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
-from tools.gpu_check import benches, stages
+from tools.gpu_check import benches, kernels, stages
 from tools.gpu_check.__main__ import run_stages, summary
 from tools.gpu_check.result_files import ResultFiles
 from tools.gpu_check.runner import (
@@ -81,9 +82,9 @@ def test_the_stages_fit_into_ten_minutes():
 
 
 def test_stages_keep_their_order_and_share_the_budget():
-    chosen = select("test, build", 35.0)
+    chosen = select("test, build", 34.0)
     assert [stage.name for stage in chosen] == ["build", "test"]
-    assert [stage.budget_s for stage in chosen] == [20.0, 15.0]
+    assert [stage.budget_s for stage in chosen] == [22.0, 12.0]
     assert select(",".join(stages.RUN)) == STAGES
     for text in ("", "bench,benches"):
         with pytest.raises(ValueError, match="expected some of build,calls"):
@@ -242,17 +243,18 @@ def test_a_command_ends_at_its_limit_with_its_children(check):
 @pytest.mark.parametrize(
     ("statuses", "verdict", "words"),
     [
-        ((0, 0), OK, "kernel units by nvcc"),
+        ((0, 0, 0), OK, "kernel units by nvcc"),
+        ((0, 1, 0), OK, "by nvcc; not compiled beforehand: what it said"),
         ((1,), FAILED, "what it said"),
-        ((0, 1), FAILED, "nvcc's kernels, so they come at first use: what it said"),
-        ((0, None), FAILED, "nvcc's kernels, so they come at first use: stopped at its limit"),
+        ((0, 0, 1), FAILED, "nvcc's kernels, so they come at first use: what it said"),
+        ((0, 0, None), PARTIAL, "nvcc's kernels, so they come at first use: stopped at its limit"),
     ],
 )
 def test_the_module_is_built_before_nvcc_is_tried(check, monkeypatch, statuses, verdict, words):
     asked, left = [], list(statuses)
 
     def run(command, limit_s, environment):
-        asked.append(environment["CMAKE_ARGS"])
+        asked.append(environment.get("CMAKE_ARGS", command[2:]))
         return Finished(left.pop(0), "what it said")
 
     monkeypatch.setattr(check.runner, "run", run)
@@ -260,7 +262,24 @@ def test_the_module_is_built_before_nvcc_is_tried(check, monkeypatch, statuses, 
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
     result = stages.build(check, 60.0)
     assert result.verdict == verdict and words in result.detail
-    assert asked == ["-DRINGCOMM_CUDA=OFF", "-DRINGCOMM_CUDA=sm_90a"][: len(statuses)]
+    before = ["tools.gpu_check.kernels", "9", "0"]
+    all_asked = ["-DRINGCOMM_CUDA=OFF", before, "-DRINGCOMM_CUDA=sm_90a"]
+    assert asked == all_asked[: len(statuses)]
+
+
+def test_kernels_are_compiled_with_both_kinds_of_loops(tmp_path, monkeypatch):
+    """Here a program stands for the interpreter, which fails for one of them."""
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/sh\necho "$RINGCOMM_KERNELS $2" >> {tmp_path}/asked\n'
+        'case "$RINGCOMM_KERNELS $2" in serial*move*) exit 1;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert kernels.main(["9", "0"]) == 1
+    asked = sorted((tmp_path / "asked").read_text().splitlines())
+    assert len(asked) == 2 * len(kernels.UNITS) and set(kernels.UNITS) <= set(UNITS)
+    assert asked[0].startswith("batched ") and "load_unit('adamw_bfloat16', (9, 0))" in asked[0]
 
 
 MEMCHECK_CLEAN = "========= COMPUTE-SANITIZER\nfine\n========= ERROR SUMMARY: 0 errors\n"

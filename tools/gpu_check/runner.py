@@ -33,12 +33,12 @@ class Stage:
 # Together below ten minutes, with some seconds for the files. On an H100 a process took some ten
 # seconds to begin.
 STAGES = (
-    Stage("build", 80.0, 10.0),
-    Stage("calls", 40.0, 15.0),
-    Stage("profile", 45.0, 15.0),
-    Stage("grid", 75.0, 25.0),
-    Stage("steps", 70.0, 25.0),
-    Stage("bench", 85.0, 30.0),
+    Stage("build", 110.0, 10.0),
+    Stage("calls", 35.0, 15.0),
+    Stage("profile", 40.0, 15.0),
+    Stage("grid", 70.0, 25.0),
+    Stage("steps", 60.0, 25.0),
+    Stage("bench", 80.0, 30.0),
     Stage("training", 90.0, 25.0),
     Stage("test", 60.0, 30.0),
     Stage("sanitize", 30.0, 20.0),
