@@ -18,7 +18,7 @@ constexpr uint64_t kOneHopBytes = 32 << 10;
 // peers read it. Speedup over pieces of 256 KiB on a Xeon (AVX-512) with 1 MiB of L2 per core,
 // plain tensors. 2 ranks: 1.12 for 256 KiB, 1.20 for 1 MiB, 1.27 for 4 MiB, 1.11 for 64 MiB; pieces
 // of 32 KiB gain another 4 % on a quiet machine, but next to one busy loop they have 0.90 for 1
-// MiB, and pieces of 64 KiB 0.99. 4 ranks: 1.02 to 1.08 (with 32 KiB).
+// MiB, and pieces of 64 KiB 0.99. 4 ranks: 1.02 to 1.08 (pieces of 32 KiB).
 constexpr uint64_t kAllReducePieceBytes = 64 << 10;
 
 Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
@@ -110,7 +110,7 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
   view_.control(view_.rank)->reads_peers =
       single_copy_ && view_.world == kSingleCopyRanks && reads_peers() ? 1 : 0;
   if (!recorder_.on()) return;
-  // Rank 0 created its heap and its region at a known time, before any peer could connect.
+  // The world's id comes from words that rank 0 wrote before any peer could read them.
   uint64_t token;
   std::memcpy(&token, peers[0].heap_base, sizeof(token));
   const auto* first = reinterpret_cast<const RecorderHeader*>(recorder_of(0));

@@ -2,8 +2,8 @@
 //
 // A CRC is a polynomial modulo P over the field of two elements; bit 31 is the coefficient of x^0.
 // The CRC is linear, and each zero byte behind the data multiplies it by x^8. So the CRC of A
-// followed by B follows from the CRCs of A and B and the length of B (crc32_combine of zlib, by
-// Mark Adler).
+// followed by B follows from the CRCs of A and B and the length of B (Mark Adler's
+// crc32_combine of zlib).
 #pragma once
 
 #include <array>

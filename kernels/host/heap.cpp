@@ -149,8 +149,7 @@ uint64_t Allocator::allocate(uint64_t bytes, uint64_t align) {
   for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
     const auto [size, offset] = *it;
     const uint64_t begin = round_up(offset, align);
-    if (begin + need > offset + size) continue;  // alignment leaves too few bytes; try the next
-                                                 // larger range
+    if (begin + need > offset + size) continue;  // too small once aligned: try the next range
     by_size_.erase(it);
     free_.erase(offset);
     insert_free(offset, begin - offset);

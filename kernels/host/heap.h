@@ -22,7 +22,7 @@ struct HeapError : std::runtime_error {
   int code;
 };
 
-// A shared mapping of a file, aligned for huge pages; closes and unmaps the file at its end.
+// A shared mapping of a file, aligned for huge pages; its destructor unmaps and closes it.
 class Mapping {
  public:
   Mapping(int fd, uint64_t bytes);

@@ -28,8 +28,8 @@ enum class RecordState : uint32_t {
   kRunning = 1,
   kDone = 2,
   kFailed = 3,
-  // On a device, of whose calls the host knows less: calls begin when they are enqueued, and end
-  // when the host notices.
+  // On a device the host knows less: calls begin when they are enqueued, and end when the host
+  // notices their end.
   kEnqueued = 4,
   kBegun = 5,
   kCompleted = 6,
@@ -72,7 +72,7 @@ constexpr uint32_t kRecorderVersion = 1;
 constexpr uint32_t kMaxRecords = 1 << 16;
 
 // One moment on the clock of the records and on CLOCK_MONOTONIC, in ns. Two such moments some time
-// apart allow to convert ticks into ns.
+// apart convert ticks into ns.
 struct ClockPair {
   uint64_t ticks, ns;
 };

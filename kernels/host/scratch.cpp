@@ -61,8 +61,8 @@ int ScratchPool::add_extent(uint64_t bytes, uint32_t* extent) {
     code = fallocate(fd_, 0, off_t(file_bytes_), off_t(bytes)) == 0 ? 0 : errno;
   } while (code == EINTR);
   if (code != 0) {
-    // Returns space that was reserved before the failure; if this fails as well, the end of the
-    // file returns it.
+    // Frees space that was reserved before the failure; if this fails as well, closing the
+    // file frees it.
     static_cast<void>(ftruncate(fd_, off_t(file_bytes_)));
     return code;
   }

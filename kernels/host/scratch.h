@@ -4,16 +4,17 @@
 // Requests that share an extent, or bytes of memory, run in the order in which they were submitted;
 // all others run side by side. So write(extent a, buffer x) and then read(extent b, buffer x) may
 // be submitted at once: the read waits until the write has taken the buffer's content.
+//
 // NOTE [Checksums]
 // Each write leaves one CRC32C per cut in RAM, in place of the checksums of the extent's previous
 // write; a read compares. The checksums are in RAM, where no disk fault reaches them, and belong to
 // one extent and its last write. So they detect a flipped bit, a stale extent, an exchanged extent
 // and the end of a truncated file, each with a chance of 2^-32 to miss it.
+//
 // NOTE [A disk that hangs]
 // Nothing ends a system call on a disk that does not answer. So wait() and close() give up at a
 // limit, and the transfer continues: its memory, the file and the pool must stay until a later
 // close() has returned true, or for the rest of the process.
-// returned true, or for good.
 #pragma once
 
 #include <chrono>

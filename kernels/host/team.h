@@ -18,8 +18,7 @@ struct HostTeam {
   static constexpr bool kSleeps = true;
   const Waiter* waiter;
 
-  // Publishes this thread's core to the peers: a hint, as the scheduler may move the thread at
-  // once.
+  // Publishes this thread's core to the peers: a hint, since the scheduler may move the thread.
   static void tell_core(const View& v) {
     uint32_t* core = &v.control(v.rank)->core;
     const uint32_t here = uint32_t(sched_getcpu()) + 1;

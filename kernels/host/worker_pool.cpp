@@ -174,8 +174,7 @@ void Pool::work() {
     }
     const WaitsInBackground waits(job->in_background);
     job->run();
-    // Pairs with the acquire in await(). The job is gone after it, so the wake-up may find no
-    // sleeper.
+    // Pairs with the acquire in await(), which ends the job: the wake-up may find no sleeper.
     uint32_t* const word = futex_of(job->workers);
     job->workers.fetch_sub(1);
     Waiter::wake(word);
