@@ -113,7 +113,7 @@ void DeviceCalls::follow(void* stream, bool captures) {
 }
 
 void DeviceCalls::check_fits(void* stream) {
-  // Skips the driver for calls that alternate with asynchronous ones, as for others.
+  // Calls that alternate with asynchronous ones skip the driver as well.
   if ((stream == side_ && side_fits_) || (has_fitting_ && stream == fitting_)) return;
   const int there = driver_.multiprocessors_of(stream);
   if (there >= 0 && there < needed_multiprocessors_)

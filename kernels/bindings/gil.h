@@ -7,7 +7,6 @@
 // process. So here the thread stays where it is until the process ends, as in CPython from 3.14 on.
 // torch's functions have no such guard: a daemon thread that calls torch while the interpreter ends
 // aborts the process (torch 2.13).
-// daemon thread that calls torch while the interpreter ends aborts the process (torch 2.13).
 #pragma once
 
 #include <Python.h>

@@ -1,16 +1,16 @@
-// The collectives of compiled graphs on the host: a tensor in, a new tensor out, and no frame of
-// Python between the graph and the call.
+// The collectives of compiled graphs on the host: each takes a tensor and returns a new one,
+// without a Python frame between the graph and the call.
 //
 // NOTE [Calls of a graph]
 // inductor's code calls these functions in place of torch's operators of the same names, with the
-// same arguments (ringcomm/functional/in_graph.py), and so do eager calls without a gradient. What
-// a function does not take goes to the operator: another op than those without a factor, a tensor
-// that is not read as it is, a communicator that is not the host's on one node or has calls queued,
-// an unknown key. The operator words the errors.
+// same arguments (ringcomm/functional/in_graph.py); so do eager calls without a gradient. A
+// function leaves these calls to the operator: an op with a factor, a tensor that cannot be read
+// directly, a communicator that is not the host's on one node or has queued calls, an unknown key.
+// The operator raises the errors.
 //
-// They are functions of Python's and no kernels of torch's stable ABI (torch/csrc/stable). A kernel
-// of that ABI could not leave a call to the operator: aoti_torch_call_dispatcher() returns a code
-// in place of an exception, whose type is lost. Torch's dispatcher also takes longer than a small
+// The functions are Python functions, not kernels of torch's stable ABI (torch/csrc/stable). Such a
+// kernel could not leave a call to the operator: aoti_torch_call_dispatcher() returns a code in
+// place of an exception, whose type is lost. Torch's dispatcher also takes longer than a small
 // collective.
 #include <cstring>
 #include <initializer_list>
@@ -26,7 +26,7 @@ namespace {
 
 enum Operator { kGather, kAllReduce, kExchange, kBroadcast, kReduce, kScatter, kOperators };
 
-// With their names in errors, which are those of the communicator's methods.
+// An operator's name in torch, and in errors: there it is the name of the communicator's method.
 struct OperatorNames {
   const char *in_torch, *in_errors;
 };
@@ -37,7 +37,7 @@ constexpr OperatorNames kNames[kOperators] = {{"all_gather", "all_gather_into_te
                                               {"reduce", "reduce"},
                                               {"reduce_scatter", "reduce_scatter_tensor"}};
 
-// With the GIL held. Never destroyed: threads may still run at exit.
+// Used with the GIL held. Never destroyed: threads may still run at exit.
 struct Served {
   PyObject* operators[kOperators] = {};
   PyObject *holders = nullptr, *thread = nullptr, *process = nullptr, *world = nullptr;
@@ -61,7 +61,7 @@ nb::object read_attribute(nb::handle object, PyObject* name) {
 
 bool is_none(nb::handle object) { return !object || object.is_none(); }
 
-// The communicator of the default group of the calling thread.
+// Returns the communicator of the calling thread's default group.
 nb::object default_communicator() {
   static PyObject *const communicator = kept_name("communicator"),
                          *const process = kept_name("_process"),
@@ -82,10 +82,10 @@ nb::object communicator_of(nb::handle key) {
   return reference == nullptr ? nb::object() : nb::steal(PyObject_CallNoArgs(reference));
 }
 
-// The communicator of a graph's call. The objects live as long as the call.
+// The communicator of a graph's call. Keeps its objects alive during the call.
 class Member {
  public:
-  // False: it makes no calls of this kind, or not now. No error is set.
+  // False: the communicator makes no calls of this kind, or cannot now. No error is set.
   bool find(nb::handle key, nb::handle world_size) {
     static PyObject *const engine = kept_name("engine"), *const fast = kept_name("fast"),
                            *const queue = kept_name("queue"), *const pending = kept_name("pending"),
@@ -106,7 +106,7 @@ class Member {
     return is_idle && is_of_size;
   }
 
-  // This communicator's rank that is rank `global` of the outermost one; negative: none.
+  // The rank in this communicator of rank `global` of the outermost one; negative: none.
   int rank_of(nb::handle global) const {
     static PyObject *const membership = kept_name("membership"), *const ranks = kept_name("ranks");
     const nb::object found = read_attribute(engine_, membership);
@@ -120,7 +120,7 @@ class Member {
   int rank() const { return comm_->comm.view().rank; }
   int world() const { return comm_->comm.view().world; }
 
-  // Returns when the call has succeeded.
+  // Makes the call, and throws its error if it fails.
   template <class Call>
   void make(Operator which, Call call) const {
     if (recorded_in_turn(*comm_, call) == 0) return;
@@ -146,7 +146,7 @@ nb::object ask(Operator which, Arguments arguments) {
   return nb::steal(result);
 }
 
-// A profiler wants to see torch's operators.
+// True if a profiler is on, which must see torch's operators.
 bool is_profiled() {
   static PyObject* const enabled = kept_name("_is_profiler_enabled");
   return PyDict_GetItemWithError(served().profiler, enabled) != Py_False;
@@ -190,7 +190,7 @@ struct Result {
   }
 };
 
-// The code of an op without a factor, by its name; negative: none.
+// The code of an op without a factor, by its name; negative: there is none.
 int op_named(nb::handle op) {
   if (!PyUnicode_CheckExact(op.ptr())) return -1;
   for (int code = 0; code < int(RedOp::kCount); ++code)
@@ -267,7 +267,7 @@ nb::object broadcast(nb::handle input, nb::handle src, nb::handle group, nb::han
   return out.tensor;
 }
 
-// The sum on `dst`, zeros elsewhere.
+// Writes the sum on rank `dst`, zeros on other ranks.
 nb::object reduce(nb::handle input, nb::handle dst, nb::handle group, nb::handle world_size) {
   Member member;
   Source in;
@@ -285,7 +285,7 @@ nb::object reduce(nb::handle input, nb::handle dst, nb::handle group, nb::handle
   return out.tensor;
 }
 
-// Equal parts of a tensor's rows, one per rank; false: they do not divide so.
+// Cuts a tensor's rows into equal parts, one per rank; false if the rows cannot be divided equally.
 bool cut(const TensorMemory& memory, uint64_t rows, int world, std::vector<Span>* parts) {
   if (rows % uint64_t(world) != 0) return false;
   const uint64_t bytes = memory.bytes() / uint64_t(world);
@@ -334,7 +334,7 @@ void bind_graph_calls(nb::module_& m) {
         "communicator of a `thread`, the names of the module that has that of the `process`, what\n"
         "has torch's default group (`world`), the names of torch's `profiler`, and `empty`, which\n"
         "makes a tensor of sizes, strides and a dtype.");
-  const auto any = [] { return nb::arg().none(); };  // also None: to complain is the operator's
+  const auto any = [] { return nb::arg().none(); };  // accepts None: the operator raises the error
   m.def("graph_all_gather", all_gather,
         nb::sig("def graph_all_gather(input: object, group: object, world_size: object, /) "
                 "-> Any"),

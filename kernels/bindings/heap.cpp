@@ -1,4 +1,4 @@
-// Heap, Allocation and PeerHeap of ringcomm._native.
+// Binds Heap, Allocation and PeerHeap of ringcomm._native.
 #include "kernels/bindings/module.h"
 #include "kernels/host/numa.h"
 
@@ -7,8 +7,8 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// An allocation of the heap; the memory returns to it with the last reference (a tensor's storage
-// holds one).
+// An allocation of the heap. Its memory returns to the heap with the last reference; a tensor's
+// storage holds a reference.
 struct Allocation {
   std::shared_ptr<Heap> heap;
   uint64_t offset, bytes;

@@ -1,5 +1,5 @@
-// ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
-// no torch. `make native` writes ringcomm/_native.pyi from the signatures of the bindings.
+// Binds ringcomm._native, the host backend: it takes addresses and sizes, returns status codes, and
+// needs no torch. `make native` writes ringcomm/_native.pyi from the signatures of the bindings.
 #include <nanobind/stl/variant.h>
 
 #include "kernels/bindings/collectives.h"
@@ -14,7 +14,7 @@ using namespace ringcomm::host;
 
 namespace {
 
-// A rank's heap as it is mapped here: this process's own, or a peer's.
+// A rank's heap as mapped in this process: its own heap, or a peer's.
 using MappedHeap = std::variant<std::shared_ptr<Heap>, std::shared_ptr<Mapping>>;
 
 struct NativeRequest {
@@ -33,7 +33,7 @@ Reduction reduction(int dtype, int op, double factor, int algorithm) {
   return {DType(dtype), RedOp(op), factor, chosen(Algorithm(algorithm))};
 }
 
-// The host's communicator, as bind_collectives() needs it.
+// The Calls of bind_collectives() (collectives.h) for the host's communicator.
 struct HostCalls {
   using Comm = NativeComm;
   static int world(const NativeComm& n) { return n.comm.view().world; }
@@ -51,7 +51,7 @@ std::optional<FaultWords> fault_of(const Comm& comm) {
   FaultReport report;
   if (!comm.faulted(&report)) return std::nullopt;
   FaultWords found = fault_dict(report.fault, report.reason);
-  // Threads do not end alone: the one that is meant has left the function of LocalWorld.run().
+  // A thread does not end alone: the lost rank's thread has left the function of LocalWorld.run().
   const int peer = report.fault.peer;
   if (report.fault.status == Status::kPeerLost && peer >= 0 && comm.waiter().is_thread(peer))
     found["kind"] = "peer_left";
@@ -64,7 +64,7 @@ nb::dict algorithms_by_name(Collective collective) {
   return codes;
 }
 
-// The calls that most programs make, on tensors: see kNotFast.
+// The most frequent calls, on tensors: see kNotFast.
 const auto in_turn = [](NativeComm& n, auto call) { return recorded_in_turn(n, call); };
 
 int all_reduce_fast(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
@@ -136,7 +136,7 @@ struct HostFast {
 };
 
 void bind_fast(nb::class_<NativeComm>& c) {
-  const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
+  const auto any = [] { return nb::arg().none(); };  // accepts None: Python raises the error
   c.def("all_reduce_fast", all_reduce_fast,
         nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
                 "/) -> int"),
@@ -473,7 +473,7 @@ void bind_comm(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // The process's heap lives as long as the process: what nanobind would report is meant.
+  // The heap lives as long as the process, by design: nanobind would report it as a leak.
   nb::set_leak_warnings(false);
   Waiter::interrupt_hook = &interrupted;
   m.doc() =

@@ -1,4 +1,4 @@
-// Declarations that the parts of the Python module share.
+// Declarations shared by the parts of the Python module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,40 +30,40 @@ T* typed(uintptr_t address) {
   throw nanobind::python_error();
 }
 
-// Any text of Python's, half a surrogate pair (as JSON may hold it) included.
+// Converts any Python text to UTF-8, even with half a surrogate pair (as JSON may contain).
 std::string utf8_of(const nanobind::str& text);
 
-// What the generated stub (ringcomm/_native.pyi) calls dict[str, Value].
+// A dict that the generated stub (ringcomm/_native.pyi) shows as dict[str, Value].
 template <class Value>
 using Named = nanobind::typed<nanobind::dict, nanobind::str, Value>;
 
-// A fault record in words, as ringcomm.errors reads it.
+// A fault record in words, which ringcomm.errors reads.
 using FaultWords = Named<nanobind::any>;
 FaultWords fault_dict(const Fault& fault, const std::string& reason);
 
-// A call as call_words() returns it; it has no sequence number.
+// A call in the words of call_words(), without a sequence number.
 using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 CallId id_of(const CallWords& words);
 
 // The layout of a region, for the Triton kernels.
 Named<int> geometry_of(const Layout& layout);
-// The host's twin of what a device communicator keeps in device memory, for a kernel that runs in
-// Triton's interpreter.
+// A host copy of the rank table that a device communicator keeps in device memory, for a kernel
+// that runs in Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
-// The reduction that the kernels of a device have for what was asked: complex sums are sums of
-// their parts, and where two's complement makes no difference an unsigned type is its signed twin.
+// Translates a reduction for a device's kernels: a complex sum becomes a sum of real parts, and an
+// unsigned type becomes signed where two's complement gives the same bits.
 device::Reduction kernel_reduction(int dtype, int op, double factor, int algorithm,
                                    uint64_t* elems);
-// Makes the launches of a call that was just prepared; returns its status, 0.
+// Makes the launches of the call that was just prepared; returns its status, 0.
 int launched(device::DeviceComm& comm);
 
-// What calls of quantization take: a format, the type of numbers, and sources of a sum.
+// Check arguments of quantization calls: format, type of numbers, number of sources of a sum.
 QuantFormat quant_format_of(int format);
 DType float_dtype_of(int dtype);
 void check_sources(size_t count);
 
-// Sets a constant of the module, and describes it in the module's docstring.
+// Sets a constant of the module, and adds it to the module's docstring.
 template <class Value>
 void add_constant(nanobind::module_& m, const char* name, const Value& value, const char* doc) {
   m.attr(name) = value;

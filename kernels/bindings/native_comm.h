@@ -1,4 +1,4 @@
-// The communicator as Python holds it, and how its calls block.
+// The communicator object that Python holds, and how its calls block.
 #pragma once
 
 #include <sys/syscall.h>
@@ -15,24 +15,24 @@
 
 namespace ringcomm::host {
 
-// True on a thread whose signal handler has raised since the thread last set it to false. Only with
-// Python's lock can a thread ask Python whether an exception is set.
+// True on a thread whose signal handler has raised since the thread last set it to false. Without
+// the GIL a thread cannot check whether a Python exception is set.
 bool& signal_raised();
 
-// Held by whoever runs a call of a communicator: a lock as Python's, which a fast call takes
-// without Python. To wait for it has no deadline of its own: the call that holds it has one.
+// Held by the thread that runs a call of a communicator. Fast calls take it without Python, which a
+// Python lock would need. Waiting for it has no deadline: the call that holds it has one.
 //
-// It also says to callers without Python's lock whether they may run a call at all: none is queued,
-// and the communicator is as good as new.
+// Callers without the GIL also read here whether they may run a call: no call is queued, and the
+// communicator is usable.
 class CallLock {
  public:
   bool is_open() const { return queued_.load() == 0 && is_usable_.load(); }
   void set_queued(int64_t calls) { queued_.store(calls); }
   void shut() { is_usable_.store(false); }
   bool try_take() { return mutex_.try_lock(); }
-  // False: a signal handler raised, and its exception is set. The GIL is not held.
+  // False: a signal handler raised, and its exception is set. Called without the GIL.
   bool take() {
-    // A wait with a deadline reads the clock first.
+    // Tried first, since a wait with a deadline reads the clock.
     if (mutex_.try_lock()) return true;
     while (!mutex_.try_lock_for(kLook)) {
       const bool on_main_thread = syscall(SYS_gettid) == getpid();
@@ -46,16 +46,15 @@ class CallLock {
   void unlock() { mutex_.unlock(); }
 
  private:
-  static constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
+  static constexpr std::chrono::milliseconds kLook{10};  // longest delay until Ctrl-C is noticed
   std::timed_mutex mutex_;
-  // Written with Python's lock (CallQueue in engine.py). Read in is_open(), by threads without it.
+  // Written with the GIL held (CallQueue in engine.py). is_open() reads them without the GIL.
   std::atomic<int64_t> queued_{0};
   std::atomic<bool> is_usable_{true};
 };
 
-// A communicator with its messenger, closed in the right order. In a forked child both are the
-// parent's: there they are left alone for good, since destroying them would write into the peers'
-// memory.
+// A communicator with its messenger, closed in the right order. In a forked child both belong to
+// the parent and are never destroyed, since their destructors would write into the peers' memory.
 struct NativeComm {
   std::unique_ptr<Comm> owned_comm;
   std::unique_ptr<Messenger> owned_messenger;
@@ -84,7 +83,7 @@ struct NativeComm {
   }
 };
 
-// Runs a blocking call without the GIL. When Ctrl-C ended it, the exception is already set.
+// Runs a blocking call without the GIL. If Ctrl-C ended it, the exception is already set.
 template <class Call>
 int blocking(Call call) {
   Status status;
@@ -92,12 +91,12 @@ int blocking(Call call) {
     const WithoutGil nogil;
     status = call();
   }
-  // A signal handler may raise although the call then succeeded: its exception counts all the same.
+  // A signal handler may raise although the call succeeded: its exception is reported as well.
   if (PyErr_Occurred()) throw nanobind::python_error();
   return int(status);
 }
 
-// The same for a call that the flight recorder keeps.
+// The same for a call that the flight recorder records.
 template <class Call>
 int recorded(NativeComm& n, Call call) {
   if (n.comm.recorder().on()) take_call_site();

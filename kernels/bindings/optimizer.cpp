@@ -1,4 +1,4 @@
-// The optimizer's kernels as Python sees them.
+// Binds the optimizer's kernels for Python.
 #include "kernels/host/optimizer.h"
 
 #include <sys/mman.h>
@@ -60,7 +60,7 @@ void bind_shard(nb::module_& m) {
           nb::arg("quantized_state") = false);
 }
 
-// The pages that lie wholly inside; where the system has no huge ones, small ones do.
+// Requests huge pages for the whole pages inside; without huge pages the system uses small ones.
 void advise_huge_pages(uintptr_t begin, uint64_t bytes) {
   constexpr uintptr_t page = 4096;
   const uintptr_t first = (begin + page - 1) / page * page, last = (begin + bytes) / page * page;

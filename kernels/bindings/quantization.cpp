@@ -1,4 +1,4 @@
-// Quantization of ringcomm._native: numbers in few bits, and sums of them.
+// Binds the quantization of ringcomm._native: numbers in few bits, and their sums.
 #include <nanobind/stl/vector.h>
 
 #include "kernels/bindings/gil.h"

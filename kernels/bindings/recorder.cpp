@@ -1,4 +1,4 @@
-// The flight recorder as Python sees it.
+// Binds the flight recorder for Python.
 #include "kernels/host/recorder.h"
 
 #include <cstring>

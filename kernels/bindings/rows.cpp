@@ -1,4 +1,4 @@
-// Rows of tokens of ringcomm._native: to which experts they go, and copies and sums of them.
+// Binds the rows of tokens of ringcomm._native: routing to experts, copies and sums.
 #include <nanobind/stl/vector.h>
 
 #include "kernels/bindings/gil.h"
@@ -21,7 +21,7 @@ int float_type(int dtype) {
 
 uint64_t bytes_of(int dtype) { return uint64_t(size_of(DType(dtype))); }
 
-// A table of entries of so many words, and the addresses that they refer to.
+// A table of entries of a given number of words, and the addresses to which they refer.
 struct Table {
   std::vector<const char*> bases;
   RowTable rows;
@@ -31,11 +31,11 @@ struct Table {
     for (const uintptr_t ptr : ptrs) bases.push_back(at(ptr));
     rows.bases = bases.data();
   }
-  // The same without the first entries.
+  // The same table without its first `entry` entries.
   RowTable from(uint64_t entry) const { return {rows.entry(entry), rows.entry_words, rows.bases}; }
 };
 
-// run(begin, end) for parts of `count` rows, of `row_bytes` each.
+// Calls run(begin, end) for parts of `count` rows of `row_bytes` bytes each.
 template <class Run>
 void each_part(uint64_t count, uint64_t row_bytes, const Run& run) {
   run_in_parts(count, 1, count * row_bytes, threads_without_communicator(), run);

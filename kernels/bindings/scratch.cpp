@@ -1,4 +1,4 @@
-// ScratchPool and ScratchRequest of ringcomm._native, and what a file says of direct I/O.
+// Binds ScratchPool and ScratchRequest of ringcomm._native, and facts about a file's direct I/O.
 #include "kernels/host/scratch.h"
 
 #include <sys/syscall.h>
@@ -18,13 +18,13 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// In a forked child the threads are the parent's, and so may be the lock: there the pool is left
-// alone for good. So it is at the end of a process whose disk hangs.
+// In a forked child the threads belong to the parent, and a thread may hold the lock, so the pool
+// is never destroyed there. Nor is it at the end of a process whose disk hangs.
 struct NativeScratch {
   std::unique_ptr<ScratchPool> pool;
   pid_t pid = getpid();
-  bool hangs = false;  // by the last close()
-  nb::object kept;     // while it hangs
+  bool hangs = false;  // after the last close()
+  nb::object kept;     // objects that must live while it hangs
 
   NativeScratch(int fd, int threads, uint64_t cut_bytes)
       : pool(std::make_unique<ScratchPool>(fd, threads, cut_bytes)) {}
@@ -118,9 +118,9 @@ std::optional<Named<nb::any>> result_of(const NativeScratchRequest& r) {
   return d;
 }
 
-// What addresses and offsets of direct I/O must be multiples of, as the kernel says since 6.1.
-// 0: it has no direct I/O for this file; -1: it does not say. The structure is spelt here, since
-// older C libraries lack its fields.
+// The number of which addresses and offsets of direct I/O must be multiples, which the kernel
+// reports since 6.1. 0: no direct I/O for this file; -1: the kernel does not report it. The
+// structure is written out here, since older C libraries lack its fields.
 int direct_alignment(int fd) {
   constexpr unsigned kDirectAlignment = 0x2000;  // STATX_DIOALIGN
   constexpr int kMaskAt = 0, kMemoryAt = 0x98, kOffsetAt = 0x9c;

@@ -14,7 +14,7 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// DLPack 1.2: DLTensor, and what `__dlpack_c_exchange_api__` of a tensor class holds.
+// DLPack 1.2: DLTensor, and the contents of `__dlpack_c_exchange_api__` of a tensor class.
 // (https://dmlc.github.io/dlpack/latest/c_api.html)
 struct DLPackTensor {
   void* data;
@@ -45,31 +45,31 @@ struct Exchange {
 
 constexpr uint32_t kMajorVersion = 1;
 
-// One of torch's constants, whose hash is its kind.
+// A ReduceOp constant of torch; its hash is its enum value.
 struct Op {
   PyObject* object;
   Py_hash_t kind;
   int code;
 };
 
-// What torch's dispatcher adds to and leaves out of the keys of every call of a thread
+// The keys that torch's dispatcher adds to and removes from the keys of every call of a thread
 // (c10::impl::raw_local_dispatch_key_set). Each word is XORed with its default.
 struct LocalKeys {
   uint64_t included, excluded;
 };
 
-// Where the program lies, which Linux loads below everything else that has memory. An address below
-// is mostly an offset into a storage that was freed.
+// The address of the program, below which Linux maps no memory. A lower address is mostly an offset
+// into a storage that was freed.
 const uintptr_t program_begin = getauxval(AT_PHDR);
 
-// With the GIL held. Never destroyed: threads may still run at exit.
+// Used with the GIL held. Never destroyed: threads may still run at exit.
 struct Torch {
   decltype(Exchange::tensor_from_py_object) read = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr, *op = nullptr;
   PyObject *is_neg = nullptr, *forward_ad = nullptr, *increment_version = nullptr;
   PyObject* requires_grad = nullptr;  // the property, whose getter is called
   descrgetfunc get = nullptr;
-  // Where a tensor's object has its implementation, and that its keys; 0: not known.
+  // Offsets of the implementation in a tensor's object, and of its keys in it; 0: unknown.
   size_t impl_offset = 0, keys_offset = 0;
   uint64_t known_keys = 0;
   PyObject *int8 = nullptr, *uint8 = nullptr;
@@ -84,7 +84,7 @@ Torch& torch() {
   return *t;
 }
 
-// DLPack's codes: 0 signed, 1 unsigned, 2 floating point, 4 bfloat, 6 bool, from 10 on FP8 types.
+// DLPack's codes: 0 signed, 1 unsigned, 2 floating point, 4 bfloat, 6 bool, FP8 types from 10 on.
 DType dtype_of(int code, int bits) {
   constexpr DType kFP8[] = {DType::kFloat8E4M3FN, DType::kFloat8E4M3FNUZ, DType::kFloat8E5M2,
                             DType::kFloat8E5M2FNUZ, DType::kFloat8E8M0FNU};
@@ -111,7 +111,7 @@ bool is_contiguous(const DLPackTensor& t) {
   return true;
 }
 
-// The keys are found anew by each thread, since every thread has its own.
+// Each thread has its own keys, and finds them once.
 void* library_of_keys = nullptr;
 uint64_t watched_keys = 0;
 thread_local const LocalKeys* local_keys = nullptr;
@@ -135,7 +135,7 @@ nb::object attribute(nb::handle object, PyObject* name) {
   return found;
 }
 
-// A view may have a negation pending, and then is contiguous all the same.
+// True if a negation may be pending; such a view is contiguous all the same.
 bool may_be_lazy(nb::handle tensor) {
   const Torch& t = torch();
   if (t.keys_offset != 0) {
@@ -151,13 +151,13 @@ bool may_be_lazy(nb::handle tensor) {
 
 bool may_have_tangent() {
   const Torch& t = torch();
-  // The interpreter has one object of each small integer.
+  // The interpreter has one object for each small integer.
   return PyDict_GetItemWithError(t.forward_ad, t.current_level) != t.no_level;
 }
 
-// Backward, or a tangent of forward mode, may pass through the tensor. Without grad mode none
-// passes, but a graph may have saved a tensor that requires grad, such as a parameter, and finds
-// in its backward that the tensor was overwritten: the checked path advances the version.
+// True if a backward, or a tangent of forward mode, may pass through the tensor. Without grad mode
+// none passes. But a graph may have saved a tensor that requires grad, such as a parameter, and its
+// backward must detect that the tensor was overwritten: the checked path advances the version.
 bool may_have_gradient(nb::handle tensor) {
   const Torch& t = torch();
   PyObject* const type = reinterpret_cast<PyObject*>(t.tensor);
@@ -166,17 +166,17 @@ bool may_have_gradient(nb::handle tensor) {
   return requires_grad.ptr() != Py_False || may_have_tangent();
 }
 
-// DLPack says 8 bits of the packed types, from int1 to uint7, too.
+// DLPack reports 8 bits for the packed types, from int1 to uint7, as well.
 bool may_be_packed(nb::handle tensor, DType dtype) {
   if (dtype != DType::kInt8 && dtype != DType::kUInt8) return false;
   const PyObject* const found = attribute(tensor, torch().dtype).ptr();
   return found != torch().int8 && found != torch().uint8;
 }
 
-// As read_memory(), without its check for gradients.
+// Like read_memory(), without its check for gradients.
 bool read_dense(nb::handle tensor, TensorMemory* result, TensorShape* shape, TensorPlace place) {
   const Torch& t = torch();
-  // A subclass may stand for data elsewhere.
+  // A subclass may represent data elsewhere.
   const PyTypeObject* const type = Py_TYPE(tensor.ptr());
   if (t.read == nullptr || (type != t.tensor && type != t.parameter) || intercepting_keys() != 0)
     return false;
@@ -192,8 +192,8 @@ bool read_dense(nb::handle tensor, TensorMemory* result, TensorShape* shape, Ten
   uint64_t elems = 1;
   for (int i = 0; i < found.ndim; ++i) elems *= uint64_t(found.shape[i]);
   char* const ptr = static_cast<char*>(found.data) + found.byte_offset;
-  // An address on a device has no such bound: a storage that was freed has none, or has elements
-  // that no storage holds, at an offset alone.
+  // On a device there is no such bound: the address of a freed storage is null, or, for elements at
+  // an offset, the offset alone.
   const uintptr_t lowest = place.is_cpu() ? program_begin : uintptr_t(1) << 20;
   if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < lowest || !is_contiguous(found))
     return false;
@@ -240,7 +240,7 @@ int op_code(nb::handle op) {
   const Torch& t = torch();
   for (const Op& each : t.ops)
     if (each.object == op.ptr()) return each.code;
-  // An options object makes a new ReduceOp each time that it is read, whose hash is its kind's.
+  // An options object creates a new ReduceOp at each read; its hash is the constant's.
   if (Py_TYPE(op.ptr()) != t.op) return -1;
   const Py_hash_t kind = PyObject_Hash(op.ptr());
   PyErr_Clear();
@@ -256,7 +256,7 @@ nb::handle op_of_kind(Py_hash_t kind) {
 }
 
 int algorithm_code(nb::handle name, Collective collective) {
-  // Mostly the default, which Python interns.
+  // Usually the default, a string that Python interns.
   static PyObject* const usual =
       PyUnicode_InternFromString(name_of(Algorithm::kAuto, Collective::kNone));
   if (name.ptr() == usual) return int(Algorithm::kAuto);

@@ -1,6 +1,6 @@
-// Reads torch's tensors without torch: a call pays tens of nanoseconds for a tensor where a
-// question asked in Python (is it on the CPU, is it contiguous, ...) takes a hundred and there are
-// eight.
+// Reads torch's tensors without torch. Reading a tensor takes tens of nanoseconds, while each
+// question asked in Python (is it on the CPU, is it contiguous, ...) takes a hundred nanoseconds,
+// and there are eight questions.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,8 +10,8 @@
 
 namespace ringcomm::host {
 
-// A collective answers so, instead of with a status, when its tensors need a closer look in Python.
-// Nothing was communicated.
+// The result of a collective whose tensors need a closer look in Python. It has communicated
+// nothing.
 constexpr int kNotFast = -1;
 
 struct TensorMemory {
@@ -22,50 +22,50 @@ struct TensorMemory {
   uint64_t bytes() const { return elems * uint64_t(size_of(dtype)); }
 };
 
-// A tensor's sizes, which its object keeps.
+// A tensor's sizes, in an array that the tensor's object owns.
 struct TensorShape {
   const int64_t* sizes;
   int dims;
 };
 
-// Where a tensor lies, as DLPack says it.
+// The device of a tensor, in DLPack's terms.
 struct TensorPlace {
   int32_t kind, id;
 
-  bool is_cpu() const { return kind == 1; }  // then the id says nothing
+  bool is_cpu() const { return kind == 1; }  // then the id has no meaning
 };
 constexpr TensorPlace kCpu{1, 0};
 
-// True of a tensor whose memory can be used as it is: of torch's own classes, at `place`,
-// contiguous, not empty, not complex, with no negation pending, and with nothing of torch that has
-// to know of a call: no gradient, and no key of the thread's own in torch's dispatcher (a mode, a
-// transform or a trace). Sets no Python error.
+// True if a tensor's memory can be used directly. The tensor has one of torch's own classes, is at
+// `place`, contiguous, not empty, not complex, and has no negation pending. No gradient passes
+// through it, and the thread has no key of its own in torch's dispatcher (a mode, a transform or a
+// trace), since these would have to see the call. Sets no Python error.
 bool read_memory(nanobind::handle tensor, TensorMemory* result, TensorPlace place = kCpu);
 
-// The same for a tensor of the CPU that a compiled graph only reads. It may require grad: another
-// graph has the gradients.
+// The same for a tensor of the CPU that a compiled graph only reads. The tensor may require grad:
+// another graph computes the gradients.
 bool read_source(nanobind::handle tensor, TensorMemory* result, TensorShape* shape);
 
-// The keys that the calling thread has in torch's dispatcher and that stand for a mode, a transform
-// or a trace; 0: none.
+// The calling thread's keys in torch's dispatcher that mean a mode, a transform or a trace; 0:
+// there are none.
 uint64_t intercepting_keys();
 
-// True of a tensor that is chunk `index` of `whole`, or lies apart from it.
+// True if a tensor is chunk `index` of `whole`, or does not overlap `whole`.
 bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, int index);
 
-// Tells autograd that a tensor has changed, as torch's own functions do. Throws what torch raises.
+// Marks a tensor as changed for autograd, as torch's own functions do. Throws torch's errors.
 void advance_version(nanobind::handle tensor);
 
-// The code of one of torch's ReduceOp constants; negative: none.
+// The code of one of torch's ReduceOp constants; negative: it is none of them.
 int op_code(nanobind::handle op);
-// The constant whose hash is `kind`, which is the code that torch has for it; null: none.
+// The constant whose hash is `kind`, its code in torch; null: there is none.
 nanobind::handle op_of_kind(Py_hash_t kind);
 
 // The code of an algorithm that every core has (auto, one-shot or ring), by its name in a
 // collective; negative: none of these.
 int algorithm_code(nanobind::handle name, Collective collective);
 
-// A rank of `world`, as an integer of Python's has it; negative: it is none.
+// The value of a Python integer that is a rank of `world`; negative: it is no such integer.
 int rank_of(nanobind::handle rank, int world);
 
 void bind_tensors(nanobind::module_& m);

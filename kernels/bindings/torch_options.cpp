@@ -10,16 +10,16 @@ namespace {
 
 constexpr int kNoOp = -1;
 
-// Where the objects of a class of options have their fields: the object points to the value of C++,
-// and the fields are at these offsets in it.
+// Where the objects of an options class have their fields: the object points to the C++ value,
+// which has the fields at these offsets.
 struct OptionsLayout {
   PyTypeObject* type;
   size_t value_at, timeout_at, async_at;
   int op_at;         // kNoOp: the class has no op
-  int64_t unset_ms;  // the timeout of a caller who has named none
+  int64_t unset_ms;  // the timeout if a caller has set none
 };
 
-// With the GIL held. Never destroyed: threads may still run at exit.
+// Used with the GIL held. Never destroyed: threads may still run at exit.
 std::vector<OptionsLayout>& options_layouts() {
   static auto* const found = new std::vector<OptionsLayout>;
   return *found;

@@ -15,7 +15,7 @@ namespace ringcomm::host {
 // all-gather. False: Python reads the options.
 bool is_plain(nanobind::handle options, nanobind::handle* op);
 
-// The tensor of a list that has only one; null: another object, or another length.
+// The tensor of a list of exactly one tensor; null: another object, or another length.
 nanobind::handle only_tensor(nanobind::handle list);
 
 // Torch's name for an algorithm that the call chooses itself.
@@ -28,7 +28,7 @@ inline int finished(int status, nanobind::handle output) {
   return status;
 }
 
-// Fast has the class of the calls, and functions of tensors, an op and an algorithm that make them:
+// Fast has the class of the calls, and functions that make them:
 //   Calls
 //   all_reduce(calls, tensor, op, algorithm)
 //   reduce_scatter(calls, output, input, op, algorithm)
@@ -36,7 +36,7 @@ inline int finished(int status, nanobind::handle output) {
 template <class Fast>
 void bind_for_torch(nanobind::class_<typename Fast::Calls>& c) {
   using Calls = typename Fast::Calls;
-  const auto any = [] { return nanobind::arg().none(); };  // Python complains about None
+  const auto any = [] { return nanobind::arg().none(); };  // accepts None: Python raises the error
   c.def(
        "all_reduce_for_torch",
        [](Calls& calls, nanobind::handle tensors, nanobind::handle options) {

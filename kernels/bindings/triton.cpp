@@ -13,7 +13,7 @@ namespace {
 using device::HostPage;
 using device::RankTable;
 
-// Offsets in bytes, by "structure.field"; sizes by "structure".
+// Offsets in bytes by "structure.field"; sizes in bytes by "structure".
 nb::dict structures() {
   nb::dict d;
   d["table.rank"] = offsetof(RankTable, rank);
@@ -67,7 +67,7 @@ nb::dict structures() {
   return d;
 }
 
-// The same of what an AdamW step works on.
+// The same for the structures of an AdamW step.
 nb::dict optimizer_structures() {
   nb::dict d;
   d["shard.segments"] = offsetof(AdamWShard, segments);
@@ -107,8 +107,8 @@ nb::dict optimizer_structures() {
   return d;
 }
 
-// A call of each collective in words of 8 bytes as CallId lays them out, without its sequence: what
-// a Triton kernel writes into its headers.
+// The call of a collective in words of 8 bytes, in the layout of CallId without its sequence
+// number: a Triton kernel writes these words into its headers.
 CallWords call_words(uint64_t match_bytes, int collective, int dtype, int redop, int algorithm,
                      int root) {
   const CallId id{0,     match_bytes, Collective(collective), dtype,
@@ -172,7 +172,7 @@ void bind_triton(nb::module_& m) {
   m.def("call_words", &call_words, nb::arg("match_bytes"), nb::arg("collective"), nb::arg("dtype"),
         nb::arg("redop"), nb::arg("algorithm"), nb::arg("root") = -1,
         "Returns the words of a Triton call's header behind its sequence number.");
-  // For tests, which hold the arithmetic of kernels/tl against it.
+  // For tests, which compare the arithmetic of kernels/tl with it.
   m.def(
       "layout_offset",
       [](std::tuple<int, int, int, uint32_t> sizes, const std::string& what, int stream,

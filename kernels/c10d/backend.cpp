@@ -1,16 +1,16 @@
 // The C++ backend of torch.distributed. torch's dispatcher calls the backend. The backend owns a
 // process group in Python (ringcomm/c10d/process_group.py), and calls it.
 //
-// Everything that a call means stands in Python alone: checks, order, deadlines, errors and the
-// flight recorder. An exception of Python passes through torch's C++ as py::error_already_set, so
-// the caller gets the same object.
+// Python alone decides all that concerns a call: checks, order, deadlines, errors and the flight
+// recorder. A Python exception passes through torch's C++ as py::error_already_set, so the caller
+// gets the same object.
 //
 // NOTE [Direct calls]
-// The common call is synchronous, without a timeout of its own, has plain tensors of the CPU, and
-// nothing is queued before it. It goes to ringcomm's native module without Python's lock, by C
-// functions (direct_calls.h). They refuse what is not of this kind, and Python makes that call.
+// The common call is synchronous, without a timeout of its own, on plain tensors of the CPU, with
+// no call queued before it. It goes to ringcomm's native module without the GIL, by C functions
+// (direct_calls.h). They refuse any other call, which Python then makes.
 //
-// It binds to one Python and one torch. `ringcomm build-backend` compiles it.
+// This module fits one version of Python and one of torch. `ringcomm build-backend` compiles it.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
@@ -30,12 +30,12 @@ using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 using Milliseconds = std::chrono::milliseconds;
 
-// An object of Python, which any thread may drop.
+// A Python object that any thread may release.
 class Owned {
  public:
   explicit Owned(py::object object) : object_(std::move(object)) {}
   ~Owned() {
-    // Whoever still holds one when the interpreter has ended leaves it to the end of the process.
+    // An object that outlives the interpreter is never released.
     if (!Py_IsInitialized()) {
       static_cast<void>(object_.release());
       return;
@@ -52,8 +52,8 @@ class Owned {
   py::object object_;
 };
 
-// The work that Python returned, with all its methods. torch's own holder of such a work knows
-// `wait` and `get_future` alone.
+// The work that Python returned, with all its methods. torch's own holder of such a work forwards
+// only `wait` and `get_future`.
 class ForwardedWork : public Work {
  public:
   ForwardedWork(py::object work, c10d::OpType op)
@@ -84,7 +84,7 @@ class ForwardedWork : public Work {
     return (*work_).attr(method)().template cast<Answer>();
   }
 
-  WorkPtr inner_;  // the same one, which virtual calls take to Python
+  WorkPtr inner_;  // the same object; its virtual calls reach Python
   Owned work_;
 };
 
@@ -93,7 +93,7 @@ WorkPtr forwarded_work(py::object work) {
   return c10::make_intrusive<ForwardedWork>(std::move(work), op);
 }
 
-// The work of a direct call: it is done.
+// The work of a direct call, which is already done.
 class DoneWork : public Work {
  public:
   DoneWork(Tensors tensors, c10d::OpType op) : Work(-1, op), tensors_(std::move(tensors)) {}
@@ -118,9 +118,9 @@ class DoneWork : public Work {
 // The native module's calls on tensors. See NOTE [Direct calls].
 class Direct {
  public:
-  // `capsule` has the functions, or is None: no call is direct. `dtypes` has the native module's
-  // code by torch's dtype, `ops` by ReduceOp::RedOpType, and `fault(name)` makes the error of a
-  // call that has failed.
+  // `capsule` contains the functions, or is None if no call is direct. `dtypes` maps a torch dtype,
+  // and `ops` a ReduceOp::RedOpType, to the native module's code. `fault(name)` makes the error of
+  // a failed call.
   Direct(py::object capsule, const py::dict& dtypes, const std::vector<int>& ops, py::object fault)
       : plain_keys_(at::empty({1}, at::kCPU).key_set().raw_repr()),
         ops_(ops),
@@ -168,7 +168,7 @@ class Direct {
     return calls_ != nullptr && made(calls_->barrier(calls_->comm), "barrier", nullptr);
   }
 
-  // How many calls were made since the last restart.
+  // The number of calls made since the last restart.
   uint64_t count() const { return count_.load(); }
   void restart() { count_.store(0); }
 
@@ -177,8 +177,8 @@ class Direct {
   int code(const at::Tensor& tensor) const { return dtypes_[size_t(tensor.scalar_type())]; }
   bool has(c10d::ReduceOp::RedOpType op) const { return size_t(op) < ops_.size(); }
 
-  // True of a tensor whose memory can be used as it is. A backward, a subclass or a pending
-  // negation needs Python's part, as does memory that was freed.
+  // True if a tensor's memory can be used directly. A backward, a subclass or a pending negation
+  // needs Python, as does memory that was freed.
   bool is_plain(const at::Tensor& tensor) const {
     if ((tensor.key_set().raw_repr() & ~plain_keys_) != 0 || code(tensor) < 0 ||
         tensor.requires_grad() || !tensor.is_contiguous() || tensor.numel() == 0 ||
@@ -188,7 +188,7 @@ class Direct {
     return tensor.storage().nbytes() >= end;
   }
 
-  // Whether a call was made. After a fault raises Python's error.
+  // True if the call was made. Throws Python's error after a fault.
   bool made(int status, const char* name, const at::Tensor* written) {
     if (status == kNotDirect) return false;
     if (status != 0) {
@@ -212,7 +212,7 @@ class Direct {
   Owned capsule_, fault_;
 };
 
-// True of options with which torch.distributed makes a synchronous call.
+// True for options with which torch.distributed makes a synchronous call.
 template <class Options>
 bool is_plain(const Options& opts) {
   return !opts.asyncOp && opts.timeout == c10d::kUnsetTimeout;
@@ -224,7 +224,7 @@ WorkPtr done(Tensors tensors, c10d::OpType op) {
 
 class Backend : public c10d::Backend {
  public:
-  // `direct` are the arguments of Direct.
+  // `direct`: the arguments of Direct.
   Backend(py::object group, py::object split, const py::tuple& direct)
       : c10d::Backend(group.attr("rank")().cast<int>(), group.attr("size")().cast<int>()),
         group_(std::move(group)),
@@ -288,8 +288,8 @@ class Backend : public c10d::Backend {
     return forwarded("alltoall", outputs, inputs, opts);
   }
 
-  // torch has renamed these methods, in the class that Python sees first: of the two names of each,
-  // its own headers say which one is virtual.
+  // torch has renamed these methods, first in the class that Python sees. Each is defined here
+  // under both names; torch's headers decide which of the two is virtual.
   // clang-format off
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& opts) {
     return all_gather_single(out, in, opts);
@@ -394,8 +394,8 @@ class Backend : public c10d::Backend {
   void shutdown() override { tell("shutdown"); }
 
  private:
-  // These call a method of the process group. torch's dispatcher has told autograd of the call, and
-  // below it the process group does not do so again.
+  // These call a method of the process group. torch's dispatcher has already notified autograd of
+  // the call; below autograd the process group does not notify it again.
   template <class... Args>
   WorkPtr forwarded(const char* method, const Args&... args) const {
     const at::AutoDispatchBelowAutograd below;
@@ -410,7 +410,7 @@ class Backend : public c10d::Backend {
 
   Owned group_, split_;
   Direct direct_;
-  std::atomic<bool> is_bound_{false};  // a barrier is then one on the device
+  std::atomic<bool> is_bound_{false};  // then a barrier runs on the device
 };
 
 }  // namespace
@@ -423,6 +423,6 @@ PYBIND11_MODULE(_backend, m) {
       .def_property_readonly("group", &Backend::group)
       .def_property_readonly("communicator", &Backend::communicator)
       .def_property_readonly("direct_count", &Backend::direct_count)
-      // Options that a split hands to its child: none, so that the child takes the defaults.
+      // The options that a split passes to its child: none, so that the child takes the defaults.
       .def_property_readonly("options", [](const Backend&) { return py::none(); });
 }

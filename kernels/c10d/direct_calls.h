@@ -1,4 +1,4 @@
-// The calls of a communicator on the host as C functions, for code that is compiled apart from
+// The calls of a communicator on the host as C functions, for code that is compiled separately from
 // ringcomm._native and without its headers: the backend of torch.distributed.
 #pragma once
 
@@ -6,20 +6,20 @@
 
 namespace ringcomm {
 
-// Made by `ringcomm._native.Comm.direct_calls`, a capsule with this name.
+// The name of the capsule that `ringcomm._native.Comm.direct_calls` makes.
 constexpr const char* kDirectCallsName = "ringcomm.DirectCalls";
-// A change of the struct or of what a function does changes it.
+// Increased whenever the struct, or the behaviour of a function, changes.
 constexpr uint64_t kDirectCallsVersion = 1;
 
 // A function returns this in place of a status if it has communicated nothing. The caller then
 // makes the call in Python.
 constexpr int kNotDirect = -1;
 
-// Codes of types and ops are those of `ringcomm._native`. Memory is on the host and dense.
+// Codes of types and ops are those of `ringcomm._native`. Memory is on the host and contiguous.
 //
-// The calling thread does not hold Python's lock. A function takes it for the call site, if the
-// flight recorder is on. It returns a status, 0 if all is well; after another one Python's error is
-// set for this thread, if a signal handler raised, and else the communicator has the fault.
+// The calling thread does not hold the GIL; a function takes it to find the call site if the flight
+// recorder is on. A function returns a status, 0 on success. After another status, Python's error
+// is set for this thread if a signal handler raised; otherwise the communicator has the fault.
 struct DirectCalls {
   uint64_t version, size_bytes;
   void* comm;  // the first argument of each function

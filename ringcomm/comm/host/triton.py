@@ -36,15 +36,15 @@ __all__ = [
     "require_triton",
 ]
 
-# All ranks of a call must run the same kernels. The header of the call says which, so other kernels
-# are a mismatch like any other. Triton is imported when a call first asks for it.
+# All ranks of a call must run the same kernels. The header of the call names them, so different
+# kernels are a mismatch like any other. The first call that asks for Triton imports it.
 
 NATIVE, TRITON = "native", "triton"
 KERNELS = (NATIVE, TRITON)
 _DTYPE_OF = {code: name for name, code in _native.DTYPES.items()}
 _OP_OF = {code: name for name, code in _native.OPS.items()}
 _AUTO = _native.ALGORITHMS["auto"]
-_FORMS = ("auto", "one_shot", "ring")  # as options name them
+_FORMS = ("auto", "one_shot", "ring")  # names in options
 ONE_RANK = (
     "Triton's interpreter runs one kernel of a process at a time, so ranks that are threads of one "
     'process would wait for each other. Use kernels="native", or a process per rank'
@@ -63,7 +63,7 @@ def require_triton(checks: CallChecks) -> None:
 
 
 def check_kernels(checks: CallChecks, kernels: str) -> None:
-    """Raises ArgumentError if a call asks for kernels that there are not."""
+    """Raises ArgumentError if a call names unknown kernels."""
     if kernels not in KERNELS:
         checks.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
 
@@ -74,8 +74,8 @@ def check_triton(
     """Checks a call that asks for Triton's kernels.
 
     Args:
-        checks: of the call.
-        algorithm: as the call names it.
+        checks: the checks of the call.
+        algorithm: the algorithm's name in the call.
         dtype: of the elements.
         reduction: None if nothing is reduced.
 
@@ -108,12 +108,12 @@ class Runner(Protocol):
 
 
 class TritonEnd:
-    """An end with those methods of a native communicator that Triton kernels can replace.
+    """An end with the methods of a native communicator that Triton kernels can replace.
 
     Args:
         run: runs a plan.
         world_size: of the communicator.
-        family: code of the algorithm that "auto" means.
+        family: code of the algorithm that replaces "auto".
     """
 
     def __init__(self, run: Runner, world_size: int, family: int) -> None:
@@ -122,11 +122,11 @@ class TritonEnd:
         self._family = family
 
     def chosen(self, algorithm: int) -> int:
-        """Returns the code of the algorithm that a call with this code runs."""
+        """Returns ``algorithm``, or for the code of "auto" the code of the family."""
         return self._family if algorithm == _AUTO else algorithm
 
     def run(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
-        """Runs a plan that this class does not know how to make; returns a native status."""
+        """Runs a plan that the caller has made; returns a native status."""
         return self._run(plan, in_ptr, out_ptr)
 
     def all_reduce(
@@ -139,9 +139,9 @@ class TritonEnd:
         factor: float,
         algorithm: int,
     ) -> int:
-        """Has the native method's arguments, as the methods below.
+        """Makes an all-reduce. Like the methods below, it has the native method's arguments.
 
-        ``factor`` belongs to ops that Triton does not support, and is ignored.
+        ``factor`` is for ops that Triton does not support, and is ignored.
         """
         from ringcomm._tl.launch import plan_all_reduce
 
@@ -187,7 +187,7 @@ class HostTriton:
     Args:
         core: the native communicator.
         membership: of the communicator.
-        checks: of the first call that asks for Triton.
+        checks: the checks of the first call that asks for Triton.
 
     Raises:
         UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
@@ -224,7 +224,7 @@ class HostTriton:
             timeout_ns = core.timeout_ms * 1_000_000
             launch_kernel(plan, [pointers], timeout_ns, self._geometry, core.health)
         except BaseException as error:
-            # Peers wait for data that this rank will not publish any more.
+            # Peers wait for data that this rank will never publish.
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
             core.record_end(_native.STATUSES["aborted"])
             raise
@@ -233,7 +233,7 @@ class HostTriton:
         return status
 
 
-# In the interpreter the blocks of a grid run one after another, so more of them only take longer.
+# In the interpreter the blocks of a grid run one after another, so more blocks only take longer.
 HOST_BLOCKS = 8
 _SCRATCH = _native.STRUCTURES["table.scratch"]
 _HEAPS = _native.STRUCTURES["table.heaps"]
@@ -247,12 +247,12 @@ class KernelTarget:
         table: bytes of a rank table of this rank.
         geometry: of the communicator's regions.
         heap_device: the device of the heap for symmetric memory, as ``ringcomm.empty`` names it.
-        most_blocks: the blocks of each rank's kernel that run at once, whatever they need: one for
-            each multiprocessor, divided among the ranks that share a device.
-        default_blocks: the blocks of a context that names no number.
-        health: returns the status of a peer's process, for the interpreter; on a GPU kernels see it
+        most_blocks: the number of each rank's blocks that run at once whatever they need: one per
+            multiprocessor, divided among the ranks that share a device.
+        default_blocks: the number of blocks of a context that names none.
+        health: returns the status of a peer's process, for the interpreter; GPU kernels read it
             themselves.
-        around: makes the context manager inside which a launch happens.
+        around: makes the context manager that surrounds a launch.
     """
 
     table: bytes
@@ -271,13 +271,13 @@ class KernelTarget:
         return [int(word) for word in words[first : first + self.geometry.world]]
 
     def table_with(self, scratch_ptr: int) -> bytes:
-        """Returns the rank table with other memory for the blocks' states."""
+        """Returns the rank table, but with the blocks' states at ``scratch_ptr``."""
         after = _SCRATCH + 8
         return self.table[:_SCRATCH] + scratch_ptr.to_bytes(8, "little") + self.table[after:]
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Surrounds a launch; in the interpreter one kernel of a process runs at a time."""
+        """Surrounds a launch: the interpreter runs one kernel of a process at a time."""
         from ringcomm._tl.hooks import IS_INTERPRETED, interpreting
 
         with self.around(), interpreting(self.health) if IS_INTERPRETED else nullcontext():
@@ -296,7 +296,7 @@ def host_kernel_target(core: _native.Comm, membership: Membership, head: str) ->
     from ringcomm._tl.hooks import IS_INTERPRETED
 
     # Triton reads TRITON_INTERPRET when it defines a function. So its own device functions must
-    # have been defined for the interpreter, too.
+    # have been defined for the interpreter as well.
     if not IS_INTERPRETED or type(tl.zeros).__name__ != "InterpretedFunction":
         raise UnsupportedError(
             f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "
@@ -322,12 +322,11 @@ def device_kernel_target(
     Args:
         native: the communicator.
         device_ref: the device.
-        blocks: the number of this rank's blocks that surely run at once.
-        head: of an error.
+        blocks: the number of this rank's blocks that certainly run at once.
+        head: the beginning of an error message.
 
     Raises:
-        UnsupportedError: the interpreter was chosen for a GPU, or compiled kernels for an emulated
-            device.
+        UnsupportedError: the interpreter is on for a GPU, or off for an emulated device.
     """
     from ringcomm._tl.geometry import Geometry
     from ringcomm._tl.hooks import IS_INTERPRETED, lives
