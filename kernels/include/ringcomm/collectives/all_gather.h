@@ -1,8 +1,8 @@
-// All-gather (every rank's contribution to every rank) and broadcast (one rank's to every rank).
+// All-gather (every rank gets all contributions) and broadcast (every rank gets one rank's).
 //
 // B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers.
 //
-//   one_shot 1 hop. The contribution is published once, for all readers: zero copy where it lies in
+//   one_shot 1 hop. A rank publishes its contribution once, for all readers: zero copy if it is in
 //            the heap (the input, or its place in the output), else through the shared slots.
 //   ring     W-1 hops: each rank forwards what it received from its predecessor.
 #pragma once
@@ -11,9 +11,9 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Copies read `j` of what each sender of the group shares to its place in dst_of(sender);
-// peer_reads: that place was a peer's source a moment ago. A sender without a read `j`, or with
-// shares(sender) false, is passed over.
+// Copies read `j` of each sender of the group to its place, dst_of(sender); peer_reads: peers have
+// just read this place as a source. Skips a sender that has no read `j`, or for which
+// shares(sender) is false.
 // model: collect_piece (tests/proof/model/one_shot.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
@@ -44,7 +44,7 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
   return Status::kOk;
 }
 
-// stays: waits for all readers. Always: commits the epochs of the shared stream.
+// Waits for all readers if `stays`. Always commits the epochs of the shared stream.
 // model: finish_sharing (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
@@ -56,12 +56,12 @@ RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
   return Status::kOk;
 }
 
-// The source that a rank shares, and the way in which it does.
+// The source that a rank shares, and how the rank shares it.
 struct Sharing {
   Span source;
-  bool stays;       // the peers read the source where it lies; else it is copied into the slots
-  bool copy_first;  // the source is my place in the output, which must be filled before
-  uint32_t items;   // 0 when this rank shares nothing
+  bool stays;       // the peers read the source in place; else it is copied into the slots
+  bool copy_first;  // the source is my place in the output, which must be filled first
+  uint32_t items;   // 0 if this rank shares nothing
 };
 
 template <class E>
@@ -73,13 +73,13 @@ RC_TEAM_FN Sharing sharing_of(const E& e, Span input, Span own_output, bool shar
   return {input, false, false, e.pieces(input.bytes)};
 }
 
-// What stays is copied to my own output in one pass, as my peers read it.
+// A source that stays is copied to my own output in one pass, while my peers read it.
 template <class E>
 RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& sharing, Span input) {
   return E::Lanes::kReadsWhole && sharing.stays ? 1 : e.pieces(input.bytes);
 }
 
-// Publishes piece `j`, and puts it in its place in my own output.
+// Publishes piece `j`, and copies it to its place in my own output.
 template <class E>
 RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own_output,
                               uint32_t j) {
@@ -100,8 +100,8 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own
   return Status::kOk;
 }
 
-// root < 0: every rank shares `input`; rank p's lands in out.get(p).
-// root >= 0: only root shares; `out` is read at root's index alone.
+// root < 0: every rank shares `input`; the input of rank p arrives in out.get(p).
+// root >= 0: only root shares; of `out` only out.get(root) is used.
 // model: share_one_shot (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status share_one_shot(E& e, Span whole_input, const Chunks& out, int root) {

@@ -1,12 +1,12 @@
-// All-reduce: every rank ends with the reduction of everybody's buffer.
+// All-reduce: every rank ends with the reduction of all ranks' buffers.
 //
 // B bytes, W ranks.
 //
 //   two_shot 2 hops, 2(W-1)/W * B bytes: a reduce-scatter that shares each piece as soon as it is
-//            reduced, so that the all-gather of one piece runs beside the reduction of the next.
+//            reduced, so that the all-gather of one piece overlaps the reduction of the next.
 //            Up to one_hop_bytes: 1 hop, (W-1) * B bytes; every rank shares its whole buffer and
-//            reduces all of them. Both sum in rank order with one rounding: the same bits.
-//            (torch's symmetric memory calls that form one-shot.)
+//            reduces all buffers (torch's symmetric memory calls this form one-shot). Both sum in
+//            rank order with one rounding: the same bits.
 //   ring     2(W-1) hops, 2(W-1)/W * B bytes: ring reduce-scatter, then ring all-gather.
 #pragma once
 
@@ -43,8 +43,8 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   return Status::kOk;
 }
 
-// Reduces piece `i` of my chunk and shares the result with every peer. stays: they read it where it
-// lies.
+// Reduces piece `i` of my chunk and shares the result with every peer. stays: peers read the result
+// in place.
 // model: reduce_and_share (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uint32_t i) {
@@ -56,7 +56,7 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
   char* const own = result.ptr + begin;
   const ReduceTarget to = stays ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
-  // The reads come before what all lanes publish here, so one sync() serves both.
+  // The reads precede the publications of all lanes here, so one sync() serves both.
   e.publish_shared(i, result, stays, e.segment_bytes(),
                    [&](int p) { e.release(e.pairs, p, mine.bytes, begin + bytes); });
   return Status::kOk;
@@ -73,7 +73,7 @@ RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out)
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
   const auto shares = [](int) { return true; };
   const uint32_t out_items = most_items(e, in, -1), shared_items = e.pieces(result.bytes);
-  // Chunk 0 is the longest, so its pieces bound everybody's.
+  // Chunk 0 is the longest, so its pieces bound the pieces of all chunks.
   const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes);
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
     if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));

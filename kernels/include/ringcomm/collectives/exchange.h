@@ -1,16 +1,15 @@
-// Exchange: each rank has something of its own for each peer. All-to-all, gather (every rank to
-// root), scatter (root to every rank) and barrier (nothing but headers, all to all) are exchanges.
+// Exchange: each rank has different data for each peer. All-to-all, gather (every rank to root),
+// scatter (root to every rank) and barrier (headers only, all to all) are exchanges.
 //
-// 1 hop; each rank sends and reads exactly the bytes that the peers are owed. Zero copy from the
-// heap.
+// 1 hop; each rank sends and reads exactly the bytes of its pairs. Zero copy from the heap.
 #pragma once
 
 #include "ringcomm/protocol/endpoint.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Which ordered pairs of ranks talk. Collectives: all, or those of a root. Messages: those that
-// this rank names, one bit per peer.
+// The ordered pairs of ranks that communicate. Collectives: all pairs, or the pairs of a root.
+// Messages: the pairs that this rank names, one bit per peer.
 struct Edges {
   int only_reader = -1;  // gather: root
   int only_sender = -1;  // scatter: root
@@ -26,7 +25,7 @@ struct Edges {
   }
 };
 
-// Read `j` of what each sender of the group has for me, to its place.
+// Copies read `j` of each sender of the group to its place.
 // model: take_piece (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const Edges& edges,
@@ -73,7 +72,7 @@ RC_TEAM_FN Status finish_exchange(E& e, const Chunks& out_of, const Edges& edges
   });
 }
 
-// send.get(r) goes to rank r, receive.get(p) is filled from rank p.
+// send.get(r) goes to rank r; receive.get(p) is filled by rank p.
 // model: exchange_one_shot (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status exchange_one_shot(E& e, const Chunks& send, const Chunks& receive,

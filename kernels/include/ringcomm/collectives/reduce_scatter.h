@@ -1,4 +1,4 @@
-// Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
+// Reduce-scatter: rank r ends with the reduction of all ranks' chunks r.
 //
 // B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank.
 //
@@ -14,7 +14,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Waits for bytes [begin, begin + bytes) of every rank's version of my chunk. Fills sources().
+// Waits for bytes [begin, begin + bytes) of every rank's version of my chunk, and fills sources().
 // model: receive_sources (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t bytes) {
@@ -27,7 +27,7 @@ RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t byte
   });
 }
 
-// After the reduction of [.., end): the peers' slots (or buffers) are free again.
+// After the reduction of all bytes before `end`: frees the peers' slots (or buffers).
 // model: release_sources (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
@@ -35,14 +35,14 @@ RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
   e.each_by_lanes({1, e.world()}, [&](int p) { e.release(e.pairs, p, mine.bytes, end); });
 }
 
-// True if read 0 brought all of every rank's version of my chunk, and this machine takes it so.
+// True if read 0 brought every rank's whole version of my chunk, and this team reads whole items.
 template <class E>
 RC_TEAM_FN bool sources_are_whole(const E& e, Span mine) {
   const auto all = [](int) { return true; };
   return e.most_reads(e.pairs, true, all, [&](int) { return mine.bytes; }) <= 1;
 }
 
-// The most items that a reader gets of its chunk.
+// The largest number of items that a reader gets of its chunk.
 template <class E>
 RC_TEAM_FN uint32_t most_items(const E& e, const Chunks& in, int only_root) {
   uint32_t most = 0;
@@ -56,7 +56,7 @@ RC_TEAM_FN uint32_t most_items(const E& e, const Chunks& in, int only_root) {
   return most;
 }
 
-// Piece `j` of every chunk to its owner.
+// Sends piece `j` of every chunk to the chunk's owner.
 template <class E>
 RC_TEAM_FN Status send_chunks(E& e, const Chunks& in, int only_root, uint32_t j) {
   const auto span_for = [&](int r) { return e.slice(in.get(r)); };
@@ -106,7 +106,7 @@ RC_TEAM_FN Status reduce_scatter_one_shot(E& e, const Chunks& in, char* out, int
   return drain_chunks(e, in, only_root);
 }
 
-// One piece of one hop: my version of `own` added to the partial sum that arrived (if any).
+// One piece of one hop: adds my version, `own`, to the partial sum that arrived (if any).
 template <class E>
 RC_TEAM_FN void reduce_hop(E& e, char* dst, const char* partial, const char* own, uint64_t bytes,
                            int finish_world) {
@@ -130,7 +130,7 @@ RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
   const uint64_t segment = e.segment_bytes();
   const Span whole = in.get(e.rank()), mine = e.slice(whole);
   char* const result = out + (mine.ptr - whole.ptr);
-  // Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
+  // Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count the same items.
   const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), hops = world - 1,
                  items = rounds * hops;
   const uint64_t stream_bytes = uint64_t(items) * segment;  // as if every item were full
@@ -154,7 +154,7 @@ RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
         RC_RETURN_IF_FAILED(
             e.receive(e.pairs, at.prev, stream_bytes, uint64_t(item - 1) * segment, segment));
         partial = e.received(at.prev);
-        e.team.sync();  // reduce_hop() writes sources(), from which every lane has just read
+        e.team.sync();  // reduce_hop() writes sources(), which every lane has just read
       }
       reduce_hop(e, dst, partial, chunk.ptr + j * segment, bytes, t == hops ? world : 0);
       if (t < hops)

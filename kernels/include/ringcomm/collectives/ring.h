@@ -1,11 +1,11 @@
-// The parts that ring collectives share: the neighbours, the slots, the end of a round.
+// The parts that ring collectives share: the neighbours, the slots, and the end of a round.
 #pragma once
 
 #include "ringcomm/protocol/endpoint.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The two neighbours of a rank in the ring that its channel follows.
+// The two neighbours of a rank in the ring of its channel.
 struct Neighbours {
   int next, prev;
 };
@@ -15,7 +15,7 @@ RC_TEAM_FN Neighbours neighbours(const View& v) {
   return {v.ring_rank(ring_next(position, v.world)), v.ring_rank(ring_prev(position, v.world))};
 }
 
-// A slot for item `item` to the successor, and the header if it is the first.
+// Waits for a slot to the successor for item `item`, and writes the header of the first item.
 // model: ring_slot (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes, char** data) {
@@ -26,7 +26,7 @@ RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes
   return Status::kOk;
 }
 
-// Lane 0: the ring's streams are done.
+// Lane 0: commits the epochs of the ring's streams, which are done.
 // model: commit_ring (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN void commit_ring(E& e, const Neighbours& at, uint32_t items) {

@@ -1,5 +1,5 @@
-// The only file that spells memory orders. The names say order and scope; the callers say, beside
-// each use, which operation at the other end it pairs with.
+// The only file with memory orders. A function's name states its order and scope; each caller
+// states next to the call which operation at the other end it pairs with.
 //
 // "sys" is system scope: another process on the CPU, another GPU or the host on CUDA. The CPU has
 // one coherence domain, so there the scope costs nothing.
@@ -9,8 +9,8 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Two words that arrive together with the flag that travels beside each: what one 8-byte half says
-// of its flag holds for its data, since a half is written and read in one access.
+// Two data words, each with a flag. Each half of 8 bytes is written and read in one access, so the
+// data of a half have arrived when its flag has.
 struct alignas(16) LLPacket {
   uint32_t first, first_flag, second, second_flag;
 };
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_
   return old;
 }
 
-// Of a word of this device alone; orders nothing.
+// For a word of this device alone; orders nothing.
 __device__ __forceinline__ uint32_t exchange_relaxed_sys(uint32_t* word, uint32_t value) {
   uint32_t old;
   asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;"
@@ -85,7 +85,7 @@ __device__ __forceinline__ LLPacket load_ll_packet_sys(const LLPacket* from) {
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 
-// Integers that many lanes add to, within one launch: no order shows, and nobody waits for them.
+// For integers to which many lanes add within one launch: no order shows, no lane waits for them.
 __device__ __forceinline__ void add_relaxed_sys(int64_t* word, int64_t value) {
   atomicAdd_system(reinterpret_cast<unsigned long long*>(word),
                    static_cast<unsigned long long>(value));
@@ -116,7 +116,7 @@ RC_FN void store_relaxed_sys(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
-// Words of the flight recorder, which hosts alone keep.
+// For words of the flight recorder, which only hosts keep.
 RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
@@ -124,7 +124,7 @@ RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
 // model: fence_seq_cst_sys (tests/proof/model/lend.pml, sleep.pml)
 RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-// The compiler's half of a fence, whose other half another thread has the machine do.
+// The compiler's half of a fence. Another thread makes the machine execute the other half.
 inline void fence_seq_cst_compiler() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
 RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {

@@ -6,8 +6,8 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Ranks compare the values: a new type goes to the end, whether it is reduced or only moved, as the
-// float8 types are.
+// Ranks compare these values: append a new type at the end, even a type that is only moved and not
+// reduced, as the float8 types are.
 enum class DType : int32_t {
   kUInt8,
   kInt8,
@@ -55,7 +55,7 @@ RC_FN constexpr int size_of(DType t) {
   }
 }
 
-// The type of Traits<T>::Acc, as elements in memory.
+// The element type in memory of Traits<T>::Acc.
 RC_FN constexpr DType accumulator_of(DType t) {
   return t == DType::kFloat16 || t == DType::kBFloat16 ? DType::kFloat32 : t;
 }
@@ -104,7 +104,7 @@ RC_FN BFloat16 narrow_bfloat16(float x) {
 RC_FN float widen(Float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, magnitude = uint32_t(x.bits & 0x7fffu)
                                                                       << 13;
-  // Exponent rebias by multiplication: exact for normal and subnormal inputs alike.
+  // Rebiases the exponent by multiplication, which is exact for normal and subnormal inputs.
   const float scaled = float_of(magnitude) * float_of(0x77800000u /* 2^112 */);
   const uint32_t inf_nan = magnitude | 0x7f800000u;
   return float_of(sign | (magnitude >= 0x0f800000u ? inf_nan : bits_of(scaled)));

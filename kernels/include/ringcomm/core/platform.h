@@ -1,13 +1,13 @@
-// The only file that asks which compiler and which machine compiles the templates.
+// The only file that depends on the compiler and on the machine for which it compiles.
 //
 // RINGCOMM_ISA names the inline namespace of everything below kernels/include. A translation unit
 // compiled with -mavx512f must not lend its inline functions to one compiled for the baseline: the
-// linker keeps one copy of equal symbols, whichever it saw first, and the program would then die on
-// an older CPU with SIGILL. Distinct namespaces make distinct symbols.
+// linker keeps any one copy of equal symbols, and an older CPU would end the program by SIGILL.
+// Distinct namespaces make distinct symbols.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-// NVRTC brings no C library; memcpy is built in. Up to CUDA 13.0 it has no offsetof either.
+// NVRTC has no C library, but a built-in memcpy. Up to CUDA 13.0 it has no offsetof either.
 using int8_t = signed char;
 using int16_t = short;
 using int32_t = int;
@@ -36,9 +36,9 @@ using uintptr_t = unsigned long long;
   }                            \
   }
 
-// RC_FN: arithmetic, always inlined. RC_TEAM_FN: what a whole team executes; on CUDA inlined into
-// the kernel, so that nothing lives in local memory. RC_COLD: the way out of a wait, kept out of
-// the loops.
+// RC_FN: arithmetic, always inlined. RC_TEAM_FN: executed by a whole team; on CUDA inlined into the
+// kernel, so that no variable is in local memory. RC_COLD: the path by which a wait fails, kept out
+// of the loops.
 #if defined(__CUDACC__)
 #define RC_FN __host__ __device__ __forceinline__
 #define RC_TEAM_FN __device__ __forceinline__
@@ -57,7 +57,7 @@ using uintptr_t = unsigned long long;
 #error "ringcomm supports GCC, Clang and NVCC"
 #endif
 
-// 1 where CUDA code is compiled, be it for the device or the host.
+// 1 if CUDA code is compiled, for the device or the host.
 #if defined(__CUDACC__)
 #define RC_CUDA 1
 #else
@@ -70,21 +70,21 @@ using uintptr_t = unsigned long long;
 #define RC_DEVICE_PASS 0
 #endif
 
-// 1 where the GPU has instructions for multicast addresses.
+// 1 if the GPU has instructions for multicast addresses.
 #if RC_DEVICE_PASS && __CUDA_ARCH__ >= 900
 #define RC_HAS_MULTIMEM 1
 #else
 #define RC_HAS_MULTIMEM 0
 #endif
 
-// Vector conversions between half and single precision in hardware.
+// 1 if the hardware converts vectors between half and single precision.
 #if !RC_DEVICE_PASS && defined(__F16C__) && defined(__AVX__)
 #define RC_HAS_F16C 1
 #else
 #define RC_HAS_F16C 0
 #endif
 
-// Stores that go past the caches.
+// 1 if stores can go past the caches.
 #if !RC_DEVICE_PASS && defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 #define RC_HAS_STREAMING_STORES 1
 #else
@@ -101,14 +101,14 @@ using uintptr_t = unsigned long long;
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// A hint that a host's next loads are of the first lines here. Four are a choice, not swept.
+// Prefetches the first lines at `at` for a host's next loads. Four lines are a choice, not swept.
 RC_FN void prefetch_lines(const char* at) {
 #if !RC_DEVICE_PASS
   for (int line = 0; line < 4; ++line) __builtin_prefetch(at + 64 * line);
 #endif
 }
 
-// Of a power of two.
+// The base-2 logarithm of a power of two.
 RC_FN int log2_of(uint32_t x) {
 #if RC_DEVICE_PASS
   return 31 - __clz(int(x));
@@ -117,8 +117,8 @@ RC_FN int log2_of(uint32_t x) {
 #endif
 }
 
-// x / d for d below 2^16. On a GPU digit by digit: three divisions of 32 bits take less than one of
-// 64, which is a call of some hundred instructions.
+// x / d for d below 2^16. A GPU divides digit by digit: three divisions of 32 bits take less time
+// than one of 64 bits, which is a call of about a hundred instructions.
 RC_FN uint64_t divide_by_short(uint64_t x, uint32_t d) {
 #if RC_DEVICE_PASS
   uint64_t quotient = 0;
@@ -134,7 +134,7 @@ RC_FN uint64_t divide_by_short(uint64_t x, uint32_t d) {
 #endif
 }
 
-// Correctly rounded, and instructions where the machine has them.
+// Correctly rounded; by an instruction if the machine has one.
 #if RC_CUDA
 RC_FN float square_root(float x) { return sqrtf(x); }
 RC_FN double square_root(double x) { return sqrt(x); }
@@ -147,9 +147,9 @@ RC_FN double square_root(double x) { return __builtin_sqrt(x); }
 RC_FN double power(double base, double exponent) { return __builtin_pow(base, exponent); }
 RC_FN double fused_multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
-// a * b + c, rounded once. Without the instruction: the product is exact in double precision, and a
-// sum rounded to odd there rounds to FP32 as the exact sum does (Boldo and Melquiond, "Emulation of
-// a FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008).
+// a * b + c, rounded once. Without the instruction: the product is exact in double precision, and
+// its sum with c, rounded to odd, rounds to the same FP32 number as the exact sum (Boldo and
+// Melquiond, "Emulation of a FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008).
 RC_FN float fused_multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);

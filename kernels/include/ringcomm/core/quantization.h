@@ -1,39 +1,39 @@
 // FP32 numbers in a few bits, for links between nodes: the formats "int8", "fp8" (e4m3) and "int4".
 //
-// A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s,
-// and a quantized value of 8 or 4 bits for each number x: the one nearest to x / s, to even in
-// between.
-// In memory the quantized values of the run lie first, then the scales' words, 3 bytes each:
+// A run of n numbers is cut into blocks of 128 numbers; the last block may be shorter. A block has
+// a scale s, and for each number x a quantized value of 8 or 4 bits: the value nearest to x / s,
+// ties to even.
+// In memory all quantized values of the run come first, then the scales' words of 3 bytes each:
 //
 //     format  values             bytes of n    error of a number of a block whose largest is M
 //     int8    -127 .. 127        131/128 n     M / 254
 //     fp8     e4m3 to 256        131/128 n     |x| / 16, or M / 262144 if that is more
 //     int4    -7 .. 7             67/128 n     M / 14
 //
-// and another 2^-150, half of FP32's smallest number, where M < 2^-62.
+// plus 2^-150, half of FP32's smallest number, if M < 2^-62.
 //
-// The bounds hold as they stand in FP32's arithmetic. The scale is a little (2^-12) smaller than M
-// over the largest value, which leaves room for the roundings of 1 / s and of x times that, and the
-// largest number is still nearest to the largest value. It keeps 15 significant bits, so that a
-// value times a scale is exact: a dequantized number is the same with and without fused
-// multiply-adds, and what is added up is rounded by the additions alone. So all machines have equal
+// These bounds include the roundings of FP32. The scale is M over the largest value, times
+// 1 - 2^-12. This leaves room for the roundings of 1 / s and of x * (1 / s), and the largest number
+// is still nearest to the largest value. The scale has 15 significant bits, so that
+// a value times a scale is exact: a dequantized number is the same with and without fused
+// multiply-adds, and a sum is rounded by its additions alone. So all machines compute the same
 // bits.
 //
-// Blocks of tiny numbers are multiplied by 2^64 before and divided after, which a bit of the word
-// says; subnormal numbers are as exact as others.
+// Blocks of tiny numbers are multiplied by 2^64 before and divided after, which a bit of the
+// scale's word marks. So subnormal numbers are as exact as others.
 //
-// Where a block has infinities or NaNs, another bit of the word says so. The values of largest
-// magnitude stand for these then, and M is the largest of the finite numbers. Of int8 and int4
-// these have a value less: M / 252 and M / 12.
+// Another bit of the word marks a block with infinities or NaNs. The values of largest magnitude
+// then represent these, and M is the largest finite number. int8 and int4 then have one value less,
+// and errors of M / 252 and M / 12.
 //
-// e4m3 goes to 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of
-// their norm, the least of all numbers from 224 to 448 that were tried, which have up to 2.94e-2;
-// at 448 it is 2.57e-2.
+// e4m3 reaches 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of
+// their norm. This is the least of all choices from 224 to 448 that were tried, whose errors reach
+// 2.94e-2; at 448 the error is 2.57e-2.
 //
-// The sign of a zero is kept by fp8 alone. The payload of a NaN is not kept.
+// Only fp8 keeps the sign of a zero. No format keeps the payload of a NaN.
 //
-// Host and CUDA compile these lines; their loops are isa_quantization.h and quantization_lanes.h.
-// Triton's twin is kernels/tl/quantization.py.
+// The host and CUDA compile this file; their loops are isa_quantization.h and quantization_lanes.h.
+// Triton's counterpart is kernels/tl/quantization.py.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
@@ -48,7 +48,7 @@ constexpr uint64_t kWordBytes = 3;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;
 
-// The bytes of the values of `elems` numbers, and of all; every block but the last is full.
+// The bytes of the values of `elems` numbers, and with scales; every block but the last is full.
 RC_FN constexpr uint64_t values_bytes(QuantFormat format, uint64_t elems) {
   return format == QuantFormat::kInt4
              ? elems / kQuantBlock * (kQuantBlock / 2) + (elems % kQuantBlock + 1) / 2
@@ -58,20 +58,21 @@ RC_FN constexpr uint64_t quantized_bytes(QuantFormat format, uint64_t elems) {
   return values_bytes(format, elems) + (elems + kQuantBlock - 1) / kQuantBlock * kWordBytes;
 }
 
-// The bits of a number that is rounded to a whole one, to even in between, where |y| < 2^22.
+// Rounds y to a whole number, ties to even, for |y| < 2^22: adds this number and takes the bits.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 RC_FN int32_t nearest_whole(float y) {
   return int32_t(bits_of(y + kRounder)) - int32_t(0x4b400000);
 }
 
-// `below` where x < limit, else `other`, of numbers below 2^31, by bits: the compiler would make a
-// branch of a choice between sums of floats, and then not vectorise the loop.
+// `below` if x < limit, else `other`, for numbers below 2^31, by bit operations: the compiler would
+// turn a choice between sums of floats into a branch, and then not vectorise the loop.
 RC_FN uint32_t below_or(uint32_t x, uint32_t limit, uint32_t below, uint32_t other) {
   const uint32_t mask = uint32_t(int32_t(x - limit) >> 31);
   return (below & mask) | (other & ~mask);
 }
 
-// Whole numbers of 4 or 8 bits. The smallest one, which stands for none, is NaN beside infinities.
+// Whole numbers of 4 or 8 bits. The smallest value is used only for NaN, in a block with
+// infinities.
 template <QuantFormat kFormat, int kBits>
 struct IntegerFormat {
   static constexpr QuantFormat format = kFormat;
@@ -81,7 +82,7 @@ struct IntegerFormat {
   static RC_FN float dequantize(uint32_t value) {
     return float(int32_t(value << (32 - kBits)) >> (32 - kBits));
   }
-  // Of an infinity or a NaN, by its bits; and what a value stands for that is one of them.
+  // The value of an infinity or NaN, given its bits; and the bits of a value that represents one.
   static RC_FN uint32_t quantize_special(uint32_t bits) {
     if ((bits & kMagnitude) != kInfinityBits) return kNan;
     return bits >> 31 ? kNan + 1 : kNan - 1;
@@ -102,8 +103,8 @@ struct Fp8Format {
   static constexpr uint32_t kLeastNormal = 121u << 23;  // the bits of 2^-6
   static RC_FN uint32_t quantize(float y) {
     const uint32_t bits = bits_of(y), magnitude = bits & kMagnitude;
-    // FP32 numbers have e4m3's spacing at |y| where they are 2^20 times as large, so the sum with
-    // such a power of two is |y| rounded, in steps that its mantissa counts.
+    // At |y|, e4m3 numbers have the spacing of FP32 numbers 2^20 times as large. So the sum of |y|
+    // and this power of two rounds |y|, and the bits of the sum's mantissa count the steps.
     const uint32_t exponent = magnitude & kInfinityBits;
     const uint32_t power = exponent > kLeastNormal ? exponent : kLeastNormal;
     const uint32_t rounder = power + (20u << 23);
@@ -127,7 +128,7 @@ struct Fp8Format {
   }
 };
 
-// A block's scale, as its word has it.
+// A block's scale, in the format of its word.
 struct BlockScale {
   uint32_t word;  // 24 bits: infinities or NaNs, tiny, 8 bits of exponent, 14 of mantissa
 
@@ -135,7 +136,7 @@ struct BlockScale {
   static constexpr uint32_t kTinyBelow = 64u << 23;                          // the bits of 2^-63
   static constexpr float kUp = 18446744073709551616.0f, kDown = 1.0f / kUp;  // 2^64
 
-  // Of a block whose largest finite magnitude has the bits `most`.
+  // The scale of a block whose largest finite magnitude has the bits `most`.
   template <class Format>
   static RC_FN BlockScale of(uint32_t most, bool special) {
     constexpr float kLess = 1.0f - 1.0f / 4096;
@@ -148,8 +149,8 @@ struct BlockScale {
 
   RC_FN bool special() const { return (word & kSpecial) != 0; }
   RC_FN float scale() const { return float_of((word & kFloat) << 9); }
-  // A number is times before() and inverse() when it is quantized, and times scale() and after()
-  // when it is dequantized.
+  // A number times before() and inverse() is quantized; a value times scale() and after() is
+  // dequantized.
   RC_FN float before() const { return word & kTiny ? kUp : 1.0f; }
   RC_FN float inverse() const { return word & kFloat ? 1.0f / scale() : 0.0f; }
   RC_FN float after() const { return word & kTiny ? kDown : 1.0f; }
@@ -163,7 +164,7 @@ struct BlockScale {
     return {uint32_t(from[0]) | uint32_t(from[1]) << 8 | uint32_t(from[2]) << 16};
   }
 
-  // The number that a value of the block stands for.
+  // The number that a value of the block represents.
   template <class Format>
   RC_FN float dequantize(uint32_t value) const {
     uint32_t bits;

@@ -70,7 +70,7 @@ struct IsComplex<Complex<R>> {
   static constexpr bool value = true;
 };
 
-// Which operators make sense for which types. Bool: SUM and MAX are "any", PRODUCT and MIN are
+// True if an operator is defined for a type. Bool: SUM and MAX are "any", PRODUCT and MIN are
 // "all".
 template <class T>
 RC_FN constexpr bool supports(RedOp op) {
@@ -94,7 +94,7 @@ RC_FN constexpr bool supports<Bool>(RedOp op) {
   return op != RedOp::kAvg && op != RedOp::kPremulSum && op != RedOp::kCount;
 }
 
-// Integer sums wrap: the arithmetic is done unsigned, where C++ defines it so.
+// Integer sums wrap around: they are computed unsigned, where C++ defines the overflow.
 template <class T>
 struct Wrapping {
   using Type = T;
@@ -168,7 +168,7 @@ RC_FN A divide(A x, int world) {
     using R = decltype(x.re);
     return {x.re / R(world), x.im / R(world)};
   } else if constexpr (IsInteger<A>::value) {
-    // Towards zero, as C++ divides.
+    // Rounds towards zero, as division in C++ does.
     const uint64_t wide = uint64_t(x);
     if constexpr (sizeof(A) == 8) {
       const bool negative = A(-1) < A(0) && x < A(0);
@@ -219,8 +219,8 @@ RC_FN Bool combine(Bool a, Bool b) {
     return add(a, b);
 }
 
-// `world` is how many ranks' contributions the accumulator holds; 0 leaves a partial sum unfinished
-// (an inner hop of the ring).
+// `world`: the number of ranks whose contributions the accumulator contains; 0 leaves a partial sum
+// unfinished (an inner hop of the ring).
 template <RedOp op, class A>
 RC_FN A finish(A x, int world) {
   if constexpr (op == RedOp::kAvg)

@@ -1,5 +1,5 @@
-// The arithmetic of the schedules: which chunk, which peer, which hop, which tail. Pure and
-// constexpr; tests/proof/races/schedule_test.cpp proves it for worlds 1..16 at compile time.
+// The arithmetic of the schedules: chunks, peers, hops and tails. Pure and constexpr;
+// tests/proof/races/schedule_test.cpp proves it for worlds 1..16 at compile time.
 #pragma once
 
 #include "ringcomm/core/platform.h"
@@ -11,7 +11,7 @@ struct Span {
   uint64_t bytes;
 };
 
-// Bytes of all spans of a list.
+// The bytes of all spans of a list.
 template <class Spans>
 RC_FN constexpr uint64_t sum_bytes(const Spans& spans) {
   uint64_t total = 0;
@@ -19,8 +19,8 @@ RC_FN constexpr uint64_t sum_bytes(const Spans& spans) {
   return total;
 }
 
-// A buffer cut into one chunk per rank: either evenly (all chunks of chunk_bytes, the tail shorter
-// or empty; 0: each chunk is all of the buffer) or by a list of spans.
+// A buffer cut into one chunk per rank: into chunks of chunk_bytes, of which the last may be
+// shorter or empty (0: each chunk is the whole buffer), or by a list of spans.
 struct Chunks {
   char* base;
   uint64_t total_bytes;
@@ -43,15 +43,16 @@ RC_FN constexpr uint64_t balanced_chunk_bytes(uint64_t total_bytes, int world) {
   return (share + 63) / 64 * 64;
 }
 
-// Items of 2^item_shift bytes. A stream has at least one: an empty one still carries its header.
+// Counts items of 2^item_shift bytes. A stream has at least one: an empty item carries its header.
 RC_FN constexpr uint32_t items_of(uint64_t bytes, int item_shift) {
   return bytes == 0 ? 1 : uint32_t(((bytes - 1) >> item_shift) + 1);
 }
 
-// The shift of a stream that is one item, however long.
+// The item_shift of a stream that is one item of any length.
 constexpr int kOneItem = 63;
 
-// A zero-copy stream is one item, or as many segments as are published while they are made.
+// The item size of a zero-copy stream, unless it publishes its segments one by one as it makes
+// them.
 RC_FN constexpr uint64_t whole_item(uint64_t bytes) { return bytes == 0 ? 1 : bytes; }
 
 RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64_t item) {
@@ -63,21 +64,21 @@ RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64
 RC_FN constexpr int ring_next(int rank, int world) { return rank + 1 == world ? 0 : rank + 1; }
 RC_FN constexpr int ring_prev(int rank, int world) { return rank == 0 ? world - 1 : rank - 1; }
 
-// Ring reduce-scatter: at hop t in [0, W-2] rank r sends its partial sum of this chunk; the chunk
-// that it receives at hop t is the one that it sends at hop t + 1, and at hop W-2 it receives
-// its own.
+// Ring reduce-scatter: the chunk whose partial sum rank r sends at hop t in [0, W-2]. The chunk
+// that it receives at hop t is the chunk that it sends at hop t + 1; at hop W-2 it receives its own
+// chunk.
 RC_FN constexpr int ring_reduce_chunk(int rank, int hop, int world) {
   return (rank + 2 * world - 1 - hop) % world;
 }
 
-// Ring all-gather: at hop t in [0, W-2] rank r sends this chunk (its own first) and receives the
-// one that its predecessor sends: ring_gather_chunk(r, t + 1).
+// Ring all-gather: the chunk that rank r sends at hop t in [0, W-2], its own chunk first. It
+// receives the chunk that its predecessor sends: ring_gather_chunk(r, t + 1).
 RC_FN constexpr int ring_gather_chunk(int rank, int hop, int world) {
   return (rank + 2 * world - hop) % world;
 }
 
-// The order in which a rank visits its peers, d in [1, W-1]: each starts at its successor, so that
-// no two ranks read the same peer at the same time.
+// The peer that a rank visits at step d in [1, W-1]. Each rank starts at its successor, so that no
+// two ranks read the same peer at the same time.
 RC_FN constexpr int rotated_peer(int rank, int d, int world) {
   return rank + d < world ? rank + d : rank + d - world;
 }

@@ -1,53 +1,53 @@
-// The data of an optimizer's step on a shard: written by ringcomm/optim, read by the kernels of the
-// host, CUDA and Triton alike. The step is AdamW's, whose names the data have, or, by its flags,
-// that of SGD or Lion (one_moment_element.h), which use some of them otherwise. Every number that
-// changes from step to step lies in memory that the device reads, so that no step waits for the
-// host and a captured graph replays.
+// The data of an optimizer's step on a shard: ringcomm/optim writes them, and the kernels of the
+// host, CUDA and Triton read them. The names are AdamW's. By its flags a step may also be SGD's or
+// Lion's (one_moment_element.h), which give some of the data another meaning. Every number that
+// changes from step to step is in memory that the device reads, so that no step waits for the host
+// and a captured graph can be replayed.
 //
-// A *bucket* is a run of parameters of one dtype, flat in the heap. Its *chunk* r, the part of rank
-// r, is what that rank keeps state for: its *shard*. Offsets count elements.
+// A *bucket* is a run of parameters of one dtype, flat in the heap. Rank r keeps state for *chunk*
+// r of the bucket, its *shard*. Offsets count elements.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Chunks begin at multiples of this many elements of their bucket. Norms are summed by tiles of
-// this size (grad_norm.h), so that no tile lies on two ranks, however many ranks there are.
+// Chunks begin at multiples of this many elements of their bucket. Norms are summed in tiles of
+// this size (grad_norm.h), so that a tile is on one rank only, for any number of ranks.
 constexpr int kTileShift = 9;
 constexpr uint64_t kTileElems = 1 << kTileShift;
 
-// The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a
-// tensor. SGD has its dampening as beta1 and its momentum as beta2.
+// The hyper-parameters of a group, under the names of torch.optim.AdamW; all doubles, one row of a
+// tensor. For SGD beta1 is the dampening and beta2 the momentum.
 struct AdamWHyper {
   double lr, beta1, beta2, eps, weight_decay;
-  double flags;  // kAdam*, and one of kSgd, kLion and kQuantizedState or neither
+  double flags;  // kAdam*, and at most one of kSgd, kLion and kQuantizedState
 };
 
 constexpr uint32_t kAdamActive = 1;  // the parameter takes this step
 constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (Adam), not decoupled
 constexpr uint32_t kAdamAmsgrad = 4;
 constexpr uint32_t kAdamMaximize = 8;
-constexpr uint32_t kSgd = 16;       // the update is that of SGD
-constexpr uint32_t kMomentum = 32;  // SGD has a momentum, which lies in exp_avg
-constexpr uint32_t kNesterov = 64;  // Nesterov's
-constexpr uint32_t kLion = 128;     // the update is that of Lion, whose moment lies in exp_avg
-constexpr uint32_t kQuantizedState = 256;  // of AdamW (quantized_moments.h); no amsgrad
+constexpr uint32_t kSgd = 16;              // the update is SGD's
+constexpr uint32_t kMomentum = 32;         // SGD has a momentum, stored in exp_avg
+constexpr uint32_t kNesterov = 64;         // SGD's momentum is Nesterov's
+constexpr uint32_t kLion = 128;            // the update is Lion's, with its moment in exp_avg
+constexpr uint32_t kQuantizedState = 256;  // AdamW, 8-bit moments (quantized_moments.h); no amsgrad
 
 // The scalars of one optimizer; all doubles, one tensor.
 struct AdamWControl {
   double inv_scale;  // 1 / loss scale
   double clip;       // clip coefficient
   double found_inf;  // not 0: this step changes nothing
-  double steps;      // taken
-  double skipped;    // because of found_inf
+  double steps;      // steps taken
+  double skipped;    // steps skipped because of found_inf
 };
 
 // The numbers that one step needs for a parameter, from its hyper-parameters and step number;
 // prepare_adamw() fills it.
 struct AdamWFactors {
   uint32_t flags;  // without kAdamActive: leave the parameter and its state as they are
-  uint32_t step;   // of this parameter, from 1
+  uint32_t step;   // the number of this parameter's step, from 1
   float decay;     // 1 - lr * weight_decay
   float weight_decay;
   union {
@@ -65,12 +65,12 @@ struct AdamWFactors {
     float beta1;                  // Lion's
   };
   float eps;
-  float grad_scale, clip;  // the gradient is multiplied by one, then by the other
+  float grad_scale, clip;  // the gradient is multiplied by grad_scale, then by clip
 };
 static_assert(sizeof(AdamWFactors) == 48);
 
-// Elements [begin, end) of the bucket belong to parameter `param`. Sorted; what lies between two
-// segments is padding, which is never written.
+// Elements [begin, end) of the bucket belong to parameter `param`. Segments are sorted; elements
+// between two segments are padding, which is never written.
 struct AdamWSegment {
   uint64_t begin, end, param;
 };
@@ -78,28 +78,28 @@ struct AdamWSegment {
 enum class Rounding : int32_t { kNearest = 0, kStochastic = 1 };
 
 struct AdamWShard {
-  const AdamWSegment* segments;  // [segment_count] those of the whole bucket
+  const AdamWSegment* segments;  // [segment_count] the segments of the whole bucket
   const AdamWFactors* factors;   // [params] by AdamWSegment::param
   uint64_t segment_count;
   uint64_t bucket_elems;
   uint64_t begin, elems;  // this rank's chunk
-  // FP32 parameters are their own master copy. Parameters of 16 bits have one of: `master`;
-  // `remainder` (bfloat16: the master's low halves); neither (with stochastic rounding).
+  // FP32 parameters are their own master copy. 16-bit parameters have one of these: `master`;
+  // `remainder` (bfloat16: the low halves of the master); neither (stochastic rounding).
   float* master;        // [elems] or null
   uint16_t* remainder;  // [elems] or null
-  // With kQuantizedState, which all parameters have then, addresses of a QuantizedMoment's bytes.
+  // With kQuantizedState, then set for all parameters: addresses of a QuantizedMoment's bytes.
   float* exp_avg;         // [elems]; null: no group has such a moment (SGD without momentum)
   float* exp_avg_sq;      // [elems]; null: no group has such a moment (SGD, Lion)
   float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad
   char* params;           // [bucket_elems] of param_dtype
   DType param_dtype;      // kFloat32, kBFloat16 or kFloat16
   Rounding rounding;
-  uint64_t seed;         // of stochastic rounding
-  uint64_t bucket;       // its number, so that two buckets draw different numbers
-  bool quantized_state;  // the moments are those of kQuantizedState
+  uint64_t seed;         // for stochastic rounding
+  uint64_t bucket;       // number of the bucket: two buckets draw different random numbers
+  bool quantized_state;  // true: the moments have the format of kQuantizedState
 };
 
-// The segment that holds element `element` of the bucket, or the first behind it.
+// The index of the segment that contains `element` of the bucket, or of the next segment.
 RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
   uint64_t low = 0, high = s.segment_count;
   while (low < high) {
@@ -112,12 +112,12 @@ RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
   return low;
 }
 
-// The arrays that prepare_adamw() works on; all by parameter but `hyper` and `control`.
+// The arrays of prepare_adamw(); `hyper` has a row per group, the others an entry per parameter.
 struct AdamWTable {
   AdamWControl* control;
   const AdamWHyper* hyper;  // [groups]
   const int64_t* group;     // [params]
-  const double* active;     // [params] 0: no rank has a gradient for it, it takes no step
+  const double* active;     // [params] 0: no rank has a gradient, so the parameter takes no step
   double* step;             // [params] steps taken
   AdamWFactors* factors;    // [params]
   uint64_t params;

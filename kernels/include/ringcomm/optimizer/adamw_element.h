@@ -1,19 +1,19 @@
-// The update of one element, and how the result is stored.
+// The update of one element, and how its result is stored.
 //
 // AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) and Adam
 // (Kingma and Ba, ICLR 2015; amsgrad: Reddi, Kale and Kumar, ICLR 2018), operation by operation as
 // torch.optim.AdamW(foreach=False, fused=False) does them in FP32 on a CPU with AVX2 or more: a
 // fused multiply-add where torch's compiler makes one (lerp, addcmul, add with alpha) and nowhere
-// else, and a correctly rounded square root, which torch's is not. So every instruction set and the
-// GPU give the same bits, the moments are torch's own, and the parameter differs by what the square
-// root does; docs/optimizer.md derives by how much.
+// else, and a correctly rounded square root, unlike torch's. So every instruction set and the GPU
+// give the same bits, the moments are torch's own, and the parameter differs only by the effect of
+// the square root; docs/optimizer.md derives a bound.
 #pragma once
 
 #include "ringcomm/optimizer/adamw.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Which of the update's branches a run of elements takes; the same for a whole parameter.
+// The branches of the update that a run of elements takes; a parameter's elements take the same.
 template <bool decay_into_grad, bool amsgrad, bool from_end>
 struct AdamWPath {
   static constexpr bool kL2 = decay_into_grad, kMax = amsgrad;
@@ -21,7 +21,7 @@ struct AdamWPath {
   static constexpr bool kFromEnd = from_end;
 };
 
-// The gradient as the update takes it: unscaled, clipped, negated to maximize.
+// The gradient in the form that the update uses: unscaled, clipped, negated to maximize.
 RC_FN float adamw_gradient(float grad, const AdamWFactors& f) {
   return grad * f.grad_scale * f.clip;
 }
@@ -42,7 +42,7 @@ RC_FN void adamw_element(float& p, float g, float& m, float& v, float& v_max,
   v = fused_multiply_add(f.one_minus_beta2 * g, g, v * f.beta2);
   float root = v;
   if constexpr (Path::kMax) {
-    // A NaN of either wins, as in torch.maximum.
+    // A NaN in either operand wins, as in torch.maximum.
     v_max = (v_max > v || v_max != v_max) ? v_max : v;
     root = v_max;
   }
@@ -66,9 +66,9 @@ RC_FN float join_master(BFloat16 param, uint16_t remainder) {
 }
 
 // ---- stochastic rounding ----------------------------------------------------------------------
-// Up with the probability of the part that is cut off, so that the expectation is the value itself
-// and steps smaller than half an ulp are not lost. 16 random bits per element (float16: 13, more
-// for subnormals).
+// Rounds up with a probability equal to the part that is cut off, so that the expectation is the
+// value itself and steps smaller than half an ulp are not lost. 16 random bits per element
+// (float16: 13, more for subnormal numbers).
 
 // Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
 struct Philox {
@@ -91,11 +91,11 @@ RC_FN Philox philox(uint64_t seed, uint64_t counter, uint32_t step, uint32_t str
   return {{c0, c1, c2, c3}};
 }
 
-// The random bits of element `index` of bucket `bucket` at the parameter's step: the same however
+// The random bits of element `index` of bucket `bucket` at the parameter's step: independent of how
 // the bucket is cut.
 RC_FN uint32_t random_bits(uint64_t seed, uint64_t bucket, uint64_t index, uint32_t step) {
   const Philox drawn = philox(seed, index / 4, step, uint32_t(bucket));
-  // Not by index: registers have none, and a GPU would put the words in local memory.
+  // Not by index: registers have no index, and a GPU would put the words in local memory.
   const uint32_t low = (index & 1) != 0 ? drawn.word[1] : drawn.word[0],
                  high = (index & 1) != 0 ? drawn.word[3] : drawn.word[2];
   return (index & 2) != 0 ? high : low;

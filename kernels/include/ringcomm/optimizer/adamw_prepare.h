@@ -1,6 +1,6 @@
-// The beginning of a step: advances the step numbers and computes what they mean for each
-// parameter. Done once per rank, by one thread of the host or one block of a GPU; the update's
-// kernels only read.
+// The beginning of a step: advances the step numbers and computes each parameter's factors. One
+// thread of the host or one block of a GPU does this once per rank; the update's kernels only read
+// the factors.
 #pragma once
 
 #include "ringcomm/optimizer/adamw.h"
@@ -30,8 +30,8 @@ RC_FN void set_adam_factors(AdamWFactors& f, const AdamWHyper& h, double step) {
   f.eps = float(h.eps);
 }
 
-// In double precision, as torch computes them in Python, and rounded to FP32 where torch's kernels
-// round them.
+// Computed in double precision, as torch does in Python, and rounded to FP32 where torch's kernels
+// round.
 RC_FN AdamWFactors factors_of(const AdamWHyper& h, double step, double inv_scale, double clip) {
   const uint32_t flags = uint32_t(h.flags);
   AdamWFactors f{};
@@ -39,7 +39,7 @@ RC_FN AdamWFactors factors_of(const AdamWHyper& h, double step, double inv_scale
   f.step = uint32_t(step);
   f.decay = float(1.0 - h.lr * h.weight_decay);
   f.weight_decay = float(h.weight_decay);
-  // Without decay nothing is added to the gradient, not zero times the parameter.
+  // Without weight decay nothing is added to the gradient, not even zero times the parameter.
   if (h.weight_decay == 0.0) f.flags &= ~kAdamL2;
   if ((flags & kSgd) != 0)
     set_sgd_factors(f, h);
@@ -52,8 +52,8 @@ RC_FN AdamWFactors factors_of(const AdamWHyper& h, double step, double inv_scale
   return f;
 }
 
-// Lane `lane` of `lanes` does its share of the parameters. `control` is advanced by
-// advance_control() afterwards, when all lanes have read it.
+// Lane `lane` of `lanes` prepares its share of the parameters. advance_control() advances `control`
+// afterwards, when all lanes have read it.
 RC_FN void prepare_adamw(const AdamWTable& t, int lane, int lanes) {
   const bool skip = t.control->found_inf != 0.0;
   const double inv_scale = t.control->inv_scale, clip = t.control->clip;
@@ -67,7 +67,7 @@ RC_FN void prepare_adamw(const AdamWTable& t, int lane, int lanes) {
     }
     const double step = t.step[i] + 1.0;
     t.step[i] = step;
-    // Most parameters share their group and step with the one before, and powers are slow.
+    // Most parameters share group and step with the previous parameter, and powers are slow.
     if (t.group[i] != last_group || step != last_step)
       last = factors_of(t.hyper[t.group[i]], step, inv_scale, clip);
     last_group = t.group[i];

@@ -1,20 +1,20 @@
-// The parts that the optimizer's collectives share. They work on buckets (adamw.h) that lie in the
-// heap, so every rank reads its chunk of the peers' gradients in place, and stores its new
-// parameters into its own bucket and into the peers'.
+// The parts that the optimizer's collectives share. They work on buckets (adamw.h) in the heap, so
+// every rank reads its chunk of the peers' gradients in place, and stores its new parameters into
+// its own bucket and into the peers' buckets.
 //
-//   offer    one item to each peer: "my gradients of your chunk lie here, and you may store your
-//            results there". It is also the leave to write: a rank that has offered no longer reads
+//   offer    one item to each peer: "my gradients of your chunk are here, and you may store your
+//            results there". It also permits the stores: a rank that has offered no longer reads
 //            the parameters that its peers will now replace.
-//   return   the acknowledgement of an offer, once all is read and stored: "your gradients are
+//   return   the acknowledgement of an offer, after all reads and stores: "your gradients are
 //            yours again, and my chunk of your parameters is new". A rank is done when all its
-//            offers have come back, so no barrier ends the call.
+//            offers have been returned, so no barrier ends the call.
 //
-// 2 hops of words; W ranks, B bytes of gradients and P of parameters: each rank reads (W-1)/W * B
-// and stores (W-1)/W * P bytes in its peers' memory. Nothing is staged.
+// 2 hops of words; W ranks, B bytes of gradients and P bytes of parameters: each rank reads
+// (W-1)/W * B bytes of its peers' memory, and stores (W-1)/W * P bytes there. Nothing is staged.
 //
-// Ops of these collectives have, beside those of endpoint.h:
-//   void consume(Team&, const Gradients&, Run)   with all lanes: what is to be done with the
-//                                                gradients of a run of my chunk
+// The Ops of these collectives have, in addition to those of endpoint.h:
+//   void consume(Team&, const Gradients&, Run)   with all lanes: processes the gradients of a run
+//                                                of my chunk
 #pragma once
 
 #include "ringcomm/collectives/ring.h"
@@ -22,22 +22,22 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Elements of a chunk.
+// A range of elements of a chunk.
 struct Run {
   uint64_t begin, end;
 };
 
-// The gradients of a run: its element `begin` lies at ptrs[s], for s in [0, count).
+// The gradients of a run: its element `begin` is at ptrs[s], for each source s in [0, count).
 struct Gradients {
   const void* const* ptrs;
   int count;
 };
 
 struct Bucket {
-  char* base;  // of the gradients; null: no gradients are exchanged
+  char* base;  // of the gradients; null: this call exchanges no gradients
   char* params;
   uint64_t elems, chunk_elems;
-  int32_t grad_bytes, param_bytes;  // of an element
+  int32_t grad_bytes, param_bytes;  // bytes per element
 
   static RC_FN Bucket of(char* base, char* params, uint64_t elems, int32_t grad_bytes,
                          int32_t param_bytes, int world) {
@@ -58,8 +58,8 @@ struct Bucket {
   }
 };
 
-// Channels share a chunk by whole tiles, of gradients and of parameters alike. Elements have 2 or
-// 4 bytes, and segments are powers of two that hold whole tiles.
+// Channels share a chunk in whole tiles, for gradients and for parameters. Elements have 2 or 4
+// bytes, and segments are powers of two that contain whole tiles.
 RC_FN Cut cut_by_tiles(int32_t elem_bytes) { return {kTileShift + (elem_bytes == 2 ? 1 : 2)}; }
 
 template <class E>
@@ -94,8 +94,8 @@ RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
   return Status::kOk;
 }
 
-// Waits for all offers. Afterwards sources()[rank] is where the rank's version of my slice lies,
-// and results[rank] its bucket of parameters.
+// Waits for all offers. Afterwards sources()[rank] is the address of the rank's version of my
+// slice, and results[rank] the address of its bucket of parameters.
 template <class E>
 RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
   if (results) e.stores = {b.elems * uint64_t(b.param_bytes)};
@@ -110,8 +110,8 @@ RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
       all, [&](int p) { return e.arrive(e.pairs, p, mine.bytes, 0, mine.bytes, &e.sources()[p]); });
 }
 
-// All lanes have read the peers' gradients, and stored what they store in the peers' buckets: says
-// so, and waits until the peers have done the same with mine.
+// Called once all lanes have read the peers' gradients and stored into the peers' buckets: returns
+// the peers' offers, and waits until the peers have returned mine.
 template <class E>
 RC_TEAM_FN Status return_offers(E& e, const Bucket& b) {
   const uint64_t bytes = grads_of(e, b, e.rank()).bytes;

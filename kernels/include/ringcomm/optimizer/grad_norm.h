@@ -1,12 +1,12 @@
 // Norms of gradients that do not depend on how the gradient is cut into shards.
 //
-// A floating-point sum depends on its order, and the order on the number of ranks. Here it does
-// not: a tile of kTileElems elements, which always lies on one rank, is summed in double
-// precision by halves in a fixed order; and the sums of tiles are added exactly, as integers. A
-// double is cut into digits of 32 bits at fixed positions, as in an accumulator after Kulisch
-// ("Computer Arithmetic and Validity", 2008), each kept in a word of 64 bits, which takes 2^31
-// digits before it could overflow. So the words of all ranks may be added in any order, by atomics
-// or by an all-reduce, and the norm is the same number on 1 rank or on 1000.
+// A floating-point sum depends on its order, and the order usually on the number of ranks. Not
+// here: a tile of kTileElems elements, which is always on one rank, is summed in double precision
+// by halves in a fixed order, and the sums of tiles are added exactly, as integers. A double is cut
+// into digits of 32 bits at fixed positions, as in an accumulator after Kulisch ("Computer
+// Arithmetic and Validity", 2008). Each position has a word of 64 bits, which can add 2^31 digits
+// without overflow. So the words of all ranks may be added in any order, by atomics or by an
+// all-reduce, and the norm is the same number on 1 rank and on 1000 ranks.
 //
 // Within a tile the error is that of double precision: the squares of FP32 numbers are exact, and
 // nine rounded additions give a relative error of at most 9 * 2^-53.
@@ -20,9 +20,9 @@ enum class NormKind : int32_t { kTwo = 0, kOne = 1, kInf = 2 };
 
 constexpr int kNormWords = 24;
 constexpr int kNormDigits = 20;
-constexpr int kNonFiniteWord = 23;  // tiles that hold an infinity or a NaN
-// Digit k counts multiples of 2^(32 k - kNormBias). The smallest bit of a sum of squares of FP32
-// numbers is 2^-298 and of a double's mantissa 52 below; the largest sum of a tile is below 2^266.
+constexpr int kNonFiniteWord = 23;  // number of tiles that contain an infinity or a NaN
+// Digit k counts multiples of 2^(32 k - kNormBias). The smallest sum of squares of FP32 numbers
+// is 2^-298, and the last bit of its mantissa 2^-350; a tile's sum is below 2^266.
 constexpr int kNormBias = 352;
 
 struct NormWords {
@@ -36,7 +36,7 @@ RC_FN double norm_term(float x, NormKind kind) {
   return wide < 0.0 ? -wide : wide;
 }
 
-// Adds digit `k` of a tile to the words: without atomics on the host, atomically on a GPU.
+// Adds a tile's sum to the words by add(k, digit): by atomics on a GPU, without them on the host.
 template <class Add>
 RC_FN void add_tile(double sum, Add add) {
   if (!(sum - sum == 0.0)) return add(kNonFiniteWord, 1);
@@ -52,7 +52,7 @@ RC_FN void add_tile(double sum, Add add) {
   add(digit + 2, int64_t(high));
 }
 
-// The words of two sets of tiles together; of ranks, an all-reduce does the same.
+// Adds the words of a set of tiles to those of another set; between ranks, an all-reduce does this.
 RC_FN void merge_norms(NormWords& into, const NormWords& from, NormKind kind) {
   for (int k = 0; k < kNormWords; ++k) {
     if (kind == NormKind::kInf && k != kNonFiniteWord)

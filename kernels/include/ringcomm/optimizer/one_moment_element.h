@@ -1,10 +1,10 @@
 // The updates that need one moment or none: SGD with momentum, and Lion.
 //
 // SGD (Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
-// 2013, as torch.optim.SGD has it) operation by operation as torch.optim.SGD(foreach=False,
+// 2013, in the form of torch.optim.SGD) operation by operation as torch.optim.SGD(foreach=False,
 // fused=False) does it in FP32 on a CPU with AVX2 or more, with a fused multiply-add where torch
 // adds with alpha: the same bits. Lion (Chen et al., "Symbolic Discovery of Optimization
-// Algorithms", NeurIPS 2023, algorithm 2) is the same as the loop over torch's operations
+// Algorithms", NeurIPS 2023, algorithm 2) has the same bits as this loop over torch's operations:
 // p.mul_(1 - lr * weight_decay); c = m.mul(beta1).add_(g, alpha=1 - beta1).sign_();
 // p.add_(c, alpha=-lr); m.mul_(beta2).add_(g, alpha=1 - beta2).
 #pragma once
@@ -13,7 +13,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Which branches a run of elements takes; the same for a whole parameter.
+// The branches that a run of elements takes; all elements of a parameter take the same.
 template <bool decay_into_grad, bool momentum, bool nesterov>
 struct SgdPath {
   static constexpr bool kL2 = decay_into_grad, kHasMoment = momentum, kLooksAhead = nesterov;
@@ -33,7 +33,7 @@ RC_FN void sgd_element(float& p, float g, float& m, const AdamWFactors& f) {
 RC_FN void lion_element(float& p, float g, float& m, const AdamWFactors& f) {
   p = p * f.decay;
   const float c = fused_multiply_add(f.one_minus_beta1, g, m * f.beta1);
-  // Of a NaN the sign is 0, as in torch.
+  // The sign of a NaN is 0, as in torch.
   const float sign = float(int(c > 0.0f) - int(c < 0.0f));
   p = fused_multiply_add(f.negative_step_size, sign, p);
   m = fused_multiply_add(f.one_minus_beta2, g, m * f.beta2);

@@ -1,22 +1,23 @@
-// 8-bit moments: small floats under one exponent that a block of elements shares, as in the
+// 8-bit moments: small floats with an exponent that a block of elements shares, as in the
 // microscaling formats (Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023).
 //
-// A moment is a sign (the first moment alone), an exponent (4 bits; of the second moment, which is
-// a square, 5), and 3 bits of mantissa, of which all patterns are numbers: with field 0 they are
-// subnormal, and the largest field stands for the block's exponent. Every one is an FP32 number,
-// and a block of smaller exponent has all the numbers that a larger one has, up to its largest. So
-// the state is its values: dequantized to FP32 and quantized again it is the same.
+// A moment has a sign (only the first moment), an exponent of 4 bits (5 bits for the second moment,
+// which is a square), and a mantissa of 3 bits. All bit patterns are numbers: exponent field 0
+// marks a subnormal number, and the largest field means the block's exponent. Every such number is
+// an FP32 number, and a block with a smaller exponent has all the numbers of a block with a larger
+// one, up to its own largest. So the state is its values: dequantized to FP32 and quantized again,
+// it stays the same.
 //
-// A step dequantizes a block, updates it in FP32, and rounds it stochastically. To the nearest,
-// what changes by less than half of a spacing would never change, and the second moment changes by
-// a thousandth. The 20 bits that are cut off are compared with 20 random ones, so the expectation
-// is the FP32 number itself; the random bits are of the seed, the parameter, its step and the
-// element's number in it, whatever buckets, ranks and lanes there are. A second moment other than 0
-// is never rounded to 0, so that no update is divided by eps alone.
+// A step dequantizes a block, updates it in FP32, and rounds it stochastically. Rounding to nearest
+// would drop changes below half a spacing, and the second moment changes by a thousandth. The 20
+// bits that are cut off are compared with 20 random bits, so the expectation is the FP32 number
+// itself. The random bits depend on the seed, the parameter, its step and the element's number in
+// it, and not on buckets, ranks or lanes. A second moment other than 0 is never rounded to 0, so
+// that no update is divided by eps alone.
 //
-// In memory the values of a chunk, a byte an element, lie before the exponents, a byte a block. A
-// block has the elements of one parameter: parameters begin at multiples of kMomentBlock elements.
-// Zero bytes are zeros.
+// In memory the values of a chunk (1 byte per element) precede the exponents (1 byte per block).
+// All elements of a block belong to one parameter: parameters begin at multiples of kMomentBlock
+// elements. Zero bytes represent zeros.
 #pragma once
 
 #include "ringcomm/optimizer/adamw_element.h"
@@ -25,7 +26,7 @@ RINGCOMM_NAMESPACE_BEGIN
 
 constexpr uint64_t kMomentBlock = 64;
 constexpr int kCutBits = 20;
-// The smallest exponent of a block, as FP32 has it, so that no value is a subnormal of FP32.
+// The smallest exponent of a block, with FP32's bias, so that no value is subnormal in FP32.
 constexpr uint32_t kLeastExponent = 36;
 constexpr uint32_t kNotFinite = 255 - kLeastExponent;
 
@@ -36,8 +37,8 @@ struct SecondMoment {
   static constexpr uint32_t kBelow = 30;
 };
 
-// The exponent of a block, as it is stored, of the bits of its largest magnitude. A block whose
-// largest is above 1.875 * 2^127, infinite or not a number is not a number as a whole.
+// The stored exponent of a block, from the bits of its largest magnitude. If that magnitude is
+// above 1.875 * 2^127, infinite or NaN, the whole block is NaN.
 RC_FN uint32_t block_exponent(uint32_t most) {
   const uint32_t exponent = (most + ((1u << kCutBits) - 1)) >> 23;
   const uint32_t held = exponent < kLeastExponent ? kLeastExponent : exponent;
@@ -50,19 +51,19 @@ RC_FN uint32_t least_normal(uint32_t exponent) {
   return (exponent + kLeastExponent - Moment::kBelow) << 23;
 }
 
-// Of two bit patterns of positive numbers, the larger and the smaller.
+// The larger and the smaller of two bit patterns of positive numbers.
 RC_FN int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 RC_FN int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
-// The bits of the magnitude that a value, without its sign, stands for: half of a normal number y
-// is below y - least, and where y stands for a subnormal one, y - least is below half of it.
+// The bits of the magnitude that a value, without its sign, represents. For a normal number, half
+// of y is below y - least; for a subnormal number, y - least is below half of y.
 RC_FN uint32_t magnitude_of(uint32_t value, uint32_t least) {
   const uint32_t y = least + (value << kCutBits);
   const float subnormal = float_of(y) - float_of(least);
   return uint32_t(smaller(int32_t(bits_of(subnormal)), int32_t(y - (1u << 23))));
 }
 
-// The value of a magnitude, rounded by `random` of kCutBits bits: the same the other way round.
+// The value of a magnitude, rounded by kCutBits bits of `random`: the inverse of magnitude_of().
 RC_FN uint32_t quantized_of(uint32_t magnitude, uint32_t least, uint32_t random) {
   const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(least));
   const int32_t y = larger(int32_t(subnormal), int32_t(magnitude + (1u << 23)));
@@ -91,24 +92,24 @@ struct MomentDraw {
   uint32_t key, twist;
   uint32_t first;  // number of a run's first element in the parameter
 
-  // `element` is the number of the first element, which begins a block.
+  // `element`: the number of the first element, at the beginning of a block.
   static RC_FN MomentDraw of(uint64_t seed, uint64_t param, uint32_t step, uint64_t element) {
     const Philox drawn = philox(seed, param, step, 0x80000000u | uint32_t(element >> 32));
     return {drawn.word[0], drawn.word[1], uint32_t(element)};
   }
-  // Of element `i` of the run: the last two rounds of a hash of Wellons' ("lowbias32"), with a key
-  // before each.
+  // The random bits of element `i` of the run: the last two rounds of a hash by Wellons
+  // ("lowbias32"), each after a key.
   RC_FN uint32_t word(uint32_t i) const {
     uint32_t x = ((first + i) ^ key) * 0x7feb352du;
     x = (x ^ x >> 15 ^ twist) * 0x846ca68bu;
     return x ^ x >> 16;
   }
-  // The two moments take bits from either end of the word.
+  // The first moment takes the low bits of the word, the second moment the high bits.
   static RC_FN uint32_t of_first(uint32_t word) { return word & ((1u << kCutBits) - 1); }
   static RC_FN uint32_t of_second(uint32_t word) { return word >> (32 - kCutBits); }
 };
 
-// A moment of a chunk, by the address that AdamWShard has for it.
+// A moment of a chunk, at the address that AdamWShard holds.
 struct QuantizedMoment {
   uint8_t* values;
   uint8_t* exponents;

@@ -36,7 +36,7 @@ enum class Algorithm : uint32_t {
   kCount = 6
 };
 
-// The kernels that run a call. Their streams look alike, but they may cut a buffer differently.
+// The kernels that run a call. Their streams have one format, but may cut a buffer differently.
 enum class Kernels : uint32_t { kNative = 0, kTriton = 1 };
 
 constexpr uint64_t kNotInHeap = ~uint64_t(0);
@@ -44,20 +44,20 @@ constexpr uint64_t kNotInHeap = ~uint64_t(0);
 // The part of a call that must be equal on all ranks.
 struct CallId {
   uint64_t sequence;     // collectives of this communicator so far
-  uint64_t match_bytes;  // total bytes where all ranks must agree on them, else 0
+  uint64_t match_bytes;  // total bytes if all ranks must agree on them, else 0
   Collective collective;
   int32_t dtype, redop, root;
   Algorithm algorithm;
   Kernels kernels = Kernels::kNative;
 };
-// No padding: packets carry and compare headers word by word.
+// No padding: LL packets carry headers, and compare them, word by word.
 static_assert(sizeof(CallId) == 2 * sizeof(uint64_t) + 6 * sizeof(int32_t));
 
-// Tells a reduction of gradients from others of the same size: the sharded module and its bucket,
-// and the backward that brought them. Counts wrap around; a tag of 0 says nothing.
+// Distinguishes a reduction of gradients from others of the same size, by the sharded module, its
+// bucket, and the backward that made the gradients. Counts wrap around; a tag of 0 means no tag.
 struct GradTag {
   static constexpr int kBucketBits = 10, kBackwardBits = 6, kModules = 127;
-  int32_t module, backward, bucket;  // the module from 1
+  int32_t module, backward, bucket;  // the module counts from 1
 
   static RC_FN GradTag of(int32_t tag) {
     const int32_t rest = tag >> kBucketBits;
@@ -71,7 +71,7 @@ struct GradTag {
   }
 };
 
-// An optimizer's collective has no root. In its place stand the dtype of its results, and a packed
+// An optimizer's collective has no root. Its root field holds the dtype of its results and a packed
 // GradTag.
 struct ResultsAndTag {
   static constexpr int kDTypeBits = 8;
@@ -84,59 +84,59 @@ struct ResultsAndTag {
 };
 
 RC_FN bool same_call(const CallId& a, const CallId& b) {
-  // No short cut: a peer's id is far, and all its words shall be under way at once.
+  // No short circuit: a peer's id is far away, and all its words shall be loaded at the same time.
   return (a.sequence == b.sequence) & (a.match_bytes == b.match_bytes) &
          (a.collective == b.collective) & (a.dtype == b.dtype) & (a.redop == b.redop) &
          (a.root == b.root) & (a.algorithm == b.algorithm) & (a.kernels == b.kernels);
 }
 
-// Travels with the first item of a call on every stream.
+// Published with the first item of a call on every stream.
 struct CallHeader {
   CallId id;
-  uint64_t stream_bytes;   // what this stream carries to the reader in this call
-  uint64_t item_bytes;     // what one item carries (the last may carry less)
-  uint64_t heap_offset;    // zero copy: where the data lie in the sender's heap; else kNotInHeap
-  double factor;           // PREMUL_SUM: the sender's factor
-  uint64_t result_offset;  // where the reader puts its result in the sender's heap; else kNotInHeap
-  uint64_t process_ptr = 0;  // single copy: where the data lie in the sender's process; else 0
+  uint64_t stream_bytes;     // bytes that this stream carries to the reader in this call
+  uint64_t item_bytes;       // bytes of one item (the last may have fewer)
+  uint64_t heap_offset;      // zero copy: offset of the data in the sender's heap; else kNotInHeap
+  double factor;             // PREMUL_SUM: the sender's factor
+  uint64_t result_offset;    // offset of the reader's result in the sender's heap; else kNotInHeap
+  uint64_t process_ptr = 0;  // single copy: address of the data in the sender's process; else 0
 };
 static_assert(sizeof(CallHeader) <= kHeaderBytes);
 
-// The record that a wait leaves when it gives up. Written once, by the rank that owns it, before it
-// sets its abort word; read by every rank after it has seen that word.
+// The record that a wait leaves when it gives up. Its rank writes it once, before the rank sets its
+// abort word; every rank reads it only after it has seen that word.
 struct Fault {
   Status status;
-  int32_t rank, peer;     // who reports, about whom
+  int32_t rank, peer;     // the reporting rank, and the rank on which it reports
   uint32_t wanted, seen;  // epochs
-  uint32_t item;          // items of this call on that stream before the one waited for
+  uint32_t item;          // items of this call on that stream before the awaited one
   Stream stream;
-  uint32_t on_consumed;  // which word of the line was waited for
+  uint32_t on_consumed;  // the awaited word of the line: 1 consumed, 0 ready
   uint64_t waited_ns;
   CallHeader mine, theirs;  // theirs: filled for a mismatch
 };
 
-// "ringcomm", read as a little-endian word: what lies here is a region.
+// "ringcomm" as a little-endian word: marks the beginning of a region.
 constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
-// The version of the protocol: one more with every change of the layout, the header or the words.
+// The version of the protocol: increased with every change of the layout, header or words.
 constexpr uint32_t kProtocolVersion = 5;
 
 struct ControlPage {
   uint64_t magic;
   uint32_t version;
   int32_t rank, world;
-  uint64_t proof;    // random in every communicator: whoever announces this region has read it
-  uint64_t members;  // of all that were announced, as the owner read them; 0 until it has
+  uint64_t proof;    // random in every communicator: only readers of this region can announce it
+  uint64_t members;  // digest of all announcements that the owner has read; 0 before
   Layout layout;
-  uint32_t fences_for_all;  // 1: of Waiter::can_fence_for_all() in the owner's process
-  uint32_t reads_peers;     // 1: the owner has read this page of every peer through the kernel
-  uint64_t page_ptr;        // of this page in the owner's process
-  uint32_t claimed;         // taken by the one thread of the owner that may write the fault record
+  uint32_t fences_for_all;  // 1: Waiter::can_fence_for_all() is true in the owner's process
+  uint32_t reads_peers;     // 1: the owner could read this page of every peer through the kernel
+  uint64_t page_ptr;        // address of this page in the owner's process
+  uint32_t claimed;         // taken by the only thread of the owner that may write the fault record
   uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
-  uint32_t core;                 // 1 + the core that the owner's thread was last seen on; 0: none
+  uint32_t core;                 // 1 + the core on which the owner's thread was last seen; 0: none
   uint32_t left;                 // 1: the owner, a thread, makes no call until this is 0 again
   alignas(64) Fault fault;
-  char reason[256];  // an explicit abort's text
+  char reason[256];  // text of an explicit abort
 };
 static_assert(sizeof(ControlPage) <= kPageBytes);
 

@@ -1,8 +1,8 @@
 // An endpoint: one rank's end of all streams during one call on one channel. The collectives are
-// written in its four verbs: send and share (publish an item to one peer, or to all), receive (wait
-// for an item and find its data), release (acknowledge what was read).
+// written with its four verbs: send and share (publish an item to one peer, or to all), receive
+// (wait for an item and find its data), release (acknowledge data that were read).
 //
-// Ops is what moves and reduces bytes, with all lanes of the team:
+// Ops moves and reduces bytes, with all lanes of the team:
 //   void copy_shared(Team&, void* dst, const void* src, uint64_t bytes)
 //       peers read dst
 //   void copy_private(Team&, void* dst, const void* src, uint64_t bytes)
@@ -22,34 +22,34 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Pieces sent before the first is awaited. 1 overlaps my copy of piece j+1 with the peers' of piece
-// j; it must stay below the number of slots, or ranks would wait for each other in a circle.
+// Pieces sent before the first is awaited. With 1, my copy of piece j+1 overlaps the peers' of
+// piece j. It must be below the number of slots, or ranks would wait for each other in a circle.
 constexpr uint32_t kLookahead = 1;
 
-// Below this many bytes staging is preferred to zero copy, which must wait at the end for the
-// readers to have finished: the copy (about 1 us at 16 GB/s) costs no more than that hop. A choice
+// Below this many bytes staging is preferred to zero copy. Zero copy must wait at the end until the
+// readers have finished, and the copy (about 1 us at 16 GB/s) costs no more than this hop. Chosen
 // by this estimate, not swept.
 constexpr uint64_t kZeroCopyMinBytes = 16384;
 
 // NOTE [Single copy]
 //
-// Memory outside of the heap is staged: its owner copies it into slots, and readers out of them.
-// Between two ranks that is twice the bytes that must move, and what is shared unchanged can do
-// with one copy where the kernel lets both read the memory of the other's process
-// (process_vm_readv): the header says where it lies in the owner's process, and the reader has the
-// kernel copy it straight to its place. As with zero copy the owner waits at the end for the reader
-// to have finished, and the reader looks after its last read whether the owner gave up. Before it
-// acknowledges a piece it also looks whether the owner has ended: another process may have got its
-// number.
+// Memory outside the heap is staged: its owner copies it into slots, and readers copy it out of
+// them. Between two ranks this moves each byte twice. Data that are shared unchanged take a single
+// copy if the kernel lets both ranks read the memory of the other's process (process_vm_readv): the
+// header holds the address in the owner's process, and the reader has the kernel copy the data
+// straight to their place. As with zero copy, the owner waits at the end until the reader has
+// finished, and after its last read the reader checks whether the owner gave up. Before the reader
+// acknowledges a piece, it also checks whether the owner has ended: another process may have got
+// its number.
 //
-// Sweep: all_gather and all_reduce of plain tensors on a Xeon (AVX-512) at 2.5 GHz with 2 cores,
-// single copy against staging. 2 ranks, a chunk of 64 KiB: 0.97 to 1.21 times as fast, 128 KiB 1.3
-// to 1.5, 512 KiB 1.5 to 1.65, 128 MiB 1.15; all_reduce with a chunk of 1 MiB 0.99, 2 MiB 0.8 to
-// 1.02, 8 MiB 1.18, 128 MiB 1.1. 4 ranks 0.83 to 0.96: each byte is staged once for three readers,
-// and the kernel copies it more slowly than they do.
+// Sweep: all_gather and all_reduce of plain tensors on a Xeon (AVX-512) at 2.5 GHz with 2 cores;
+// the speed of single copy relative to staging. 2 ranks: 0.97 to 1.21 for a chunk of 64 KiB, 1.3 to
+// 1.5 for 128 KiB, 1.5 to 1.65 for 512 KiB, 1.15 for 128 MiB; all_reduce 0.99 for a chunk of 1 MiB,
+// 0.8 to 1.02 for 2 MiB, 1.18 for 8 MiB, 1.1 for 128 MiB. 4 ranks: 0.83 to 0.96, since each byte is
+// staged once for three readers, and the kernel copies it more slowly than they do.
 constexpr int kSingleCopyRanks = 2;
 constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
-// The same for the results of an all-reduce, which are shared piece by piece as they come.
+// The same for the results of an all-reduce, which are shared piece by piece as they are computed.
 constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 
 // The result of a reduction: one destination, or two from one pass over the sources.
@@ -70,7 +70,7 @@ struct Peers {
   int first, last;
 };
 
-// Another cut of buffers than into lines of 64 bytes and the layout's segments.
+// How buffers are cut, if not into lines of 64 bytes and the layout's segments.
 struct Cut {
   int line_shift = 6;          // channels share a chunk in units of 2^line_shift bytes
   uint32_t segment_bytes = 0;  // a power of two; 0: the layout's
@@ -87,8 +87,8 @@ struct Endpoint {
   Team& team;
   const View& v;
   Ops& ops;
-  Stream pairs = Stream::kPair;     // the stream of what one reader gets: kMessage for send/receive
-  bool reads_peer_buffers = false;  // this lane's: some data of this call came zero copy
+  Stream pairs = Stream::kPair;     // the stream of data for one reader; kMessage for send/receive
+  bool reads_peer_buffers = false;  // of this lane: some data of this call came by zero copy
   Cut cut = {};
   Stores stores = {};
 
@@ -112,14 +112,14 @@ struct Endpoint {
   }
   RC_TEAM_FN uint32_t items(Span s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
 
-  // True if peers that only copy a span of this size copy it out of my process (single copy).
+  // True if peers that only copy a span of this size copy it from my process (single copy).
   RC_TEAM_FN bool single_copy(Span s, uint64_t least_bytes) const {
     if constexpr (Team::kReadsProcesses)
       return s.bytes >= least_bytes && team.peers_can_read(s.ptr, s.bytes);
     return false;
   }
 
-  // The call in progress lies in v.mine, not here: a block keeps it in shared memory, off its
+  // The call in progress is in v.mine, not here: a block keeps it in shared memory, out of its
   // lanes' registers.
   RC_TEAM_FN const CallId& id() const { return v.mine->id; }
   RC_TEAM_FN double factor() const { return v.mine->factor; }
@@ -133,12 +133,12 @@ struct Endpoint {
 
   // ---- groups of peers ------------------------------------------------------------------------
 
-  // The number of peers that one step of a loop deals with. Lanes that wait for several peers at
-  // once deal with all; a lone lane goes peer by peer, so that each peer hears as soon as its data
+  // The number of peers in one step of a loop. Lanes that wait for several peers at once take all
+  // peers; a lone lane takes one after the other, so that each peer is served as soon as its data
   // are there.
   RC_TEAM_FN int group() const { return Team::kShareWaits ? v.world - 1 : 1; }
 
-  // Calls visit(peer) once for each peer of the group, spread over the lanes. For words, not data.
+  // Calls visit(peer) once for each of the peers, spread over the lanes. For words, not data.
   template <class Visit>
   RC_TEAM_FN void each_by_lanes(Peers peers, Visit visit) const {
     RC_ROLLED
@@ -146,8 +146,8 @@ struct Endpoint {
       visit(peer_at(d));
   }
 
-  // The same as each_by_lanes, with a visit that returns a Status: the first failure ends that
-  // lane's visits. All lanes get the same answer.
+  // Like each_by_lanes, with a visit that returns a Status: a lane's first failure ends the lane's
+  // visits. All lanes get the same result.
   template <class Visit>
   RC_TEAM_FN Status wait_by_lanes(Peers peers, Visit visit) const {
     Status status = Status::kOk;
@@ -160,8 +160,8 @@ struct Endpoint {
 
   // ---- sending ------------------------------------------------------------------------------
 
-  // One lane: waits until `reader` has read my items up to `epoch`; `item` is for the record. What
-  // the call found when it began may do, without another look.
+  // One lane: waits until `reader` has read my items up to `epoch`; `item` is for the fault record.
+  // The value that the call found when it began may suffice, without another load.
   // model: await_reader (tests/proof/model/signal.pml)
   RC_TEAM_FN Status await_reader(Stream s, int reader, uint32_t item, uint32_t epoch) const {
     if (!reached(in(s, reader).consumed, epoch))
@@ -170,7 +170,7 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // One lane: waits until `reader` has read the item that used the slot of my item `item` before.
+  // One lane: waits until `reader` has read the former item in the slot of my item `item`.
   // model: slot_is_free (tests/proof/model/signal.pml)
   RC_TEAM_FN Status slot_is_free(Stream s, int reader, uint32_t item) const {
     const uint32_t epoch = sent(s, reader) + 1 + item;
@@ -183,8 +183,8 @@ struct Endpoint {
 
   RC_TEAM_FN uint64_t heap_offset(const char* ptr) const { return uint64_t(ptr - v.heaps[v.rank]); }
 
-  // One lane, once the first item's slot is free: the header, into the reader's region. stays: the
-  // reader takes the data from where they lie.
+  // One lane, once the first item's slot is free: writes the header into the reader's region.
+  // stays: the reader takes the data in place.
   RC_TEAM_FN void write_header(Stream s, int reader, Span span, bool stays, uint64_t item_bytes,
                                uint64_t result_offset = kNotInHeap) const {
     const bool in_heap = stays && v.in_my_heap(span.ptr, span.bytes);
@@ -194,8 +194,8 @@ struct Endpoint {
         CallHeader{id(), span.bytes, item_bytes, offset, factor(), result_offset, process_ptr};
   }
 
-  // Item `item` of span_for(reader) to each reader of the group that gets_item(reader): the header
-  // with the first, the bytes unless zero copy.
+  // Sends item `item` of span_for(reader) to each reader of the group for which gets_item(reader)
+  // is true: the header with the first item, the bytes unless zero copy.
   // model: send (tests/proof/model/endpoint.pml)
   template <class SpanFor, class GetsItem>
   RC_TEAM_FN Status send(Peers readers, uint32_t item, SpanFor span_for, GetsItem gets_item) {
@@ -224,7 +224,7 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // The ring's way: one reader's slot, which the caller fills and then publishes.
+  // For rings: waits for the slot to one reader; the caller fills the slot and then publishes it.
   RC_TEAM_FN Status await_slot(int reader, uint32_t item) {
     Status status = Status::kOk;
     if (team.lane() == 0) status = slot_is_free(pairs, reader, item);
@@ -237,18 +237,19 @@ struct Endpoint {
     if (team.lane() == 0) publish(team, v, pairs, reader, sent(pairs, reader) + 1 + item);
   }
 
-  // The shared slot for item `item`, once every peer has read what it held; the caller fills it.
+  // Waits until every peer has read the former item in item `item`'s shared slot; the caller fills
+  // it.
   // model: acquire_shared (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status acquire_shared(uint32_t item, char** data) {
     RC_RETURN_IF_FAILED(wait_by_lanes(
         {1, world()}, [&](int peer) { return slot_is_free(Stream::kShared, peer, item); }));
-    // All readers' epochs advance together on the shared stream, so any peer names the slot.
+    // All readers' epochs advance together on the shared stream, so any peer determines the slot.
     *data = my_slot(Stream::kShared, peer_at(1), item);
     return Status::kOk;
   }
 
-  // `span` is what this call shares, cut into items of `item_bytes`. before(peer): what else a lane
-  // does for each peer once all lanes have come here.
+  // Publishes item `item` of `span`, which this call shares in items of `item_bytes`. before(peer):
+  // the lanes' other work for each peer, once all lanes have come here.
   // model: publish_shared (tests/proof/model/endpoint.pml)
   template <class Before = Nothing>
   RC_TEAM_FN void publish_shared(uint32_t item, Span span, bool stays, uint64_t item_bytes,
@@ -270,7 +271,7 @@ struct Endpoint {
     return await_reader(s, reader, items_sent, sent(s, reader) + items_sent);
   }
 
-  // One lane, after the last use of sent() for this reader.
+  // One lane, after the last use of sent() for this reader: stores the new epoch.
   // model: commit_sent (tests/proof/model/signal.pml)
   RC_TEAM_FN void commit_sent(Stream s, int reader, uint32_t items_sent) const {
     in(s, reader).sent += items_sent;
@@ -279,7 +280,7 @@ struct Endpoint {
 
   // ---- receiving ----------------------------------------------------------------------------
 
-  // One lane, where a call receives from one sender more than once, before each time; then one
+  // One lane, if a call receives from one sender more than once, before each receive; then one
   // team.sync().
   RC_TEAM_FN void receive_anew(Stream s, int sender) const {
     PeerState& st = in(s, sender);
@@ -291,8 +292,8 @@ struct Endpoint {
   RC_TEAM_FN Status open(Stream s, int sender, uint64_t expected_bytes) {
     PeerState& st = in(s, sender);
     const CallHeader& theirs = *v.header(v.rank, s, team.channel(), sender, st.base + 1);
-    // Each is loaded once, so that what was checked is what is used, and before any is looked at,
-    // so that all of it takes one trip to memory.
+    // Loads each field once, so that the checked value is the value used, and all fields before the
+    // first check, so that they take one trip to memory.
     const uint64_t item_bytes = load_relaxed_sys(&theirs.item_bytes),
                    offset = load_relaxed_sys(&theirs.heap_offset),
                    results = load_relaxed_sys(&theirs.result_offset),
@@ -322,15 +323,15 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // One lane: waits for bytes [begin, begin + bytes) of what `sender` sends me and says where they
-  // lie.
+  // One lane: waits for bytes [begin, begin + bytes) of the stream from `sender` to me, and stores
+  // their address in `data`.
   // model: arrive (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status arrive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
                            uint64_t bytes, const void** data) {
     PeerState& st = in(s, sender);
     if (begin == 0) {
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, 0}, st.base + 1));
-      // What lies in a slot is on its way while the header is looked at.
+      // Data in a slot are on their way while the header is checked.
       prefetch_lines(v.slot(sender, s, team.channel(), v.rank, st.base + 1));
       RC_RETURN_IF_FAILED(open(s, sender, expected_bytes));
     }
@@ -342,7 +343,7 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // All lanes: bytes [begin, begin + bytes) of one sender's stream; they lie at sources()[sender].
+  // All lanes: wait for bytes [begin, begin + bytes) of a sender's stream, at sources()[sender].
   // model: receive (tests/proof/model/ring.pml)
   RC_TEAM_FN Status receive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
                             uint64_t bytes) {
@@ -351,18 +352,18 @@ struct Endpoint {
       status = arrive(s, sender, expected_bytes, begin, bytes, &sources()[sender]);
     return team.share(status);
   }
-  // The reads in which I take the `bytes` that `sender` sends me. opened: its header was there
-  // before the last sync(); else they are those that I know of.
+  // The number of reads in which I take `bytes` from `sender`. opened: its header had arrived
+  // before the last sync(); else only the first read is certain.
   RC_TEAM_FN uint32_t reads(Stream s, int sender, uint64_t bytes, bool opened) const {
     if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
     return pieces(bytes);
   }
-  // The bytes that read `j` takes, after its arrival; it begins at segment `j`.
+  // The bytes of read `j`, after its arrival; it begins at segment `j`.
   RC_TEAM_FN uint64_t read_bytes(Stream s, int sender, uint64_t bytes, uint32_t j) const {
     if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
     return item_length(bytes, segment_bytes(), j);
   }
-  // The most reads of all peers that takes(peer) names, each of bytes_of(peer).
+  // The largest number of reads from a peer for which takes(peer) is true, each of bytes_of(peer).
   template <class Takes, class BytesOf>
   RC_TEAM_FN uint32_t most_reads(Stream s, bool opened, Takes takes, BytesOf bytes_of) const {
     uint32_t most = 0;
@@ -389,8 +390,8 @@ struct Endpoint {
     return false;
   }
 
-  // Copies what arrive() found on the shared stream to its place. peer_reads: that place was a
-  // peer's source a moment ago.
+  // Copies the data that arrive() found on the shared stream to their place. peer_reads: peers have
+  // just read this place as a source.
   RC_TEAM_FN Status collect(int sender, char* to, uint64_t bytes, bool peer_reads) {
     if constexpr (Team::kReadsProcesses) {
       if (in(Stream::kShared, sender).in_process)
@@ -406,17 +407,17 @@ struct Endpoint {
   // See NOTE [Single copy].
   RC_TEAM_FN Status read_process(int sender, char* to, const char* from, uint64_t bytes) {
     Status status = team.read_process(sender, to, from, bytes);
-    // A process that has ended may have had its number taken over: what was read is of another one.
+    // The number of an ended process may be another process's by now, whose memory was then read.
     if (team.has_ended(sender)) status = Status::kPeerLost;
     if (status == Status::kOk) return status;
-    // A sender that lives gave up, and its memory is gone; or what its header says was never true.
+    // Either a living sender gave up and its memory is gone, or its header was never true.
     if (status != Status::kPeerLost && abort_seen(v)) status = Status::kAborted;
     const uint32_t first = in(Stream::kShared, sender).base + 1;
     return fail(team, v, status, sender,
                 v.header(v.rank, Stream::kShared, team.channel(), sender, first), bytes);
   }
 
-  // One lane, after a team.sync(): everything before `end` of the sender's stream has been read.
+  // One lane, after a team.sync(): acknowledges all bytes before `end` of the sender's stream.
   // model: release (tests/proof/model/endpoint.pml, ring.pml)
   RC_TEAM_FN void release(Stream s, int sender, uint64_t expected_bytes, uint64_t end) const {
     PeerState& st = in(s, sender);
@@ -426,7 +427,7 @@ struct Endpoint {
     acknowledge(team, v, s, sender, st.base + done);
   }
 
-  // One lane, after the last receive from this sender.
+  // One lane, after the last receive from this sender: stores the new epoch.
   // model: commit_seen (tests/proof/model/signal.pml)
   RC_TEAM_FN void commit_seen(Stream s, int sender) const {
     store_relaxed_sys(&v.epochs(s, team.channel(), sender)->seen,
@@ -438,8 +439,8 @@ struct Endpoint {
   RC_TEAM_FN PeerState found(Stream s, int peer) const {
     return find_link(v.regions[v.rank], v.layout, s, team.channel(), peer);
   }
-  // The streams of collectives as a call finds them. Blocks do this with their first loads
-  // (load_words, kernels/cuda/body.h).
+  // Loads the state of the collectives' streams when a call begins. Blocks load it with their first
+  // words (load_words, kernels/cuda/body.h).
   RC_TEAM_FN void begin_streams() const {
     each_by_lanes({1, world()}, [&](int peer) {
       in(Stream::kPair, peer) = found(Stream::kPair, peer);
@@ -449,11 +450,11 @@ struct Endpoint {
 
   RC_TEAM_FN const CallHeader* unread(Stream s, int peer) const {
     const uint32_t next = in(s, peer).base + 1;
-    if (!reached(in(s, peer).ready, next)) return nullptr;  // mostly nothing is there
+    if (!reached(in(s, peer).ready, next)) return nullptr;  // usually there is none
     return other_call_in(v, s, team.channel(), peer, next);
   }
-  // An item that a peer published in an earlier call and I did not read shows that we made
-  // different calls then, in which neither waited for the other (two ranks that both broadcast).
+  // An item that a peer published in an earlier call and I did not read shows that our earlier
+  // calls differed, although neither waited for the other (two ranks that both broadcast).
   // model: verify_streams (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status verify_streams() {
     return wait_by_lanes({1, world()}, [&](int peer) {
@@ -463,13 +464,13 @@ struct Endpoint {
     });
   }
 
-  // After the call succeeded: what was read in peers' buffers is what they meant to send. A sender
-  // that gave up may use its buffer again, but it raises its abort word before it returns; so if
-  // its word is not up after the last read, its buffer did not change before it.
+  // After a successful call: checks that the data read in peers' buffers are the data sent. A
+  // sender that gave up may use its buffer again, but it raises its abort word before it returns.
+  // So if the word is not raised after the last read, the buffer had not changed before it.
   // model: verify_peer_buffers (tests/proof/model/endpoint.pml, lend.pml)
   RC_TEAM_FN Status verify_peer_buffers() {
     if (reads_peer_buffers)
-      fence_seq_cst_sys();  // the reads of data come before those of the words
+      fence_seq_cst_sys();  // the reads of data precede the reads of the words
     return wait_by_lanes({1, world()}, [&](int peer) {
       if (!reads_peer_buffers || !aborted(v, peer)) return Status::kOk;
       return fail(team, v, Status::kAborted, v.rank, nullptr, 0);

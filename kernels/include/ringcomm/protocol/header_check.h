@@ -1,5 +1,5 @@
-// Checks that a peer's header can be followed: it points into that peer's heap, and at aligned
-// elements, since a GPU faults at an element or a vector that is not aligned.
+// Checks that a peer's header is safe to follow: it must point into that peer's heap, and at
+// aligned elements, since a GPU faults at an unaligned element or vector.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
@@ -10,13 +10,13 @@ RINGCOMM_NAMESPACE_BEGIN
 // Results are stored in a peer's heap by vectors of this many bytes.
 constexpr uint64_t kResultAlign = 16;
 
-// The stores that this rank makes into each sender's heap, at the offset that its header names.
+// The bytes that this rank stores into each sender's heap, at the offset in the sender's header.
 // Most collectives store nothing.
 struct Stores {
   uint64_t bytes = kNotInHeap;
 };
 
-// `bytes` at an offset that anybody may have written; nothing of them may begin at the very end.
+// True if `bytes` at an untrusted offset are in the heap; 0 bytes may begin at the heap's very end.
 RC_FN bool reachable(const View& v, int owner, uint64_t offset, uint64_t bytes, uint64_t align) {
   if (bytes == 0) return offset <= v.heap_bytes[owner];
   return v.in_heap_of(owner, offset, bytes) && (offset & (align - 1)) == 0;

@@ -1,15 +1,15 @@
 // The layout of a rank's region of its heap: control page, signal pad, epoch counters, header pad,
-// staging slots. Every rank computes the same here, and the rendezvous compares.
+// staging slots. Every rank computes the same layout, and the rendezvous compares it.
 //
 // A *stream* is one kind of traffic between ranks:
-//   kPair     data meant for one reader: a slot set per (channel, reader)
+//   kPair     data for one reader: a slot set per (channel, reader)
 //   kShared   data that every peer reads: one slot set per channel, W-1 readers
 //   kMessage  send and receive, which keep no order with the collectives: one slot set per reader
 // An *item* is one publication on a stream: the header of a call, a segment, or both. Items are
 // numbered by an epoch that counts from 1 for each (stream, channel, sender, reader) and never
-// resets; item e lies in slot (e - 1) mod slots: its segment in the sender's region, where readers
-// fetch it, and its header in the reader's, beside the signal. docs/protocol.md has the table of
-// every word.
+// resets. Item e uses slot (e - 1) mod slots: its segment in the sender's region, where readers
+// fetch it, and its header in the reader's region, next to the signal. docs/protocol.md has the
+// table of all words.
 #pragma once
 
 #include "ringcomm/core/platform.h"
@@ -21,26 +21,25 @@ enum class Stream : int32_t { kPair = 0, kShared = 1, kMessage = 2, kCount = 3 }
 constexpr uint64_t kLineBytes = 64;
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kHeaderBytes = 128;
-// Messages have no size that all ranks know, so they use one number of channels: this many, or all
-// if there are fewer. A choice, not swept.
+// Messages have no size that all ranks know, so they use a fixed number of channels: this many, or
+// all if there are fewer. A choice, not swept.
 constexpr int32_t kMessageChannels = 8;
 
 // Both words are written by the peer and read by the owner of the region.
 struct alignas(64) SignalLine {
   uint32_t ready;     // epoch of the last item that the peer published to me
   uint32_t consumed;  // epoch of the last item of mine that the peer has read to the end
-  uint32_t
-      detached;  // 1: the peer will never touch this region again (first stream and channel only)
+  uint32_t detached;  // 1: the peer never touches this region again (first stream and channel only)
 };
 
-// Written by the owner of the region, read by the peer: "I sleep on ready / on consumed".
+// Written by the owner of the region, read by the peer: 1 if the owner sleeps on the word.
 struct alignas(64) SleepLine {
   uint32_t on_ready;
   uint32_t on_consumed;
 };
 
 // Private to the owner. In the heap, not in a register or a launch argument, so that a captured
-// CUDA graph replays correctly.
+// CUDA graph can be replayed.
 struct alignas(64) EpochLine {
   uint32_t sent;  // epoch of the last item that I published to the peer
   uint32_t seen;  // epoch of the last item of the peer that I consumed
@@ -50,7 +49,7 @@ struct alignas(64) EpochLine {
 struct alignas(64) ChannelLine {
   uint64_t sequence;  // collectives begun on this channel
   uint32_t ll_epoch;  // LL calls begun on this channel; the flag of their packets
-  uint32_t running;   // 1 while a kernel of a collective is on this channel; CUDA's alone
+  uint32_t running;   // 1 while a kernel of a collective runs on this channel; CUDA only
 };
 
 static_assert(sizeof(SignalLine) == kLineBytes && sizeof(SleepLine) == kLineBytes &&
@@ -64,9 +63,9 @@ struct Layout {
   int32_t world;
   int32_t channels;
   int32_t slots;               // per slot set; a power of two, so that epochs wrap around cleanly
-  uint32_t segment_bytes;      // is_segment(): a power of two, so that nobody divides by it
+  uint32_t segment_bytes;      // is_segment(): a power of two, so that no code divides by it
   uint32_t ll_bytes;           // payload of the largest LL message; a multiple of 64, 0: none
-  uint64_t copy_engine_bytes;  // what the copy engines stage at a time; a multiple of 64, 0: none
+  uint64_t copy_engine_bytes;  // staged by the copy engines at a time; a multiple of 64, 0: none
 
   RC_FN constexpr bool same(const Layout& other) const {
     return world == other.world && channels == other.channels && slots == other.slots &&
@@ -92,8 +91,8 @@ struct Layout {
   RC_FN constexpr uint64_t channel_offset(int channel) const {
     return kPageBytes + (3 * links() + channel) * kLineBytes;
   }
-  // The header of an item that `peer` publishes to me: one header for each slot of each link. Close
-  // to the signals, so that a small world has both in one page.
+  // The header of an item that `peer` publishes to me: one header for each slot of each link. Near
+  // the signals, so that both are in one page in a small world.
   RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t lines = (3 * links() + channels + 1) / 2 * 2;
     return kPageBytes + lines * kLineBytes + (link(s, channel, peer) * slots + slot) * kHeaderBytes;
@@ -102,7 +101,7 @@ struct Layout {
     return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   }
 
-  // An LL message of n payload bytes takes 2n, behind the headers of all channels.
+  // An LL message of n payload bytes takes 2n bytes, after the headers of all channels.
   RC_FN constexpr uint64_t ll_set_bytes() const {
     return ll_bytes == 0 ? 0 : 2 * (uint64_t(ll_bytes) + channels * kHeaderBytes);
   }
@@ -111,7 +110,7 @@ struct Layout {
            (uint64_t(parity) * world + sender) * ll_set_bytes();
   }
 
-  // Inside a set: where the header of a channel begins, and the payload from `begin_bytes` on.
+  // In a set: the offset of a channel's header, and of the payload from `begin_bytes` on.
   RC_FN constexpr uint64_t ll_header_offset(int channel) const {
     return 2 * channel * kHeaderBytes;
   }
@@ -119,11 +118,11 @@ struct Layout {
     return 2 * (channels * kHeaderBytes + begin_bytes);
   }
 
-  // The item that lay in the slot of item `epoch` before: the sender waits until the reader has
-  // acknowledged it. Triton's twin is await_slot (kernels/tl/endpoint.py).
+  // The former item in the slot of item `epoch`: the sender waits until the reader has acknowledged
+  // it. Triton's counterpart is await_slot (kernels/tl/endpoint.py).
   RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
 
-  // Words end here: everything before is zero when a communicator begins.
+  // The words end here: they are all zero when a communicator begins.
   RC_FN constexpr uint64_t staging_offset() const { return whole_pages(ll_offset(2, 0)); }
   // Pair sets (channels x world), shared sets (channels), message sets (message channels x world).
   RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {

@@ -1,27 +1,28 @@
 // All-reduce, reduce-scatter and all-gather by LL: small messages whose flag travels with the data,
-// so that one trip carries both and no fence stands between (NCCL's LL protocol).
+// so that one trip carries both and no fence separates them (NCCL's LL protocol).
 //
 // An LL packet is 8 bytes of payload and two copies of its flag (atomics.h). B bytes, W ranks, one
 // hop: all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B (every
-// rank sends its whole buffer and reduces all of them, in rank order with one rounding: the bits of
+// rank sends its whole buffer and reduces all buffers, in rank order with one rounding: the bits of
 // `one_shot`).
 //
-// Every rank sends to and receives from every peer in every LL call; two sets of buffers by
-// turns are therefore enough. I write call e+2 over call e only after I have received the peer's
-// packets of call e+1, which it sent after it had read mine of call e. The flag is the number of
-// the call, counted per channel; all LL calls of a communicator use equally many channels, so
-// that an address in the buffers only ever sees growing flags. Long before the count could come
-// around, both sets are cleared. (The accesses are relaxed. What orders e's reads before e+1's
-// stores, and e+1's reads before e+2's stores, is the end of a kernel and the start of the next.)
+// In every LL call every rank sends to and receives from every peer, so two alternating sets of
+// buffers suffice. I overwrite call e with call e+2 only after I have received the peer's packets
+// of call e+1, which it sent after it had read mine of call e. The flag is the number of the call,
+// counted per channel; all LL calls of a communicator use the same number of channels, so that the
+// flags at an address always grow. Long before the count wraps around, both sets are cleared. (The
+// accesses are relaxed. The end of a kernel and the start of the next order e's reads before e+1's
+// stores, and e+1's reads before e+2's stores.)
 #pragma once
 
 #include "ringcomm/protocol/endpoint.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The sender's header takes the first packets of each channel, 8 bytes in each, and a hash of all
-// but the factor the next: a reader waits for these two, and for the rest only where the hash
-// differs from its own. Packets carry their results, so nobody asks where to put them.
+// The first packets of each channel carry the sender's header, 8 bytes each, and the next packet a
+// hash of all words but the factor. A reader waits for hash and factor, and for the other words
+// only if the hash differs from its own. Packets carry their results, so no header names an address
+// for them.
 constexpr int kFactorPacket = int(sizeof(CallId) / 8) + 3;
 constexpr int kHeaderPackets = kFactorPacket + 1;
 constexpr int kHashPacket = kHeaderPackets;
@@ -31,36 +32,37 @@ static_assert(offsetof(CallHeader, factor) == kFactorPacket * 8 &&
               offsetof(CallHeader, result_offset) == kHeaderPackets * 8);
 #endif
 
-// Different calls have different hashes but for one in 2^64. Each step can be undone, so no change
-// of a single word is lost. It guards against mistakes: a peer that lies could do so in any word.
+// Different calls have equal hashes with a chance of 2^-64. Each step is reversible, so a change of
+// one word always shows. The hash guards against mistakes, not against a peer that lies.
 RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
   uint64_t hash = 0;
   RC_UNROLL
   for (int i = 0; i < kHeaderPackets; ++i) {
     if (i == kFactorPacket) continue;
-    hash = (hash ^ header[i]) * 0x9e3779b97f4a7c15;  // 2^64 by the golden ratio, an odd number
+    hash = (hash ^ header[i]) * 0x9e3779b97f4a7c15;  // 2^64 divided by the golden ratio, made odd
     hash ^= hash >> 32;
   }
   return hash;
 }
 
-// Flags come around after 2^32 calls; once in so many each set of buffers is cleared.
+// Flags repeat after 2^32 calls. Once in this many calls each set of buffers is cleared.
 constexpr uint32_t kCallsPerClearing = 1u << 24;
 
-// The flag of the call after the one with flag `last`: even and odd by turns, as the sets are. 0 is
-// the flag of memory that was cleared or never written, so no call has it; 1 is left out with it.
+// The flag of the call after the call with flag `last`: even and odd in turn, as the sets are. No
+// call has flag 0, the flag of memory that was cleared or never written; skipping 1 as well keeps
+// the alternation.
 RC_FN constexpr uint32_t next_flag(uint32_t last) { return last + 1 == 0 ? 2 : last + 1; }
 
-// Each call clears the set of the other parity, so two calls in turn clear both; the last two
-// before the count comes around are among them.
+// True for two calls in a row, each of which clears the set of the other parity. They include the
+// last two calls before the count wraps around.
 RC_FN constexpr bool clears_other_set(uint32_t flag) {
   return flag % kCallsPerClearing >= kCallsPerClearing - 2;
 }
 
-// Ranks whose words or packets a lane loads side by side.
+// The number of ranks whose words or packets a lane loads side by side.
 constexpr int kPacketBatch = 8;
 
-// A bit for each of the ranks [first, first + kPacketBatch) that there are.
+// A bit for each existing rank of [first, first + kPacketBatch).
 RC_FN constexpr uint32_t ranks_in_batch(int first, int world) {
   return (1u << (world - first < kPacketBatch ? world - first : kPacketBatch)) - 1;
 }
@@ -72,25 +74,25 @@ RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
 
 struct LLCall {
   uint32_t flag;
-  uint64_t sets;  // where the sets of packets of this call begin in a region
+  uint64_t sets;  // offset in a region of the packet sets of this call
   uint64_t hash;  // of my header
 };
 
-// The buffers of a call, as one lane sees them: what rank p is sent lies p * stride behind `in`. It
-// moves 8 bytes of its channel's payload, and those `step` further on, to `end`: bytes of the
-// message.
+// The buffers of a call, as one lane sees them: the bytes for rank p are at in + p * stride. The
+// lane moves 8 bytes of its channel's payload at `at`, and every `step` bytes further on before
+// `end`; offsets count bytes of the message.
 struct LLLane {
   const char* in;
-  uint32_t stride;  // 0: every rank is sent the same
-  const char* own;  // what this rank keeps for itself
+  uint32_t stride;  // 0: every rank is sent the same bytes
+  const char* own;  // the bytes that this rank keeps for itself
   uint32_t at, step, end;
 };
 
-// What a lane loads before it knows the number of its call.
+// The words that a lane loads before it knows the number of its call.
 struct FirstWords {
   uint64_t own;
   uint64_t sent[kPacketBatch];  // to the first ranks
-  bool has_sent;                // else they are not whole words, and are loaded when they are sent
+  bool has_sent;                // false: they are not whole words, and are loaded when sent
 };
 
 RC_FN bool is_whole(const char* at, uint32_t stride, uint32_t bytes) {
@@ -123,15 +125,15 @@ RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
 }
 RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
-// One rank's end of the packets of a call on one channel. What it needs at once stands beside the
-// view, which may lie in slower memory.
+// One rank's end of the packets of a call on one channel. It has copies of what it needs at once,
+// since the view may be in slower memory.
 template <class Team, class Ops>
 struct LLEndpoint {
   using Operations = Ops;
   Team& team;
   const View& v;
   Ops& ops;
-  char* const* regions;  // as many as there are ranks, and at least kPacketBatch
+  char* const* regions;  // one per rank, and at least kPacketBatch
   const CallHeader& mine;
   double* factors;
   Layout layout;
@@ -144,14 +146,14 @@ struct LLEndpoint {
     return reinterpret_cast<LLPacket*>(regions[reader] + set +
                                        layout.ll_header_offset(team.channel()));
   }
-  // Where in a region a packet of the payload lies, `at` bytes into the message.
+  // The offset in a region of the payload's packet that is `at` bytes into the message.
   RC_TEAM_FN uint64_t payload_offset(const LLCall& call, int sender, uint32_t at) const {
     const uint64_t set = call.sets + uint32_t(sender) * layout.ll_set_bytes();
     return set + layout.ll_payload_offset(at);
   }
 };
 
-// A lane's way through messages of `bytes` bytes: rank p is sent those at in + p * stride.
+// A lane's part of messages of `bytes` bytes, of which rank p is sent the one at in + p * stride.
 template <class Team>
 RC_TEAM_FN LLLane lane_of(const Team& team, const char* in, uint32_t stride, int rank,
                           uint32_t bytes) {
@@ -164,7 +166,7 @@ RC_TEAM_FN LLLane lane_of(const Team& team, const char* in, uint32_t stride, int
           uint32_t(extent.end_bytes)};
 }
 
-// Beside the words that a call begins with: so it costs no trip of its own.
+// Loaded together with the words at the beginning of a call, so this costs no trip of its own.
 RC_TEAM_FN FirstWords load_first(const LLLane& lane, int world) {
   FirstWords words;
   const char* const from = lane.in + lane.at;
@@ -187,7 +189,7 @@ RC_TEAM_FN FirstWords load_first(const LLLane& lane, int world) {
   return words;
 }
 
-// One lane: a wait for a packet is long. Whether it goes on, and since when it has been.
+// One lane, in a long wait for a packet: whether the wait continues, and when it started.
 struct LongWait {
   uint64_t started;
   Status status;
@@ -212,7 +214,7 @@ RC_COLD LongWait look_around(Team team, const View& v, const LLPacket* packet, u
   return {started, status};
 }
 
-// One lane: a peer's header differs from mine. Waits for all of it, since people will read it.
+// One lane: a peer's header differs from mine. Waits for the whole header, which users will read.
 template <class Team>
 RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uint32_t flag,
                            int sender) {
@@ -236,8 +238,8 @@ RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uin
   return Status::kMismatch;
 }
 
-// `bytes` bytes of a set, which hold the call before this one, which is over; the peers write into
-// it again only after they have received what I send below.
+// Clears `bytes` bytes of a set. The set holds the previous call, which is over; the peers write
+// into it again only after they have received what I send below.
 template <class Team>
 RC_COLD void clear_other_set(Team team, char* set, uint64_t bytes) {
   const uint32_t lanes = uint32_t(team.num_lanes());
@@ -246,12 +248,12 @@ RC_COLD void clear_other_set(Team team, char* set, uint64_t bytes) {
   for (uint64_t at = (team.channel() * lanes + team.lane()) * sizeof(LLPacket); at < bytes;
        at += step)
     store_ll_packet_sys(reinterpret_cast<LLPacket*>(set + at), 0, 0, 0);
-  // Every lane fences between what all lanes cleared and what it sends.
+  // Every lane fences between the stores of all lanes that clear and its own sends.
   team.sync();
   fence_acq_rel_sys();
 }
 
-// Advances the count of LL calls; all lanes get it.
+// Advances the count of LL calls; all lanes get the call.
 // model: begin_ll (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN LLCall begin_ll(E& e) {
@@ -280,7 +282,7 @@ RC_TEAM_FN void send_headers(E& e, const LLCall& call) {
   }
 }
 
-// My payload to all readers.
+// Sends my payload to all readers.
 // model: send_payload (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN void send_payload(E& e, const LLCall& call, const LLLane& lane,
@@ -313,19 +315,19 @@ RC_TEAM_FN void send_payload(E& e, const LLCall& call, const LLLane& lane,
   }
 }
 
-// Packets that one lane awaits together: one of a header, if `header` is not null, and of a batch
-// of payloads.
+// Packets for which one lane waits together: a packet of a header, unless `header` is null, and a
+// batch of payloads.
 struct Awaited {
   const LLPacket* header = nullptr;
   int header_sender = 0;
   bool is_hash = false;
-  const char* payload = nullptr;  // rank `first`'s
+  const char* payload = nullptr;  // of rank `first`
   int first = 0;
-  uint32_t peers = 0;  // a bit for each whose payload is awaited
+  uint32_t peers = 0;  // a bit for each rank whose payload is awaited
 };
 
-// One lane, until all are there: all are loaded anew at each look, so that whichever is the last
-// has been seen by one trip. A header of another call ends it at once.
+// One lane: waits until all packets have arrived. Each look loads all of them again, so that the
+// last to arrive takes one trip to memory. A header of another call ends the wait at once.
 // model: await_packets (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN Status await_packets(E& e, const LLCall& call, const Awaited& a, uint64_t* header_word,
@@ -359,10 +361,10 @@ RC_TEAM_FN Status await_packets(E& e, const LLCall& call, const Awaited& a, uint
   }
 }
 
-// Receives all payloads, rank by rank for each turn, and gives them to `sink`, once the peers'
-// hashes are equal to mine. Fills the factors.
+// Receives all payloads, all ranks' at one offset after the other, and passes them to `sink` once
+// the peers' hashes equal mine. Fills the factors.
 //   sink.take(e, int rank, uint64_t word, uint32_t at, uint32_t bytes)   in the order of the ranks
-//   sink.finish(e, uint32_t at, uint32_t bytes)                          behind the last rank
+//   sink.finish(e, uint32_t at, uint32_t bytes)                          after the last rank
 template <class E, class Sink>
 RC_TEAM_FN Status receive_packets(E& e, const LLCall& call, const LLLane& lane, uint64_t own,
                                   Sink sink) {

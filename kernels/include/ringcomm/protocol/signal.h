@@ -2,16 +2,17 @@
 //
 // Publishing: all lanes store data; team.sync(); one lane stores the epoch with release at system
 // scope. Awaiting: one lane loads the epoch with acquire at system scope until it is reached;
-// team.sync(); then all lanes load the data. (A release covers what other lanes stored before the
-// sync, and an acquire what they load after it: both are cumulative, in C++ and in PTX.)
+// team.sync(); then all lanes load the data. (A release covers other lanes' stores before the sync,
+// and an acquire other lanes' loads after it: both are cumulative, in C++ and in PTX.)
 //
 // A reader may sleep (host: futex). It raises its sleep flag, fences, and looks once more before it
 // sleeps; the writer stores the epoch, fences, and then looks at the flag. Of two fenced
-// store-then-load sequences at least one sees the other's store, so no wake-up is lost. Who sleeps
-// has time: where the kernel lets it fence for all ranks at once (membarrier), writers need not.
+// store-then-load sequences at least one sees the other's store, so no wake-up is lost. If the
+// kernel lets a sleeper, which has time, fence for all ranks at once (membarrier), writers need no
+// fence.
 //
-// Every wait has a deadline and watches the abort words. Both are looked at when team.pause() says
-// that it is clock time, never on every poll, so a wait that is short costs no more than its polls.
+// Every wait has a deadline and watches the abort words. Both are checked when team.pause() reports
+// clock time, never on every poll, so a short wait costs no more than its polls.
 #pragma once
 
 #include "ringcomm/protocol/view.h"
@@ -21,7 +22,7 @@ RINGCOMM_NAMESPACE_BEGIN
 // Epochs are compared modulo 2^32: reached when `seen` is `want` or up to 2^31 - 1 past it.
 RC_FN constexpr bool reached(uint32_t seen, uint32_t want) { return int32_t(seen - want) >= 0; }
 
-// Names the word that a wait is about.
+// The word that a wait polls.
 struct Site {
   Stream stream;
   int peer;
@@ -39,9 +40,9 @@ RC_FN uint32_t* sleep_flag_at(const View& v, int channel, const Site& site) {
   return site.on_consumed ? &line->on_consumed : &line->on_ready;
 }
 
-// This rank's fault record, for the one lane or thread that may fill it. Null when it is taken. It
-// never waits: whoever has the record may be a lane of the caller's own warp, which a GPU may leave
-// where it is for as long as another lane of the warp spins.
+// Returns this rank's fault record to the one lane or thread that may fill it, or null if it is
+// taken. It never waits: the record's owner may be a lane of the caller's own warp, which a GPU may
+// not advance while another lane of the warp spins.
 // model: claim_fault (tests/proof/model/lend.pml)
 RC_TEAM_FN Fault* claim_fault(const View& v) {
   ControlPage* mine = v.control(v.rank);
@@ -50,9 +51,9 @@ RC_TEAM_FN Fault* claim_fault(const View& v) {
   return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;
 }
 
-// One lane, once all lanes of its team know that the call has failed (a share() stands between):
-// the abort word is up when it returns, so that the call may return a buffer that it has lent.
-// Whoever has the record is then past it, or is of another team or thread and waits for nobody.
+// One lane, once all lanes of its team know that the call has failed (by a share()): returns when
+// the abort word is raised, so that the call may return a buffer that it has lent. The record's
+// owner has passed this point, or is in another team or thread and waits for no rank.
 // model: await_raised (tests/proof/model/lend.pml)
 RC_TEAM_FN void await_raised(const View& v) {
   // Pairs with the release in raise_fault().
@@ -61,15 +62,15 @@ RC_TEAM_FN void await_raised(const View& v) {
   fence_seq_cst_sys();  // as in raise_fault()
 }
 
-// After the record was filled.
+// Called after the record was filled.
 // model: raise_fault (tests/proof/model/lend.pml, signal.pml)
 template <class Team>
 RC_COLD void raise_fault(Team team, const View& v) {
-  // Pairs with the acquire in abort_seen() on every other rank: the record is whole when the word
-  // is.
+  // Pairs with the acquire in abort_seen() on every other rank: a rank that sees the word sees the
+  // whole record.
   store_release_sys(&v.control(v.rank)->aborted, 1);
-  // The word comes before what the user will store in a buffer that was lent, and a release orders
-  // only what stands before it. Pairs with the fence in verify_peer_buffers().
+  // The word must precede the user's later stores into a lent buffer, and a release orders only
+  // earlier accesses. Pairs with the fence in verify_peer_buffers().
   fence_seq_cst_sys();
   team.tell_host(v.control(v.rank)->fault);
 }
@@ -116,7 +117,7 @@ RC_TEAM_FN bool has_detached(const View& v, int peer) {
   return load_acquire_sys(&v.signals(v.rank, Stream::kPair, 0, peer)->detached) != 0;
 }
 
-// Why a wait for `peer` that began `waited_ns` ago must end, or kOk.
+// Returns why a wait for `peer` that began `waited_ns` ago must end, or kOk.
 // model: reason_to_give_up (tests/proof/model/signal.pml)
 template <class Team>
 RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns) {
@@ -127,8 +128,8 @@ RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_
   return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;
 }
 
-// The header of item `next` of a peer, if it is there and of another call than mine, which is this
-// one or an earlier one of the peer's. Null: no such header.
+// The header of a peer's item `next`, if it has arrived and belongs to another call than mine, with
+// my sequence number or an earlier one. Null: no such header.
 RC_COLD const CallHeader* other_call_in(const View& v, Stream s, int channel, int peer,
                                         uint32_t next) {
   const CallId& mine = v.mine->id;
@@ -138,8 +139,8 @@ RC_COLD const CallHeader* other_call_in(const View& v, Stream s, int channel, in
   return theirs->id.sequence <= mine.sequence && !same_call(theirs->id, mine) ? theirs : nullptr;
 }
 
-// A peer that runs another collective may publish on a stream that I do not read in mine: its
-// header lies here, of this call or of an earlier one. Called at clock time. Null: none.
+// A peer that runs another collective may publish on a stream that I do not read. Returns the
+// header that it published there in this call or an earlier one, or null. Called at clock time.
 RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int peer) {
   const CallId& mine = v.mine->id;
   // Messages keep no order with the collectives, one of which may be moving these words now.
@@ -147,7 +148,7 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
     return nullptr;
   constexpr Stream streams[2] = {Stream::kPair, Stream::kShared};
   uint32_t first[2], seen[2];
-  // Side by side: an acquire would wait before the next, and mostly nothing is there.
+  // Loaded together: an acquire would delay the next load, and usually no item is there.
   RC_UNROLL
   for (int i = 0; i < 2; ++i) {
     first[i] = v.epochs(streams[i], channel, peer)->seen + 1;
@@ -158,8 +159,8 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
     const Stream s = streams[i];
     const uint32_t next = first[i];
     if (!reached(seen[i], next)) continue;
-    // An item that I have acknowledged in this call may be overwritten by now; one that I have not
-    // stands still. (This word is mine to write: no ordering is needed.)
+    // An item that I have acknowledged in this call may be overwritten by now; any other stays. (I
+    // alone write this word, so no ordering is needed.)
     if (reached(load_relaxed_sys(&v.signals(peer, s, channel, v.rank)->consumed), next)) continue;
     const CallHeader* theirs = other_call_in(v, s, channel, peer, next);
     if (theirs != nullptr) return theirs;
@@ -167,9 +168,9 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
   return nullptr;
 }
 
-// At a timeout the awaited peer may be waiting itself: follows who waits for whom to the one that
-// does not wait, or once around. Only a hint for people, so the words are read without order. A
-// rank whose process is stopped is the one, whatever it last waited for; only hosts can tell.
+// At a timeout the awaited peer may be waiting itself: follows the chain of awaited ranks to one
+// that does not wait, or once around. Only a hint for users, so the words are read without order. A
+// rank whose process is stopped ends the chain, whatever it waited for; only hosts detect this.
 template <class Team>
 RC_TEAM_FN int end_of_waiting(const Team& team, const View& v, int peer) {
   if constexpr (Team::kSleeps) {
@@ -205,12 +206,12 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
   return status;
 }
 
-// A host that has not looked at the clock for so long did not run: its process was stopped, or the
-// machine was suspended. A sleeper looks 100 times a second.
+// A host that has not looked at the clock for this long did not run: its process was stopped, or
+// the machine was suspended. A sleeper looks 100 times a second.
 constexpr uint64_t kLongestLookNs = 250'000'000;
 
-// The part of the time since a waiter last looked at the clock that does not count as waiting. The
-// peers were mostly stopped with the waiter, so they have had no chance to come meanwhile.
+// The part of the time since a waiter's last look at the clock that does not count as waiting. The
+// peers were usually stopped with the waiter, so they had no chance to publish.
 RC_FN constexpr uint64_t unwatched_ns(uint64_t looked_ns, uint64_t now_ns) {
   return now_ns - looked_ns > kLongestLookNs ? now_ns - looked_ns : 0;
 }
@@ -244,7 +245,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
       if (theirs != nullptr) status = Status::kMismatch;
     }
     if (status == Status::kOk) continue;
-    // The peer may have published and then gone on, or gone; what it published counts.
+    // The peer may have published and then continued or ended; items that it published count.
     if (status != Status::kAborted && reached(load_acquire_sys(word), want)) break;
     return give_up(team, v, site, status, want, pause.seen, now - started, theirs);
   }
@@ -262,7 +263,7 @@ RC_TEAM_FN Status await_alone(Team& team, const View& v, const Site& site, uint3
   return await_slowly(team, v, site, want);
 }
 
-// Waits until the word at `site` reaches `want`. All lanes call it; all get the same answer.
+// Waits until the word at `site` reaches `want`. All lanes call it and get the same result.
 template <class Team>
 RC_TEAM_FN Status await(Team& team, const View& v, const Site& site, uint32_t want) {
   Status status = Status::kOk;
@@ -281,7 +282,7 @@ RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
   }
 }
 
-// One lane, after a team.sync(): item `epoch` of mine is complete.
+// One lane, after a team.sync(): publishes my item `epoch`, which is complete.
 // model: publish (tests/proof/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_t epoch) {
@@ -291,7 +292,7 @@ RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_
   wake(team, word, &v.sleepers(reader, s, team.channel(), v.rank)->on_ready);
 }
 
-// One lane, after a team.sync(): I have read the sender's items up to `epoch` to the end.
+// One lane, after a team.sync(): acknowledges the sender's items up to `epoch`, read to the end.
 // model: acknowledge (tests/proof/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void acknowledge(Team& team, const View& v, Stream s, int sender, uint32_t epoch) {

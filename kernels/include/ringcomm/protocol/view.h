@@ -1,5 +1,5 @@
-// The POD that a collective works on: addresses only, owned by kernels/host/comm.h (and by its CUDA
-// counterpart), passed by value to a kernel.
+// The plain data that a collective works on: addresses only, passed by value to a kernel. Their
+// owner is kernels/host/comm.h, or its CUDA counterpart.
 #pragma once
 
 #include "ringcomm/core/atomics.h"
@@ -9,21 +9,21 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // Per-peer state of the call in progress, in memory that all lanes of the team share.
 struct PeerState {
-  // The peer's data: in its heap as mapped here or, if in_process, at this address of its process.
-  // Null: they come in slots.
+  // The peer's data: an address in its heap as mapped here, or in its process if in_process is
+  // true. Null: the data come in slots.
   const char* data;
-  int item_shift;  // an item carries 2^item_shift bytes, the last maybe less
+  int item_shift;  // an item carries 2^item_shift bytes, the last maybe fewer
   uint32_t base;   // epoch before the first item of this call
   uint32_t items;  // items of this call; known once the header is read
   uint32_t acked;  // items of this call that I have acknowledged
   uint32_t sent;   // epoch of my last item for the peer before this call
-  // The peer's words as the call found them: its last item for me, and the last of mine that it had
-  // read to the end.
+  // The peer's words when the call began: its last item for me, and my last item that it had read
+  // to the end.
   uint32_t ready, consumed;
   bool in_process;
 };
 
-// A link as a call finds it. Nothing depends on what another load brings, so all are one trip to
+// A link at the beginning of a call. No load depends on another load, so all take one trip to
 // memory.
 RC_TEAM_FN PeerState find_link(const char* region, const Layout& layout, Stream s, int channel,
                                int peer) {
@@ -32,13 +32,13 @@ RC_TEAM_FN PeerState find_link(const char* region, const Layout& layout, Stream 
   const auto* line =
       reinterpret_cast<const SignalLine*>(region + layout.signal_offset(s, channel, peer));
   PeerState found{};
-  // Relaxed, since a send and a receive of a rank may run at once, each of which moves its own.
+  // Relaxed: a send and a receive of a rank may run at once, and each changes its own word.
   found.base = load_relaxed_sys(&epochs->seen);
   found.sent = load_relaxed_sys(&epochs->sent);
-  // Only a hint that there is something to look at.
+  // Only a hint that an item may have arrived.
   found.ready = load_relaxed_sys(&line->ready);
-  // Pairs with the release in acknowledge() of the peer, and is the last, since what follows waits
-  // for it.
+  // Pairs with the release in acknowledge() of the peer. It is the last load, since later accesses
+  // wait for it.
   found.consumed = load_acquire_sys(&line->consumed);
   return found;
 }
@@ -50,17 +50,17 @@ struct View {
   char* const* heaps;          // [world] every rank's heap, as mapped here
   const uint64_t* heap_bytes;  // [world] of every rank's heap
   uint64_t timeout_ns;         // of one wait
-  // Workspace of one channel, shared by the lanes of its team; on CUDA it lies in shared memory.
+  // Workspace of one channel, shared by the lanes of its team; in shared memory on CUDA.
   PeerState* in;         // [streams][world]
   const void** sources;  // [world], and at least 2
   double* factors;       // [world], and at least 2
-  CallHeader* mine;      // the call in progress, as its fault record names it
-  // The ring that this channel's team follows: ring[position] is a rank. Null: the ranks in order.
+  CallHeader* mine;      // the call in progress, for its fault record
+  // The ring of this channel's team: ring[position] is a rank. Null: the ranks in order.
   const int32_t* ring = nullptr;
   int32_t ring_position = 0;
-  // [world] where my results go in the peers' heaps; collectives that store there only.
+  // [world] addresses of my results in the peers' heaps, for collectives that store there.
   char** results = nullptr;
-  uint32_t ll_epoch = 0;  // of this channel's line, as the call found it; LL only
+  uint32_t ll_epoch = 0;  // of this channel's line when the call began; LL only
 
   RC_FN int ring_rank(int position) const { return ring == nullptr ? position : ring[position]; }
   RC_FN int position_in_ring() const { return ring == nullptr ? rank : ring_position; }
@@ -95,7 +95,7 @@ struct View {
   RC_FN bool in_my_heap(const void* ptr, uint64_t bytes) const {
     return in_heap_of(rank, uint64_t(static_cast<const char*>(ptr) - heaps[rank]), bytes);
   }
-  // An offset from outside may be any number: no sum of it is formed.
+  // An untrusted offset may be any number, so nothing is added to it.
   RC_FN bool in_heap_of(int owner, uint64_t offset, uint64_t bytes) const {
     return offset < heap_bytes[owner] && bytes <= heap_bytes[owner] - offset;
   }
