@@ -77,7 +77,7 @@ using uintptr_t = unsigned long long;
 #define RC_HAS_MULTIMEM 0
 #endif
 
-// 1 if the hardware converts vectors between half and single precision.
+// Vector conversions between half and single precision in hardware.
 #if !RC_DEVICE_PASS && defined(__F16C__) && defined(__AVX__)
 #define RC_HAS_F16C 1
 #else
