@@ -422,6 +422,7 @@ class DeviceCallEngine(CallEngine):
         self._collecting = False
         self._collected: Prepared | None = None
         self.sends_alone = False  # while a message is launched
+        self.message_streams: set[int] = set()
         self._name = ""
 
     @property
@@ -829,9 +830,12 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_ref
         events: list[Event] = [*self.calls.kept()[0]]
         last = self.calls.last_stream
-        if last is not None and not runtime.is_capturing(device, last):
-            with runtime.on_device(device):
-                events.append(runtime.record_event(device, last))
+        # A message is kept until a stream waits for it, and then its kernel may still run.
+        streams = self.message_streams if last is None else {last, *self.message_streams}
+        for stream in streams:
+            if not runtime.is_capturing(device, stream):
+                with runtime.on_device(device):
+                    events.append(runtime.record_event(device, stream))
         return events
 
     def _end_calls(self, grace_s: float) -> bool:

@@ -191,6 +191,7 @@ class DeviceMessages:
             head = where(name, *engine.rank_of)
             engine.order.sends(engine.joint_launch or engine.device_core, head)
             streams = self._streams(bool(sends), bool(receives))
+            engine.message_streams.update(stream.handle for stream in streams)
             first = streams[0]
             current = runtime.current_stream(device)
             for behind in (current, *(other.handle for other in streams[1:])):
