@@ -211,7 +211,15 @@ KNOWN = frozenset(
     PREFIX + name
     for name in (
         # For users.
-        *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "NODE_ID", "MASTER_PORT", "THREADS"),
+        *(
+            "HEAP_BYTES",
+            "HEAP_DIR",
+            "CUDA_HEAP_BYTES",
+            "CUDA_HEAP",
+            "NODE_ID",
+            "MASTER_PORT",
+            "THREADS",
+        ),
         *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND", "BUILD_BACKEND"),
         "KERNELS",
         # Passed from the commands to the processes that they start.

@@ -40,7 +40,7 @@ INTERNAL_NAMES = {
     "comm.host.engine": "Call",
     "comm.host.threads": "COUNTS_TORCHS_THREADS THREADS_VARIABLE named_threads",
     "comm.nodes.device_core": "preload",
-    "comm.peer_memory": "heap_bases is_in_heap",
+    "comm.peer_memory": "awaiting_peers heap_bases is_in_heap",
     "comm.recorder.reader": (
         "FORMAT LARGEST_BYTES Trace ended_ranks find_newest live_recordings newest read "
         "running_communicators"
@@ -60,6 +60,7 @@ INTERNAL_NAMES = {
         "hide_missing_numpy launch_ranks launch_store started threads_per_rank"
     ),
     "memory": "normal_tensors",
+    "memory.device_heap": "HEAP_BYTES_VARIABLE why_heap_is_fixed",
     "memory.host_heap": "HEAP_DIR_VARIABLE process_heap",
     "memory.numa": "NodeTopology SYSTEM_FOLDER bytes_by_node own_binding read_topology",
     "module_names": "find_modules matches named_modules some without_wrappers",

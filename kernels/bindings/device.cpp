@@ -189,6 +189,10 @@ void bind_state(nb::class_<DeviceComm>& c) {
           nb::arg("regions"), nb::arg("heaps"), nb::arg("heap_bytes"), nb::arg("host_page"),
           nb::arg("rings"),
           "Returns the bytes for `table_offset_bytes`; from here on calls may be prepared.")
+      .def("set_own_heap_bytes", &DeviceComm::set_own_heap_bytes, nb::arg("size_bytes"),
+           "So much of the rank's heap is lent to peers by launches from here on. Those that read\n"
+           "the table in memory need it at `own_heap_bytes_offset`, too.")
+      .def_prop_ro("own_heap_bytes_offset", &DeviceComm::own_heap_bytes_offset)
       .def(
           "activate",
           [](DeviceComm& d, uintptr_t page) { d.activate(reinterpret_cast<HostPage*>(page)); },

@@ -29,6 +29,9 @@ struct RankTable {
   char* scratch;   // of the Triton kernels: scratch_bytes() per channel
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
+  // The sizes that peers' heaps may have, and of this rank's own what all peers have mapped: the
+  // host writes a larger one when the heap has grown, even while kernels run, each block of which
+  // reads it once.
   uint64_t heap_bytes[kMaxWorld];
   // Of algorithm kMulticast (multicast.h): this rank's window, at its own address and at that of
   // all ranks' windows, and the bytes of a slot that one rank owns; null and 0 without a window.

@@ -109,6 +109,7 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
   for (size_t r = 0; r < count; ++r)
     for (int p = 0; p < config_.world; ++p) *order++ = rings[r][size_t(p)];
   make_inline(t, rings);
+  own_heap_bytes_ = heap_bytes[size_t(config_.rank)];
   regions_ = regions;
   table_address_ = regions[size_t(config_.rank)] + table_offset();
   return bytes;
@@ -304,7 +305,10 @@ class SpanWriter {
 
 void DeviceComm::write_calls(const std::vector<DeviceComm*>& ranks, LaunchParams& params) {
   const bool inlined = ranks.size() == 1 && ranks[0]->inline_table_.world > 0;
-  if (inlined) params.alone.table = ranks[0]->inline_table_;
+  if (inlined) {
+    params.alone.table = ranks[0]->inline_table_;
+    params.alone.table.heap_bytes[ranks[0]->config_.rank] = ranks[0]->own_heap_bytes_;
+  }
   const Prepared& first = ranks[0]->prepared_;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const Prepared& p = ranks[r]->prepared_;

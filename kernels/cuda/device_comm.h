@@ -2,6 +2,8 @@
 // kernels work on is RankTable (args.h). No method blocks; faults are read from the host page.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <map>
@@ -97,6 +99,15 @@ class DeviceComm {
   std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
                     const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
                     const std::vector<std::vector<int>>& rings);
+  // The size of this rank's own heap as kernels know it: what lies beyond it is not lent to peers,
+  // which may not have mapped it yet. Launches have it from here on; captured ones keep what they
+  // have. For those without an inlined table it is to be written at own_heap_bytes_offset() of the
+  // region, too. From any thread.
+  void set_own_heap_bytes(uint64_t bytes) { own_heap_bytes_ = bytes; }
+  uint64_t own_heap_bytes_offset() const {
+    return table_offset() + offsetof(RankTable, heap_bytes) +
+           sizeof(uint64_t) * uint64_t(config_.rank);
+  }
   // From here on calls may be launched. host_page: as this process addresses it.
   void activate(HostPage* host_page) { page_ = host_page; }
 
@@ -274,6 +285,7 @@ class DeviceComm {
   uint64_t table_address_ = 0;
   uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // as in RankTable
   InlineTable inline_table_{};                           // world 0: it does not fit
+  std::atomic<uint64_t> own_heap_bytes_{0};
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
   std::optional<bool> captures_;          // the stream, as far as is known

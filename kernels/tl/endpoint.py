@@ -16,6 +16,7 @@ from .state import (
     HEAP,
     ITEM_BYTES,
     ITEMS,
+    OWN_HEAP_BYTES,
     RANK,
     READS_PEERS,
     RESULT,
@@ -65,6 +66,12 @@ RESULT_OFFSET = tl.constexpr(STRUCTURES["header.result_offset"])
 def in_heap_of(ws, owner, offset, size_bytes):
     """True if the bytes lie in the heap of ``owner``; ``offset`` may be any number."""
     heap_bytes = tl.load(word64(get(ws, TABLE) + TABLE_HEAP_BYTES) + owner)
+    return lies_in(heap_bytes, offset, size_bytes)
+
+
+@triton.jit
+def lies_in(heap_bytes, offset, size_bytes):
+    """True if the bytes lie in a heap of this size."""
     return (offset >= 0) & (offset <= heap_bytes) & (size_bytes <= heap_bytes - offset)
 
 
@@ -160,7 +167,8 @@ def piece_bytes(size_bytes, piece, G: tl.constexpr):
 def is_zero_copy(ws, address, size_bytes):
     """True if peers read the slice in place, in this rank's heap."""
     me = get(ws, RANK)
-    inside = in_heap_of(ws, me, address - of_peer(ws, me, HEAP), size_bytes)
+    offset = address - of_peer(ws, me, HEAP)
+    inside = lies_in(get(ws, OWN_HEAP_BYTES), offset, size_bytes)
     return inside & (size_bytes >= ZERO_COPY_MIN_BYTES)
 
 

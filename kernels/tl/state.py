@@ -10,6 +10,7 @@ a barrier stands between the two.
     word  3      deadline of one wait, in ns
     word  4      the clock, as one lane read it
     word  5      1: data were read where they lie in a peer's heap
+    word  6      bytes of this rank's heap that peers have mapped, as the call found them
     word  8..16  the header of the call in progress (call.h, CallHeader), as its fault names it
     words 32 + 9p ..  of rank p: see REGION to RESULT below
 """
@@ -27,6 +28,7 @@ RANK = tl.constexpr(2)
 TIMEOUT_NS = tl.constexpr(3)
 CLOCK = tl.constexpr(4)
 READS_PEERS = tl.constexpr(5)
+OWN_HEAP_BYTES = tl.constexpr(6)
 HEADER = tl.constexpr(8)
 HEADER_WORDS = tl.constexpr(STRUCTURES["header"] // 8)
 PEERS = tl.constexpr(STRUCTURES["scratch"] // 8)
@@ -98,6 +100,7 @@ def open_state(table, channel, timeout_ns, call, G: tl.constexpr):
     tl.store(words + RANK, rank.to(tl.int64))
     tl.store(words + TIMEOUT_NS, timeout_ns)
     tl.store(words + READS_PEERS, tl.full((), 0, tl.int64))
+    tl.store(words + OWN_HEAP_BYTES, tl.load(word64(table + TABLE_HEAP_BYTES) + rank))
     for i in tl.static_range(4):
         tl.store(words + (HEADER + 1 + i), call[i])
     for p in range(G.world):

@@ -24,6 +24,7 @@ from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, Dev
 from ringcomm.errors import RingcommError
 from ringcomm.launch import RankCommand, describe_exit, end_with, started
 from ringcomm.memory import numa
+from ringcomm.memory.device_heap import HEAP_BYTES_VARIABLE, why_heap_is_fixed
 from ringcomm.process import available_cores, memory_limit_bytes
 
 # The checks of ``ringcomm doctor``: each reads one fact and reports its effect on collectives.
@@ -354,6 +355,7 @@ def check_devices() -> Iterator[Finding]:
         return
     for device in range(count):
         yield _check_device(runtime, device)
+        yield _check_device_heap(runtime, device)
     yield _check_connections(os.environ.get(CONNECTIONS_VARIABLE, ""))
     yield _check_loading(os.environ.get(LOADING_VARIABLE, ""))
 
@@ -374,6 +376,19 @@ def _check_device(runtime: DeviceRuntime, device: int) -> Finding:
         return Finding(name, OK, f"{text}; kernels: {describe_source(identity.capability)}")
     except RingcommError as error:
         return Finding(name, NOTE, f"{text}; no kernels for it", str(error))
+
+
+def _check_device_heap(runtime: DeviceRuntime, device: int) -> Finding:
+    """Whether the heap on a device grows, or why it does not."""
+    name = f"heap on gpu {device}"
+    try:
+        why_fixed = why_heap_is_fixed(runtime, device)
+    except RingcommError as error:
+        return Finding(name, FAIL, "not usable", str(error))
+    if not why_fixed:
+        return Finding(name, OK, "grows by chunks as it fills")
+    advice = f"{why_fixed}; {HEAP_BYTES_VARIABLE} sets its size"
+    return Finding(name, NOTE, "one allocation, which does not grow", advice)
 
 
 def _check_loading(setting: str) -> Finding:

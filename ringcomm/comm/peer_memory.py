@@ -51,6 +51,7 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
         MismatchError: the ranks' tensors differ in their number of rows, size or dtype.
     """
     heaps, view = _heaps_of(comm)
+    awaiting_peers(comm)(operation)
     offset = tensor.data_ptr() - heaps[comm.rank].base_ptr if tensor.numel() else 0
     own = [tensor.size(0), tensor.nbytes, tensor.element_size()]
     mine = torch.tensor([*own, offset], device=comm.device)
@@ -84,11 +85,25 @@ def heap_bases(comm: Communicator) -> tuple[int, ...]:
     return tuple(heap.base_ptr for heap in _heaps_of(comm)[0])
 
 
+def awaiting_peers(comm: Communicator) -> Callable[[str], None]:
+    """Returns a function that returns when peers reach all that this rank has in the heap.
+
+    A device's heap may just have grown. The function takes the operation's name for errors, raises
+    HeapError where a peer did not map it in the communicator's time, and keeps no communicator.
+    """
+    if isinstance(comm.engine, DeviceCallEngine):
+        return comm.engine.device_core.await_peers
+    return lambda operation: None
+
+
 def is_in_heap(comm: Communicator, tensor: Tensor) -> bool:
     """True if peers can read the tensor in place."""
     engine = comm.engine
-    heap = engine.device_core.heap if isinstance(engine, DeviceCallEngine) else process_heap()
-    return is_contiguous(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
+    if not is_contiguous(tensor):
+        return False
+    if isinstance(engine, DeviceCallEngine):
+        return engine.device_core.heap.is_reached(tensor.data_ptr(), tensor.nbytes)
+    return process_heap().contains(tensor.data_ptr(), tensor.nbytes)
 
 
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:

@@ -3,7 +3,7 @@
 A window is memory of one device, mapped at an address of its own, that is bound with those of other
 devices to one multicast object. At the object's address a load adds up what lies in all windows,
 and a store reaches all: the NVSwitch does it. CuPy offers none of this, so libcuda's entry points
-are called directly, those of virtual memory management among them.
+are called directly.
 """
 
 from __future__ import annotations
@@ -11,55 +11,32 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_uint,
-    c_uint64,
-    c_ulonglong,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_ulonglong
 from typing import Any
 
 from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.cuda.virtual_memory import (
+    ACCESS_READ_WRITE,
+    ENTRY_POINTS,
+    HANDLE_IS_DESCRIPTOR,
+    LOCATION_DEVICE,
+    MEMORY_PINNED,
+    AccessDesc,
+    DriverCalls,
+    Location,
+    MemoryProp,
+)
 from ringcomm.errors import UnsupportedError
 
 # The driver's numbers, from cuda.h.
 _ATTRIBUTE_MULTICAST_SUPPORTED = 132
-_MEMORY_PINNED, _LOCATION_DEVICE, _ACCESS_READ_WRITE = 1, 1, 3
-_HANDLE_IS_DESCRIPTOR = 1
 _GRANULARITY_MINIMUM = 0
 
 LEAST_CAPABILITY = (9, 0)
 _CAUSES = (
-    "Usual causes: nvidia-fabricmanager does not run, or has no multicast groups left; the GPUs "
+    ". Usual causes: nvidia-fabricmanager does not run, or has no multicast groups left; the GPUs "
     "are under different NVSwitches; MIG; a container without the driver's IPC devices"
 )
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class _MemoryProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", _Location),
-        ("win32_metadata", c_void_p),
-        ("flags", ctypes.c_uint8 * 8),
-    )
-
-
-class _AccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", c_int))
 
 
 class _ObjectProp(ctypes.Structure):
@@ -74,53 +51,21 @@ class _ObjectProp(ctypes.Structure):
 
 
 _ENTRY_POINTS: dict[str, list[Any]] = {
-    "cuCtxGetDevice": [POINTER(c_int)],
-    "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
+    **ENTRY_POINTS,
     "cuMulticastGetGranularity": [POINTER(c_size_t), POINTER(_ObjectProp), c_int],
     "cuMulticastCreate": [POINTER(c_uint64), POINTER(_ObjectProp)],
     "cuMulticastAddDevice": [c_uint64, c_int],
     "cuMulticastBindMem": [c_uint64, c_size_t, c_uint64, c_size_t, c_size_t, c_ulonglong],
     "cuMulticastUnbind": [c_uint64, c_int, c_size_t, c_size_t],
-    "cuMemCreate": [POINTER(c_uint64), c_size_t, POINTER(_MemoryProp), c_ulonglong],
-    "cuMemRelease": [c_uint64],
-    "cuMemExportToShareableHandle": [c_void_p, c_uint64, c_int, c_ulonglong],
-    "cuMemImportFromShareableHandle": [POINTER(c_uint64), c_void_p, c_int],
-    "cuMemAddressReserve": [POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_ulonglong],
-    "cuMemAddressFree": [c_uint64, c_size_t],
-    "cuMemMap": [c_uint64, c_size_t, c_size_t, c_uint64, c_ulonglong],
-    "cuMemSetAccess": [c_uint64, c_size_t, POINTER(_AccessDesc), c_size_t],
-    "cuMemUnmap": [c_uint64, c_size_t],
-    "cuGetErrorString": [c_int, POINTER(c_char_p)],
 }
 
 
-class _Driver:
-    """The entry points, as methods that raise UnsupportedError for what the driver refuses."""
-
-    def __init__(self, library: str) -> None:
-        self._library = ctypes.CDLL(library)
-        for name, arguments in _ENTRY_POINTS.items():
-            function = getattr(self._library, name, None)
-            if function is None:
-                raise UnsupportedError(f"the driver has no {name}: it is older than CUDA 12.1's")
-            function.argtypes = arguments
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        function = getattr(self._library, name)
-
-        def call(*arguments: Any) -> None:
-            result = function(*arguments)
-            if result != 0:
-                text = c_char_p()
-                self._library.cuGetErrorString(result, byref(text))
-                reason = (text.value or b"?").decode()
-                raise UnsupportedError(f"{name}: CUDA error {result}: {reason}. {_CAUSES}")
-
-        return call
+def _calls(runtime: DeviceRuntime) -> DriverCalls:
+    return DriverCalls(runtime.driver_library, _ENTRY_POINTS, "12.1", _CAUSES)
 
 
 def _object_prop(devices: int, size_bytes: int) -> _ObjectProp:
-    return _ObjectProp(devices, size_bytes, _HANDLE_IS_DESCRIPTOR, 0)
+    return _ObjectProp(devices, size_bytes, HANDLE_IS_DESCRIPTOR, 0)
 
 
 def why_not(runtime: DeviceRuntime, device: int) -> str:
@@ -130,7 +75,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
         return f"its compute capability is {major}.{minor}, and multimem instructions need 9.0"
     supported, number = c_int(), c_int()
     try:
-        driver = _Driver(runtime.driver_library)
+        driver = _calls(runtime)
         with runtime.on_device(device):
             driver.cuCtxGetDevice(byref(number))
             driver.cuDeviceGetAttribute(
@@ -149,7 +94,7 @@ def granularity_bytes(runtime: DeviceRuntime, device: int, devices: int) -> int:
     """The unit of the size of a window that is bound with those of ``devices`` devices."""
     found = c_size_t()
     with runtime.beside_captures(device):
-        driver = _Driver(runtime.driver_library)
+        driver = _calls(runtime)
         prop = _object_prop(devices, 1)
         driver.cuMulticastGetGranularity(byref(found), byref(prop), _GRANULARITY_MINIMUM)
     return found.value
@@ -172,7 +117,7 @@ class MulticastWindow:
         self.own_ptr = self.all_ptr = 0
         self.size_bytes = size_bytes
         self._runtime, self._device = runtime, device
-        self._driver = _Driver(runtime.driver_library)
+        self._driver = _calls(runtime)
         self._object = c_uint64()
         self._number = c_int()  # of the device, for the driver
         self._undo = ExitStack()  # in which every step leaves its reverse
@@ -202,12 +147,12 @@ class MulticastWindow:
         window = cls(runtime, device, size_bytes)
         window._begin(
             lambda driver, made: driver.cuMemImportFromShareableHandle(
-                made, descriptor, _HANDLE_IS_DESCRIPTOR
+                made, descriptor, HANDLE_IS_DESCRIPTOR
             )
         )
         return window
 
-    def _begin(self, make: Callable[[_Driver, Any], None]) -> None:
+    def _begin(self, make: Callable[[DriverCalls, Any], None]) -> None:
         driver = self._driver
         with self._or_close(), self._runtime.beside_captures(self._device):
             make(driver, byref(self._object))
@@ -226,7 +171,7 @@ class MulticastWindow:
         descriptor = c_int(-1)
         with self._runtime.beside_captures(self._device):
             self._driver.cuMemExportToShareableHandle(
-                byref(descriptor), self._object, _HANDLE_IS_DESCRIPTOR, 0
+                byref(descriptor), self._object, HANDLE_IS_DESCRIPTOR, 0
             )
         return descriptor.value
 
@@ -237,8 +182,8 @@ class MulticastWindow:
             UnsupportedError: the driver refuses, for want of memory perhaps.
         """
         driver, memory, size = self._driver, c_uint64(), self.size_bytes
-        location = _Location(_LOCATION_DEVICE, self._number.value)
-        prop = _MemoryProp(_MEMORY_PINNED, _HANDLE_IS_DESCRIPTOR, location)
+        location = Location(LOCATION_DEVICE, self._number.value)
+        prop = MemoryProp(MEMORY_PINNED, HANDLE_IS_DESCRIPTOR, location)
         with self._or_close(), self._runtime.beside_captures(self._device):
             driver.cuMemCreate(byref(memory), size, byref(prop), 0)
             self._undo.callback(driver.cuMemRelease, memory)
@@ -247,13 +192,13 @@ class MulticastWindow:
             self.own_ptr = self._map(memory, location)
             self.all_ptr = self._map(self._object, location)
 
-    def _map(self, handle: c_uint64, location: _Location) -> int:
+    def _map(self, handle: c_uint64, location: Location) -> int:
         driver, ptr, size = self._driver, c_uint64(), self.size_bytes
         driver.cuMemAddressReserve(byref(ptr), size, 0, 0, 0)
         self._undo.callback(driver.cuMemAddressFree, ptr, size)
         driver.cuMemMap(ptr, size, 0, handle, 0)
         self._undo.callback(driver.cuMemUnmap, ptr, size)
-        driver.cuMemSetAccess(ptr, size, byref(_AccessDesc(location, _ACCESS_READ_WRITE)), 1)
+        driver.cuMemSetAccess(ptr, size, byref(AccessDesc(location, ACCESS_READ_WRITE)), 1)
         return ptr.value
 
     def close(self) -> None:

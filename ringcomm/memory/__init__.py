@@ -60,7 +60,8 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
         size: the shape, as integers or one sequence: ``empty(2, 3)`` or ``empty((2, 3))``.
         dtype: any torch dtype; None: ``torch.get_default_dtype()``.
         device: the heap's device: None or "cpu" for the host, "cuda", "cuda:1" or a torch.device
-            for a GPU, whose heap is made at its first use with ``RINGCOMM_CUDA_HEAP_BYTES`` bytes.
+            for a GPU, whose heap is made at its first use and grows up to
+            ``RINGCOMM_CUDA_HEAP_BYTES``.
 
     Returns:
         A contiguous tensor. Its memory is reused once the tensor and all its views are gone and,
@@ -102,7 +103,7 @@ def heap_stats(device: object = None) -> dict[str, int]:
         device: the heap's device, as in :func:`empty`.
 
     Returns:
-        ``capacity_bytes`` (address space; on a GPU memory), ``committed_bytes`` (physical memory
+        ``capacity_bytes`` (address space), ``committed_bytes`` (physical memory
         held), ``used_bytes`` (in tensors and communicators), ``free_bytes``,
         ``largest_free_bytes`` (the largest tensor that fits now) and, on the host only,
         ``huge_bytes`` (the bytes in huge pages).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,7 @@ import torch
 
 from ringcomm import _native, cuda
 from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
+from ringcomm.cuda.virtual_memory import why_not
 from ringcomm.errors import (
     ArgumentError,
     HeapError,
@@ -22,7 +24,14 @@ from ringcomm.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from ringcomm.json_reader import read_fields
+from ringcomm.json_reader import read_fields, shown
+from ringcomm.memory.device_memory import (
+    MAPPING_WAIT_S,
+    FixedMemory,
+    GrowingMemory,
+    PeerAllocation,
+    PeerChunks,
+)
 from ringcomm.memory.host_heap import parse_bytes
 from ringcomm.process import until_exit, warn_of_unknown
 from ringcomm.rendezvous.handles import machine_identity
@@ -111,7 +120,7 @@ class PinnedStorage:
         return done
 
 
-# One device heap: a device allocation, cut into smaller ones.
+# One device heap: memory of a device (device_memory.py), cut into allocations.
 #
 # Memory is used by work that the host has only queued, so a freed allocation is not free space
 # yet: an event goes into every stream that may use it, and the space is handed out again once all
@@ -120,6 +129,7 @@ class PinnedStorage:
 # same duty for the caller: a tensor that is used on further streams must be named to them.
 
 HEAP_BYTES_VARIABLE = "RINGCOMM_CUDA_HEAP_BYTES"
+HEAP_KIND_VARIABLE = "RINGCOMM_CUDA_HEAP"
 ALLOCATION_ALIGN = 256
 TOKEN_BYTES = 8
 
@@ -163,18 +173,32 @@ class _FreedAllocation:
 
 
 class DeviceHeap:
-    """The memory of this process on one device. ``token`` tells it from all other heaps."""
+    """The memory of this process on one device. ``token`` tells it from all other heaps.
 
-    def __init__(self, runtime: DeviceRuntime, device: int, capacity_bytes: int) -> None:
+    Args:
+        runtime: of the device.
+        device: its ordinal.
+        capacity_bytes: that it may have.
+        why_fixed: says why it takes them at once; "": it grows.
+    """
+
+    def __init__(
+        self, runtime: DeviceRuntime, device: int, capacity_bytes: int, why_fixed: str
+    ) -> None:
         self.runtime = runtime
         self.device = device
-        self.capacity_bytes = capacity_bytes
         self.token = secrets.randbits(64)
         self.pid = os.getpid()
-        self.base_ptr = runtime.allocate(device, capacity_bytes)
+        self.memory = (
+            FixedMemory(runtime, device, capacity_bytes, why_fixed)
+            if why_fixed
+            else GrowingMemory(runtime, device, capacity_bytes, self.token)
+        )
+        self.capacity_bytes = self.memory.capacity_bytes
+        self.base_ptr = self.memory.base_ptr
         self._closed = False
         self._lock = threading.Lock()
-        self._allocator = _native.Allocator(capacity_bytes)
+        self._allocator = _native.Allocator(self.capacity_bytes)
         self._live: WeakValueDictionary[int, DeviceAllocation] = WeakValueDictionary()
         # Allocations die wherever the garbage collector runs, even inside allocate() of the same
         # thread: a deque takes them without the lock.
@@ -182,7 +206,12 @@ class DeviceHeap:
         self._leaving: list[_FreedAllocation] = []
         # Offset 0, for good: a peer that maps this memory looks whether it is the right one.
         self._allocator.allocate(TOKEN_BYTES, ALLOCATION_ALIGN)
-        runtime.write(device, self.base_ptr, self.token.to_bytes(TOKEN_BYTES, "little"))
+        try:
+            self.memory.grow(ALLOCATION_ALIGN)
+            runtime.write(device, self.base_ptr, self.token.to_bytes(TOKEN_BYTES, "little"))
+        except BaseException:
+            self.close()
+            raise
 
     def current_stream(self) -> int:
         return self.runtime.current_stream(self.device)
@@ -191,10 +220,15 @@ class DeviceHeap:
         """True if the ``size_bytes`` bytes at ``ptr`` lie in this heap."""
         return 0 <= ptr - self.base_ptr <= self.capacity_bytes - size_bytes
 
+    def is_reached(self, ptr: int, size_bytes: int) -> bool:
+        """True if the bytes lie in this heap, where all processes that map it have mapped it."""
+        return 0 <= ptr - self.base_ptr <= self.memory.reached_bytes - size_bytes
+
     def allocate(self, size_bytes: int, operation: str) -> DeviceAllocation:
         """An allocation at a multiple of 256 bytes, for use in the order of the current stream.
 
-        When only space is left whose last work is under way, waits for that work.
+        The heap grows where it can. When only space is left whose last work is under way, waits
+        for that work.
 
         Raises:
             HeapError: there is no room; names ``operation``, need, free space and remedy.
@@ -211,16 +245,44 @@ class DeviceHeap:
             with self._lock:
                 self._reclaim()
                 offset = self._allocator.allocate(size_bytes, ALLOCATION_ALIGN)
-                if offset is not None:
-                    allocation = self._live[offset] = DeviceAllocation(self, offset, size_bytes)
-                    return allocation
                 waits = self._leaving[0].events if self._leaving else None
+            refusal = self._commit(offset, size_bytes) if offset is not None else None
+            if offset is not None and refusal is None:
+                allocation = self._live[offset] = DeviceAllocation(self, offset, size_bytes)
+                return allocation
             if not waits:
-                raise self._no_room(size_bytes, operation)
+                raise self._no_room(size_bytes, operation, refusal) from refusal
             # Without the lock: another rank's thread may have to allocate before it can make the
             # call that this work waits for.
             for event in waits:
                 event.synchronize()
+
+    def _commit(self, offset_bytes: int, size_bytes: int) -> Exception | None:
+        """Has the heap grow so far; gives the offset back and returns why it cannot."""
+        try:
+            self.memory.grow(offset_bytes + size_bytes)
+        except (MemoryError, UnsupportedError) as error:
+            with self._lock:
+                self._allocator.free(offset_bytes)
+            return error
+        return None
+
+    def await_peers(self, operation: str, timeout_s: float) -> None:
+        """Returns when all processes that map this heap reach all of it.
+
+        For what peers read or write at addresses that no kernel has checked.
+
+        Raises:
+            HeapError: one of them did not map it in time.
+        """
+        if not self.memory.await_peers(timeout_s):
+            raise HeapError(
+                f"{operation}: the heap on device {self.device} has grown to "
+                f"{self.memory.committed_bytes} bytes, of which other processes have mapped "
+                f"{self.memory.reached_bytes} in {timeout_s:g} seconds. Does one of them hang, or "
+                "hold its driver? See what it reports; or allocate before the ranks wait for each "
+                "other"
+            )
 
     def give_back(self, offset_bytes: int, streams: dict[int, Stream | None]) -> None:
         """Takes the space of a freed allocation; in a forked child it stays the parent's."""
@@ -249,13 +311,25 @@ class DeviceHeap:
                 remaining.append(leaving)
         self._leaving = remaining
 
-    def _no_room(self, size_bytes: int, operation: str) -> HeapError:
+    def _no_room(self, size_bytes: int, operation: str, refusal: Exception | None) -> HeapError:
         stats = self.stats()
+        free_bytes, total_bytes = self.runtime.memory_info(self.device)
+        if not self.memory.why_fixed and self.capacity_bytes >= total_bytes:
+            refusal = refusal or MemoryError(f"it may have {self.capacity_bytes} bytes")
+        if refusal is not None:
+            return HeapError(
+                f"{operation}: needs {size_bytes} bytes, and the heap on device {self.device} "
+                f"cannot grow: it has {stats['committed_bytes']} bytes, of which "
+                f"{stats['used_bytes']} are used, and the device has {free_bytes} bytes free of "
+                f"{total_bytes}: {refusal}. Free tensors of the heap, or end what else uses the "
+                "device; torch gives cached memory back with torch.cuda.empty_cache()"
+            )
+        grows = f"; the heap does not grow: {self.memory.why_fixed}" * bool(self.memory.why_fixed)
         return HeapError(
             f"{operation}: needs {size_bytes} bytes, free {stats['free_bytes']} bytes (largest "
             f"range {stats['largest_free_bytes']}) of the {self.capacity_bytes} bytes of the heap "
-            f"on device {self.device}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
-            "(or heap_bytes=) before the heap's first use"
+            f"on device {self.device}{grows}. Free tensors of the heap, or raise "
+            f"{HEAP_BYTES_VARIABLE} (or heap_bytes=) before the heap's first use"
         )
 
     def stats(self) -> dict[str, int]:
@@ -264,12 +338,17 @@ class DeviceHeap:
             self._reclaim()
             used_bytes = self._allocator.used_bytes
             largest_free_bytes = self._allocator.largest_free_bytes
+        committed_bytes = self.memory.committed_bytes
+        free_bytes = self.capacity_bytes - used_bytes
+        if committed_bytes < self.capacity_bytes:
+            left_bytes = self.runtime.memory_info(self.device)[0]
+            free_bytes = min(free_bytes, max(0, committed_bytes - used_bytes) + left_bytes)
         return {
             "capacity_bytes": self.capacity_bytes,
-            "committed_bytes": self.capacity_bytes,
+            "committed_bytes": committed_bytes,
             "used_bytes": used_bytes,
-            "free_bytes": self.capacity_bytes - used_bytes,
-            "largest_free_bytes": largest_free_bytes,
+            "free_bytes": free_bytes,
+            "largest_free_bytes": min(largest_free_bytes, free_bytes),
         }
 
     def find_allocation(self, ptr: int) -> DeviceAllocation | None:
@@ -280,15 +359,16 @@ class DeviceHeap:
         """Gives the memory back; allocations that still live must not be used any more."""
         if not self._closed:
             self._closed = True
-            self.runtime.free(self.device, self.base_ptr)
+            self.memory.close()
 
 
 # The heap of this process on each of its devices, and tensors in it.
 #
-# One device allocation per process and device, made at first use: all communicators and heap
-# tensors on the device share it, and a peer that has mapped it reaches all of them. It is given
-# back at exit, after the mappings of peers' heaps.
+# One heap per process and device, made at first use: all communicators and heap tensors on the
+# device share it, and a peer that has mapped it reaches all of them. It is given back at exit,
+# after the mappings of peers' heaps.
 
+# Of a heap that does not grow.
 DEFAULT_HEAP_BYTES = 1 << 30
 # The driver shares memory between processes by whole pages of 2 MiB: a smaller allocation would
 # show the peers what lies beside it.
@@ -319,13 +399,35 @@ def _forget_heaps_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_heaps_in_child)
 
 
-def _wanted_bytes(runtime: DeviceRuntime, device: int, heap_bytes: int | None) -> int:
+def why_heap_is_fixed(runtime: DeviceRuntime, device: int) -> str:
+    """Says why the heap on ``device`` is, or will be, one allocation; "": it grows by chunks.
+
+    Raises:
+        ArgumentError: ``RINGCOMM_CUDA_HEAP`` is not a kind of heap.
+    """
+    kind = os.environ.get(HEAP_KIND_VARIABLE, "") or "growing"
+    if kind not in ("growing", "fixed"):
+        raise ArgumentError(
+            f'{HEAP_KIND_VARIABLE}: expected "growing" or "fixed", got {shown(kind)}; unset it for '
+            "a heap that grows"
+        )
+    if kind == "fixed":
+        return f"{HEAP_KIND_VARIABLE}=fixed is set"
+    refusal = why_not(runtime, device)
+    return refusal and f"the device has no virtual memory management: {refusal}"
+
+
+def _wanted_bytes(
+    runtime: DeviceRuntime, device: int, heap_bytes: int | None, *, grows: bool
+) -> int:
     warn_of_unknown()
     text = os.environ.get(HEAP_BYTES_VARIABLE, "")
     if heap_bytes is None and text:
         heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE)
     if heap_bytes is None:
-        heap_bytes = max(PAGE_BYTES, min(DEFAULT_HEAP_BYTES, runtime.memory_info(device)[0] // 2))
+        free_bytes, total_bytes = runtime.memory_info(device)
+        usual_bytes = total_bytes if grows else min(DEFAULT_HEAP_BYTES, free_bytes // 2)
+        heap_bytes = max(PAGE_BYTES, usual_bytes)
     if heap_bytes < PAGE_BYTES:
         raise ArgumentError(
             f"heap_bytes: expected at least {PAGE_BYTES} bytes, got {heap_bytes}; pass a larger "
@@ -334,13 +436,23 @@ def _wanted_bytes(runtime: DeviceRuntime, device: int, heap_bytes: int | None) -
     return -(-heap_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _make_heap(runtime: DeviceRuntime, device: int, capacity_bytes: int) -> DeviceHeap:
+def _make_heap(runtime: DeviceRuntime, device: int, heap_bytes: int | None) -> DeviceHeap:
+    why_fixed = why_heap_is_fixed(runtime, device)
+    capacity_bytes = _wanted_bytes(runtime, device, heap_bytes, grows=not why_fixed)
+    if why_fixed and runtime.kind == "cuda":
+        warnings.warn(
+            f"the heap on device {device} is one allocation of {capacity_bytes} bytes and does "
+            f"not grow: {why_fixed}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     try:
-        return DeviceHeap(runtime, device, capacity_bytes)
+        return DeviceHeap(runtime, device, capacity_bytes, why_fixed)
     except MemoryError as error:
         free_bytes, total_bytes = runtime.memory_info(device)
+        needed_bytes = capacity_bytes if why_fixed else PAGE_BYTES
         raise HeapError(
-            f"device heap: needs {capacity_bytes} bytes, free {free_bytes} bytes of the "
+            f"device heap: needs {needed_bytes} bytes, free {free_bytes} bytes of the "
             f"{total_bytes} bytes of device {device} ({runtime.identity(device).name}): {error}. "
             f"Set {HEAP_BYTES_VARIABLE} (or heap_bytes=) to a smaller size, or end what else uses "
             "the device; torch gives cached memory back with torch.cuda.empty_cache()"
@@ -353,7 +465,8 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
     Args:
         device: ordinal in this process.
         heap_bytes: capacity in bytes, rounded up to 2 MiB; None takes
-            ``RINGCOMM_CUDA_HEAP_BYTES``, or else 1 GiB, or half of the device's free memory if
+            ``RINGCOMM_CUDA_HEAP_BYTES``, or else all the device's memory. A heap that does not
+            grow takes it at once, and by default 1 GiB, or half of the device's free memory if
             that is less.
 
     Raises:
@@ -373,8 +486,7 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
             heap.close()
             heap = None
         if heap is None:
-            capacity_bytes = _wanted_bytes(runtime, device, heap_bytes)
-            heap = process.heaps[device] = _make_heap(runtime, device, capacity_bytes)
+            heap = process.heaps[device] = _make_heap(runtime, device, heap_bytes)
             if not process.closes_at_exit:
                 # Not atexit, which the children of multiprocessing skip.
                 Finalize(None, close_heaps, exitpriority=EXIT_PRIORITY)
@@ -438,8 +550,8 @@ def device_empty(
 
 # ---- The device heaps of the other ranks, mapped here once each, however many communicators use
 # them A peer is a thread of this process on the same device (the heap is this rank's own), a thread
-# on another device (peer access between two devices of this process), or another process (CUDA IPC,
-# which never works in the process that made the handle).
+# on another device (peer access between two devices of this process), or another process (whose
+# chunks it hands out, or CUDA IPC, which never works in the process that made the handle).
 
 # After the communicators (100), before the heaps of this process (80).
 UNMAP_PRIORITY = 90
@@ -469,8 +581,9 @@ class RecorderAddress:
 class DeviceHandle:
     """The address of a rank's device heap and of its region, and what all ranks must agree on.
 
-    ``ipc_handle`` is hexadecimal; it is empty when the driver gave none, for the reason that
-    ``ipc_refusal`` states. ``proof`` is random in every communicator: what the ranks write to
+    ``ipc_handle`` and ``service``, which hands out the chunks of a heap that grows, are
+    hexadecimal; both are empty when the driver shares nothing, for the reason that ``ipc_refusal``
+    states. ``proof`` is random in every communicator: what the ranks write to
     each other when they prove their links cannot be left over from an earlier one. The fields of
     the recorder are 0 where nothing is recorded.
     """
@@ -487,8 +600,10 @@ class DeviceHandle:
     pci_bus_id: str
     device_name: str
     ipc_handle: str
+    service: str
     ipc_refusal: str
     capacity_bytes: int
+    committed_bytes: int
     token: int
     proof: int
     region_offset_bytes: int
@@ -502,7 +617,7 @@ class DeviceHandle:
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> DeviceHandle:
         """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
-        return cls(**read_fields(cls, text, rank, operation, hexadecimal=("ipc_handle",)))
+        return cls(**read_fields(cls, text, rank, operation, hexadecimal=("ipc_handle", "service")))
 
     @property
     def recorder(self) -> RecorderAddress:
@@ -524,14 +639,6 @@ class DeviceHandle:
         )
 
 
-def _export(heap: DeviceHeap) -> tuple[str, str]:
-    """The heap's IPC handle, or why there is none: ranks of one process need none."""
-    try:
-        return heap.runtime.export_handle(heap.device, heap.base_ptr).hex(), ""
-    except UnsupportedError as error:
-        return "", str(error)
-
-
 def make_handle(
     heap: DeviceHeap,
     rank: int,
@@ -539,11 +646,26 @@ def make_handle(
     region: tuple[int, int],
     layout: str,
     recorder: RecorderAddress | None = None,
+    *,
+    shares: bool = True,
 ) -> DeviceHandle:
-    """Makes what this rank tells its peers; ``region`` is offset in the heap and size, in bytes."""
+    """Makes what this rank tells its peers.
+
+    Args:
+        heap: of this rank.
+        rank: this rank.
+        world_size: the number of ranks.
+        region: offset in the heap and size, in bytes.
+        layout: what all ranks must agree on.
+        recorder: of this rank, if it has one.
+        shares: False if all ranks are of this process, which needs no way into its heap.
+
+    Raises:
+        RingcommError: there is no thread that hands the heap's chunks out.
+    """
     host, boot, pid_namespace = machine_identity()
     identity = heap.runtime.identity(heap.device)
-    ipc_handle, ipc_refusal = _export(heap)
+    ipc_handle, service, ipc_refusal = heap.memory.export() if shares else ("", "", "")
     return DeviceHandle(
         rank=rank,
         world_size=world_size,
@@ -557,8 +679,10 @@ def make_handle(
         pci_bus_id=identity.pci_bus_id,
         device_name=identity.name,
         ipc_handle=ipc_handle,
+        service=service,
         ipc_refusal=ipc_refusal,
         capacity_bytes=heap.capacity_bytes,
+        committed_bytes=heap.memory.committed_bytes,
         token=heap.token,
         proof=secrets.randbits(63),
         region_offset_bytes=region[0],
@@ -588,14 +712,21 @@ class MappedDeviceHeap:
 class _OpenedHeap(MappedDeviceHeap):
     """Another process's heap, opened for one device; closed when the last user lets go."""
 
-    __slots__ = ("_closed", "_device", "_opened_by", "_runtime")
+    __slots__ = ("_closed", "_opened_by", "memory")
 
     def __init__(self, runtime: DeviceRuntime, device: int, handle: DeviceHandle) -> None:
-        super().__init__(
-            runtime.open_handle(device, bytes.fromhex(handle.ipc_handle)), handle.pid, None
+        self.memory = (
+            PeerChunks(
+                runtime,
+                device,
+                (bytes.fromhex(handle.service), handle.pid),
+                handle.token,
+                handle.capacity_bytes,
+            )
+            if handle.service
+            else PeerAllocation(runtime, device, bytes.fromhex(handle.ipc_handle))
         )
-        self._runtime = runtime
-        self._device = device
+        super().__init__(self.memory.base_ptr, handle.pid, None)
         self._opened_by = os.getpid()
         self._closed = False
 
@@ -603,7 +734,7 @@ class _OpenedHeap(MappedDeviceHeap):
         # In a forked child the mapping is the parent's.
         if not self._closed and self._opened_by == os.getpid():
             self._closed = True
-            self._runtime.close_handle(self._device, self.base_ptr)
+            self.memory.close()
 
     @until_exit
     def __del__(self) -> None:
@@ -678,6 +809,7 @@ def _peer_device(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> 
         )
     try:
         own_heap.runtime.enable_peer(own_heap.device, heap.device)
+        heap.memory.grant(own_heap.device)
     except UnsupportedError as error:
         raise _unreachable(handle, own_heap, operation, str(error)) from error
     return MappedDeviceHeap(heap.base_ptr, 0, heap)
@@ -685,7 +817,7 @@ def _peer_device(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> 
 
 def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedDeviceHeap:
     process, runtime, device = _mappings, own_heap.runtime, own_heap.device
-    if not handle.ipc_handle:
+    if not handle.ipc_handle and not handle.service:
         raise _unreachable(handle, own_heap, operation, handle.ipc_refusal)
     key = (device, handle.pid, handle.token)
     with process.lock:
@@ -695,6 +827,8 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
                 opened = _OpenedHeap(runtime, device, handle)
             except UnsupportedError as error:
                 raise _unreachable(handle, own_heap, operation, str(error)) from error
+            except OSError as error:
+                raise _no_chunks(handle, operation, error) from error
             if not process.closes_at_exit:
                 # Not atexit, which the children of multiprocessing skip.
                 Finalize(None, close_mappings, exitpriority=UNMAP_PRIORITY)
@@ -707,7 +841,18 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
                     "peer ended meanwhile?"
                 )
             process.opened[key] = opened
-        return opened
+    if not opened.memory.await_bytes(handle.committed_bytes, MAPPING_WAIT_S):
+        raise _no_chunks(handle, operation, OSError(0, "a chunk did not come, or found no place"))
+    return opened
+
+
+def _no_chunks(handle: DeviceHandle, operation: str, error: OSError) -> RendezvousError:
+    said = error.strerror or str(error) or type(error).__name__
+    return RendezvousError(
+        f"{operation}: the heap of {handle.named} could not be mapped: {said}. Has the peer ended "
+        "meanwhile? Do the ranks run in containers that do not share a network namespace? Share "
+        f"it, or set {HEAP_KIND_VARIABLE}=fixed on all ranks"
+    )
 
 
 def _unreachable(

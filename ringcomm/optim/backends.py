@@ -553,6 +553,7 @@ class DeviceBackend(Backend):
         sharers = sharers_of(comm, options.state)
         super().__init__(alone, reducer, options, sharers, fused=not quantized_state)
         self._engine = device_engine_of(comm.engine)
+        self._memory = self._engine.device_core.heap.memory
         self._device = comm.device
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
@@ -582,7 +583,10 @@ class DeviceBackend(Backend):
         self._updates.clear()
 
     def begin(self, table: StepTable) -> None:
-        known = self._prepare
+        known, memory = self._prepare, self._memory
+        if memory.reached_bytes < memory.committed_bytes:
+            # Peers take buckets from where they lie, and bring parameters there.
+            self._engine.device_core.await_peers("step")
         if known is None:
             run = methodcaller("prepare_adamw", self._table.data_ptr())
             known = self._prepare = self._repeated(Call("adamw_prepare", run, []))

@@ -670,6 +670,7 @@ class DeviceReducer(HostReducer):
     def __init__(self, comm: Communicator, options: ReduceOptions) -> None:
         super().__init__(comm, options)
         self._engine = device_engine_of(comm.engine)
+        self._memory = self._engine.device_core.heap.memory
 
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
         words.zero_()
@@ -704,6 +705,8 @@ class DeviceReducer(HostReducer):
             into.tag,
         )
         name, engine, outputs = "reduce_scatter_norm", self._engine, [into.out, words]
+        if self._memory.reached_bytes < self._memory.committed_bytes:
+            engine.device_core.await_peers(name)  # which take the gradients from where they lie
         if async_op:
             starts = engine.starts
             event = (

@@ -25,6 +25,7 @@ from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, interpreted_int64
 from ringcomm.comm.agreement import first_other, gather_bytes, unequal
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.peer_memory import awaiting_peers
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer, integers
 from ringcomm.process import until_exit
@@ -212,6 +213,7 @@ class Context:
         # At least one element: an empty tensor has no address.
         whole = make(max(1, prod(shape)), dtype=dtype, device=self._target.heap_device)
         self._owned.append(whole)
+        awaiting_peers(self.comm)(operation)
         offset = whole.data_ptr() - self._heaps[self.comm.rank]
         offsets = self._agree(operation, "bytes", prod(shape) * dtype.itemsize, offset)
         addresses = [base + offset for base, offset in zip(self._heaps, offsets, strict=True)]

@@ -4,7 +4,7 @@ import pytest
 
 from ringcomm import cuda
 from ringcomm.cli import doctor
-from ringcomm.cli.doctor import LOADING_VARIABLE, NOTE, OK, check_devices
+from ringcomm.cli.doctor import FAIL, LOADING_VARIABLE, NOTE, OK, check_devices
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE
 from ringcomm.errors import UnsupportedError
 from tests.support.emulator import EmulatedRuntime
@@ -20,8 +20,13 @@ def runtime():
 def test_every_device_is_described(runtime, monkeypatch):
     monkeypatch.delenv(CONNECTIONS_VARIABLE, raising=False)
     monkeypatch.setattr(doctor, "describe_source", lambda capability: f"for {capability}")
-    first, second, queues, _ = check_devices()
+    first, heap, second, _, queues, _ = check_devices()
     assert (first.name, second.name) == ("gpu 0", "gpu 1")
+    assert (heap.name, heap.verdict, heap.value) == (
+        "heap on gpu 0",
+        OK,
+        "grows by chunks as it fills",
+    )
     assert first.verdict == OK
     assert "6 multiprocessors" in first.value
     assert "kernels: for (" in first.value
@@ -35,6 +40,16 @@ def test_a_device_without_kernels_is_named(runtime, monkeypatch):
     monkeypatch.setattr(doctor, "describe_source", none)
     first, *_ = check_devices()
     assert (first.verdict, first.advice) == (NOTE, "no compiler")
+
+
+def test_a_heap_that_does_not_grow_is_named(runtime, monkeypatch):
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", "fixed")
+    _, heap, *_ = check_devices()
+    assert (heap.verdict, heap.value) == (NOTE, "one allocation, which does not grow")
+    assert "RINGCOMM_CUDA_HEAP=fixed is set; RINGCOMM_CUDA_HEAP_BYTES sets" in heap.advice
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", "rubber")
+    _, heap, *_ = check_devices()
+    assert heap.verdict == FAIL
 
 
 def test_few_queues_are_named(runtime, monkeypatch):

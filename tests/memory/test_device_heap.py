@@ -32,10 +32,11 @@ def use(**options: int) -> EmulatedRuntime:
     return runtime
 
 
-@pytest.fixture
-def runtime(monkeypatch) -> Iterator[EmulatedRuntime]:
-    """Two devices with heaps of 8 MiB, at their first use."""
+@pytest.fixture(params=["growing", "fixed"])
+def runtime(monkeypatch, request) -> Iterator[EmulatedRuntime]:
+    """Two devices with heaps of at most 8 MiB, of both kinds."""
     monkeypatch.setenv("RINGCOMM_CUDA_HEAP_BYTES", "8M")
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", request.param)
     runtime = use(devices=2, memory_bytes=64 * MIB)
     yield runtime
     while Gate.closed:
@@ -110,7 +111,9 @@ def test_a_view_keeps_its_memory_and_the_last_one_gives_it_back(runtime):
 def test_statistics_add_up(runtime):
     kept = ringcomm.empty(1000, device="cuda")
     stats = ringcomm.heap_stats(device="cuda")
-    assert stats["capacity_bytes"] == stats["committed_bytes"] == 8 * MIB
+    fixed = device_heap.device_heap(0).memory.why_fixed
+    assert stats["capacity_bytes"] == 8 * MIB
+    assert stats["committed_bytes"] == (8 * MIB if fixed else 2 * MIB)
     assert stats["used_bytes"] + stats["free_bytes"] == 8 * MIB
     assert stats["used_bytes"] >= kept.numel() * 4
     assert 0 < stats["largest_free_bytes"] <= stats["free_bytes"]
@@ -133,7 +136,8 @@ def test_full_heap_says_what_is_needed(runtime):
     assert ringcomm.zeros(5 * MIB, dtype=torch.uint8, device="cuda").numel() == 5 * MIB
 
 
-def test_a_device_without_room_for_the_heap():
+def test_a_device_without_room_for_the_heap(monkeypatch):
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", "fixed")
     runtime = use(memory_bytes=6 * MIB)
     other = runtime.allocate(0, 3 * MIB)
     with pytest.raises(HeapError) as raised:
@@ -148,6 +152,11 @@ def test_a_device_without_room_for_the_heap():
 
 def test_sizes(monkeypatch):
     monkeypatch.delenv("RINGCOMM_CUDA_HEAP_BYTES", raising=False)
+    for memory_bytes in (1 << 33, 64 * MIB):
+        use(memory_bytes=memory_bytes)
+        assert device_heap.device_heap(0).capacity_bytes == memory_bytes
+        device_heap.close_heaps()
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", "fixed")
     for memory_bytes, default in ((1 << 33, 1 << 30), (64 * MIB, 32 * MIB), (3 * MIB, PAGE_BYTES)):
         use(memory_bytes=memory_bytes)
         assert device_heap.device_heap(0).capacity_bytes == default
@@ -271,24 +280,27 @@ def test_another_runtime_has_another_heap(runtime):
 def _ends(store, rank, world):
     """Leaves a tensor to the interpreter's end."""
     runtime = use()
-    free = runtime.free
-
-    def told(device: int, ptr: int) -> None:
-        store.set("freed", str(device))
-        free(device, ptr)
-
-    runtime.free = told  # type: ignore[method-assign]
     globals()["kept"] = ringcomm.empty(1000, device="cuda")
+    memory = device_heap.device_heap(0).memory
+    close = memory.close
+
+    def told() -> None:
+        store.set("freed", "0")
+        close()
+
+    memory.close = told  # type: ignore[method-assign]
     return len(runtime.allocated())
 
 
-def _ends_with_store(store, rank, world, path):
+def _ends_with_store(store, rank, world, path, kind):
+    os.environ["RINGCOMM_CUDA_HEAP"] = kind
     return _ends(FileStore(path, 1), rank, world)
 
 
-def test_the_heap_is_given_back_at_exit(tmp_path):
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_the_heap_is_given_back_at_exit(tmp_path, kind):
     path = str(tmp_path / "store")
-    assert run_ranks(_ends_with_store, 1, path) == [1]
+    assert run_ranks(_ends_with_store, 1, path, kind) == [1]
     assert FileStore(path, 1).get("freed") == b"0"
 
 

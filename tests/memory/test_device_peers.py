@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-@pytest.fixture
-def runtime() -> Iterator[EmulatedRuntime]:
+@pytest.fixture(params=["growing", "fixed"])
+def runtime(monkeypatch, request) -> Iterator[EmulatedRuntime]:
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", request.param)
     made = EmulatedRuntime(devices=3, memory_bytes=64 * MIB, unreachable=frozenset({(0, 2)}))
     cuda.use(made)
     yield made
@@ -42,7 +44,9 @@ def test_a_handle_travels_as_json(runtime):
     assert DeviceHandle.from_json(text_of(handle).encode(), 3, "op") == handle
     assert (handle.device, handle.uuid, handle.kind) == (1, "GPU-emulated-1", "emulated")
     assert (handle.pid, handle.region_offset_bytes) == (os.getpid(), MIB)
-    assert len(bytes.fromhex(handle.ipc_handle)) == 64
+    fixed = device_heap.device_heap(1).memory.why_fixed
+    assert len(bytes.fromhex(handle.ipc_handle)) == (64 if fixed else 0)
+    assert bool(handle.service) != bool(fixed)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,7 @@ def test_a_handle_travels_as_json(runtime):
         ({"device": True}, "device of rank 3 to be an integer"),
         ({"uuid": 5}, "uuid of rank 3 to be a string, got 5"),
         ({"ipc_handle": "xyz"}, "ipc_handle of rank 3 to be hexadecimal digits"),
+        ({"service": "xyz"}, "service of rank 3 to be hexadecimal digits"),
         ({"pid": None}, "pid of rank 3"),
         ({"version": 99}, "is not a version"),
         ({"error": "no room"}, "rank 3 failed: no room"),
@@ -106,15 +111,21 @@ def test_what_cannot_be_mapped(runtime):
     with pytest.raises(MismatchError, match="kind 'cuda', this rank one of kind 'emulated'"):
         map_device_heap(replace(handle, kind="cuda"), heap, "op")
     elsewhere = replace(handle, pid=handle.pid + 1)
-    # The emulator, as CUDA, refuses its own process's handle whatever the record says.
-    with pytest.raises(UnsupportedError, match="invalid device context"):
-        map_device_heap(elsewhere, heap, "op")
-    without = replace(elsewhere, ipc_handle="", ipc_refusal="it said no")
+    if heap.memory.why_fixed:
+        # The emulator, as CUDA, refuses its own process's handle whatever the record says.
+        with pytest.raises(UnsupportedError, match="invalid device context"):
+            map_device_heap(elsewhere, heap, "op")
+    else:
+        with pytest.raises(RendezvousError, match="mapped: another process answers there"):
+            map_device_heap(elsewhere, heap, "op")
+    without = replace(elsewhere, service="", ipc_handle="", ipc_refusal="it said no")
     with pytest.raises(UnsupportedError, match=r"cannot reach .*: it said no\. Usual causes"):
         map_device_heap(without, heap, "op")
 
 
 def test_a_driver_without_ipc_serves_ranks_of_one_process(runtime, monkeypatch):
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", "fixed")
+
     def refuse(device: int, ptr: int) -> bytes:
         raise UnsupportedError("no IPC here")
 
@@ -155,12 +166,14 @@ def test_a_heap_is_opened_once_and_closed_with_its_last_user():
     assert run_ranks(_shares_mappings, 3) == [0, 0, 0]
 
 
-def _maps_an_impostor(store, rank, world):
+def _maps_an_impostor(store, rank, world, kind):
+    os.environ["RINGCOMM_CUDA_HEAP"] = kind
     cuda.use(EmulatedRuntime())
     heap = device_heap.device_heap(0)
     peer = exchange_handles(store, rank, world, heap)[1 - rank]
     said = []
-    for wrong in (replace(peer, token=peer.token ^ 1), replace(peer, ipc_handle="00" * 64)):
+    other = {"ipc_handle": "00" * 64} if kind == "fixed" else {"service": "00" * 6}
+    for wrong in (replace(peer, token=peer.token ^ 1), replace(peer, **other)):
         try:
             map_device_heap(wrong, heap, "op")
         except (RendezvousError, UnsupportedError) as error:
@@ -171,41 +184,41 @@ def _maps_an_impostor(store, rank, world):
     return said
 
 
+def test_a_service_without_that_heap_is_refused():
+    for said in run_ranks(_maps_an_impostor, 2, "growing"):
+        assert "RendezvousError: op: the heap of rank" in said[0]
+        assert "could not be mapped: that process has no such heap any more" in said[0]
+        assert "RendezvousError: op: the heap of rank" in said[1]
+        assert "do not share a network namespace" in said[1]
+
+
 def test_a_mapping_of_something_else_is_refused():
-    for said in run_ranks(_maps_an_impostor, 2):
+    for said in run_ranks(_maps_an_impostor, 2, "fixed"):
         assert "RendezvousError: op: what this process mapped is not the heap" in said[0]
         assert "UnsupportedError: op: device 0" in said[1]
         assert "cannot reach the memory of rank" in said[1]
 
 
-class Logs(EmulatedRuntime):
-    """Writes what it gives back to a file."""
-
-    log = Path()
-
-    def write_down(self, name: str) -> None:
-        with self.log.open("a") as file:
-            file.write(f"{name}\n")
-
-    def free(self, device: int, ptr: int) -> None:
-        self.write_down("free")
-        super().free(device, ptr)
-
-    def close_handle(self, device: int, ptr: int) -> None:
-        self.write_down("close")
-        super().close_handle(device, ptr)
+def _write_down(log: Path, name: str, then: Callable[[], None] | None = None) -> None:
+    with log.open("a") as file:
+        file.write(f"{name}\n")
+    if then is not None:
+        then()
 
 
-def _closes_in_order(store, rank, world, path):
-    runtime = Logs()
-    runtime.log = Path(path) / str(rank)
-    cuda.use(runtime)
+def _closes_in_order(store, rank, world, path, kind):
+    os.environ["RINGCOMM_CUDA_HEAP"] = kind
+    log = Path(path) / str(rank)
+    cuda.use(EmulatedRuntime())
     heap = device_heap.device_heap(0)
+    heap.memory.close = partial(_write_down, log, "free", heap.memory.close)  # type: ignore[method-assign]
     globals()["kept"] = [
         map_device_heap(h, heap, "op") for h in exchange_handles(store, rank, world, heap)
     ]
+    (opened,) = device_peers._mappings.opened.values()
+    opened.memory.close = partial(_write_down, log, "close", opened.memory.close)  # type: ignore[method-assign]
     # A communicator's turn comes before both.
-    Finalize(None, runtime.write_down, ("communicator",), exitpriority=100)
+    Finalize(None, _write_down, (log, "communicator"), exitpriority=100)
     child = os.fork()
     if child == 0:
         globals()["kept"].clear()
@@ -218,7 +231,8 @@ def _closes_in_order(store, rank, world, path):
     await_all(store, "mapped", world)
 
 
-def test_at_exit_mappings_are_closed_before_the_heap_and_a_forked_child_closes_none(tmp_path):
-    run_ranks(_closes_in_order, 2, str(tmp_path))
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_at_exit_mappings_are_closed_before_the_heap_and_a_forked_child_closes_none(tmp_path, kind):
+    run_ranks(_closes_in_order, 2, str(tmp_path), kind)
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text().split() == ["communicator", "close", "free"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -275,10 +276,11 @@ def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
 
 def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> None:
     end = handle.region_offset_bytes + region_bytes
-    if handle.region_bytes != region_bytes or end > handle.capacity_bytes:
+    has_bytes = min(handle.capacity_bytes, handle.committed_bytes)
+    if handle.region_bytes != region_bytes or end > has_bytes:
         raise RendezvousError(
             f"{operation}: expected a region of {region_bytes} bytes in the heap of "
-            f"{handle.capacity_bytes} bytes of rank {handle.rank}, got {handle.region_bytes} bytes "
+            f"{has_bytes} bytes of rank {handle.rank}, got {handle.region_bytes} bytes "
             f"at offset {handle.region_offset_bytes}. Do all ranks run the same ringcomm?"
         )
 
@@ -353,6 +355,9 @@ class DeviceCore:
             self._page = self.runtime.allocate_pinned(_native.HOST_PAGE_BYTES)
         self._regions: list[int] = []
         self._capacities: list[int] = []
+        # Bytes of the heap that kernels lend to peers; 0 before there is a table.
+        self._lent_bytes = 0
+        self._lending = threading.Lock()
         self._mapped: Sequence[MappedDeviceHeap] = ()
         self._window: MulticastWindow | None = None
         self._watched: Watched | None = None
@@ -410,6 +415,8 @@ class DeviceCore:
                 f"least {2 * self.native.channels * self.world_size * 64} for {self.world_size} "
                 f"ranks and {self.native.channels} channels, got {self._multicast_bytes}"
             )
+        # All peers have mapped the heap by now, and what it gets from here on its memory tells.
+        self._lent_bytes = self._capacities[self.rank] = self.heap.memory.reached_bytes
         table = self.native.table(
             regions=self._regions,
             heaps=[each.base_ptr for each in self._mapped],
@@ -418,6 +425,34 @@ class DeviceCore:
             rings=[list(ring) for ring in rings],
         )
         self.runtime.write(self.device, self._ptr + self.native.table_offset_bytes, table)
+        this = weakref.ref(self)
+
+        def lend(size_bytes: int) -> None:
+            core = this()
+            if core is None:
+                raise ReferenceError
+            core.lend(size_bytes)
+
+        self.heap.memory.tell(lend)
+
+    def lend(self, size_bytes: int) -> None:
+        """Has launches from here on lend so much of the heap to peers, which all have mapped it."""
+        with self._lending:
+            if self._allocation is None or size_bytes <= self._lent_bytes:
+                return
+            self._lent_bytes = size_bytes
+            self.native.set_own_heap_bytes(size_bytes)
+            # A word of 8 bytes, for kernels that read the table in memory: they see the old size or
+            # the new one.
+            self._write(self.native.own_heap_bytes_offset, size_bytes.to_bytes(8, "little"))
+
+    def await_peers(self, operation: str) -> None:
+        """Returns when all peers reach what this rank has in the heap by now.
+
+        Raises:
+            HeapError: they did not in the communicator's time.
+        """
+        self.heap.await_peers(where(operation, self.rank, self.world_size), self.timeout_ms / 1000)
 
     def activate(self) -> None:
         """Allows calls and watches the peers' processes; all peers must be connected."""
@@ -564,7 +599,7 @@ class DeviceCore:
 
         No kernel of this rank may still run.
         """
-        with self._guard:
+        with self._guard, self._lending:
             allocation, self._allocation = self._allocation, None
         if allocation is None:
             return

@@ -596,7 +596,15 @@ def _handles(
 ) -> list[DeviceHandle]:
     core.announce([Peer.of(info.pid, info.presence) for info in infos])
     recorder = core.recorder.address if core.recorder is not None else None
-    mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
+    mine = make_handle(
+        core.heap,
+        core.rank,
+        core.world_size,
+        core.region,
+        core.layout,
+        recorder,
+        shares=any(info.pid != os.getpid() for info in infos),
+    )
     texts = rendezvous.everyone("heap", asdict(mine))
     operation = spec.operation
     handles = [DeviceHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]

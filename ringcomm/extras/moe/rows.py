@@ -16,7 +16,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.arguments import DTYPE_CODES, CallChecks, is_contiguous, readable
 from ringcomm.comm.host.engine import Call
-from ringcomm.comm.peer_memory import heap_bases, is_in_heap
+from ringcomm.comm.peer_memory import awaiting_peers, heap_bases, is_in_heap
 from ringcomm.errors import MismatchError, UnsupportedError, where
 from ringcomm.functional.collectives import find
 from ringcomm.memory import empty, normal_tensors
@@ -102,6 +102,7 @@ class Outboxes:
 
     def __init__(self, comm: Communicator) -> None:
         self._bases = heap_bases(comm.node)
+        self._await_peers = awaiting_peers(comm.node)
         self._own_base = self._bases[comm.node.rank]
         self._heap_device = comm.heap_device
         nothing = torch.empty(0, dtype=torch.uint8, device=comm.device)
@@ -125,6 +126,7 @@ class Outboxes:
             self._outboxes[self._turn] = self._outboxes[self._turn].new_empty(0)
             with normal_tensors():
                 made = empty(total, dtype=torch.uint8, device=self._heap_device)
+            self._await_peers("an outbox of experts' rows")
             self._outboxes[self._turn] = made
         outbox = self._outboxes[self._turn]
         return [outbox[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]

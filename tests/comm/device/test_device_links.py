@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -86,6 +87,7 @@ class Copies(EmulatedRuntime):
 
 
 def _proves_with_liars(store, rank, world, liar):
+    os.environ["RINGCOMM_CUDA_HEAP"] = "fixed"
     cuda.use((Copies if rank == liar else EmulatedRuntime)())
     heap = device_heap.device_heap(0, 4 * MIB)
     links = links_of(heap, rank, exchange_handles(store, rank, world, heap))

@@ -22,6 +22,7 @@ from ringcomm import (
 )
 from ringcomm.comm.device import rendezvous
 from ringcomm.comm.device.rendezvous import prove_links
+from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import map_device_heap
 from tests.comm.device.conftest import require
 from tests.proof.ptx.multicast_job import multicast_kernels
@@ -76,7 +77,8 @@ def _errors(ranks, options=OPTIONS, devices=None, heap_bytes=None):
     return errors
 
 
-def test_a_heap_that_does_not_fit_on_the_device(emulated):
+def test_a_heap_that_does_not_fit_on_the_device(emulated, monkeypatch):
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", "fixed")
     emulated(memory_bytes=16 * MIB)
     for error in _errors(2, heap_bytes=32 * MIB):
         assert isinstance(error, HeapError) or "needs" in str(error)
@@ -222,6 +224,7 @@ def test_a_window_that_is_too_small(emulated, kernels):
     emulated(ptx=kernels)
     for error in _errors(2, with_options(multicast_bytes=64), ["cuda:0", "cuda:1"]):
         assert "multicast_bytes: expected at least 512 for 2 ranks and 2 channels" in str(error)
+    device_heap.close_heaps()
     assert library().emu_vmm_in_use() == 0
 
 

@@ -106,7 +106,8 @@ def test_handles_of_heaps(core):
 def test_handles_of_devices(core):
     chance = Random(12)
     sound = handle(core) | {"kind": "cuda", "device": 0, "uuid": "GPU-1", "pci_bus_id": "0"}
-    sound |= {"device_name": "x", "ipc_handle": "00ff", "ipc_refusal": ""}
+    sound |= {"device_name": "x", "ipc_handle": "00ff", "service": "", "ipc_refusal": ""}
+    sound |= {"committed_bytes": sound["capacity_bytes"]}
     recorder = ("fd", "capacity_bytes", "token", "offset_bytes")
     sound |= {f"recorder_{each}": 64 for each in recorder}
     assert DeviceHandle.from_json(json.dumps(sound).encode(), 1, "op").ipc_handle == "00ff"

@@ -67,7 +67,12 @@ _PROTOTYPES = {
     "emu_memory_open": (c_int, [c_char_p, POINTER(c_void_p)]),
     "emu_memory_close": (c_int, [c_void_p]),
     "emu_device_without_multicast": (None, [c_void_p]),
+    "emu_device_without_virtual_memory": (None, [c_void_p]),
     "emu_vmm_in_use": (c_int, []),
+    "emu_vmm_set_room": (None, [c_void_p, c_uint64]),
+    "emu_vmm_used": (c_uint64, [c_void_p]),
+    "emu_vmm_device_at": (c_void_p, [c_uint64]),
+    "emu_vmm_ranges": (c_int, [c_void_p, c_int, POINTER(c_uint64), c_int]),
 }
 
 

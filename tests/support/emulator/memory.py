@@ -13,6 +13,7 @@ from tests.support.emulator.handles import EmulatedPage, PagePool
 from tests.support.emulator.library import DriverError, check, library
 
 HANDLE_BYTES = 64
+_MOST_RANGES = 256
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,17 @@ class EmulatedMemory:
     says so of cudaFree, and of device and pinned allocations that commands of two streams cannot
     run side by side if one of these is made between them. That it holds for mappings, too
     (cudaIpcOpenMemHandle and its end, peer access), is assumed, as the worst that a driver may do.
+    Of virtual memory (cuMemCreate, cuMemMap, cuMemSetAccess) the documentation says no such thing,
+    and torch's expandable segments call it while kernels run: it waits for nothing here.
     """
 
-    def __init__(self, memory_bytes: int, unreachable: frozenset[tuple[int, int]]) -> None:
+    def __init__(
+        self, memory_bytes: int, unreachable: frozenset[tuple[int, int]], native: list[int]
+    ) -> None:
         self._memory_bytes = memory_bytes
+        self._native_devices = native
+        for device in native:
+            library().emu_vmm_set_room(device, memory_bytes)
         self._unreachable = unreachable
         self._lock = threading.Lock()
         self._allocations: dict[int, _Allocation] = {}
@@ -56,7 +64,8 @@ class EmulatedMemory:
             for base, allocation in self._allocations.items():
                 if base <= ptr < base + allocation.size_bytes:
                     return allocation.device
-        return None
+        native = library().emu_vmm_device_at(ptr)
+        return self._native_devices.index(native) if native in self._native_devices else None
 
     def allocate(self, device: int, size_bytes: int) -> int:
         self.settle(device)
@@ -66,12 +75,19 @@ class EmulatedMemory:
             raise MemoryError("emulated driver: error 2: out of memory")
         with self._lock:
             self._allocations[ptr] = _Allocation(device, size_bytes, opened=False)
+        self._leave_room(device)
         return int(ptr)
+
+    def _leave_room(self, device: int) -> None:
+        """Leaves virtual memory what allocations have not taken."""
+        room_bytes = self._memory_bytes - self._allocated_bytes(device)
+        library().emu_vmm_set_room(self._native_devices[device], room_bytes)
 
     def free(self, device: int, ptr: int) -> None:
         self.settle(device)
         self._forget(ptr, opened=False)
         check(library().emu_memory_free(ptr))
+        self._leave_room(device)
 
     def _forget(self, ptr: int, *, opened: bool) -> None:
         with self._lock:
@@ -80,23 +96,37 @@ class EmulatedMemory:
             del self._allocations[ptr]
 
     def memory_info(self, device: int) -> tuple[int, int]:
+        used = self._allocated_bytes(device)
+        used += int(library().emu_vmm_used(self._native_devices[device]))
+        return self._memory_bytes - used, self._memory_bytes
+
+    def _allocated_bytes(self, device: int) -> int:
         with self._lock:
-            used = sum(
+            return sum(
                 allocation.size_bytes
                 for allocation in self._allocations.values()
                 if allocation.device == device and not allocation.opened
             )
-        return self._memory_bytes - used, self._memory_bytes
 
     def allocated(self) -> list[int]:
-        """Addresses of the device memory that this process has allocated and not freed."""
-        with self._lock:
-            return [ptr for ptr, allocation in self._allocations.items() if not allocation.opened]
+        """Addresses of the device memory that this process has allocated and not freed.
+
+        Of virtual memory, where the ranges begin that it is mapped to.
+        """
+        return self._memory_that_is(opened=False)
 
     def opened(self) -> list[int]:
         """Addresses of other processes' memory that is mapped now."""
+        return self._memory_that_is(opened=True)
+
+    def _memory_that_is(self, *, opened: bool) -> list[int]:
         with self._lock:
-            return [ptr for ptr, allocation in self._allocations.items() if allocation.opened]
+            found = [ptr for ptr, each in self._allocations.items() if each.opened == opened]
+        begins = (ctypes.c_uint64 * _MOST_RANGES)()
+        for native in self._native_devices:
+            count = library().emu_vmm_ranges(native, opened, begins, _MOST_RANGES)
+            found += begins[:count]
+        return found
 
     def tensor(self, device: int, ptr: int, size_bytes: int, owner: object) -> torch.Tensor:
         memory = (ctypes.c_uint8 * size_bytes).from_address(ptr)

@@ -6,6 +6,7 @@
 // the PTX interpreter ask emu_multicast_find() for all memory that is bound there.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,7 +27,9 @@ namespace emulator {
 namespace {
 
 constexpr uint64_t kGranularity = 2 << 20, kMulticastMagic = 0x52434d554c544943;
-constexpr int kMostDevices = 64, kMulticastSupported = 132, kDeviceMemory = 1, kDescriptor = 1;
+constexpr int kMostDevices = 64, kDeviceMemory = 1, kDescriptor = 1, kReadWrite = 3;
+// Attributes of a device.
+constexpr int kVirtualMemorySupported = 102, kDescriptorsSupported = 103, kMulticastSupported = 132;
 
 struct Member {
   int32_t pid, fd;
@@ -41,23 +44,24 @@ struct ObjectFile {
 
 struct Allocation {
   int fd = -1;
-  int device = -1;
+  int device = -1;  // of memory that this process has made
   uint64_t bytes = 0;
   ObjectFile* object = nullptr;       // of a multicast object
   std::map<int, int> slots;           // of devices that this process has added, among the members
   std::map<int, void*> others_bound;  // what other processes have bound, by member
-  ~Allocation() {
-    for (const auto& [member, ptr] : others_bound) munmap(ptr, object->members[member].bytes);
-    if (object != nullptr) munmap(object, sizeof(ObjectFile));
-    if (fd >= 0) close(fd);
-  }
+  ~Allocation();
 };
 
+// A part of a range that something is mapped to, whole.
+struct Segment {
+  uint64_t bytes;
+  std::shared_ptr<Allocation> mapped;
+  int device = -1;  // that may use it first; -1: none may yet
+};
+// A range of addresses that is reserved.
 struct Range {
   uint64_t bytes = 0;
-  uint64_t offset = 0;                   // in what is mapped
-  std::shared_ptr<Allocation> mapped{};  // null: only reserved
-  bool accessible = false;
+  std::map<uint64_t, Segment> segments{};  // by address
 };
 
 struct Space {
@@ -66,11 +70,19 @@ struct Space {
   std::map<uint64_t, std::shared_ptr<Allocation>> handles;
   std::map<uint64_t, Range> ranges;  // by address
   std::vector<void*> devices;        // by CUdevice
-  std::set<void*> without_multicast;
+  std::set<void*> without_multicast, without_memory;
+  std::map<void*, uint64_t> used, room;  // bytes by device; without an entry there is no limit
 };
 Space& space() {
   static auto* const made = new Space;
   return *made;
+}
+
+Allocation::~Allocation() {
+  if (device >= 0) space().used[space().devices[size_t(device)]] -= bytes;
+  for (const auto& [member, ptr] : others_bound) munmap(ptr, object->members[member].bytes);
+  if (object != nullptr) munmap(object, sizeof(ObjectFile));
+  if (fd >= 0) close(fd);
 }
 
 int device_number(void* device) {
@@ -80,9 +92,14 @@ int device_number(void* device) {
   return int(std::find(all.begin(), all.end(), device) - all.begin());
 }
 
+bool is_device(int device) { return device >= 0 && size_t(device) < space().devices.size(); }
+
 bool has_multicast(int device) {
-  return device >= 0 && size_t(device) < space().devices.size() &&
-         !space().without_multicast.contains(space().devices[size_t(device)]);
+  return is_device(device) && !space().without_multicast.contains(space().devices[size_t(device)]);
+}
+
+bool has_virtual_memory(int device) {
+  return is_device(device) && !space().without_memory.contains(space().devices[size_t(device)]);
 }
 
 std::shared_ptr<Allocation> of_handle(uint64_t handle) {
@@ -115,9 +132,10 @@ bool whole(uint64_t bytes) { return bytes > 0 && bytes % kGranularity == 0; }
 char* memory_of(Allocation& object, int number) {
   const Member& member = object.object->members[number];
   if (member.pid == getpid())
-    for (auto& [address, range] : space().ranges)
-      if (range.mapped && range.mapped->fd == member.fd && !range.mapped->object)
-        return reinterpret_cast<char*>(address) - range.offset;
+    for (auto& [begin, range] : space().ranges)
+      for (auto& [address, segment] : range.segments)
+        if (segment.mapped->fd == member.fd && !segment.mapped->object)
+          return reinterpret_cast<char*>(address);
   void*& ptr = object.others_bound[number];
   if (ptr == nullptr) {
     const std::string path = "/proc/" + std::to_string(member.pid) + "/fd/";
@@ -129,11 +147,37 @@ char* memory_of(Allocation& object, int number) {
 }
 
 // The range that an address lies in, or nullptr.
-std::pair<const uint64_t, Range>* range_at(uint64_t address) {
+Range* range_at(uint64_t address, uint64_t bytes = 1) {
   auto found = space().ranges.upper_bound(address);
   if (found == space().ranges.begin()) return nullptr;
   --found;
-  return address < found->first + found->second.bytes ? &*found : nullptr;
+  return address + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
+}
+
+// The segment that an address lies in, if a device may use it, or nullptr.
+std::pair<const uint64_t, Segment>* segment_at(uint64_t address) {
+  Range* const range = range_at(address);
+  if (range == nullptr) return nullptr;
+  auto found = range->segments.upper_bound(address);
+  if (found == range->segments.begin()) return nullptr;
+  --found;
+  const bool inside = address < found->first + found->second.bytes;
+  return inside && found->second.device >= 0 ? &*found : nullptr;
+}
+
+using Segments = std::map<uint64_t, Segment>;
+
+// The segments that make up these bytes, whole and without a gap; two equal iterators: there are
+// none.
+std::pair<Segments::iterator, Segments::iterator> whole_segments(Range* range, uint64_t address,
+                                                                 uint64_t bytes) {
+  if (range == nullptr) return {};
+  const auto first = range->segments.find(address), none = range->segments.end();
+  auto last = first;
+  uint64_t end = address;
+  for (; last != none && end < address + bytes && last->first == end; ++last)
+    end += last->second.bytes;
+  return end == address + bytes ? std::pair{first, last} : std::pair{none, none};
 }
 
 }  // namespace
@@ -169,8 +213,20 @@ int cuCtxGetDevice(int* device) {
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   const std::lock_guard lock(space().mutex);
-  if (attribute != kMulticastSupported) return kInvalidValue;
-  *value = has_multicast(device) ? 1 : 0;
+  if (attribute == kMulticastSupported)
+    *value = has_multicast(device) ? 1 : 0;
+  else if (attribute == kVirtualMemorySupported || attribute == kDescriptorsSupported)
+    *value = has_virtual_memory(device) ? 1 : 0;
+  else
+    return kInvalidValue;
+  return kSuccess;
+}
+
+int cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp* prop,
+                                  int option) {
+  if (prop->type != 1 || prop->location.type != kDeviceMemory || (option != 0 && option != 1))
+    return kInvalidValue;
+  *granularity = kGranularity;
   return kSuccess;
 }
 
@@ -236,9 +292,15 @@ int cuMemCreate(uint64_t* handle, size_t bytes, const CUmemAllocationProp* prop,
   if (!whole(bytes) || prop->type != 1 || prop->location.type != kDeviceMemory || flags != 0)
     return kInvalidValue;
   const std::lock_guard lock(space().mutex);
+  if (!is_device(prop->location.id)) return kInvalidValue;
+  void* const device = space().devices[size_t(prop->location.id)];
+  const auto room = space().room.find(device);
+  if (room != space().room.end() && space().used[device] + bytes > room->second)
+    return kOutOfMemory;
   auto made = new_file(bytes);
   if (!made) return kOutOfMemory;
   made->device = prop->location.id;
+  space().used[device] += bytes;
   *handle = new_handle(std::move(made));
   return kSuccess;
 }
@@ -256,16 +318,23 @@ int cuMemExportToShareableHandle(void* shared, uint64_t handle, int type, unsign
   return kSuccess;
 }
 
-// Of multicast objects alone.
 int cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type) {
+  if (type != kDescriptor) return kInvalidValue;
   const int fd = fcntl(int(reinterpret_cast<intptr_t>(shared)), F_DUPFD_CLOEXEC, 0);
-  if (fd < 0 || type != kDescriptor) return kInvalidValue;
+  struct stat file{};
+  if (fd < 0 || fstat(fd, &file) != 0) return kInvalidValue;
   const std::lock_guard lock(space().mutex);
   auto made = std::make_shared<Allocation>();
   made->fd = fd;
-  made->object = static_cast<ObjectFile*>(map_all(fd, sizeof(ObjectFile)));
-  if (made->object == nullptr || made->object->magic != kMulticastMagic) return kInvalidValue;
-  made->bytes = made->object->bytes;
+  made->bytes = uint64_t(file.st_size);
+  uint64_t magic = 0;
+  if (pread(fd, &magic, sizeof magic, 0) == sizeof magic && magic == kMulticastMagic) {
+    void* ptr = map_all(fd, sizeof(ObjectFile));
+    if (ptr == nullptr) return kOutOfMemory;
+    made->object = static_cast<ObjectFile*>(ptr);
+    made->bytes = made->object->bytes;
+  }
+  if (!whole(made->bytes)) return kInvalidValue;
   *handle = new_handle(std::move(made));
   return kSuccess;
 }
@@ -283,48 +352,60 @@ int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsig
 int cuMemAddressFree(uint64_t address, size_t bytes) {
   const std::lock_guard lock(space().mutex);
   const auto found = space().ranges.find(address);
-  if (found == space().ranges.end() || found->second.bytes != bytes || found->second.mapped)
+  if (found == space().ranges.end() || found->second.bytes != bytes ||
+      !found->second.segments.empty())
     return kInvalidValue;
   munmap(reinterpret_cast<void*>(address), bytes);
   space().ranges.erase(found);
   return kSuccess;
 }
 
+// As the driver, maps memory from its first byte on.
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
   const std::lock_guard lock(space().mutex);
-  const auto found = space().ranges.find(address);
+  Range* const range = range_at(address, bytes);
   const auto mapped = of_handle(handle);
-  if (found == space().ranges.end() || found->second.bytes != bytes || found->second.mapped ||
-      !mapped || offset % kGranularity != 0 || offset + bytes > mapped->bytes)
+  if (range == nullptr || !mapped || !whole(bytes) || address % 4096 != 0 || offset != 0 ||
+      bytes > mapped->bytes)
+    return kInvalidValue;
+  const auto next = range->segments.lower_bound(address);
+  if (next != range->segments.end() && next->first < address + bytes) return kInvalidValue;
+  if (next != range->segments.begin() &&
+      std::prev(next)->first + std::prev(next)->second.bytes > address)
     return kInvalidValue;
   if (mapped->object && mapped->object->added < mapped->object->devices) return kIllegalState;
-  found->second = {bytes, offset, mapped, false};
+  range->segments.insert({address, Segment{bytes, mapped}});
   return kSuccess;
 }
 
 int cuMemSetAccess(uint64_t address, size_t bytes, const CUmemAccessDesc* access, size_t count) {
   const std::lock_guard lock(space().mutex);
-  const auto found = space().ranges.find(address);
-  if (found == space().ranges.end() || found->second.bytes != bytes || !found->second.mapped ||
-      count != 1 || access->location.type != kDeviceMemory || access->flags != 3)
-    return kInvalidValue;
-  Range& range = found->second;
-  if (!range.mapped->object &&
-      mmap(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-           range.mapped->fd, off_t(range.offset)) == MAP_FAILED)
-    return kOutOfMemory;
-  range.accessible = true;
+  const auto [first, last] = whole_segments(range_at(address, bytes), address, bytes);
+  if (first == last || count < 1) return kInvalidValue;
+  for (size_t i = 0; i < count; ++i)
+    if (access[i].location.type != kDeviceMemory || !is_device(access[i].location.id) ||
+        access[i].flags != kReadWrite)
+      return kInvalidValue;
+  for (auto it = first; it != last; ++it) {
+    Segment& segment = it->second;
+    if (segment.device >= 0) continue;
+    if (!segment.mapped->object &&
+        mmap(reinterpret_cast<void*>(it->first), segment.bytes, PROT_READ | PROT_WRITE,
+             MAP_SHARED | MAP_FIXED, segment.mapped->fd, 0) == MAP_FAILED)
+      return kOutOfMemory;
+    segment.device = access[0].location.id;
+  }
   return kSuccess;
 }
 
 int cuMemUnmap(uint64_t address, size_t bytes) {
   const std::lock_guard lock(space().mutex);
-  const auto found = space().ranges.find(address);
-  if (found == space().ranges.end() || found->second.bytes != bytes || !found->second.mapped)
-    return kInvalidValue;
+  Range* const range = range_at(address, bytes);
+  const auto [first, last] = whole_segments(range, address, bytes);
+  if (first == last) return kInvalidValue;
   mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  found->second = Range{bytes};
+  range->segments.erase(first, last);
   return kSuccess;
 }
 
@@ -342,11 +423,54 @@ int emu_vmm_in_use() {
   return int(space().handles.size() + space().ranges.size());
 }
 
+// The device has no virtual memory management.
+void emu_device_without_virtual_memory(void* device) {
+  const std::lock_guard lock(space().mutex);
+  space().without_memory.insert(device);
+}
+
+// What all memory that is made here may take of a device.
+void emu_vmm_set_room(void* device, uint64_t bytes) {
+  const std::lock_guard lock(space().mutex);
+  space().room[device] = bytes;
+}
+
+uint64_t emu_vmm_used(void* device) {
+  const std::lock_guard lock(space().mutex);
+  return space().used[device];
+}
+
+// The device that may use the memory at an address, or null.
+void* emu_vmm_device_at(uint64_t address) {
+  const std::lock_guard lock(space().mutex);
+  const auto* found = segment_at(address);
+  return found == nullptr ? nullptr : space().devices[size_t(found->second.device)];
+}
+
+// Where the ranges of a device begin that memory of this process's is mapped to, or (imported) of
+// another's; at most `room`. Returns how many there are.
+int emu_vmm_ranges(void* device, int imported, uint64_t* begins, int room) {
+  const std::lock_guard lock(space().mutex);
+  int count = 0;
+  for (const auto& [begin, range] : space().ranges) {
+    const bool listed =
+        std::any_of(range.segments.begin(), range.segments.end(), [&](const auto& each) {
+          const Segment& segment = each.second;
+          return segment.device >= 0 && !segment.mapped->object &&
+                 (segment.mapped->device < 0) == (imported != 0) &&
+                 space().devices[size_t(segment.device)] == device;
+        });
+    if (listed && count < room) begins[count] = begin;
+    count += listed;
+  }
+  return count;
+}
+
 // Whether an address lies in mapped memory, which no multicast address does.
 int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
   const std::lock_guard lock(space().mutex);
-  const auto* found = range_at(address);
-  if (found == nullptr || !found->second.accessible || found->second.mapped->object) return 0;
+  const auto* found = segment_at(address);
+  if (found == nullptr || found->second.mapped->object) return 0;
   *begin = found->first;
   *bytes = found->second.bytes;
   return 1;
@@ -356,11 +480,11 @@ int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
 // Returns how many there are; 0: it is no such address; -1: some device has bound nothing there.
 int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room) {
   const std::lock_guard lock(space().mutex);
-  const auto* found = range_at(address);
-  if (found == nullptr || !found->second.accessible || !found->second.mapped->object) return 0;
+  const auto* found = segment_at(address);
+  if (found == nullptr || !found->second.mapped->object) return 0;
   if (address + bytes > found->first + found->second.bytes) return 0;
   Allocation& object = *found->second.mapped;
-  const uint64_t at = address - found->first + found->second.offset;
+  const uint64_t at = address - found->first;
   const int devices = object.object->devices;
   for (int d = 0; d < devices && d < room; ++d) {
     const Member& member = object.object->members[d];

@@ -77,6 +77,7 @@ class EmulatedRuntime(EmulatedMemory):
         unreachable: pairs of devices without peer access.
         capability: compute capability of each.
         multicast: they are under an NVSwitch, which has multicast objects.
+        virtual_memory: they have virtual memory management, and descriptors of it.
         ptx: executes the PTX of the CUDA kernels, in place of the same templates on the host;
             default: what the environment asks for.
     """
@@ -94,6 +95,7 @@ class EmulatedRuntime(EmulatedMemory):
     unreachable: frozenset[tuple[int, int]] = frozenset()
     capability: tuple[int, int] = (9, 0)
     multicast: bool = True
+    virtual_memory: bool = True
     ptx: PtxKernels | None = field(default_factory=from_environment)
     kind: str = field(default="emulated", init=False)
     #: Tensors that the host may read in a capture: those which are on the host beside a GPU.
@@ -103,9 +105,12 @@ class EmulatedRuntime(EmulatedMemory):
         room = (self.usable_multiprocessors(0), self.blocks_per_multiprocessor or 0)
         if self.block_slots is not None:
             room = (self.block_slots, 1)
-        EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable)
         queues = self.hardware_queues
         self._native = [library().emu_device_make(*room, queues) for _ in range(self.devices)]
+        EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable, self._native)
+        if not self.virtual_memory:
+            for native in self._native:
+                library().emu_device_without_virtual_memory(native)
         if not self.multicast:
             for native in self._native:
                 library().emu_device_without_multicast(native)

@@ -1,0 +1,356 @@
+"""Passes the chunks of this process's growing heaps to the processes that map them.
+
+A process that maps such a heap connects to a socket of the heap's process, names the heap, and gets
+one chunk after the other: a message with the chunk's file descriptor, each when the one before has
+been acknowledged, that is, mapped. The connection lasts as long as the mapping. Chunks that a heap
+gets later come the same way, and a thread of each process maps them, so no rank waits for another's
+call. One that is slow to map, or whose driver is busy, costs time alone: until all have
+acknowledged a chunk, kernels do not lend its memory to peers, and copy instead.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from ringcomm.errors import RingcommError, start_thread
+
+_HELLO = struct.Struct("<Q")  # the heap's token
+_CHUNK = struct.Struct("<QQQ")  # where it begins, its size, and the size of all that there is
+_MAPPED = struct.Struct("<Q")  # how much of the heap is mapped from its start
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_LISTEN = 128
+
+
+class Sent(NamedTuple):
+    """A chunk that has come: its descriptor is the receiver's to close."""
+
+    offset_bytes: int
+    size_bytes: int
+    heap_bytes: int
+    descriptor: int
+
+
+class OfferedHeap(Protocol):
+    """A heap whose chunks this process hands out."""
+
+    token: int
+
+    @property
+    def committed_bytes(self) -> int: ...
+
+    def export_after(self, mapped_bytes: int) -> tuple[int, int]:
+        """Returns the size of the chunk that begins there, and a new descriptor of it."""
+        ...
+
+    def set_reached(self, size_bytes: int) -> None:
+        """Is told that all processes map so much of it."""
+        ...
+
+
+class _Reader:
+    """A process that maps a heap of this one."""
+
+    def __init__(self) -> None:
+        self.heap: OfferedHeap | None = None
+        self.mapped_bytes = self.sent_bytes = 0
+
+
+class ChunkService:
+    """The sockets of this process, and the thread that serves them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._acknowledged = threading.Condition(self._lock)
+        self._heaps: dict[int, OfferedHeap] = {}
+        self._readers: dict[socket.socket, _Reader] = {}
+        self._followed: set[socket.socket] = set()
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("")  # the kernel chooses a name that is no file
+        self._listener.listen(_LISTEN)
+        self._listener.setblocking(False)
+        self.name: bytes = self._listener.getsockname()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._ended = False
+        start_thread(
+            threading.Thread(target=self._serve, name="ringcomm-heap", daemon=True),
+            "the chunks of device heaps",
+            "Nothing was shared",
+        )
+
+    def _serve(self) -> None:
+        while not self._ended:
+            for key, _ in self._selector.select():
+                handler: Callable[[socket.socket], None] = key.data
+                sock = key.fileobj
+                if not self._ended and isinstance(sock, socket.socket):
+                    handler(sock)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # it has gone again, or this service ends
+        if _credentials(connection)[1] != os.geteuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        with self._lock:
+            self._readers[connection] = _Reader()
+            self._selector.register(connection, selectors.EVENT_READ, self._hear)
+
+    # ---- heaps of this process, whose readers are served ----------------------------------------
+
+    def offer(self, heap: OfferedHeap) -> bool:
+        """Lets other processes map ``heap``; False: this service has ended."""
+        with self._lock:
+            if not self._ended:
+                self._heaps[heap.token] = heap
+            return not self._ended
+
+    def withdraw(self, heap: OfferedHeap) -> None:
+        """Ends the service of a heap."""
+        with self._lock:
+            self._heaps.pop(heap.token, None)
+            for connection, reader in list(self._readers.items()):
+                if reader.heap is heap:
+                    self._drop(connection)
+            self._end_if_idle()
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Takes what a reader says: which heap it maps, and later how much of it."""
+        try:
+            text = connection.recv(_HELLO.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            text = b""
+        with self._lock:
+            reader = self._readers.get(connection)
+            if reader is None:
+                return
+            number = _HELLO.unpack(text)[0] if len(text) == _HELLO.size else None
+            if reader.heap is None and number is not None:
+                reader.heap = self._heaps.get(number)
+            elif reader.heap is not None and number == reader.sent_bytes:
+                reader.mapped_bytes = number
+            heap = reader.heap
+            # A reader that has gone, or speaks of something else, maps nothing.
+            if heap is None or not text:
+                self._drop(connection)
+            else:
+                self._send_next(connection, reader)
+        if heap is not None:
+            self.tell(heap)
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._readers[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _send_next(self, connection: socket.socket, reader: _Reader) -> None:
+        """Sends the next chunk to a reader that has mapped what it got before."""
+        heap = reader.heap
+        if (
+            heap is None
+            or reader.sent_bytes != reader.mapped_bytes
+            or reader.sent_bytes >= heap.committed_bytes
+        ):
+            return
+        try:
+            size_bytes, descriptor = heap.export_after(reader.sent_bytes)
+        except RingcommError:
+            return  # the driver refuses: kernels go on copying
+        try:
+            text = _CHUNK.pack(reader.sent_bytes, size_bytes, heap.committed_bytes)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+            with suppress(OSError):  # it has gone; its end is heard
+                connection.sendmsg([text], [rights])
+            reader.sent_bytes += size_bytes
+        finally:
+            os.close(descriptor)
+
+    def send_grown(self, heap: OfferedHeap) -> None:
+        """Sends what ``heap`` has got to its readers."""
+        with self._lock:
+            for connection, reader in list(self._readers.items()):
+                if reader.heap is heap:
+                    self._send_next(connection, reader)
+        self.tell(heap)
+
+    def _reached(self, heap: OfferedHeap) -> int:
+        with self._lock:
+            mapped = [each.mapped_bytes for each in self._readers.values() if each.heap is heap]
+            return min(mapped, default=heap.committed_bytes)
+
+    def tell(self, heap: OfferedHeap) -> None:
+        """Tells ``heap`` how much of it all readers map, and then those who wait for it."""
+        heap.set_reached(self._reached(heap))
+        with self._acknowledged:
+            self._acknowledged.notify_all()
+
+    def await_readers(self, heap: OfferedHeap, size_bytes: int, timeout_s: float) -> bool:
+        """Waits until all readers map so much of ``heap``; False: not in that time."""
+        with self._acknowledged:
+            return self._acknowledged.wait_for(lambda: self._reached(heap) >= size_bytes, timeout_s)
+
+    # ---- heaps of other processes, which this one maps ------------------------------------------
+
+    def follow(self, connection: socket.socket, map_next: Callable[[], bool]) -> bool:
+        """Calls ``map_next`` whenever a chunk has come, until it returns False.
+
+        Returns False if this service has ended.
+        """
+
+        def hear(connection: socket.socket) -> None:
+            if not map_next():
+                self._stop_hearing(connection)
+
+        connection.setblocking(False)
+        with self._lock:
+            if not self._ended:
+                self._followed.add(connection)
+                self._selector.register(connection, selectors.EVENT_READ, hear)
+            return not self._ended
+
+    def _stop_hearing(self, connection: socket.socket) -> None:
+        with self._lock, suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+
+    def leave(self, connection: socket.socket) -> None:
+        """Ends what :meth:`connect` began; the heap's process hears of it."""
+        with self._lock:
+            self._stop_hearing(connection)
+            self._followed.discard(connection)
+            connection.close()
+            self._end_if_idle()
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _end_if_idle(self) -> None:
+        global _service
+        if self._heaps or self._followed or self._ended:
+            return
+        self._ended = True
+        for connection in list(self._readers):
+            self._drop(connection)
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if _service is self:
+            _service = None
+
+    def forget_in_child(self) -> None:
+        """Closes a forked child's copies of the sockets, so that peers hear of the parent's end."""
+        for each in (self._listener, *self._readers, *self._followed):
+            each.close()
+        self._selector.close()
+
+
+_service: ChunkService | None = None
+_starting = threading.Lock()
+_inherited: list[ChunkService] = []
+
+
+def _forget_service_in_child() -> None:
+    global _service, _starting
+    _starting = threading.Lock()
+    if _service is not None:
+        _service.forget_in_child()
+        _inherited.append(_service)
+        _service = None
+
+
+os.register_at_fork(after_in_child=_forget_service_in_child)
+
+
+def _in_service(begin: Callable[[ChunkService], bool]) -> ChunkService:
+    """Does ``begin`` in the service of this process, which is started if there is none."""
+    global _service
+    with _starting:
+        while True:
+            if _service is None:
+                _service = ChunkService()
+            service = _service
+            if begin(service):
+                return service
+
+
+def offer(heap: OfferedHeap) -> ChunkService:
+    """Lets other processes map ``heap``, until it is withdrawn from the service.
+
+    Raises:
+        RingcommError: there is no thread for it.
+    """
+    return _in_service(lambda service: service.offer(heap))
+
+
+def follow(connection: socket.socket, map_next: Callable[[], bool]) -> ChunkService:
+    """Has a thread call ``map_next`` whenever a chunk has come, until it returns False.
+
+    Raises:
+        RingcommError: there is no thread for it.
+    """
+    return _in_service(lambda service: service.follow(connection, map_next))
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def connect(name: bytes, pid: int, token: int, timeout_s: float) -> socket.socket:
+    """Connects to the service of process ``pid`` and asks for its heap of that token.
+
+    Raises:
+        OSError: there is no such service in this network namespace, or it is another process's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(name)
+        if _credentials(connection) != (pid, os.geteuid()):
+            raise OSError(0, "another process answers there")
+        connection.send(_HELLO.pack(token))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def receive(connection: socket.socket) -> Sent | None:
+    """Returns the next chunk; None: the other process has closed the connection.
+
+    Raises:
+        OSError: nothing came in the socket's time, or not a chunk.
+    """
+    room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+    text, ancillary, _, _ = connection.recvmsg(_CHUNK.size, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) // 4 * 4])
+    if len(text) == _CHUNK.size and len(descriptors) == 1:
+        offset_bytes, size_bytes, heap_bytes = _CHUNK.unpack(text)
+        return Sent(offset_bytes, size_bytes, heap_bytes, descriptors[0])
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if not text:
+        return None
+    raise OSError(0, "what came is not a chunk")
+
+
+def acknowledge(connection: socket.socket, mapped_bytes: int) -> None:
+    """Says that so much is mapped."""
+    with suppress(OSError):  # the other process has ended
+        connection.send(_MAPPED.pack(mapped_bytes))
