@@ -107,3 +107,33 @@ def closes_in_another_order(store, rank, world):
 
 def test_ranks_may_close_in_different_orders():
     assert run_ranks(closes_in_another_order, 2) == [4.0, 4.0]
+
+
+def grows(store, rank, world):
+    """Sums in memory that the heap got after the ranks had met."""
+    kept = []
+    with connect(store, rank, world) as comm:
+        stats = ringcomm.heap_stats(DEVICE)
+        before = stats["committed_bytes"]
+        beyond = (before - stats["used_bytes"]) // 4
+        for count in (COUNT, COUNT + beyond, COUNT):
+            tensor = ringcomm.empty(count, device=DEVICE).fill_(rank + 1.0)
+            comm.all_reduce(tensor)
+            synchronize()
+            assert bool((tensor == 3.0).all())
+            kept.append(tensor)
+        after = ringcomm.heap_stats(DEVICE)["committed_bytes"]
+        core = comm.engine.device_core
+        # Peers map what comes, and take it from where it lies.
+        assert core.heap.memory.await_peers(10.0)
+        assert core._lent_bytes == after
+        del tensor
+        kept.clear()
+        comm.barrier()
+    return core.heap.memory.why_fixed, before, after
+
+
+def test_heaps_of_processes_grow():
+    for why_fixed, before, after in run_ranks(grows, 2):
+        assert why_fixed == ""
+        assert after > before
