@@ -12,9 +12,9 @@ from .words import word32, word64
 # --------------------------------------------------------------------------------------------------
 # The update of one element, and how the result is stored.
 #
-# The Triton twin of ringcomm/optimizer/adamw_element.h, whose comments say why each operation is
-# what it is: the same bits. It counts on kernels compiled with ``enable_fp_fusion=False``, where a
-# product and a sum become one fused multiply-add as this says, and nowhere else.
+# The Triton twin of ringcomm/optimizer/adamw_element.h, with the same bits; the comments there
+# explain each operation. Kernels must be compiled with ``enable_fp_fusion=False``: then Triton
+# fuses a product and a sum only where this code calls fused_multiply_add().
 # --------------------------------------------------------------------------------------------------
 
 ACTIVE = tl.constexpr(ADAMW_FLAGS["active"])
@@ -48,8 +48,8 @@ if IS_INTERPRETED:
 
     @triton.jit
     def fused_multiply_add(a, b, c):
-        """a * b + c, rounded once: the sum is rounded to odd in double precision, as
-        fused_multiply_add() of platform.h does where there is no instruction."""
+        """Returns a * b + c, rounded once: it rounds the sum to odd in double precision, as
+        fused_multiply_add() of platform.h does on machines without an instruction for it."""
         product = a.to(tl.float64) * b.to(tl.float64)
         addend = c.to(tl.float64)
         total = product + addend
@@ -65,19 +65,19 @@ else:
 
     @triton.jit
     def fused_multiply_add(a, b, c):
-        """a * b + c, rounded once."""
+        """Returns a * b + c, rounded once."""
         return tl.fma(a, b, c)
 
 
 @triton.jit
 def flags_of(factors, param):
-    """The flags of parameter ``param``, from the address of the factors."""
+    """Returns the flags of parameter ``param``, from the address of the factors."""
     return tl.load(word32(factors + param * FACTORS_BYTES + FLAGS))
 
 
 @triton.jit
 def load_factors(factors, param):
-    """Step number, flags and the ten factors of a parameter, in the order of AdamWFactors."""
+    """Returns step, flags and the ten factors of a parameter, in the order of AdamWFactors."""
     here = factors + param * FACTORS_BYTES
     found = (tl.load(word32(here + STEP)), tl.load(word32(here + FLAGS)))
     floats = (here + FIRST).to(tl.pointer_type(tl.float32), bitcast=True)
@@ -88,16 +88,16 @@ def load_factors(factors, param):
 
 @triton.jit
 def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
-    """The update.
+    """Updates one element.
 
     Args:
-        p, g, m, v: parameter, gradient as it was summed, exp_avg and exp_avg_sq; FP32.
-        v_max: max_exp_avg_sq; of no meaning without KEEPS_MAX.
-        factors: of :func:`load_factors`.
-        KEEPS_MAX: some group uses amsgrad; whether this one does is in its flags.
+        p, g, m, v: parameter, summed gradient, exp_avg and exp_avg_sq; FP32.
+        v_max: max_exp_avg_sq; unused without KEEPS_MAX.
+        factors: from :func:`load_factors`.
+        KEEPS_MAX: some group uses amsgrad; the flags say whether this parameter's group does.
 
     Returns:
-        p, m, v and v_max.
+        The new p, m, v and v_max.
     """
     flags = factors[1]
     g = g * factors[10] * factors[11]
@@ -111,7 +111,7 @@ def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
     v = fused_multiply_add(factors[6] * g, g, v * factors[5])
     root = v
     if KEEPS_MAX:
-        # As torch.maximum: a NaN of either wins.
+        # Like torch.maximum, it returns a NaN if either operand is a NaN.
         larger = tl.where((v_max > v) | (v_max != v_max), v_max, v)
         uses_max = (flags & AMSGRAD) != 0
         v_max = tl.where(uses_max, larger, v_max)
@@ -126,7 +126,7 @@ def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
 
 @triton.jit
 def split_master(master):
-    """A master copy as its bfloat16 parameter and the remainder."""
+    """Splits an FP32 master copy into its bfloat16 parameter and the remainder."""
     bits = master.to(tl.uint32, bitcast=True)
     bits = tl.where(master != master, tl.full(bits.shape, 0x7FC00000, tl.uint32), bits)
     param = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -135,7 +135,7 @@ def split_master(master):
 
 @triton.jit
 def join_master(param, remainder):
-    """Undoes :func:`split_master`."""
+    """Inverse of :func:`split_master`."""
     high = param.to(tl.uint16, bitcast=True).to(tl.uint32)
     low = remainder.to(tl.uint32)
     return (((high - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
@@ -146,7 +146,7 @@ def join_master(param, remainder):
 
 @triton.jit
 def philox(k0, k1, c0, c1, c2, c3):
-    """Philox4x32-10: four words from a key and a counter, all uint32."""
+    """Returns four random words from a key and a counter, all uint32, by Philox4x32-10."""
     for _ in tl.static_range(10):
         a = c0.to(tl.uint64) * 0xD2511F53
         b = c2.to(tl.uint64) * 0xCD9E8D57
@@ -161,13 +161,13 @@ def philox(k0, k1, c0, c1, c2, c3):
 
 @triton.jit
 def low_word(x):
-    """The low half of an int64."""
+    """Returns the low half of an int64."""
     return (x & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def random_bits(seed, bucket, first, step, ELEMS: tl.constexpr):
-    """The random words of elements ``first`` to ``first + ELEMS`` of a bucket, at a step.
+    """Returns random words for elements [first, first + ELEMS) of a bucket, at a step.
 
     ``first`` is a multiple of 4: one draw serves four elements.
     """
@@ -190,9 +190,9 @@ def _stochastic_float16(x, random):
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 16) & 0x8000
-    # Normal: 13 bits are cut off.
+    # Normal numbers: 13 bits are cut off.
     normal = (magnitude + (random & 0x1FFF) - 0x38000000) >> 13
-    # Subnormal: whole multiples of 2^-24, and a fraction to compare with 24 random bits.
+    # Subnormal numbers: whole multiples of 2^-24, and a fraction to compare with 24 random bits.
     is_small = magnitude < 0x38800000
     small = tl.where(is_small, magnitude, tl.zeros(magnitude.shape, tl.uint32))
     scaled = small.to(tl.float32, bitcast=True) * 16777216.0
@@ -208,7 +208,7 @@ def _stochastic_float16(x, random):
 
 @triton.jit
 def round_stochastically(x, random, DTYPE: tl.constexpr):
-    """FP32 to bfloat16 or float16, up with the probability of what is cut off."""
+    """Rounds FP32 to bfloat16 or float16, up with the probability of the fraction cut off."""
     if DTYPE == tl.float16:
         return _stochastic_float16(x, random)
     else:
@@ -219,16 +219,16 @@ def round_stochastically(x, random, DTYPE: tl.constexpr):
 
 
 # --------------------------------------------------------------------------------------------------
-# AdamW on a run of a shard, and the kernel that does a whole shard of one rank.
+# AdamW on a run of a shard, and the kernel that updates a whole shard of one rank.
 #
-# The Triton twin of the update in kernels/host/isa_adamw.h. A *turn* is what the block's lanes do
-# at once. Turns that lie inside one parameter move 16 bytes a lane; those at the ends of
-# parameters, and all of them in memory that is not aligned, go element by element.
+# The Triton twin of the update in kernels/host/isa_adamw.h. A *turn* is the elements that a block's
+# lanes update at once. Turns inside one parameter move 16 bytes per lane; turns at the ends of
+# parameters, and all turns in unaligned memory, move single elements.
 # --------------------------------------------------------------------------------------------------
 
 TILE_ELEMS = tl.constexpr(512)
-# 256 lanes with an FP32 vector each. A turn of 16-bit elements moves 8 bytes a lane, so that all of
-# a turn's arrays have one layout.
+# 256 lanes with a vector of four FP32 elements each. A turn of 16-bit elements moves 8 bytes per
+# lane, so that all of a turn's arrays have one layout.
 TURN = tl.constexpr(1024)
 
 SEGMENT_BYTES = tl.constexpr(OPTIMIZER_STRUCTURES["segment"])
@@ -250,7 +250,7 @@ BUCKET = tl.constexpr(OPTIMIZER_STRUCTURES["shard.bucket"])
 
 @triton.jit
 def shard_word(shard, offset):
-    """A word of the AdamWShard at address ``shard``."""
+    """Returns a word of the AdamWShard at address ``shard``."""
     return tl.load(word64(shard + offset))
 
 
@@ -263,7 +263,7 @@ def own_params(shard, KIND: tl.constexpr):
 
 @triton.jit
 def _state_of(shard):
-    """Addresses of the state and of the remainder, for element 0 of the chunk."""
+    """Returns the addresses of state, master copy and remainder of the chunk's element 0."""
     return (
         shard_word(shard, EXP_AVG),
         shard_word(shard, EXP_AVG_SQ),
@@ -275,7 +275,7 @@ def _state_of(shard):
 
 @triton.jit
 def _pointers(address, at, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    """Pointers to the elements of the turn that begins with element ``at``."""
+    """Returns pointers to the elements of the turn that begins with element ``at``."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     return pointer(address + at * ITEM, DTYPE, not MASKED) + tl.arange(0, TURN)
 
@@ -302,8 +302,8 @@ def _store(address, at, value, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
 def gradient(
     sources, at, offsets, mask, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The gradient of elements ``at + offsets`` behind the sources' first: their sum in FP32, or
-    its mean; ``at`` is a multiple of TILE_ELEMS."""
+    """Returns the gradients of elements ``at + offsets``, counted from the sources' first: the sum
+    of the sources in FP32, or their mean; ``at`` is a multiple of TILE_ELEMS."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     COUNT: tl.constexpr = len(sources)
     here = ()
@@ -317,7 +317,7 @@ def gradient(
 
 @triton.jit
 def _master(own, state, at, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
-    """The FP32 parameters of a turn."""
+    """Returns the FP32 parameters of a turn."""
     if KIND.master == "fp32":
         return _load(state[3], at, mask, tl.float32, MASKED)
     else:
@@ -330,7 +330,7 @@ def _master(own, state, at, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _rounded(p, random_of, at, step, KIND: tl.constexpr):
-    """The parameters of a turn as they are stored."""
+    """Returns the parameters of a turn, rounded for storage."""
     if KIND.stochastic and KIND.master != "own":
         random = random_bits(random_of[0], random_of[1], random_of[2] + at, step, TURN)
         return round_stochastically(p, random, KIND.param)
@@ -343,8 +343,8 @@ def _turn(
     dests, state, sources, random_of, factors, at, first, low, high, KIND: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Updates a turn that begins with element ``at`` of the chunk; if MASKED, of it only [low,
-    high). ``first`` is the element where the sources begin."""
+    """Updates the turn that begins with element ``at`` of the chunk; if MASKED, only its elements
+    in [low, high). ``first`` is the element with which the sources begin."""
     lanes = tl.arange(0, TURN)
     mask = (at + lanes >= low) & (at + lanes < high)
     g = gradient(sources, at - first, lanes, mask, KIND.grad, KIND.divisor, MASKED)
@@ -375,14 +375,14 @@ def _turn(
 def _update_segment(
     dests, state, sources, random_of, factors, run, low, high, aligned, KIND: tl.constexpr
 ):
-    """Elements [low, high) of the run, all of one parameter."""
+    """Updates elements [low, high) of the run, which all belong to one parameter."""
     begin = run[0]
     inner = begin + (low - begin + (TURN - 1)) // TURN * TURN
     end = begin + (high - begin) // TURN * TURN
     if aligned:
         for at in range(inner, end, TURN):
             _turn(dests, state, sources, random_of, factors, at, begin, low, high, KIND, False)
-    # Turns that hold other elements too: the first and the last at most.
+    # Turns that also have elements outside [low, high): at most the first and the last.
     first = begin + (low - begin) // TURN * TURN
     last = begin + (high - 1 - begin) // TURN * TURN
     stride = tl.where(aligned, tl.maximum(last - first, TURN), TURN)
@@ -393,7 +393,7 @@ def _update_segment(
 
 @triton.jit
 def segment_at(segments, count, element):
-    """The segment that holds element ``element`` of the bucket, or the first behind it."""
+    """Returns the segment with element ``element`` of the bucket, or the first one after it."""
     low = element * 0
     high = low + count
     while low < high:
@@ -424,10 +424,10 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
 
     Args:
         shard: address of the AdamWShard.
-        dests: where the chunk's parameters begin: this rank's own, then the copies.
-        sources: addresses of every version of the gradient of element ``begin``, which are summed.
+        dests: addresses of the chunk's parameters: this rank's own, then the copies.
+        sources: addresses of all versions of element ``begin``'s gradient, which are summed.
         begin: a multiple of TILE_ELEMS.
-        end: behind the last element.
+        end: index after the last element.
         KIND: a ShardKind.
     """
     state = _state_of(shard)
@@ -457,7 +457,7 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
 
 @triton.jit
 def extent_of(elems, index, count):
-    """Elements [begin, end) of portion ``index`` of ``count``, in whole tiles but for the tail."""
+    """Returns [begin, end) of portion ``index`` of ``count``, whole tiles except for the tail."""
     tiles = (elems + (TILE_ELEMS - 1)) // TILE_ELEMS
     begin = tl.minimum(tiles * index // count * TILE_ELEMS, elems)
     end = tl.minimum(tiles * (index + 1) // count * TILE_ELEMS, elems)
@@ -466,13 +466,13 @@ def extent_of(elems, index, count):
 
 @triton.jit(do_not_specialize=["shard", "grad", "elems"])
 def adamw_shard_kernel(shard, grad, elems, KIND: tl.constexpr):
-    """Grid: any number of blocks, which share the chunk.
+    """Updates a shard. Grid: any number of blocks, which share the chunk.
 
     Args:
         shard: address of the AdamWShard.
         grad: address of the chunk's gradient.
-        elems: of the chunk.
-        KIND: a ShardKind, whose divisor is 1.
+        elems: elements of the chunk.
+        KIND: a ShardKind with divisor 1.
     """
     zero = tl.full((), 0, tl.int64)
     begin, end = extent_of(elems + zero, tl.program_id(0), tl.num_programs(0))

@@ -38,23 +38,23 @@ from .waiting import await_acquire_sys
 from .words import PAIR, SHARED
 
 # --------------------------------------------------------------------------------------------------
-# Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
+# Reduce-scatter: rank r ends with the reduction of all ranks' chunk r.
 #
 # B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank, as in
 # ringcomm/collectives/reduce_scatter.h:
 #
-#  one_shot 1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else in
-#           pair slots, segment by segment) and sums the W versions of its own chunk in rank order
-#           in FP32, with one rounding.
+#  one_shot 1 hop. Each rank offers chunk r to rank r (zero copy: in place in the heap; else in pair
+#           slots, segment by segment) and sums the W versions of its own chunk in rank order in
+#           FP32, with one rounding.
 #  ring     W-1 hops of partial sums around the ring, rounded to the element type at each hop.
 # --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def slice_for(ws, chunks, rank, G: tl.constexpr):
-    """This channel's slice of the chunk of ``rank``.
+    """Returns this channel's slice of the chunk of ``rank``.
 
-    ``chunks`` is an even cut: (address, bytes in all, bytes of a chunk).
+    ``chunks`` is an even cut of a buffer: (address, bytes in all, bytes of a chunk).
     """
     address, size_bytes = chunk_of(chunks[0], chunks[1], chunks[2], rank)
     return slice_of(address, size_bytes, get(ws, CHANNEL), G)
@@ -73,7 +73,7 @@ def sources_of(ws, mine, G: tl.constexpr):
 
 @triton.jit
 def send_chunks(ws, chunks, item, status, DTYPE: tl.constexpr, G: tl.constexpr):
-    """Item ``item`` of every chunk to its owner."""
+    """Sends item ``item`` of every chunk to the chunk's owner."""
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
         address, size_bytes = slice_for(ws, chunks, peer, G)
@@ -86,7 +86,7 @@ def reduce_piece(
     ws, target, mine, mine_bytes, piece, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """Waits for everybody's version of segment ``piece`` of this rank's slice, and reduces it."""
+    """Waits for all versions of segment ``piece`` of this rank's slice, and reduces them."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     begin = piece * G.segment_bytes
     size_bytes = piece_bytes(mine_bytes, piece, G)
@@ -107,7 +107,7 @@ def reduce_piece(
 def reduce_scatter_one_shot(
     ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
 ):
-    """The schedule of the one-shot form; ``out`` is the address of this rank's result."""
+    """Runs the one-shot form; ``out`` is the address of this rank's result."""
     me = get(ws, RANK)
     whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], me)
     mine, mine_bytes = slice_for(ws, chunks, me, G)
@@ -135,7 +135,7 @@ def reduce_scatter_one_shot(
 
 @triton.jit
 def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
-    """Waits for the slot of item ``item`` to the successor, and writes the first one's header."""
+    """Waits for the slot of item ``item`` to the successor, and writes the first item's header."""
     status = await_slot(ws, PAIR, after, item, status, G)
     slot = my_slot(ws, PAIR, after, item, G)
     if (item == 0) & (status == 0):
@@ -146,7 +146,7 @@ def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
 
 @triton.jit
 def finish_ring(ws, before, after, items, status, G: tl.constexpr):
-    """The ring's streams are done."""
+    """Commits the epochs of the ring's streams, which are done."""
     commit_seen(ws, PAIR, before, status, G)
     if status == 0:
         commit_sent(ws, PAIR, after, items, G)
@@ -154,7 +154,7 @@ def finish_ring(ws, before, after, items, status, G: tl.constexpr):
 
 @triton.jit
 def reduce_hop(ws, target, own, before, count, hop, status, DTYPE: tl.constexpr):
-    """The partial sum that arrived (from hop 1 on) plus this rank's version, rounded."""
+    """Stores the partial sum that arrived (from hop 1 on) plus this rank's version, rounded."""
     if status == 0:
         if hop == 0:
             reduce(target, (own,), count, DTYPE, 1)
@@ -164,7 +164,7 @@ def reduce_hop(ws, target, own, before, count, hop, status, DTYPE: tl.constexpr)
 
 @triton.jit
 def store_sum(kept, out, sources, begin, size_bytes, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
-    """The last hop of a reduce-scatter: the sum goes to its place."""
+    """Does the last hop of a reduce-scatter: stores the sum in the result."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     reduce(out + begin, sources, (size_bytes // ITEM).to(tl.int32), DTYPE, DIVISOR)
     return kept
@@ -175,23 +175,23 @@ def reduce_ring(
     ws, chunks, out, kept, status, DTYPE: tl.constexpr, FINISH: tl.constexpr, KIND: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """The schedule of the ring form, whatever becomes of the sums.
+    """Runs the ring form of a reduction; FINISH consumes the sums.
 
     Args:
         ws: the block's state.
-        chunks: an even cut.
-        out: for FINISH.
+        chunks: an even cut of the input.
+        out: passed to FINISH.
         kept: a value that FINISH takes and returns, from piece to piece.
         status: of the call so far.
-        DTYPE: of the elements, and of the partial sums that travel.
-        FINISH: of the last hop: FINISH(kept, out, sources, begin, size_bytes, DTYPE, KIND), with
-            the addresses of a partial sum and of this rank's version of ``size_bytes`` bytes that
-            begin ``begin`` bytes behind its chunk.
-        KIND: for FINISH.
+        DTYPE: type of the elements and of the partial sums that ranks send.
+        FINISH: does the last hop: FINISH(kept, out, sources, begin, size_bytes, DTYPE, KIND).
+            ``sources`` are the addresses of a partial sum and of this rank's version, of
+            ``size_bytes`` bytes each, which begin ``begin`` bytes into this rank's chunk.
+        KIND: passed to FINISH.
         G: the communicator's Geometry.
 
     Returns:
-        kept and the status.
+        The last ``kept``, and the new status.
     """
     HOPS: tl.constexpr = G.world - 1
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -199,7 +199,7 @@ def reduce_ring(
     after = ring_rank(ws, (position + 1) % G.world, G)
     before = ring_rank(ws, (position + HOPS) % G.world, G)
     whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], get(ws, RANK))
-    # Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
+    # Chunk 0 is the longest; shorter chunks get empty pieces, so that all ranks' counts are equal.
     _, longest = slice_for(ws, chunks, position * 0, G)
     rounds = pieces_of(longest, G)
     stream_bytes = rounds * (HOPS * G.segment_bytes)
@@ -237,14 +237,14 @@ def reduce_ring(
 def reduce_scatter_ring(
     ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
 ):
-    """The ring form; ``out`` is the address of this rank's result."""
+    """Runs the ring form; ``out`` is the address of this rank's result."""
     _, status = reduce_ring(ws, chunks, out, status, status, DTYPE, store_sum, DIVISOR, G)
     return status
 
 
 @triton.jit
 def reduce_alone(ws, source, target, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
-    """A world of one: the result is the input."""
+    """Copies the input to the result, in a world of one rank."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     address, bytes_here = slice_of(source, size_bytes, get(ws, CHANNEL), G)
     for j in range(pieces_of(bytes_here, G)):
@@ -258,15 +258,15 @@ def reduce_scatter_kernel(
     tables, inputs, outputs, chunk_bytes, timeout_ns, call,
     RING: tl.constexpr, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, ranks of this launch).
+    """Does a reduce-scatter. Grid (channels, ranks of this launch).
 
     Args:
-        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
+        tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, of its
             world * chunk_bytes bytes of input, and of its chunk_bytes bytes of output.
-        chunk_bytes: of one rank's result.
+        chunk_bytes: bytes of one rank's result.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the one-shot form.
+        RING: selects the ring form; else the one-shot form.
         DTYPE: tl.float32, tl.bfloat16 or tl.float16.
         DIVISOR: 1 for SUM, the world size for AVG.
         G: the communicator's Geometry.
@@ -292,15 +292,15 @@ def reduce_scatter_kernel(
 # B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers, as in
 # ringcomm/collectives/all_gather.h:
 #
-#  one_shot 1 hop. The contribution is published once, for all readers: zero copy where it lies in
-#           the heap (the input, or its place in the output), else through the shared slots.
+#  one_shot 1 hop. A rank publishes its contribution once, for all readers: zero copy if it is in
+#           the heap (as input, or in its place in the output), else through the shared slots.
 #  ring     W-1 hops: each rank forwards what it received from its predecessor.
 # --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.constexpr):
-    """Segment ``piece`` of a slice from one address to another."""
+    """Copies segment ``piece`` of a slice from one address to another."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     begin = piece * G.segment_bytes
     count = (piece_bytes(size_bytes, piece, G) // ITEM).to(tl.int32)
@@ -309,7 +309,7 @@ def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.con
 
 @triton.jit
 def copy_slice(target, source, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
-    """A whole slice from one address to another, unless they are the same."""
+    """Copies a whole slice from one address to another, unless both are equal."""
     if target != source:
         for j in range(pieces_of(size_bytes, G)):
             copy_piece(target, source, size_bytes, j, DTYPE, G)
@@ -335,7 +335,7 @@ def share_piece(ws, address, size_bytes, item, status, DTYPE: tl.constexpr, G: t
 def collect_piece(
     ws, sender, address, size_bytes, piece, status, DTYPE: tl.constexpr, G: tl.constexpr
 ):
-    """Waits for segment ``piece`` of what ``sender`` shares, and copies it to its place."""
+    """Waits for segment ``piece`` of the slice that ``sender`` shares, and copies it to output."""
     if piece < pieces_of(size_bytes, G):
         ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
         begin = piece * G.segment_bytes
@@ -351,7 +351,7 @@ def collect_piece(
 
 @triton.jit
 def finish_sharing(ws, zero_copy, items, status, G: tl.constexpr):
-    """Zero copy: waits for all readers. Always: counts the items."""
+    """Waits for all readers if zero copy, and counts the items in any case."""
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
         if zero_copy:
@@ -365,12 +365,12 @@ def finish_sharing(ws, zero_copy, items, status, G: tl.constexpr):
 
 @triton.jit
 def all_gather_one_shot(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
-    """The schedule of the one-shot form.
+    """Runs the one-shot form.
 
     Args:
         ws: the block's state.
         source: address of this rank's contribution; may be its place in the output.
-        chunks: the output's even cut.
+        chunks: an even cut of the output.
         status: of the call so far.
         DTYPE: an integer type as wide as the elements.
         G: the communicator's Geometry.
@@ -410,7 +410,7 @@ def all_gather_one_shot(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.c
 
 @triton.jit
 def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
-    """The schedule of the ring form; arguments as for the one-shot form."""
+    """Runs the ring form; arguments as for the one-shot form."""
     HOPS: tl.constexpr = G.world - 1
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     position = ring_position(ws, G)
@@ -456,7 +456,7 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
 
 @triton.jit
 def gather_alone(ws, source, target, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
-    """A world of one: the output is the input."""
+    """Copies the input to the output, in a world of one rank."""
     address, bytes_here = slice_of(source, size_bytes, get(ws, CHANNEL), G)
     copy_slice(target + (address - source), address, bytes_here, DTYPE, G)
 
@@ -466,15 +466,15 @@ def all_gather_kernel(
     tables, inputs, outputs, chunk_bytes, timeout_ns, call,
     RING: tl.constexpr, DTYPE: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, ranks of this launch).
+    """Does an all-gather. Grid (channels, ranks of this launch).
 
     Args:
-        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
+        tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, of its
             chunk_bytes bytes of input, and of its world * chunk_bytes bytes of output.
-        chunk_bytes: of one rank's contribution.
+        chunk_bytes: bytes of one rank's contribution.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the one-shot form.
+        RING: selects the ring form; else the one-shot form.
         DTYPE: an integer type as wide as the elements.
         G: the communicator's Geometry.
     """
@@ -494,7 +494,7 @@ def all_gather_kernel(
 
 
 # --------------------------------------------------------------------------------------------------
-# All-reduce: every rank ends with the reduction of everybody's buffer.
+# All-reduce: every rank ends with the reduction of all ranks' buffers.
 #
 # B bytes, W ranks; a reduce-scatter, then an all-gather of the results, in one kernel:
 #
@@ -502,8 +502,8 @@ def all_gather_kernel(
 #  ring     2(W-1) hops, 2(W-1)/W * B bytes.
 #
 # The CUDA kernels overlap the two halves segment by segment, and have a form of one hop for small
-# buffers (ringcomm/collectives/all_reduce.h); here the second half begins when a channel's first
-# has ended.
+# buffers (ringcomm/collectives/all_reduce.h); here a channel ends its first half before it begins
+# its second half.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -513,16 +513,16 @@ def all_reduce_kernel(
     RING: tl.constexpr, DTYPE: tl.constexpr, MOVED: tl.constexpr, DIVISOR: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channels, ranks of this launch).
+    """Does an all-reduce. Grid (channels, ranks of this launch).
 
     Args:
-        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
-            size_bytes bytes of input, and of as many of output; both may be the same.
-        size_bytes: of the buffer.
-        chunk_bytes: of one rank's chunk of it, a multiple of 64.
+        tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, and of its
+            input and output, of size_bytes bytes each; both may be one buffer.
+        size_bytes: bytes of the buffer.
+        chunk_bytes: bytes of one rank's chunk of the buffer, a multiple of 64.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the one-shot form.
+        RING: selects the ring form; else the two-shot form.
         DTYPE: tl.float32, tl.bfloat16 or tl.float16.
         MOVED: an integer type as wide as DTYPE.
         DIVISOR: 1 for SUM, the world size for AVG.
