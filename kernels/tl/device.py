@@ -1,9 +1,9 @@
 """The device functions from which users write fused kernels; public as ``ringcomm.tl``.
 
-All lanes of a block run every function. Addresses are int64; ``ptrs`` is the address of a table
-with one address per rank, as ``ringcomm.tl.Symmetric`` has it. ``ws`` is the block's state, from
-:func:`begin_kernel`. A ``status`` is 0 until a wait gives up and returns another value; after that
-all waits return at once, and the kernel must not signal or touch a peer's memory.
+All lanes of a block run every function. Addresses are int64. A ``ringcomm.tl.Symmetric`` tensor has
+one copy per rank; ``ptrs`` is the address of a table of the copies' addresses. ``ws`` is the
+block's state, from :func:`begin_kernel`. A ``status`` is 0 until a wait gives up and returns a
+fault; then all waits return at once, and the kernel must not signal or touch a peer's memory.
 
 The suffix of a name gives memory order and scope: ``release`` publishes everything that the block
 stored before, ``acquire`` lets the block load published data; ``sys`` holds between ranks, ``gpu``
@@ -147,8 +147,8 @@ def get(ptrs, peer, offset, target, count, DTYPE: tl.constexpr):
     """Copies ``count`` elements of the copy of ``peer``, from element ``offset`` on, to address
     ``target``.
 
-    Call :func:`wait_acquire_sys` for the peer's signal that the elements are ready before; the peer
-    may overwrite them after it has waited for a later signal of this block.
+    Before, wait with :func:`wait_acquire_sys` for the peer's signal that the elements are ready.
+    The peer may overwrite them after it has waited for a later signal of this block.
     """
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     source = peer_address(ptrs, peer) + (tl.full((), 0, tl.int64) + offset) * ITEM

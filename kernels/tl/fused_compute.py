@@ -240,7 +240,7 @@ def store_products(
     rows_per_chunk = chunk_rows(m, CHUNKS, BLOCK_M)
     tiles = rows_per_chunk // BLOCK_M * across
     for chunk in range(CHUNKS):
-        # The block that begins changes with the chunk, so that no block has an extra tile in each.
+        # Chunks start with different blocks, so that no block gets an extra tile of every chunk.
         turn = chunk * tiles * G.world % computing
         for i in range((block + computing - turn) % computing, tiles * G.world, computing):
             owner = peer_at(ws, (i // tiles + 1) % G.world, G)
@@ -435,7 +435,7 @@ def reduce_scatter_rms_norm_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ADDS: tl.constexpr,
     KEEPS: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Sums and normalizes rows i, i + blocks, ... in block i. Grid: equally many on all ranks.
+    """Sums and normalizes; block i takes rows i, i + blocks, ... Grid: equal on all ranks.
 
     Args:
         table, timeout_ns: from the context.

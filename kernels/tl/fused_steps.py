@@ -140,7 +140,7 @@ def add_words(address, words, KIND: tl.constexpr):
 
 @triton.jit
 def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexpr):
-    """Reduces the turn that begins ``at`` elements into the sources and ``out``."""
+    """Reduces the turn ``at`` elements into the sources and ``out``, and adds its norm."""
     rows = tl.arange(0, 4 * TILES)[:, None]
     here = rows % TILES * TILE_ELEMS + rows // TILES * QUARTER + tl.arange(0, QUARTER)[None, :]
     mask = at + here < size
@@ -171,7 +171,7 @@ def reduce_run(words, out, sources, begin, end, NORM: tl.constexpr):
     Args:
         words: the words of the tiles so far.
         out: address of the chunk's FP32 gradients; unused unless NORM.stores.
-        sources: address of the gradient of element ``begin`` on each rank.
+        sources: addresses of the values to sum for element ``begin``: gradients or partial sums.
         begin: a multiple of TILE_ELEMS.
         end: index after the last element.
         NORM: a NormKind.

@@ -83,7 +83,7 @@ def _check_metadata(metadata: Any) -> None:
 def _parameters(made: Any) -> list[tuple[str, bool]]:
     """Returns the types of a kernel's numbers, and whether each is in a tuple: see endpoint.py."""
     if any(made.src.attrs.values()):
-        raise RefusedError(f"it was compiled for what is known of numbers: {made.src.attrs}")
+        raise RefusedError(f"it was compiled for properties of its numbers: {made.src.attrs}")
     types = list(_leaves(made.src.signature.values()))
     if any(inside and kind == "constexpr" for kind, inside in types):
         raise RefusedError("it was compiled for the value of a number in a tuple")

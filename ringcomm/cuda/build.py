@@ -25,9 +25,9 @@ from ringcomm.errors import UnsupportedError
 
 # ---- Compiled kernels on disk, shared by the processes of one user ------------------------------
 # Entries are executable code: anybody who can write an entry can run code as this user. So the
-# folder must belong to this user and be writable by nobody else, and this module opens it once and
-# keeps the descriptor, so that nobody can exchange the folder. If the cache cannot be used, kernels
-# are compiled again; a warning gives each reason once per process.
+# folder must belong to this user and be writable by nobody else. Each access checks and uses one
+# descriptor, so that nobody can exchange the folder in between. If the cache cannot be used,
+# kernels are compiled again; a warning gives each reason once per process.
 
 CACHE_DIR_VARIABLE = "RINGCOMM_CACHE_DIR"
 # A compilation takes up to a minute. A process that holds a lock for this long is stopped, so that

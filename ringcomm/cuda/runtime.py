@@ -247,7 +247,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def stream_queues(self, device: int) -> tuple[int, int]:
-        """Returns how many hardware queues the streams of usual priority share, and how many share.
+        """Returns the numbers of hardware queues for streams of usual priority and of such streams.
 
         Only the streams of :meth:`make_stream` and the default stream count. With more streams
         than queues, work that waits for nothing may be delayed.

@@ -241,8 +241,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def begin_presence() -> int:
     """Begins the presence of a rank of this process, and returns its number for the rendezvous.
 
-    If the rendezvous fails before the rank knows its peers' regions, it cannot detach. Peers
-    in its own process then learn of its end by the end of its presence.
+    If the rendezvous fails before the rank has its peers' regions, the rank cannot detach. Then
+    the end of its presence shows peers in its own process that it has ended.
     """
     presence = secrets.randbits(63)
     _process.presences.add(presence)

@@ -231,7 +231,7 @@ class Topology:
         if len(by_name) < len(names):
             twice = sorted({name for name, gpu in names if by_name[name] is not gpu})
             what = ", ".join(twice) or "a name"
-            raise ArgumentError(f"topology: each GPU must be there once, but {what} is twice")
+            raise ArgumentError(f"topology: expected each GPU once, but {what} appears twice")
         pairs = [
             pair
             if pair.first < pair.second
@@ -896,7 +896,7 @@ def _why_ring(devices: list[_SharedDevice], between: dict[tuple[int, int], Conne
     (a, b), worst = min(between.items(), key=lambda item: (_quality(item[1]), item[0]))
     ranks = f"ranks {devices[a].ranks[0]} and {devices[b].ranks[0]}"
     if worst.kind == "unknown":
-        return f"what connects {ranks} is not known"
+        return f"the connection between {ranks} is not known"
     return f"not all pairs of GPUs have NVLink: {ranks} have {worst}"
 
 
@@ -907,7 +907,7 @@ def _troubles(
     told = []
     unknown = [device.ranks[0] for device in devices if not device.known]
     if topology.absent:
-        told.append(f"nothing is known of the GPUs' connections: {topology.absent}")
+        told.append(f"the GPUs' connections are not known: {topology.absent}")
     elif unknown:
         told.append(f"the GPU of rank {unknown[0]} is not in the topology")
     refused = [ends for ends, each in between.items() if each.kind == "refused"]
@@ -930,7 +930,7 @@ def _rings(
     if count < 3 or all(each.kind == "nvswitch" for each in between.values()):
         return (canonical,), ""
     if not all(device.known for device in devices):
-        return (canonical,), "the ring follows the ranks, those of one GPU together"
+        return (canonical,), "the ring follows the ranks, with the ranks of one GPU together"
     if count > SEARCHED_DEVICES:
         return (canonical,), "the ring goes through the NUMA nodes one after the other"
     if count <= MESH_DEVICES and all(each.kind == "nvlink" for each in between.values()):

@@ -199,7 +199,7 @@ def damaged(change):
             damaged(lambda v: v["pairs"][0]["nvlinks"].update(link_gbps=float("nan"))),
             "link_gbps: expected a number > 0",
         ),
-        (damaged(lambda v: v["gpus"].append(v["gpus"][0])), "is twice"),
+        (damaged(lambda v: v["gpus"].append(v["gpus"][0])), "appears twice"),
     ],
 )
 def test_damaged_files_say_where(text, says):
