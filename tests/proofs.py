@@ -117,7 +117,10 @@ PROOFS = (
     ),
     Proof(
         "machine code of Triton",
-        tuple(f"tests/proof/compile/test_{name}.py" for name in ("adamw_compile", "tl_compile")),
+        tuple(
+            f"tests/proof/compile/test_{name}.py"
+            for name in ("adamw_compile", "tl_compile", "tl_loads")
+        ),
         _COMPILED_KERNELS,
     ),
     Proof(

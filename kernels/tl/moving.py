@@ -8,10 +8,13 @@ import triton.language as tl
 
 from .hooks import INTERPRETED
 
-# Bytes of a turn of the hot loops: 256 lanes with four accesses of 16 bytes each. A choice, not
-# swept.
+# 256 lanes with four accesses of 16 bytes each. A turn copies two such blocks, and sums up one of
+# each source, or half a block where there are four and more: so a lane has at least 8 loads under
+# way. A choice that no GPU has measured.
 BLOCK_BYTES = tl.constexpr(16384)
 NUM_WARPS = 8
+# A sum loads this many sources before it adds the first. Another choice.
+SOURCES_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
@@ -76,7 +79,7 @@ def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _copy(target, source, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    BLOCK: tl.constexpr = BLOCK_BYTES // (DTYPE.primitive_bitwidth // 8)
+    BLOCK: tl.constexpr = 2 * BLOCK_BYTES // (DTYPE.primitive_bitwidth // 8)
     to = pointer(target, DTYPE, ALIGNED)
     of = pointer(source, DTYPE, ALIGNED)
     lanes = tl.arange(0, BLOCK)
@@ -102,19 +105,30 @@ def copy(target, source, count, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def sum_of(sources, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """Elements ``here`` of all sources, summed in their order in FP32."""
-    COUNT: tl.constexpr = len(sources)
+def _load(source, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
-        total = widen(tl.load(pointer(sources[0], DTYPE, ALIGNED) + here, mask=mask))
+        return tl.load(pointer(source, DTYPE, ALIGNED) + here, mask=mask)
     else:
-        total = widen(tl.load(pointer(sources[0], DTYPE, ALIGNED) + here))
-    for i in tl.static_range(1, COUNT):
-        if MASKED:
-            x = tl.load(pointer(sources[i], DTYPE, ALIGNED) + here, mask=mask)
-        else:
-            x = tl.load(pointer(sources[i], DTYPE, ALIGNED) + here)
-        total = accumulate(total, x)
+        return tl.load(pointer(source, DTYPE, ALIGNED) + here)
+
+
+@triton.jit
+def sum_of(sources, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    """Elements ``here`` of all sources, summed in their order in FP32.
+
+    The sources of a batch are loaded before the first of them is added.
+    """
+    COUNT: tl.constexpr = len(sources)
+    for first in tl.static_range(0, COUNT, SOURCES_AT_ONCE):
+        loaded = (_load(sources[first], here, mask, DTYPE, ALIGNED, MASKED),)
+        for i in tl.static_range(first + 1, first + SOURCES_AT_ONCE):
+            if i < COUNT:
+                loaded = loaded + (_load(sources[i], here, mask, DTYPE, ALIGNED, MASKED),)
+        for i in tl.static_range(0, len(loaded)):
+            if first + i == 0:
+                total = widen(loaded[0])
+            else:
+                total = accumulate(total, loaded[i])
     return total
 
 
@@ -129,7 +143,8 @@ def _finish(total, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
 def _reduce(
     target, sources, count, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    BLOCK: tl.constexpr = BLOCK_BYTES // 2 // (DTYPE.primitive_bitwidth // 8)
+    PARTS: tl.constexpr = 1 if len(sources) < 4 else 2
+    BLOCK: tl.constexpr = BLOCK_BYTES // PARTS // (DTYPE.primitive_bitwidth // 8)
     to = pointer(target, DTYPE, ALIGNED)
     lanes = tl.arange(0, BLOCK)
     whole = count // BLOCK * BLOCK

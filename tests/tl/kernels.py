@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ringcomm._tl.endpoint import chunk_of, slice_of
-from ringcomm._tl.moving import accumulate, pointer, round_to
+from ringcomm._tl.moving import accumulate, copy, pointer, reduce, round_to
 from ringcomm._tl.quantization import (
     dequantize_blocks,
     load_quantized,
@@ -66,3 +66,31 @@ def dequantize_and_sum_kernel(
         total = tl.div_rn(total, tl.full(total.shape, DIVISOR, tl.float32))
     here = (first + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
     tl.store(pointer(zero + out, DTYPE, False) + here, round_to(total, DTYPE), mask=here < elems)
+
+
+@triton.jit
+def sum_kernel(target, first, stride, count, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """Sums up sources that lie ``stride`` bytes apart, as the collectives do."""
+    sources = (first,)
+    for i in tl.static_range(1, COUNT):
+        sources += (first + i * stride,)
+    reduce(target, sources, count, DTYPE, 1)
+
+
+@triton.jit
+def serial_sum_kernel(target, first, stride, count, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """The same with sources that await one another."""
+    BLOCK: tl.constexpr = 2048
+    lanes = tl.arange(0, BLOCK)
+    for i in range(0, count, BLOCK):
+        total = tl.zeros([BLOCK], tl.float32)
+        for source in tl.static_range(0, COUNT):
+            x = tl.load(pointer(first + source * stride, DTYPE, True) + i + lanes)
+            total = accumulate(total, x)
+            tl.debug_barrier()
+        tl.store(pointer(target, DTYPE, True) + i + lanes, round_to(total, DTYPE))
+
+
+@triton.jit
+def copy_kernel(target, source, count, DTYPE: tl.constexpr):
+    copy(target, source, count, DTYPE)
