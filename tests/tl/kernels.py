@@ -73,7 +73,7 @@ def sum_kernel(target, first, stride, count, COUNT: tl.constexpr, DTYPE: tl.cons
     """Sums up sources that lie ``stride`` bytes apart, as the collectives do."""
     sources = (first,)
     for i in tl.static_range(1, COUNT):
-        sources += (first + i * stride,)
+        sources += (first + i * stride,)  # type: ignore[assignment]
     reduce(target, sources, count, DTYPE, 1)
 
 
