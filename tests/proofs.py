@@ -121,7 +121,7 @@ PROOFS = (
             f"tests/proof/compile/test_{name}.py"
             for name in ("adamw_compile", "tl_compile", "tl_loads")
         ),
-        _COMPILED_KERNELS,
+        (*_COMPILED_KERNELS, "tests/tl/*.py"),
     ),
     Proof(
         "machine code of the device library",
