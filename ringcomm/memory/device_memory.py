@@ -31,8 +31,8 @@ from ringcomm.memory.chunk_service import (
 # The least that a heap gets at a time once it has as much; before that it doubles, so that a
 # communicator alone takes little. A choice that no GPU has measured.
 GROWTH_BYTES = 256 << 20
-# How long an allocation waits until all processes map what it made the heap grow by. They do
-# within milliseconds, unless their driver is busy; then kernels copy that memory meanwhile.
+# How long an allocation waits until all processes map what it made the heap grow by. That is a
+# message each way, unless their driver is busy; then kernels copy that memory meanwhile.
 GROWTH_WAIT_S = 2.0
 # How long a process waits for the chunks of a peer that is there.
 MAPPING_WAIT_S = 30.0
