@@ -171,8 +171,8 @@ def _caught(tmp_path, text: str) -> str:
 
 
 def _compiled(monkeypatch, changes: dict[str, str]) -> str:
-    def changed(name):
-        source, headers, macros = unit_source(name)
+    def changed(name, loops):
+        source, headers, macros = unit_source(name, loops)
         for before, after in changes.items():
             text = headers["kernels/cuda/multicast.h"]
             assert text.count(before) == 1
