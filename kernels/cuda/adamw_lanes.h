@@ -1,415 +1,320 @@
-// The update of a run of a shard by the lanes of a block. 256 lanes with 112 bytes each keep 28 KiB
-// in flight.
+// The update of a run of a shard by the lanes of a block.
+//
+// What a parameter's rule is, and how many sources the gradients have, is asked once per segment.
+// Each of these has a loop of its own, in which no lane branches: a turn of eight elements first
+// loads all that it needs, and elements whose numbers its quotients do not take are left as they
+// are, noted in a bit, and updated by the exact instructions behind the loop.
 #pragma once
 
-#include "kernels/cuda/quantized_moment_lanes.h"
-#include "ringcomm/optimizer/buckets.h"
-#include "ringcomm/optimizer/one_moment_element.h"
+#include "kernels/cuda/quantized_update_lanes.h"
+#include "kernels/cuda/workspace.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-template <class P>
-struct Narrowed {
-  RC_TEAM_FN static P of(float master, const AdamWShard& s, uint64_t index, uint32_t step) {
-    if (s.rounding == Rounding::kStochastic)
-      return narrow_stochastic(master, random_bits(s.seed, s.bucket, index, step),
-                               static_cast<P*>(nullptr));
-    return Traits<P>::store(master);
-  }
-  // `index` is a multiple of 4: a draw of Philox serves four elements.
-  RC_TEAM_FN static void eight(const float (&master)[kTurnElems], const AdamWShard& s,
-                               uint64_t index, uint32_t step, P (&param)[kTurnElems]) {
-    if (s.rounding == Rounding::kStochastic) {
-      RC_UNROLL
-      for (int k = 0; k < kTurnElems; k += 4) {
-        const Philox drawn = philox(s.seed, index / 4 + uint64_t(k / 4), step, uint32_t(s.bucket));
-        RC_UNROLL
-        for (int i = 0; i < 4; ++i)
-          param[k + i] = narrow_stochastic(master[k + i], drawn.word[i], static_cast<P*>(nullptr));
-      }
-      return;
-    }
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) param[k] = Traits<P>::store(master[k]);
-  }
-};
-template <>
-struct Narrowed<float> {
-  RC_TEAM_FN static float of(float master, const AdamWShard&, uint64_t, uint32_t) { return master; }
-  RC_TEAM_FN static void eight(const float (&master)[kTurnElems], const AdamWShard&, uint64_t,
-                               uint32_t, float (&param)[kTurnElems]) {
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) param[k] = master[k];
+// A lane's turns, `stride` apart, before `end`.
+struct LaneTurns {
+  static constexpr uint64_t kAtOnce = 31;
+
+  uint64_t at, end;
+
+  // Makes up to kAtOnce turns. Returns a bit for each that `turn` has refused, of the last the
+  // lowest, under a bit that says how many turns there were.
+  template <class Turn>
+  RC_TEAM_FN uint32_t make(uint64_t stride, Turn turn) {
+    uint32_t refused = 1;
+    RC_ROLLED
+    for (; at < end && (refused >> kAtOnce) == 0; at += stride)
+      refused = refused + refused + uint32_t(!turn(at));
+    return refused;
   }
 };
 
-// A parameter's elements, updated one by one or eight at a time.
+// What an update is part of, and so how many sources its gradients have and where its results go.
+enum class UpdateKind {
+  kAlone,  // one source, no copies
+  kRing,   // one source or two, no copies
+  kPair,   // of two ranks, with a copy for the other; or one source, with copies for all
+  kMany,   // of more ranks, with copies for all of them
+};
+
+// Whether it has a loop for gradients of so many sources.
+RC_TEAM_FN constexpr bool has_loop(UpdateKind kind, int sources) {
+  if (kind == UpdateKind::kMany) return sources == 4 || sources == 8;
+  return sources == 1 || (sources == 2 && kind != UpdateKind::kAlone);
+}
+
+// The turns of AdamW with decoupled decay, and FP32 masters: what most training has.
+template <class G, class P, UpdateKind kind>
+struct CommonTurns {
+  const Workspace& w;
+
+  RC_TEAM_FN static bool take(const AdamWShard& s, const UpdateArgs& u, const AdamWFactors& f) {
+    const bool rounds =
+        Updater<G, P>::kIsMaster || (s.master != nullptr && s.rounding == Rounding::kNearest);
+    return rounds && (f.flags & ~(kAdamActive | kAdamMaximize)) == 0 && f.one_minus_beta1 < 0.5f &&
+           is_power_of_two(u.divide_by) && takes_quotients(f);
+  }
+
+  // False: nothing was stored.
+  template <int sources>
+  RC_TEAM_FN bool turn(uint64_t at) const {
+    const Updater<G, P> updater{w.shard, w.results, w.update.copy_count};
+    // The compiler knows here that they are in shared memory.
+    const GradSum<G> grads{w.sources, sources, 0, w.update.begin};
+    float *const to_m = w.shard.exp_avg + at, *const to_v = w.shard.exp_avg_sq + at,
+                 *const to_p = updater.wide_masters(at);
+    const LoadedGrads<G, sources> loaded = grads.template load<sources>(at);
+    Eight<float> held_m, held_v, held_p;
+    held_m.load(to_m);
+    held_v.load(to_v);
+    held_p.load(to_p);
+    Gate gate;
+    gate.await(held_m);
+    gate.await(held_v);
+    gate.await(held_p);
+    float g[kTurnElems], m[kTurnElems], v[kTurnElems], p[kTurnElems];
+    loaded.sum(g, gate.zero(to_m));
+    held_m.get(m);
+    held_v.get(v);
+    held_p.get(p);
+    const StepFactors f = w.step.factors;
+    bool odd = false;
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) {
+      const float each = g[k] * f.inverse_world * f.grad_scale * f.clip;
+      m[k] = fused_multiply_add(f.one_minus_beta1, each - m[k], m[k]);
+      v[k] = fused_multiply_add(f.one_minus_beta2 * each, each, v[k] * f.beta2);
+      p[k] = f.quotients.new_parameter(p[k] * f.decay, m[k], v[k], odd);
+    }
+    // Of many sources the addresses are found again, since there are no registers for them.
+    constexpr bool again = sources > 4;
+    held_m.set(m);
+    held_m.store_if(!odd, again ? w.shard.exp_avg + at : to_m);
+    held_v.set(v);
+    held_v.store_if(!odd, again ? w.shard.exp_avg_sq + at : to_v);
+    float* const masters = again ? updater.wide_masters(at) : to_p;
+    if constexpr (kind == UpdateKind::kAlone || kind == UpdateKind::kRing)
+      updater.template store_finite_if<0>(!odd, at, masters, p);
+    else
+      updater.template store_finite_if<sources == 1 ? -1 : sources - 1>(!odd, at, masters, p);
+    return !odd;
+  }
+};
+
+// The turns of any rule, and of any number of sources: of fewer elements, since the kernels have no
+// registers for more.
 template <class G, class P>
-struct Updater {
-  const AdamWShard& s;
-  char* const* copies;
-  int copy_count;
+struct AnyTurns {
+  static constexpr int kElems = 4;
 
-  static constexpr bool kIsMaster = sizeof(P) == sizeof(float);
+  const Updater<G, P>& updater;
+  const GradSum<G>& grads;
+  const AdamWFactors& f;
 
-  RC_TEAM_FN P* own(uint64_t at) const { return reinterpret_cast<P*>(s.params) + s.begin + at; }
-  RC_TEAM_FN P* copy(int c, uint64_t at) const {
-    return reinterpret_cast<P*>(copies[c]) + s.begin + at;
-  }
-
-  // The moments that a parameter's update reads and writes.
-  RC_TEAM_FN static bool has_first(const AdamWFactors& f) {
-    return (f.flags & (kSgd | kMomentum)) != kSgd;
-  }
-  RC_TEAM_FN static bool has_second(const AdamWFactors& f) {
-    return (f.flags & (kSgd | kLion)) == 0;
-  }
-
-  RC_TEAM_FN static void update_sgd(float& p, float g, float& m, const AdamWFactors& f) {
-    const bool l2 = (f.flags & kAdamL2) != 0;
-    if ((f.flags & kMomentum) == 0)
-      l2 ? sgd_element<SgdPath<true, false, false>>(p, g, m, f)
-         : sgd_element<SgdPath<false, false, false>>(p, g, m, f);
-    else if ((f.flags & kNesterov) != 0)
-      l2 ? sgd_element<SgdPath<true, true, true>>(p, g, m, f)
-         : sgd_element<SgdPath<false, true, true>>(p, g, m, f);
-    else
-      l2 ? sgd_element<SgdPath<true, true, false>>(p, g, m, f)
-         : sgd_element<SgdPath<false, true, false>>(p, g, m, f);
-  }
-
-  RC_TEAM_FN static void update(float& p, float g, float& m, float& v, float& v_max,
-                                const AdamWFactors& f) {
-    g = adamw_gradient(g, f);
-    if ((f.flags & kSgd) != 0) return update_sgd(p, g, m, f);
-    if ((f.flags & kLion) != 0) return lion_element(p, g, m, f);
-    const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
-               from_end = !(f.one_minus_beta1 < 0.5f);
-    // Uniform branches: every lane of a block works on one parameter.
-    if (from_end) {
-      l2        ? amsgrad ? adamw_element<AdamWPath<true, true, true>>(p, g, m, v, v_max, f)
-                          : adamw_element<AdamWPath<true, false, true>>(p, g, m, v, v_max, f)
-      : amsgrad ? adamw_element<AdamWPath<false, true, true>>(p, g, m, v, v_max, f)
-                : adamw_element<AdamWPath<false, false, true>>(p, g, m, v, v_max, f);
-    } else {
-      l2        ? amsgrad ? adamw_element<AdamWPath<true, true, false>>(p, g, m, v, v_max, f)
-                          : adamw_element<AdamWPath<true, false, false>>(p, g, m, v, v_max, f)
-      : amsgrad ? adamw_element<AdamWPath<false, true, false>>(p, g, m, v, v_max, f)
-                : adamw_element<AdamWPath<false, false, false>>(p, g, m, v, v_max, f);
-    }
-  }
-
-  // Of 8-bit moments in memory.
-  RC_TEAM_FN static void update_wide(float& p, float g, float& m, float& v, const AdamWFactors& f) {
-    g = adamw_gradient(g, f);
-    const bool l2 = (f.flags & kAdamL2) != 0;
-    float unused = 0.0f;
-    if (!(f.one_minus_beta1 < 0.5f))
-      l2 ? adamw_element<AdamWPath<true, false, true>>(p, g, m, v, unused, f)
-         : adamw_element<AdamWPath<false, false, true>>(p, g, m, v, unused, f);
-    else
-      l2 ? adamw_element<AdamWPath<true, false, false>>(p, g, m, v, unused, f)
-         : adamw_element<AdamWPath<false, false, false>>(p, g, m, v, unused, f);
-  }
-
-  RC_TEAM_FN float master_of(P param, uint64_t at) const {
-    if constexpr (kSame<P, BFloat16>)
-      if (s.remainder != nullptr) return join_master(param, s.remainder[at]);
-    if constexpr (!kIsMaster)
-      if (s.master != nullptr) return s.master[at];
-    return Traits<P>::load(param);
-  }
-  RC_TEAM_FN P param_of(float master, uint64_t at, const AdamWFactors& f) const {
-    if constexpr (kSame<P, BFloat16>)
-      if (s.remainder != nullptr) {
-        BFloat16 param;
-        split_master(master, param, s.remainder[at]);
-        return param;
-      }
-    if constexpr (!kIsMaster)
-      if (s.master != nullptr) s.master[at] = master;
-    return Narrowed<P>::of(master, s, s.begin + at, f.step);
-  }
-
-  RC_TEAM_FN void store_one(uint64_t at, float p, const AdamWFactors& f) const {
-    const P param = param_of(p, at, f);
-    *own(at) = param;
-    for (int c = 0; c < copy_count; ++c)
-      if (copies[c] != nullptr) *copy(c, at) = param;
-  }
-
-  RC_TEAM_FN void one(uint64_t at, float g, const AdamWFactors& f) const {
-    const bool amsgrad = (f.flags & kAdamAmsgrad) != 0;
-    const bool first = has_first(f), second = has_second(f);
-    float p = master_of(*own(at), at), m = first ? s.exp_avg[at] : 0.0f,
-          v = second ? s.exp_avg_sq[at] : 0.0f, v_max = amsgrad ? s.max_exp_avg_sq[at] : 0.0f;
-    update(p, g, m, v, v_max, f);
-    if (first) s.exp_avg[at] = m;
-    if (second) s.exp_avg_sq[at] = v;
-    if (amsgrad) s.max_exp_avg_sq[at] = v_max;
-    store_one(at, p, f);
-  }
-
-  // What eight master copies are made of, as it lies in memory: the copies, or the parameters and
-  // their low halves. Never both, so they share registers.
-  struct Masters {
-    Vec16 v[2];
-    template <class T>
-    RC_TEAM_FN void load(const T* from, int at = 0) {
-      Eight<T> held;
+  // False: nothing was stored.
+  RC_TEAM_FN bool turn(uint64_t at) const {
+    const AdamWShard& s = updater.s;
+    const bool first = has_first(f), second = has_second(f),
+               largest = (f.flags & kAdamAmsgrad) != 0;
+    Pack<float, kElems> held;
+    typename Updater<G, P>::template Masters<kElems> masters;
+    float g[kElems], p[kElems], m[kElems] = {}, v[kElems] = {}, v_max[kElems] = {};
+    const auto load = [&](const float* from, float (&x)[kElems]) {
       held.load(from);
-      RC_UNROLL
-      for (int k = 0; k < Eight<T>::kVectors; ++k) v[at + k] = held.v[k];
-    }
-    template <class T>
-    RC_TEAM_FN void get(T (&x)[kTurnElems], int at = 0) const {
-      Eight<T> held;
-      RC_UNROLL
-      for (int k = 0; k < Eight<T>::kVectors; ++k) held.v[k] = v[at + k];
       held.get(x);
-    }
-  };
-  RC_TEAM_FN bool has_wide() const {
-    if constexpr (kIsMaster) return false;
-    return s.master != nullptr;
+    };
+    if (first) load(s.exp_avg + at, m);
+    if (second) load(s.exp_avg_sq + at, v);
+    if (largest) load(s.max_exp_avg_sq + at, v_max);
+    updater.load_masters(at, masters);
+    grads.some(at, g);
+    updater.masters_of(masters, p);
+    if (!update(g, p, m, v, v_max)) return false;
+    const auto store = [&](const float (&x)[kElems], float* to) {
+      held.set(x);
+      held.store(to);
+    };
+    if (first) store(m, s.exp_avg + at);
+    if (second) store(v, s.exp_avg_sq + at);
+    if (largest) store(v_max, s.max_exp_avg_sq + at);
+    updater.store_some(at, p, f);
+    return true;
   }
-  RC_TEAM_FN void load_masters(uint64_t at, Masters& held) const {
-    if (has_wide()) return held.load(s.master + at);
-    held.load(own(at));
-    if constexpr (kSame<P, BFloat16>)
-      if (s.remainder != nullptr) held.load(s.remainder + at, 1);
-  }
-  RC_TEAM_FN void masters_of(const Masters& held, float (&p)[kTurnElems]) const {
-    if (has_wide()) return held.get(p);
-    P param[kTurnElems];
-    held.get(param);
-    if constexpr (kSame<P, BFloat16>)
-      if (s.remainder != nullptr) {
-        uint16_t rest[kTurnElems];
-        held.get(rest, 1);
+
+  RC_TEAM_FN bool update(const float (&grad)[kElems], float (&p)[kElems], float (&m)[kElems],
+                         float (&v)[kElems], float (&v_max)[kElems]) const {
+    float g[kElems];
+    RC_UNROLL
+    for (int k = 0; k < kElems; ++k) g[k] = adamw_gradient(grad[k], f);
+    if ((f.flags & kSgd) != 0) {
+      with_sgd_path(f, [&](auto path) {
         RC_UNROLL
-        for (int k = 0; k < kTurnElems; ++k) p[k] = join_master(param[k], rest[k]);
-        return;
-      }
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) p[k] = Traits<P>::load(param[k]);
-  }
-
-  RC_TEAM_FN void store_masters(uint64_t at, const float (&p)[kTurnElems], const AdamWFactors& f,
-                                P (&param)[kTurnElems]) const {
-    if constexpr (kSame<P, BFloat16>)
-      if (s.remainder != nullptr) {
-        uint16_t rest[kTurnElems];
-        RC_UNROLL
-        for (int k = 0; k < kTurnElems; ++k) split_master(p[k], param[k], rest[k]);
-        Eight<uint16_t> low;
-        low.set(rest);
-        return low.store(s.remainder + at);
-      }
-    if constexpr (!kIsMaster)
-      if (s.master != nullptr) {
-        Eight<float> held;
-        held.set(p);
-        held.store(s.master + at);
-      }
-    Narrowed<P>::eight(p, s, s.begin + at, f.step, param);
-  }
-
-  // The state of eight elements, as it lies in memory.
-  struct State {
-    Eight<float> m, v, v_max;
-    Masters masters;
-  };
-  template <bool may_amsgrad>
-  RC_TEAM_FN void load_state(uint64_t at, const AdamWFactors& f, State& held) const {
-    if (has_first(f)) held.m.load(s.exp_avg + at);
-    if (has_second(f)) held.v.load(s.exp_avg_sq + at);
-    if (may_amsgrad && (f.flags & kAdamAmsgrad) != 0) held.v_max.load(s.max_exp_avg_sq + at);
-    load_masters(at, held.masters);
-  }
-
-  template <bool may_amsgrad>
-  RC_TEAM_FN void update_state(uint64_t at, const float* g, const AdamWFactors& f,
-                               State& held) const {
-    const bool amsgrad = may_amsgrad && (f.flags & kAdamAmsgrad) != 0, first = has_first(f),
-               second = has_second(f);
-    float p[kTurnElems], m[kTurnElems] = {}, v[kTurnElems] = {}, v_max[kTurnElems] = {};
-    masters_of(held.masters, p);
-    if (first) held.m.get(m);
-    if (second) held.v.get(v);
-    if (amsgrad) held.v_max.get(v_max);
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) update(p[k], g[k], m[k], v[k], v_max[k], f);
-    if (first) {
-      held.m.set(m);
-      held.m.store(s.exp_avg + at);
+        for (int k = 0; k < kElems; ++k) sgd_element<decltype(path)>(p[k], g[k], m[k], f);
+      });
+      return true;
     }
-    if (second) {
-      held.v.set(v);
-      held.v.store(s.exp_avg_sq + at);
+    if ((f.flags & kLion) != 0) {
+      RC_UNROLL
+      for (int k = 0; k < kElems; ++k) lion_element(p[k], g[k], m[k], f);
+      return true;
     }
-    if (amsgrad) {
-      held.v_max.set(v_max);
-      held.v_max.store(s.max_exp_avg_sq + at);
+    const StepQuotients quotients = StepQuotients::of(f);
+    bool odd = !takes_quotients(f);
+    RC_UNROLL
+    for (int k = 0; k < kElems; ++k) {
+      const float square = update_moments(p[k], g[k], m[k], v[k], v_max[k], f);
+      p[k] = quotients.new_parameter(p[k], m[k], square, odd);
     }
-    store_eight(at, p, f);
-  }
-
-  // `unroll` times eight elements, `stride` apart: all their loads are under way together. Several
-  // have no registers left for AMSGrad's maxima.
-  template <int unroll>
-  RC_TEAM_FN void eights(uint64_t at, uint64_t stride, const GradSum<G>& grads,
-                         const AdamWFactors& f) const {
-    constexpr bool may_amsgrad = unroll == 1;
-    State held[unroll];
-    float g[unroll * kTurnElems];
-    RC_UNROLL
-    for (int k = 0; k < unroll; ++k) load_state<may_amsgrad>(at + uint64_t(k) * stride, f, held[k]);
-    grads.template eights<unroll>(at, stride, g);
-    RC_UNROLL
-    for (int k = 0; k < unroll; ++k)
-      update_state<may_amsgrad>(at + uint64_t(k) * stride, g + k * kTurnElems, f, held[k]);
-  }
-
-  RC_TEAM_FN void store_eight(uint64_t at, const float (&p)[kTurnElems],
-                              const AdamWFactors& f) const {
-    P param[kTurnElems];
-    store_masters(at, p, f, param);
-    Eight<P> result;
-    result.set(param);
-    result.store(own(at));
-    for (int c = 0; c < copy_count; ++c)
-      if (copies[c] != nullptr) result.store(copy(c, at));
+    return !odd;
   }
 };
 
-// ---- 8-bit moments ------------------------------------------------------------------------------
+// ---- a segment ----------------------------------------------------------------------------------
 
-// Eight elements of a quantization block, with their moments.
-template <class G, class P>
-RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
-                             const AdamWFactors& f, const MomentPair::Quantized& quantized,
-                             float* m, float* v) {
-  float p[kTurnElems], g[kTurnElems];
-  typename Updater<G, P>::Masters held;
-  updater.load_masters(at, held);
-  grads.template eights<1>(at, 0, g);
-  updater.masters_of(held, p);
-  RC_UNROLL
-  for (int k = 0; k < kTurnElems; ++k) {
-    m[k] = quantized.first(k), v[k] = quantized.second(k);
-    updater.update_wide(p[k], g[k], m[k], v[k], f);
-  }
-  updater.store_eight(at, p, f);
+template <class G>
+RC_TEAM_FN GradSum<G> grads_of(const UpdateArgs& u) {
+  return {u.sources, u.source_count, u.divide_by, u.begin};
 }
 
-// Fewer than eight, or what does not lie for vectors: one by one, and few registers. The moments
-// are found by constant numbers, so that they are registers, too.
+// The part of a segment that lies in the run which w.update says, up to its last whole turn, and
+// its end. Segments and chunks begin at whole turns; where a user's layout does not, elements go
+// singly.
+struct SegmentPart {
+  uint64_t begin, whole, end;
+
+  template <class G>
+  RC_TEAM_FN static SegmentPart of(const Workspace& w) {
+    const AdamWSegment& here = w.shard.segments[w.step.segment];
+    const uint64_t first = w.shard.begin + w.update.begin, last = w.shard.begin + w.update.end;
+    const uint64_t begin = (here.begin > first ? here.begin : first) - w.shard.begin,
+                   end = (here.end < last ? here.end : last) - w.shard.begin;
+    const bool vectors = grads_of<G>(w.update).aligned() && begin % kTurnElems == 0;
+    return {begin, vectors ? begin + (end - begin) / kTurnElems * kTurnElems : begin, end};
+  }
+};
+
+RC_TEAM_FN const AdamWFactors& factors_of(const Workspace& w) {
+  return w.shard.factors[w.shard.segments[w.step.segment].param];
+}
+
+// Whether a loop of CommonTurns takes it.
+template <class G, class P, UpdateKind kind>
+RC_TEAM_FN bool is_common(const Workspace& w, const AdamWFactors& f) {
+  return has_loop(kind, w.update.source_count) &&
+         CommonTurns<G, P, kind>::take(w.shard, w.update, f);
+}
+
+// ---- what few elements need ---------------------------------------------------------------------
+
+// Elements `at`, at + step, ... before `end`, one by one.
 template <class G, class P>
-RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
-                              int count, const AdamWFactors& f,
-                              const MomentPair::Quantized& quantized, float* m, float* v) {
+RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads,
+                              const AdamWFactors& f, uint64_t at, uint64_t end, uint64_t step) {
   RC_ROLLED
-  for (int i = 0; i < count; ++i) {
-    float its_m = quantized.first(i), its_v = quantized.second(i);
-    float p = updater.master_of(*updater.own(at + i), at + i);
-    updater.update_wide(p, grads.one(at + i), its_m, its_v, f);
-    updater.store_one(at + i, p, f);
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k)
-      if (k == i) m[k] = its_m, v[k] = its_v;
+  for (; at < end; at += step) updater.one(at, grads.one(at), f);
+}
+
+// A lane's turns of a segment by AnyTurns.
+template <class G, class P, UpdateKind kind, class Team>
+RC_TEAM_FN void update_by_any(const Team& team, const Workspace& w) {
+  const AdamWFactors& f = factors_of(w);
+  const SegmentPart part = SegmentPart::of<G>(w);
+  const Updater<G, P> updater{w.shard, w.results, w.update.copy_count};
+  const GradSum<G> grads = grads_of<G>(w.update);
+  const AnyTurns<G, P> any{updater, grads, f};
+  constexpr uint64_t kElems = AnyTurns<G, P>::kElems;
+  const uint64_t stride = uint64_t(team.num_lanes()) * kElems;
+  uint64_t at = part.begin + uint64_t(team.lane()) * kElems;
+  RC_ROLLED
+  while (at < part.whole) {
+    bool done = true;
+    RC_ROLLED
+    for (; done && at < part.whole; at += stride) done = any.turn(at);
+    if (!done) update_singly(updater, grads, f, at - stride, at - stride + kElems, 1);
   }
 }
 
-// The quantization block at the begin of a parameter's run, by kMomentLanes lanes. All lanes of a
-// warp come here, some of them with a run of nothing.
-template <class G, class P>
-RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
-                             const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {
-  const AdamWShard& s = updater.s;
-  const MomentPair moments{QuantizedMoment::of(s.exp_avg, s.elems),
-                           QuantizedMoment::of(s.exp_avg_sq, s.elems)};
-  float m[kMomentElems] = {}, v[kMomentElems] = {};
-  const uint64_t mine = block.begin + uint64_t(lane % kMomentLanes * kMomentElems);
-  const auto each_eight = [&](auto work) {
-    RC_UNROLL
-    for (int e = 0; e < kMomentElems; e += kTurnElems) {
-      const uint64_t at = mine + uint64_t(e);
-      const uint64_t left = block.end > at ? block.end - at : 0;
-      if (left != 0) work(at, left < kTurnElems ? int(left) : kTurnElems, e);
+// What the loops have left: the turns that this lane's `refused` says (LaneTurns::make), behind the
+// last turn of a segment what is less than a turn, and segments of other rules.
+template <class G, class P, UpdateKind kind, class Team>
+RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
+  const int lane = team.lane(), lanes = team.num_lanes();
+  const Updater<G, P> updater{w.shard, w.results, w.update.copy_count};
+  const GradSum<G> grads = grads_of<G>(w.update);
+  const AdamWFactors& f = factors_of(w);
+  const SegmentPart part = SegmentPart::of<G>(w);
+  const bool active = (f.flags & kAdamActive) != 0, common = is_common<G, P, kind>(w, f);
+  const uint64_t stride = uint64_t(lanes) * kTurnElems;
+  const uint64_t begin = part.begin + w.step.turns * stride;
+  const bool last = !common || begin + LaneTurns::kAtOnce * stride >= part.whole;
+  if (active && !common) update_by_any<G, P, kind>(team, w);
+  uint64_t at = begin + uint64_t(lane) * kTurnElems + uint64_t(log2_of(refused)) * stride;
+  bool tail = active && last;
+  // One place for both, since it is long.
+  RC_ROLLED
+  while (refused > 1 || tail) {
+    uint64_t from = part.whole + uint64_t(lane), to = part.end, each = uint64_t(lanes);
+    if (refused > 1) {
+      at -= stride;
+      from = at, to = (refused & 1) != 0 ? at + kTurnElems : at, each = 1;
+      refused >>= 1;
+    } else {
+      tail = false;
     }
-  };
-  // One lane reads the exponents, which it will write: a shuffle orders no memory.
-  const bool leads = lane % kMomentLanes == 0 && block.begin < block.end;
-  const uint64_t number = block.begin / kMomentBlock;
-  const uint32_t before = largest_of_lanes<kMomentLanes>(leads ? moments.exponents(number) : 0);
-  each_eight([&](uint64_t at, int count, int e) {
-    const MomentPair::Quantized quantized = moments.load(at, count, before);
-    if (vectors && count == kTurnElems)
-      update_eight(updater, grads, at, f, quantized, m + e, v + e);
-    else
-      update_singly(updater, grads, at, count, f, quantized, m + e, v + e);
-  });
-  const uint32_t after = new_exponent(m) | new_exponent(v) << 8;
-  if (leads) moments.set_exponents(number, after);
-  const MomentDraw draw = MomentDraw::of(s.seed, here.param, f.step, s.begin + mine - here.begin);
-  each_eight([&](uint64_t at, int count, int e) {
-    moments.store(at, count, m + e, v + e, after, draw, uint32_t(e));
-  });
+    update_singly(updater, grads, f, from, to, each);
+  }
+  team.sync();
+  if (lane == 0) {
+    w.step.turns = last ? 0 : w.step.turns + LaneTurns::kAtOnce;
+    if (last) ++w.step.segment;
+  }
+  team.sync();
 }
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; with 8-bit moments. Factors are
-// read where they are used, since registers are scarce: too scarce for the kernels of fused steps,
-// which have none of this.
-template <class G, class P>
-RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* copies,
-                           int copy_count, Run run, int lane, int lanes) {
-  const Updater<G, P> updater{s, copies, copy_count};
-  const bool aligned = grads.aligned();
-  const uint64_t first = s.begin + run.begin, last = s.begin + run.end;
-  for (uint64_t i = first_segment(s, first); i < s.segment_count; ++i) {
-    const AdamWSegment& here = s.segments[i];
-    if (here.begin >= last) break;
-    const AdamWFactors& f = s.factors[here.param];
-    if ((f.flags & kAdamActive) == 0) continue;
-    const uint64_t from = (here.begin > first ? here.begin : first) - s.begin,
-                   to = (here.end < last ? here.end : last) - s.begin;
-    const bool vectors = aligned && from % kTurnElems == 0;
-    const uint64_t warp_elems = uint64_t(kMomentWarp / kMomentLanes) * kMomentBlock;
-    const uint64_t own = uint64_t(lane % kMomentWarp / kMomentLanes) * kMomentBlock;
-    for (uint64_t at = from + uint64_t(lane / kMomentWarp) * warp_elems; at < to;
-         at += uint64_t(lanes / kMomentWarp) * warp_elems)
-      update_block(updater, grads, vectors, here, Run{at + own, to}, f, lane);
+// ---- the loops ----------------------------------------------------------------------------------
+
+// A lane's next turns by the loop for so many sources; see LaneTurns::make.
+template <class G, class P, UpdateKind kind, int sources, class Team>
+RC_TEAM_FN uint32_t common_turns(const Team& team, const Workspace& w) {
+  const SegmentPart part = SegmentPart::of<G>(w);
+  const uint64_t stride = uint64_t(team.num_lanes()) * kTurnElems;
+  const uint64_t first = part.begin + uint64_t(team.lane()) * kTurnElems;
+  LaneTurns turns{first + w.step.turns * stride, part.whole};
+  const CommonTurns<G, P, kind> common{w};
+  return turns.make(stride, [&](uint64_t at) { return common.template turn<sources>(at); });
+}
+
+template <class G, class P, UpdateKind kind, class Team>
+RC_TEAM_FN uint32_t begin_turns(const Team& team, Workspace& w) {
+  const AdamWFactors& f = factors_of(w);
+  if ((f.flags & kAdamActive) == 0 || !is_common<G, P, kind>(w, f)) return 1;
+  if (team.lane() == 0) w.step.factors = StepFactors::of(f, grads_of<G>(w.update).inverse());
+  team.sync();
+  const int sources = w.update.source_count;
+  if constexpr (kind == UpdateKind::kMany) {
+    if (sources == 4) return common_turns<G, P, kind, 4>(team, w);
+    return common_turns<G, P, kind, 8>(team, w);
+  } else {
+    if constexpr (has_loop(kind, 2))
+      if (sources == 2) return common_turns<G, P, kind, 2>(team, w);
+    return common_turns<G, P, kind, 1>(team, w);
   }
 }
 
-// The same with FP32 moments, of AdamW, SGD and Lion; `unroll` times eight elements a turn.
-template <class G, class P, int unroll>
-RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,
-                          int copy_count, Run run, int lane, int lanes) {
-  const Updater<G, P> updater{s, copies, copy_count};
-  const bool aligned = grads.aligned();
-  const uint64_t first = s.begin + run.begin, last = s.begin + run.end;
-  for (uint64_t i = first_segment(s, first); i < s.segment_count; ++i) {
-    const AdamWSegment here = s.segments[i];
-    if (here.begin >= last) break;
-    const AdamWFactors f = s.factors[here.param];
-    if ((f.flags & kAdamActive) == 0) continue;
-    const uint64_t from = (here.begin > first ? here.begin : first) - s.begin,
-                   to = (here.end < last ? here.end : last) - s.begin;
-    // Segments and chunks begin at whole turns; where a user's layout does not, elements go singly.
-    const bool vectors = aligned && from % kTurnElems == 0;
-    const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
-    const uint64_t stride = uint64_t(lanes) * kTurnElems;
-    uint64_t at = from + uint64_t(lane) * kTurnElems;
-    if constexpr (unroll > 1)
-      if ((f.flags & kAdamAmsgrad) == 0)
-        for (; at + (unroll - 1) * stride < whole; at += unroll * stride)
-          updater.template eights<unroll>(at, stride, grads, f);
-    for (; at < whole; at += stride) updater.template eights<1>(at, 0, grads, f);
-    for (at = whole + uint64_t(lane); at < to; at += uint64_t(lanes))
-      updater.one(at, grads.one(at), f);
+// The run that w.update says, with FP32 moments, by all lanes, which are in one segment at a time.
+template <class G, class P, UpdateKind kind, class Team>
+RC_TEAM_FN void update_lanes(const Team& team, Workspace& w) {
+  const AdamWShard& s = w.shard;
+  if (team.lane() == 0) {
+    w.step.segment = first_segment(s, s.begin + w.update.begin);
+    w.step.turns = 0;
+  }
+  team.sync();
+  while (w.step.segment < s.segment_count &&
+         s.segments[w.step.segment].begin < s.begin + w.update.end) {
+    const uint32_t refused = begin_turns<G, P, kind>(team, w);
+    end_turns<G, P, kind>(team, w, refused);
   }
 }
 

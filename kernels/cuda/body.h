@@ -179,19 +179,31 @@ RC_TEAM_FN Status move_lists(E& e, const CallArgs& args, const Chunks& in, const
   return exchange_one_shot(e, in, out, edges);  // all-to-all, and messages, which name their peers
 }
 
+// The first that a collective does. False: it ends here.
+template <class Team, class Params>
+RC_TEAM_FN bool enter_call(Team& team, const Params& p, int rank_in_launch, Workspace& w) {
+  load_table(team, p, rank_in_launch, w);
+  return begin_call(team, p.calls[rank_in_launch], w) == Status::kOk;
+}
+
+// The last that it does, with what came of it.
+template <class E>
+RC_TEAM_FN void leave_call(E& e, Status status) {
+  if (status == Status::kOk) status = e.verify_peer_buffers();
+  end_call(e.team, e.v, status, e.pairs != Stream::kMessage);
+}
+
 // Runs `collective(endpoint, arguments)` between the checks that every call makes.
 template <class Team, class Params, class Ops, class Run>
 RC_TEAM_FN void run_collective(Team team, const Params& p, int rank_in_launch, Workspace& w,
                                Ops ops, Run run) {
+  if (!enter_call(team, p, rank_in_launch, w)) return;
   const CallArgs& args = p.calls[rank_in_launch];
-  load_table(team, p, rank_in_launch, w);
-  if (begin_call(team, args, w) != Status::kOk) return;
   const bool message = args.collective == Collective::kSend;
   Endpoint<Team, Ops> e{team, w.view, ops, message ? Stream::kMessage : Stream::kPair};
   Status status = message ? Status::kOk : e.verify_streams();
   if (status == Status::kOk) status = run(e, args);
-  if (status == Status::kOk) status = e.verify_peer_buffers();
-  end_call(team, w.view, status, !message);
+  leave_call(e, status);
 }
 
 template <class Team>

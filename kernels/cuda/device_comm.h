@@ -266,8 +266,11 @@ class DeviceComm {
   void submit_copy(uint64_t to, uint64_t from, uint64_t bytes);
   void launch_alone(const Kernel& kernel, uint64_t elems, const CallArgs& args);
   void launch_rows(const std::string& name, const RowsArgs& rows);
-  Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
-                          uint64_t bucket_elems, DType results);
+  struct OptimizerKernels {
+    std::string one_shot, ring;
+  };
+  Prepared optimizer_call(Collective collective, const OptimizerKernels& names,
+                          const GradsOf& grads, uint64_t bucket_elems, DType results);
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
   void copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
   void multicast(Prepared p, const Reduction& r);

@@ -54,7 +54,7 @@ void DeviceComm::grad_norm(const GradsOf& grad, uint64_t elems, const NormOf& no
   launch_alone(kernel(unit_of(grad.dtype), "rc_grad_norm"), elems, args);
 }
 
-Prepared DeviceComm::optimizer_call(Collective collective, const std::string& name,
+Prepared DeviceComm::optimizer_call(Collective collective, const OptimizerKernels& names,
                                     const GradsOf& grads, uint64_t bucket_elems, DType results) {
   const int size = size_of(grads.dtype);
   const Bucket bucket = Bucket::of(grads.ptr, nullptr, bucket_elems, size, 0, config_.world);
@@ -67,6 +67,7 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
     throw std::invalid_argument(
         "the ring forms of the optimizer's collectives need segment_bytes of " +
         std::to_string(least) + " or more");
+  const std::string& name = algorithm == Algorithm::kRing ? names.ring : names.one_shot;
   Prepared p{kernel(unit_of(grads.dtype), name),
              channels_for(chunk_bytes),
              args_of(collective, algorithm, grads.dtype, bucket_elems,
@@ -82,8 +83,9 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
 
 void DeviceComm::reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems,
                                      const NormOf& norm) {
-  Prepared p = optimizer_call(Collective::kReduceScatterNorm, "rc_reduce_scatter_norm", grads,
-                              bucket_elems, DType::kFloat32);
+  Prepared p =
+      optimizer_call(Collective::kReduceScatterNorm, {"rc_reduce_scatter_norm", "rc_ring_norm"},
+                     grads, bucket_elems, DType::kFloat32);
   p.args.out = reinterpret_cast<char*>(norm.out);
   p.args.words = norm.words;
   p.args.norm = int32_t(norm.kind);
@@ -92,8 +94,12 @@ void DeviceComm::reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems
 }
 
 void DeviceComm::adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads) {
-  const std::string name = std::string("rc_adamw_step_") + name_of_float(shard.param_dtype);
-  Prepared p = optimizer_call(collective, name, grads, shard.bucket_elems, shard.param_dtype);
+  // Of more than two ranks' gradients the loads take more registers.
+  const bool many = collective == Collective::kReduceScatterAdamWAllGather && config_.world > 2;
+  const std::string type = name_of_float(shard.param_dtype);
+  const OptimizerKernels names{(many ? "rc_adamw_many_" : "rc_adamw_step_") + type,
+                               "rc_adamw_ring_" + type};
+  Prepared p = optimizer_call(collective, names, grads, shard.bucket_elems, shard.param_dtype);
   p.args.update = reinterpret_cast<const void*>(shard.address);
   submit(std::move(p));
 }

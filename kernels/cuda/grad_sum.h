@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/quotients.h"
 #include "ringcomm/optimizer/adamw.h"
 
 RINGCOMM_NAMESPACE_BEGIN
@@ -10,22 +11,87 @@ namespace device {
 
 constexpr int kTurnElems = 8;
 
-template <class T>
-struct Eight {
-  static constexpr int kVectors = kTurnElems * int(sizeof(T)) / 16;
-  static_assert(sizeof(T) >= 2);
-  Vec16 v[kVectors];
+// Elements side by side, as they lie in memory: they move in 16 bytes, or in 8.
+template <class T, int elems>
+struct Pack {
+  static constexpr int kBytes = elems * int(sizeof(T));
+  static constexpr int kVectors = kBytes / 16;
+  static_assert(kBytes == 8 || kBytes % 16 == 0);
+  uint32_t word[kBytes / 4];
 
   RC_TEAM_FN void load(const T* from) {
+    if constexpr (kBytes == 8) {
+      const Vec8 v = load8(from);
+      memcpy(word, &v, 8);
+    }
     RC_UNROLL
-    for (int k = 0; k < kVectors; ++k) v[k] = load16(reinterpret_cast<const char*>(from) + 16 * k);
+    for (int k = 0; k < kVectors; ++k) {
+      const Vec16 v = load16(reinterpret_cast<const char*>(from) + 16 * k);
+      memcpy(word + 4 * k, &v, 16);
+    }
+  }
+  RC_TEAM_FN Vec16 vector(int k) const {
+    Vec16 v;
+    memcpy(&v, word + 4 * k, 16);
+    return v;
   }
   RC_TEAM_FN void store(T* to) const {
+    if constexpr (kBytes == 8) store8(to, Vec8{{word[0], word[1]}});
     RC_UNROLL
-    for (int k = 0; k < kVectors; ++k) store16(reinterpret_cast<char*>(to) + 16 * k, v[k]);
+    for (int k = 0; k < kVectors; ++k) store16(reinterpret_cast<char*>(to) + 16 * k, vector(k));
   }
-  RC_TEAM_FN void get(T (&x)[kTurnElems]) const { memcpy(x, v, sizeof(v)); }
-  RC_TEAM_FN void set(const T (&x)[kTurnElems]) { memcpy(v, x, sizeof(v)); }
+  RC_TEAM_FN void store_if(bool yes, T* to) const {
+    RC_UNROLL
+    for (int k = 0; k < kVectors; ++k)
+      store16_if(yes, reinterpret_cast<char*>(to) + 16 * k, vector(k));
+  }
+  RC_TEAM_FN void get(T (&x)[elems]) const { memcpy(x, word, kBytes); }
+  RC_TEAM_FN void set(const T (&x)[elems]) { memcpy(word, x, kBytes); }
+  // One of them, of which the conversion takes one instruction. gate: zero, see Gate.
+  RC_TEAM_FN float wide(int k, uint32_t gate) const {
+    if constexpr (sizeof(T) == 2)
+      return widened(word[k / 2], k % 2 != 0, gate, static_cast<T*>(nullptr));
+    else
+      return float_of(word[k] | gate);
+  }
+};
+template <class T>
+using Eight = Pack<T, kTurnElems>;
+
+// Zero, of which the compiler does not know that it is. ptxas would put loads behind the first uses
+// of others, to save registers; whatever is put together with this one waits for all of them to
+// have been issued.
+struct Gate {
+  uint32_t any = 0;
+
+  template <class T>
+  RC_TEAM_FN void await(const Eight<T>& loaded) {
+    RC_UNROLL
+    for (int k = 0; k < Eight<T>::kVectors; ++k) any |= loaded.word[4 * k];
+  }
+  // vector: an address that vectors are loaded from.
+  RC_TEAM_FN uint32_t zero(const void* vector) const { return any & misalignment(vector); }
+};
+
+// Eight elements of each of `sources` sources: to load them takes one latency, whose end the first
+// use awaits.
+template <class G, int sources>
+struct LoadedGrads {
+  Eight<G> of[sources];
+
+  // Added up in the sources' order. A NaN of one source alone need not keep its bits.
+  RC_TEAM_FN void sum(float (&total)[kTurnElems], uint32_t gate) const {
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) {
+      total[k] = of[0].wide(k, gate);
+      RC_UNROLL
+      for (int s = 1; s < sources; ++s) total[k] += of[s].wide(k, gate);
+    }
+  }
+  RC_TEAM_FN void await(Gate& gate) const {
+    RC_UNROLL
+    for (int s = 0; s < sources; ++s) gate.await(of[s]);
+  }
 };
 
 // The gradient: the sum over the sources, and its divisor.
@@ -35,6 +101,9 @@ struct GradSum {
   int count, divide_by;
   uint64_t first;  // of the chunk: the element that ptrs point at
 
+  // Sources of which any number is added, so many at a time.
+  static constexpr int kBatch = 4;
+
   RC_TEAM_FN const G* source(int s, uint64_t at) const {
     return static_cast<const G*>(ptrs[s]) + (at - first);
   }
@@ -42,6 +111,17 @@ struct GradSum {
     bool all = true;
     for (int s = 0; s < count; ++s) all &= misalignment(ptrs[s]) == 0;
     return all;
+  }
+  // To divide by a power of two is to multiply by `inverse`.
+  RC_TEAM_FN bool scales() const { return is_power_of_two(divide_by); }
+  RC_TEAM_FN float inverse() const { return divide_by > 0 ? reciprocal(float(divide_by)) : 1.0f; }
+
+  // Eight sums, where scales().
+  RC_TEAM_FN void scale(float (&sum)[kTurnElems]) const {
+    if (divide_by == 0) return;
+    const float factor = inverse();
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) sum[k] *= factor;
   }
   RC_TEAM_FN float finished(float sum) const {
     return divide_by > 0 ? sum / float(divide_by) : sum;
@@ -51,34 +131,43 @@ struct GradSum {
     for (int s = 1; s < count; ++s) sum += Traits<G>::load(*source(s, at));
     return finished(sum);
   }
-  // `unroll` times eight elements, `stride` apart. The next source's loads are under way while one
-  // is added.
-  template <int unroll>
-  RC_TEAM_FN void eights(uint64_t at, uint64_t stride, float (&sum)[unroll * kTurnElems]) const {
-    Eight<G> now[unroll], next[unroll];
+  // Of `sources` sources, which the caller knows to be all.
+  template <int sources>
+  RC_TEAM_FN LoadedGrads<G, sources> load(uint64_t at) const {
+    // Their addresses first, so that no load waits for one.
+    const G* from[sources];
     RC_UNROLL
-    for (int p = 0; p < unroll; ++p) now[p].load(source(0, at + uint64_t(p) * stride));
+    for (int s = 0; s < sources; ++s) from[s] = source(s, at);
+    LoadedGrads<G, sources> loaded;
+    RC_UNROLL
+    for (int s = 0; s < sources; ++s) loaded.of[s].load(from[s]);
+    return loaded;
+  }
+  // Some elements side by side.
+  template <int elems>
+  RC_TEAM_FN void some(uint64_t at, float (&total)[elems]) const {
     RC_ROLLED
-    for (int s = 0; s < count; ++s) {
-      if (s + 1 < count) {
-        RC_UNROLL
-        for (int p = 0; p < unroll; ++p) next[p].load(source(s + 1, at + uint64_t(p) * stride));
-      }
+    for (int begin = 0; begin < count; begin += kBatch) {
+      Pack<G, elems> loaded[kBatch];
       RC_UNROLL
-      for (int p = 0; p < unroll; ++p) {
-        G x[kTurnElems];
-        now[p].get(x);
-        RC_UNROLL
-        for (int k = 0; k < kTurnElems; ++k) {
-          float& total = sum[p * kTurnElems + k];
-          const float wide = Traits<G>::load(x[k]);
-          total = s == 0 ? wide : total + wide;
-        }
-        now[p] = next[p];
-      }
+      for (int s = 0; s < kBatch; ++s)
+        if (begin + s < count) loaded[s].load(source(begin + s, at));
+      RC_UNROLL
+      for (int s = 0; s < kBatch; ++s)
+        if (begin + s < count) add(loaded[s], begin + s == 0, total);
     }
     RC_UNROLL
-    for (int k = 0; k < unroll * kTurnElems; ++k) sum[k] = finished(sum[k]);
+    for (int k = 0; k < elems; ++k) total[k] = finished(total[k]);
+  }
+  template <int elems>
+  RC_TEAM_FN static void add(const Pack<G, elems>& loaded, bool first, float (&total)[elems]) {
+    G x[elems];
+    loaded.get(x);
+    RC_UNROLL
+    for (int k = 0; k < elems; ++k) {
+      const float wide = Traits<G>::load(x[k]);
+      total[k] = first ? wide : total[k] + wide;
+    }
   }
 };
 

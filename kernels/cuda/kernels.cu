@@ -4,7 +4,7 @@
 // that quantize, RINGCOMM_UNIT_QUANT_FORMAT; or those of rows that lie apart, RINGCOMM_UNIT_ROWS.
 // grid.x: channels; grid.y: ranks of this launch.
 #include "kernels/cuda/multicast.h"
-#include "kernels/cuda/optimizer_body.h"
+#include "kernels/cuda/optimizer.h"
 #include "kernels/cuda/packets.h"
 #include "kernels/cuda/quantization_lanes.h"
 #include "kernels/cuda/row_lanes.h"
@@ -45,14 +45,38 @@ RC_KERNEL(rc_ll_move, ll_move_kernel)
 using Grads = RINGCOMM_UNIT_GRADS;
 
 RC_KERNEL(rc_adamw_prepare, prepare_kernel)
-RC_KERNEL_OF(256, 2, rc_grad_norm, grad_norm_kernel<Grads>)
-RC_KERNEL(rc_reduce_scatter_norm, reduce_scatter_norm_kernel<Grads>)
+using ringcomm::device::kNormThreads;
+using ringcomm::device::kShardBlocks;
+using ringcomm::device::kStepThreads;
 
-// These wait for nobody, so more of them at a time hide more latency.
-#define RC_ADAMW_KERNELS(name, type)                                           \
-  RC_KERNEL_OF(256, 2, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>) \
-  RC_KERNEL(rc_adamw_step_##name, adamw_step_kernel<Grads, type>)
+#if RINGCOMM_SERIAL_LOOPS
 
+// One kernel has all algorithms and worlds (units.py, kernel_name()).
+#define RC_NORM_KERNELS(name, type)                            \
+  RC_KERNEL_OF(256, 2, rc_grad_##name, grad_norm_kernel<type>) \
+  RC_KERNEL_OF(kNormThreads, 1, rc_reduce_scatter_##name, reduce_scatter_norm_kernel<type>)
+#define RC_ADAMW_KERNELS(name, type)                                                      \
+  RC_KERNEL_OF(256, kShardBlocks, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>) \
+  RC_KERNEL_OF(kStepThreads<Grads>, 1, rc_adamw_step_##name, adamw_step_kernel<Grads, type>)
+
+#else
+
+using ringcomm::device::kManyThreads;
+
+// Rings update and copy with registers that the others do not have.
+#define RC_NORM_KERNELS(name, type)                                                         \
+  RC_KERNEL_OF(256, 2, rc_grad_##name, grad_norm_kernel<type>)                              \
+  RC_KERNEL_OF(kNormThreads, 1, rc_reduce_scatter_##name, reduce_scatter_norm_kernel<type>) \
+  RC_KERNEL(rc_ring_##name, reduce_scatter_norm_ring_kernel<type>)
+#define RC_ADAMW_KERNELS(name, type)                                                         \
+  RC_KERNEL_OF(256, kShardBlocks, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>)    \
+  RC_KERNEL_OF(kStepThreads<Grads>, 1, rc_adamw_step_##name, adamw_step_kernel<Grads, type>) \
+  RC_KERNEL_OF(kManyThreads, 1, rc_adamw_many_##name, adamw_many_kernel<Grads, type>)        \
+  RC_KERNEL(rc_adamw_ring_##name, adamw_ring_kernel<Grads, type>)
+
+#endif
+
+RC_NORM_KERNELS(norm, Grads)
 RC_ADAMW_KERNELS(float32, float)
 RC_ADAMW_KERNELS(bfloat16, ringcomm::BFloat16)
 RC_ADAMW_KERNELS(float16, ringcomm::Float16)

@@ -35,108 +35,222 @@ struct NormTarget {
     out[at] = g;
     return g;
   }
-  // Elements [at, at + 8) and the eight half a tile behind them.
-  RC_TEAM_FN void sixteen(uint64_t at, float (&g)[2 * kTurnElems]) const {
-    grads.template eights<2>(at, kTileElems / 2, g);
+  // Eight elements, added to what is there if that is asked, and stored.
+  RC_TEAM_FN void store(uint64_t at, float (&g)[kTurnElems]) const {
     if (out == nullptr) return;
+    if (accumulate) add_to(load(at), g);
+    Eight<float> held;
+    held.set(g);
+    held.store(out + at);
+  }
+  RC_TEAM_FN Eight<float> load(uint64_t at) const {
+    Eight<float> held;
+    held.load(out + at);
+    return held;
+  }
+  RC_TEAM_FN static void add_to(const Eight<float>& held, float (&g)[kTurnElems]) {
+    float before[kTurnElems];
+    held.get(before);
     RC_UNROLL
-    for (int p = 0; p < 2; ++p) {
-      float* const to = out + at + uint64_t(p) * (kTileElems / 2);
-      Eight<float> held;
-      if (accumulate) {
-        held.load(to);
-        float before[kTurnElems];
-        held.get(before);
-        RC_UNROLL
-        for (int k = 0; k < kTurnElems; ++k) g[p * kTurnElems + k] += before[k];
-      }
-      float half[kTurnElems];
-      RC_UNROLL
-      for (int k = 0; k < kTurnElems; ++k) half[k] = g[p * kTurnElems + k];
-      held.set(half);
-      held.store(to);
-    }
+    for (int k = 0; k < kTurnElems; ++k) g[k] += before[k];
   }
 };
 
-// The terms of a lane of the tile that begins at `begin`; zeros behind `end`.
-template <class G>
-RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint64_t end,
-                         float (&g)[2 * kTurnElems]) {
-  if (aligned && at + kTileElems / 2 + kTurnElems <= end) return t.sixteen(at, g);
-  RC_UNROLL
-  for (int k = 0; k < 2 * kTurnElems; ++k) {
-    const uint64_t i = at + uint64_t(k % kTurnElems) + uint64_t(k / kTurnElems) * (kTileElems / 2);
-    g[k] = i < end ? t.one(i) : 0.0f;
-  }
-}
-
 RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
+// The elements of a tile that a lane has: eight in each of the tile's halves.
+constexpr uint64_t kHalfElems = kTileElems / 2;
+struct TileElems {
+  float half[2][kTurnElems];
+};
+
 #if RC_CUDA
-// A tile of kTileElems elements by a warp.
-template <class G>
-__device__ __forceinline__ void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin,
-                                          uint64_t end, int lane, NormWords& words) {
-  float g[2 * kTurnElems];
-  terms_of(t, aligned, begin + uint64_t(lane) * kTurnElems, end, g);
-  if (t.kind == NormKind::kInf) {
+constexpr int kNormLanes = 32;
+
+// By the lanes of a warp, which have a tile together.
+__device__ __forceinline__ void add_elems(const TileElems& g, NormKind kind, int lane,
+                                          NormWords& words) {
+  if (kind == NormKind::kInf) {
     uint32_t most = 0;
     RC_UNROLL
     for (int k = 0; k < 2 * kTurnElems; ++k) {
-      const uint32_t each = magnitude(g[k]);
+      const uint32_t each = magnitude(g.half[k / kTurnElems][k % kTurnElems]);
       most = each > most ? each : most;
     }
-    for (int mask = 16; mask > 0; mask /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, most, mask);
-      most = other > most ? other : most;
-    }
+    most = largest_of_lanes<kNormLanes>(most);
     if (lane == 0) max_to_words(words, most);
     return;
   }
   double x[8];
   RC_UNROLL
   for (int k = 0; k < kTurnElems; ++k)
-    x[k] = norm_term(g[k], t.kind) + norm_term(g[k + kTurnElems], t.kind);
+    x[k] = norm_term(g.half[0][k], kind) + norm_term(g.half[1][k], kind);
   const double sum = warp_tile_sum(WarpLanes{lane}, x);
   if (lane == 0) add_to_words(words, sum);
 }
-constexpr int kNormLanes = 32;
+
+// Calls elems(first, TileElems&) for the lane's elements of the tile, of which the first of half 0
+// is `first` behind the tile's begin; and adds up what it gives.
+template <class Elems>
+__device__ __forceinline__ void norm_tile(NormKind kind, int lane, NormWords& words, Elems elems) {
+  TileElems g;
+  elems(uint64_t(lane) * kTurnElems, g);
+  add_elems(g, kind, lane, words);
+}
 #else
-// A tile by one lane, which stands for a warp.
-template <class G>
-inline void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end, int,
-                      NormWords& words) {
+constexpr int kNormLanes = 1;
+
+// One lane stands for a warp.
+template <class Elems>
+inline void norm_tile(NormKind kind, int, NormWords& words, Elems elems) {
   float g[kTileElems];
-  for (uint64_t i = 0; i < kTileElems / 2; i += kTurnElems) {
-    float some[2 * kTurnElems];
-    terms_of(t, aligned, begin + i, end, some);
-    memcpy(g + i, some, sizeof(some) / 2);
-    memcpy(g + i + kTileElems / 2, some + kTurnElems, sizeof(some) / 2);
+  for (uint64_t i = 0; i < kHalfElems; i += kTurnElems) {
+    TileElems some;
+    elems(i, some);
+    memcpy(g + i, some.half[0], sizeof(some.half[0]));
+    memcpy(g + i + kHalfElems, some.half[1], sizeof(some.half[1]));
   }
-  if (t.kind == NormKind::kInf) {
+  if (kind == NormKind::kInf) {
     uint32_t most = 0;
     for (float x : g) most = magnitude(x) > most ? magnitude(x) : most;
     return max_to_words(words, most);
   }
-  double y[kTileElems / 2];
-  for (uint64_t i = 0; i < kTileElems / 2; ++i)
-    y[i] = norm_term(g[i], t.kind) + norm_term(g[i + kTileElems / 2], t.kind);
+  double y[kHalfElems];
+  for (uint64_t i = 0; i < kHalfElems; ++i)
+    y[i] = norm_term(g[i], kind) + norm_term(g[i + kHalfElems], kind);
   for (uint64_t h = kTileElems / 4; h > 0; h /= 2)
     for (uint64_t i = 0; i < h; ++i) y[i] += y[i + h];
   add_to_words(words, y[0]);
 }
-constexpr int kNormLanes = 1;
 #endif
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole tile.
+// What a lane loads of half a tile: of each source, and of what the sum is added to.
+template <class G, int sources, bool accumulates>
+struct LoadedHalf {
+  static constexpr int kVectors =
+      sources * Eight<G>::kVectors + (accumulates ? Eight<float>::kVectors : 0);
+
+  LoadedGrads<G, sources> grads;
+  Eight<float> held;
+
+  RC_TEAM_FN void load(const NormTarget<G>& t, uint64_t at) {
+    grads = t.grads.template load<sources>(at);
+    if constexpr (accumulates) held = t.load(at);
+  }
+  RC_TEAM_FN void await(Gate& gate) const {
+    grads.await(gate);
+    if constexpr (accumulates) gate.await(held);
+  }
+  RC_TEAM_FN void sum(const NormTarget<G>& t, uint32_t gate, float (&g)[kTurnElems]) const {
+    grads.sum(g, gate);
+    t.grads.scale(g);
+    if constexpr (accumulates) t.add_to(held, g);
+  }
+};
+
+// A turn of a warp: so many tiles that a lane has eight vectors under way or more, all of them
+// loaded before the first is used.
+template <class G, int sources, bool accumulates>
+struct NormTurn {
+  using Half = LoadedHalf<G, sources, accumulates>;
+  static constexpr int kLoads = 2 * Half::kVectors;  // of a tile
+  static constexpr int kTiles = kLoads < 8 ? (8 + kLoads - 1) / kLoads : 1;
+  static constexpr uint64_t kElems = uint64_t(kTiles) * kTileElems;
+
+  RC_TEAM_FN static void make(const NormTarget<G>& t, uint64_t begin, int lane, NormWords& words) {
+    Half loaded[2 * kTiles];
+    Gate gate;
+    RC_UNROLL
+    for (int i = 0; i < 2 * kTiles; ++i)
+      loaded[i].load(t, begin + uint64_t(lane) * kTurnElems + uint64_t(i) * kHalfElems);
+    RC_UNROLL
+    for (int i = 0; i < 2 * kTiles; ++i) loaded[i].await(gate);
+    const uint32_t zero = gate.zero(t.grads.source(0, begin));
+    RC_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile)
+      norm_tile(t.kind, lane, words, [&](uint64_t first, TileElems& g) {
+        RC_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const uint64_t at = begin + first + uint64_t(2 * tile + half) * kHalfElems;
+          Half& of = loaded[2 * tile + half];
+          // On the host a lane has more than it could hold.
+          if constexpr (!RC_CUDA) of.load(t, at);
+          of.sum(t, zero, g.half[half]);
+          if (t.out == nullptr) continue;
+          Eight<float> result;
+          result.set(g.half[half]);
+          result.store(t.out + at);
+        }
+      });
+  }
+};
+
+// Tiles of any number of sources, whole or not.
 template <class G>
-RC_COLD void norm_lanes(NormTarget<G> t, Run run, NormWords& words, int lane, int lanes) {
-  const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;
+RC_TEAM_FN void norm_any(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end,
+                         int lane, NormWords& words) {
+  norm_tile(t.kind, lane, words, [&](uint64_t first, TileElems& g) {
+    RC_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const uint64_t at = begin + first + uint64_t(half) * kHalfElems;
+      if (aligned && at + kTurnElems <= end) {
+        t.grads.some(at, g.half[half]);
+        t.store(at, g.half[half]);
+      } else {
+        RC_UNROLL
+        for (int k = 0; k < kTurnElems; ++k)
+          g.half[half][k] = at + uint64_t(k) < end ? t.one(at + uint64_t(k)) : 0.0f;
+      }
+    }
+  });
+}
+
+// Whole turns of a warp; returns where they end for all warps.
+template <class G, int sources, bool accumulates>
+RC_TEAM_FN uint64_t norm_turns(const NormTarget<G>& t, Run run, NormWords& words, int lane,
+                               int lanes) {
+  using Turn = NormTurn<G, sources, accumulates>;
   const int warp = lane / kNormLanes, warps = lanes / kNormLanes;
-  for (uint64_t begin = run.begin + uint64_t(warp) * kTileElems; begin < run.end;
-       begin += uint64_t(warps) * kTileElems)
-    norm_tile(t, aligned, begin, run.end, lane % kNormLanes, words);
+  const uint64_t end = run.begin + (run.end - run.begin) / Turn::kElems * Turn::kElems;
+  RC_ROLLED
+  for (uint64_t begin = run.begin + uint64_t(warp) * Turn::kElems; begin < end;
+       begin += uint64_t(warps) * Turn::kElems)
+    Turn::make(t, begin, lane % kNormLanes, words);
+  return end;
+}
+
+// By the loop for so many sources, if there is one: of eight of FP32 it would take more registers
+// than there are.
+template <class G, bool accumulates>
+RC_TEAM_FN uint64_t norm_common(const NormTarget<G>& t, Run run, NormWords& words, int lane,
+                                int lanes) {
+  if (t.grads.count == 1) return norm_turns<G, 1, accumulates>(t, run, words, lane, lanes);
+  if (t.grads.count == 2) return norm_turns<G, 2, accumulates>(t, run, words, lane, lanes);
+  if (t.grads.count == 4) return norm_turns<G, 4, accumulates>(t, run, words, lane, lanes);
+  if constexpr (sizeof(G) == 2)
+    if (t.grads.count == 8) return norm_turns<G, 8, accumulates>(t, run, words, lane, lanes);
+  return run.begin;
+}
+
+// From where the elements of a norm come.
+enum class NormKernel { kAlone, kRing, kOneShot };
+
+// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole tile.
+template <class G, NormKernel kernel>
+RC_TEAM_FN void norm_lanes(const NormTarget<G>& t, Run run, NormWords& words, int lane, int lanes) {
+  const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;
+  uint64_t begin = run.begin;
+  if (aligned && run.begin < run.end && t.grads.scales()) {
+    if constexpr (kernel == NormKernel::kAlone)
+      begin = norm_turns<G, 1, false>(t, run, words, lane, lanes);
+    if constexpr (kernel == NormKernel::kOneShot)
+      begin = t.out != nullptr && t.accumulate ? norm_common<G, true>(t, run, words, lane, lanes)
+                                               : norm_common<G, false>(t, run, words, lane, lanes);
+  }
+  const int warp = lane / kNormLanes, warps = lanes / kNormLanes;
+  RC_ROLLED
+  for (begin += uint64_t(warp) * kTileElems; begin < run.end; begin += uint64_t(warps) * kTileElems)
+    norm_any(t, aligned, begin, run.end, lane % kNormLanes, words);
 }
 
 }  // namespace device

@@ -9,6 +9,18 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
+// Threads of a block, and how many of them a multiprocessor has at least: so many that it has
+// 64 KiB of loads or more under way, with the registers of a loop that spills none. Choices by
+// machine code, which no GPU has measured.
+constexpr int kNormThreads = 512, kShardBlocks = 2, kManyThreads = 512;
+#if RC_IS_SM100
+template <class G>
+constexpr int kStepThreads = 640;  // ptxas takes more registers there
+#else
+template <class G>
+constexpr int kStepThreads = sizeof(G) == 4 ? 640 : 768;
+#endif
+
 RC_TEAM_FN int divisor_of(const CallArgs& args, int world) {
   return RedOp(args.redop) == RedOp::kAvg ? world : 0;
 }
@@ -40,14 +52,18 @@ template <class G, class P, class Team>
 RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                    Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
-  if (team.lane() == 0) w.sources[0] = args.in;
   load_shard(team, args, w);
-  const GradSum<G> grads{w.sources, 1, 0, 0};
   const Run run = run_of_channel(team, w.shard.elems);
+  if (team.lane() == 0) {
+    w.sources[0] = args.in;
+    w.update = {w.sources, 1, 0, 0, run.begin, run.end};
+  }
+  team.sync();
   if (w.shard.quantized_state)
-    update_blocks<G, P>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
+    update_blocks<G, P>(w.shard, GradSum<G>{w.sources, 1, 0, 0}, nullptr, 0, run, team.lane(),
+                        team.num_lanes());
   else
-    update_lanes<G, P, 1>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
+    update_lanes<G, P, UpdateKind::kAlone>(team, w);
 }
 
 // Between these two the team's tiles are summed in shared memory: 132 multiprocessors that add to
@@ -78,8 +94,8 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
   if (team.lane() == 0) w.sources[0] = args.in;
   begin_norm(team, w);
   const NormTarget<G> target{GradSum<G>{w.sources, 1, 0, 0}, nullptr, false, NormKind(args.norm)};
-  norm_lanes(target, run_of_channel(team, args.total_bytes / sizeof(G)), w.norm, team.lane(),
-             team.num_lanes());
+  norm_lanes<G, NormKernel::kAlone>(target, run_of_channel(team, args.total_bytes / sizeof(G)),
+                                    w.norm, team.lane(), team.num_lanes());
   end_norm(team, args, w);
 }
 
@@ -108,75 +124,154 @@ struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   }
 };
 
+// Of a ring: out of line, since the kernel has it at several places.
+template <class G, class P, class Team>
+RC_COLD void update_at(Team team, Workspace& w) {
+  update_lanes<G, P, UpdateKind::kRing>(team, w);
+}
+
 template <class G, class P>
 struct UpdateFinish {
-  const AdamWShard* shard;
+  Workspace* w;
   int divide_by;
-  char* const* copies;
-  int copy_count;
 
   template <class Team>
   RC_TEAM_FN void operator()(Team& team, const Gradients& from, Run run) const {
-    // One block a multiprocessor leaves registers to unroll by two. On an H100 (two ranks, 256 Mi
-    // bf16 parameters) a step took 4.3 ms by two and 6.0 by three; by one was not measured.
-    update_lanes<G, P, 2>(*shard, GradSum<G>{from.ptrs, from.count, divide_by, run.begin}, copies,
-                          copy_count, run, team.lane(), team.num_lanes());
+    team.sync();
+    if (team.lane() == 0) w->update = {from.ptrs, from.count, divide_by, 0, run.begin, run.end};
+    team.sync();
+    update_at<G, P>(team, *w);
   }
 };
 
-template <class G>
+template <class G, bool ring>
 struct NormFinish {
   const CallArgs* args;
   int divide_by;
-  NormWords* words;
+  Workspace* w;
 
   template <class Team>
   RC_TEAM_FN void operator()(Team& team, const Gradients& from, Run run) const {
-    const NormTarget<G> target{GradSum<G>{from.ptrs, from.count, divide_by, run.begin},
+    // One-shot they are w->sources, which the compiler knows here to be in shared memory.
+    const void* const* ptrs = ring ? from.ptrs : w->sources;
+    const NormTarget<G> target{GradSum<G>{ptrs, from.count, divide_by, run.begin},
                                reinterpret_cast<float*>(args->out), args->accumulate,
                                NormKind(args->norm)};
-    norm_lanes(target, run, *words, team.lane(), team.num_lanes());
+    norm_lanes<G, ring ? NormKernel::kRing : NormKernel::kOneShot>(target, run, w->norm,
+                                                                   team.lane(), team.num_lanes());
   }
 };
 
-// adamw_all_gather and reduce_scatter_adamw_all_gather.
+template <class G, class P>
+RC_TEAM_FN Bucket bucket_of(const CallArgs& args, const AdamWShard& shard, int world) {
+  return Bucket::of(args.in, shard.params, shard.bucket_elems, int32_t(sizeof(G)),
+                    int32_t(sizeof(P)), world);
+}
+
+RC_TEAM_FN bool sums_gradients(const CallArgs& args) {
+  return args.collective == Collective::kReduceScatterAdamWAllGather;
+}
+
+// adamw_all_gather and reduce_scatter_adamw_all_gather, one-shot. The bucket lies in shared memory,
+// and little is known from one part to the next, so that the update has nearly all registers.
+
+// Up to the update. False: there is nothing more to do.
+template <class G, class P, class E>
+RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Workspace& w) {
+  const CallArgs& args = p.calls[rank_in_launch];
+  const bool sums = sums_gradients(args);
+  load_shard(e.team, args, w);
+  if (e.team.lane() == 0) {
+    w.bucket = bucket_of<G, P>(args, w.shard, world_of(p, args));
+    if (!sums) w.bucket.base = nullptr;
+  }
+  if (!enter_call(e.team, p, rank_in_launch, w)) return false;
+  Status status = e.verify_streams();
+  if (status == Status::kOk) status = begin_step_one_shot(e, w.bucket, sums ? nullptr : args.in);
+  if (status != Status::kOk) {
+    end_call(e.team, e.v, status, true);
+    return false;
+  }
+  if (e.team.lane() == 0) {
+    const Run run = slice_of(e, w.bucket, e.rank());
+    const int peers = e.world() - 1;
+    w.update = {w.sources, sums ? e.world() : 1, divisor_of(args, e.world()), peers, run.begin,
+                run.end};
+    w.results[e.rank()] = w.results[peers];  // the first are the peers', my own is none
+  }
+  e.team.sync();
+  return true;
+}
+
+template <class G, class P, UpdateKind kind, class Team>
+RC_TEAM_FN void step_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w) {
+  MoveOps none;
+  Endpoint<Team, MoveOps> e{team, w.view, none};
+  if (!begin_step<G, P>(e, p, rank_in_launch, w)) return;
+  update_lanes<G, P, kind>(team, w);
+  leave_call(e, return_offers(e, w.bucket));
+}
+
+// Two ranks, or gradients that are reduced already.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
+  step_kernel<G, P, UpdateKind::kPair>(team, p, rank_in_launch, w);
+}
+
+// More ranks, whose loads take more registers.
+template <class G, class P, class Team>
+RC_TEAM_FN void adamw_many_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                  Workspace& w) {
+  step_kernel<G, P, UpdateKind::kMany>(team, p, rank_in_launch, w);
+}
+
+// The same by rings: they update at two places, and their copies take more registers.
+template <class G, class P, class Team>
+RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                  Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
   load_shard(team, args, w);
-  const AdamWShard& shard = w.shard;
   const int world = world_of(p, args);
-  const bool ring = args.algorithm == Algorithm::kRing,
-             whole = args.collective == Collective::kReduceScatterAdamWAllGather;
-  const Bucket bucket = Bucket::of(args.in, shard.params, shard.bucket_elems, int32_t(sizeof(G)),
-                                   int32_t(sizeof(P)), world);
-  const UpdateFinish<G, P> finish{&shard, divisor_of(args, world), w.results, ring ? 0 : world};
+  const Bucket bucket = bucket_of<G, P>(args, w.shard, world);
+  const UpdateFinish<G, P> finish{&w, divisor_of(args, world)};
   const OptimizerOps<G, UpdateFinish<G, P>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
-    if (whole)
-      return ring ? reduce_scatter_adamw_all_gather_ring(e, bucket)
-                  : reduce_scatter_adamw_all_gather_one_shot(e, bucket);
-    return ring ? adamw_all_gather_ring(e, bucket, args.in)
-                : adamw_all_gather_one_shot(e, bucket, args.in);
+    return sums_gradients(args) ? reduce_scatter_adamw_all_gather_ring(e, bucket)
+                                : adamw_all_gather_ring(e, bucket, args.in);
   });
+}
+
+// Calls `run` with the bucket, between what clears the norm's words and what adds them up.
+template <class G, bool ring, class Team, class Run>
+RC_TEAM_FN void reduce_scatter_norm_by(Team& team, const LaunchParams& p, int rank_in_launch,
+                                       Workspace& w, Run run) {
+  const CallArgs& args = p.calls[rank_in_launch];
+  const int world = world_of(p, args);
+  const Bucket bucket =
+      Bucket::of(args.in, nullptr, args.total_bytes / sizeof(G), int32_t(sizeof(G)), 0, world);
+  const NormFinish<G, ring> finish{&args, divisor_of(args, world), &w};
+  const OptimizerOps<G, NormFinish<G, ring>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
+  begin_norm(team, w);
+  run_collective(team, p, rank_in_launch, w, ops,
+                 [&](auto& e, const CallArgs&) { return run(e, bucket); });
+  end_norm(team, args, w);
 }
 
 template <class G, class Team>
 RC_TEAM_FN void reduce_scatter_norm_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                            Workspace& w) {
-  const CallArgs& args = p.calls[rank_in_launch];
-  const int world = world_of(p, args);
-  const Bucket bucket =
-      Bucket::of(args.in, nullptr, args.total_bytes / sizeof(G), int32_t(sizeof(G)), 0, world);
-  const NormFinish<G> finish{&args, divisor_of(args, world), &w.norm};
-  const OptimizerOps<G, NormFinish<G>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
-  begin_norm(team, w);
-  run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
-    return args.algorithm == Algorithm::kRing ? reduce_scatter_norm_ring(e, bucket)
-                                              : reduce_scatter_norm_one_shot(e, bucket);
+  reduce_scatter_norm_by<G, false>(team, p, rank_in_launch, w, [](auto& e, const Bucket& bucket) {
+    return reduce_scatter_norm_one_shot(e, bucket);
   });
-  end_norm(team, args, w);
+}
+
+template <class G, class Team>
+RC_TEAM_FN void reduce_scatter_norm_ring_kernel(Team team, const LaunchParams& p,
+                                                int rank_in_launch, Workspace& w) {
+  reduce_scatter_norm_by<G, true>(team, p, rank_in_launch, w, [](auto& e, const Bucket& bucket) {
+    return reduce_scatter_norm_ring(e, bucket);
+  });
 }
 
 }  // namespace device

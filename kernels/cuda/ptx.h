@@ -57,6 +57,61 @@ __device__ __forceinline__ void store4(void* to, uint32_t word) {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
 
+// If `yes`, without a branch.
+__device__ __forceinline__ void store16_if(bool yes, void* to, const Vec16& v) {
+  asm volatile(
+      "{\n"
+      ".reg .pred yes;\n"
+      "setp.ne.u32 yes, %5, 0;\n"
+      "@yes st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(to),
+      "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(uint32_t(yes))
+      : "memory");
+}
+
+// 1 / x to an ulp, and 1 / sqrt(x) to 2^-22.9 of it; subnormal numbers are taken and given as zero.
+__device__ __forceinline__ float near_reciprocal(float x) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+  return near;
+}
+__device__ __forceinline__ float near_inverse_root(float x) {
+  float near;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+  return near;
+}
+
+// A number of two in a word, which is no NaN; gate: zero (grad_sum.h).
+__device__ __forceinline__ float widened(uint32_t both, bool high, uint32_t gate, BFloat16*) {
+  return float_of(high ? (both & 0xffff0000u) | gate : (both << 16) + gate);
+}
+__device__ __forceinline__ float widened(uint32_t both, bool high, uint32_t gate, Float16*) {
+  float wide;
+  if (high)
+    asm("{.reg .f16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;}"
+        : "=f"(wide)
+        : "r"(both | gate));
+  else
+    asm("{.reg .f16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;}"
+        : "=f"(wide)
+        : "r"(both | gate));
+  return wide;
+}
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
+
+// Two numbers that are not NaN, each rounded to nearest, the first in the lower half.
+__device__ __forceinline__ uint32_t packed(float low, float high, BFloat16*) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ uint32_t packed(float low, float high, Float16*) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
 // Of all memory that is bound at a multicast address, element by element: its sum, which the switch
 // rounds once, in an order that nobody knows. sm_90 and later (docs/cuda.md).
 template <class T>
@@ -136,6 +191,35 @@ inline Vec16 load16(const void* from) {
 }
 
 inline void store16(void* to, const Vec16& v) { memcpy(to, &v, sizeof(v)); }
+inline void store16_if(bool yes, void* to, const Vec16& v) {
+  if (yes) store16(to, v);
+}
+
+// Tests set by how many ulps the approximations are off.
+inline thread_local int near_error_ulps = 0;
+
+inline float near(float exact) {
+  if (!(exact - exact == 0.0f) || exact == 0.0f) return exact;
+  return float_of(bits_of(exact) + uint32_t(near_error_ulps));
+}
+inline float near_reciprocal(float x) { return near(1.0f / x); }
+inline float near_inverse_root(float x) { return near(1.0f / square_root(x)); }
+
+inline float widened(uint32_t both, bool high, uint32_t, BFloat16*) {
+  return widen(BFloat16{uint16_t(high ? both >> 16 : both)});
+}
+inline float widened(uint32_t both, bool high, uint32_t, Float16*) {
+  return widen(Float16{uint16_t(high ? both >> 16 : both)});
+}
+
+inline bool is_finite(float x) { return x - x == 0.0f; }
+
+inline uint32_t packed(float low, float high, BFloat16*) {
+  return narrow_bfloat16(low).bits | uint32_t(narrow_bfloat16(high).bits) << 16;
+}
+inline uint32_t packed(float low, float high, Float16*) {
+  return narrow_float16(low).bits | uint32_t(narrow_float16(high).bits) << 16;
+}
 
 inline Vec8 load8(const void* from) {
   Vec8 v;

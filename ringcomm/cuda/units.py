@@ -68,9 +68,9 @@ def _reduce_unit(dtype: str, cpp_type: str, bitwise: bool = False) -> KernelUnit
 
 
 def _optimizer_unit(dtype: str, cpp_type: str) -> KernelUnit:
-    forms = ("shard", "step")
+    forms = ("shard", "step", "many", "ring")
     kernels = tuple(f"rc_adamw_{form}_{name}" for name in _FLOATS for form in forms)
-    common = ("rc_adamw_prepare", "rc_grad_norm", "rc_reduce_scatter_norm")
+    common = ("rc_adamw_prepare", "rc_grad_norm", "rc_reduce_scatter_norm", "rc_ring_norm")
     return KernelUnit(f"adamw_{dtype}", (f"RINGCOMM_UNIT_GRADS={cpp_type}",), common + kernels)
 
 
@@ -139,7 +139,20 @@ def unit(name: str, loops: str = BATCHED) -> KernelUnit:
     """
     if name not in UNITS:
         raise ArgumentError(f"CUDA kernels: expected a unit among {', '.join(UNITS)}, got {name!r}")
-    return replace(UNITS[name], macros=UNITS[name].macros + _LOOP_MACROS[loops])
+    found = UNITS[name]
+    kernels = tuple(dict.fromkeys(kernel_name(kernel, loops) for kernel in found.kernels))
+    return replace(found, macros=found.macros + _LOOP_MACROS[loops], kernels=kernels)
+
+
+def kernel_name(name: str, loops: str) -> str:
+    """Returns which kernel with such loops does what ``name`` does.
+
+    The serial ones of the optimizer's collectives take any algorithm and number of ranks.
+    """
+    if loops == SERIAL:
+        name = re.sub(r"^rc_adamw_(many|ring)_", "rc_adamw_step_", name)
+        name = re.sub(r"^rc_ring_norm$", "rc_reduce_scatter_norm", name)
+    return name
 
 
 @dataclass(frozen=True)

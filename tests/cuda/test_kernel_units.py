@@ -121,12 +121,27 @@ def test_unknown_loops_are_refused(monkeypatch):
         units.chosen_loops()
 
 
+FLOATS = ("float32", "bfloat16", "float16")
+
+
 def test_every_unit_has_serial_loops_of_its_own():
     for name in UNITS:
         batched, serial = units.unit(name), units.unit(name, units.SERIAL)
         assert batched == UNITS[name]
         assert serial.macros == (*batched.macros, "RINGCOMM_SERIAL_LOOPS=1")
-        assert serial.kernels == batched.kernels
+        assert set(serial.kernels) == {units.kernel_name(k, units.SERIAL) for k in batched.kernels}
+        assert [units.kernel_name(k, units.BATCHED) for k in batched.kernels] == [*batched.kernels]
+
+
+def test_a_serial_kernel_takes_what_several_do():
+    """They have no kernels for rings, nor for many ranks."""
+    names = {k: units.kernel_name(k, units.SERIAL) for k in UNITS["adamw_float32"].kernels}
+    assert {k for k, serial in names.items() if serial != k} == {
+        "rc_ring_norm",
+        *(f"rc_adamw_{form}_{p}" for form in ("many", "ring") for p in FLOATS),
+    }
+    assert names["rc_adamw_ring_float16"] == "rc_adamw_step_float16"
+    assert names["rc_ring_norm"] == "rc_reduce_scatter_norm"
 
 
 def test_sources_lie_in_the_tree():

@@ -250,19 +250,26 @@ def compile_text(
 # The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
 # one of those that move.
 _SUBUNIT = re.compile(
-    r"^RC_(?:(?:REDUCE|ADAMW|QUANT)_KERNELS\(|(?:LIST_)?KERNEL\(rc_(?=\w*move,))(\w+),.*\n",
+    r"^RC_(?:(?:REDUCE|ADAMW|NORM|QUANT)_KERNELS\(|(?:LIST_)?KERNEL\(rc_(?=\w*move,))(\w+),.*\n",
     re.MULTILINE,
 )
 
 
-# Of a line of optimizers the second kernel, which takes longer to compile than all others.
-_STEP = re.compile(r" *\\\n *RC_KERNEL\(rc_adamw_step_##name,.*")
+# "adamw_float16/step_float32": of an optimizer's kernels those of one form alone.
+_FORM = re.compile(r"/(shard|step|many|ring)_")
+
+
+def _only(form: str, text: str) -> str:
+    """The text of a unit without the optimizer's kernels of other forms."""
+    other = rf" *\\\n *RC_KERNEL\w*\([^\n]*rc_adamw_(?!{form}_)\w+_##name,[^\\\n]*"
+    return re.sub(other, "", text)
 
 
 def kernels_of(name: str) -> set[str]:
     """Returns the kernels that :func:`compile_unit` makes of ``name``."""
-    if "/shard_" in name:
-        return {k for k in kernels_of(name.replace("/shard_", "/")) if "_step_" not in k}
+    if form := _FORM.search(name):
+        all_forms = kernels_of(_FORM.sub("/", name))
+        return {k for k in all_forms if f"_{form[1]}_" in k or k == "rc_adamw_prepare"}
     unit, _, subunit = name.partition("/")
     subunits = set(_SUBUNIT.findall(units.read_source(units.source_root(), units.UNITS[unit]).text))
     kernels = units.UNITS[unit].kernels
@@ -281,14 +288,14 @@ def unit_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, s
 
     Args:
         name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
-            ``adamw_float16/float32``, with one dtype of parameters alone, or of that the update
-            without the collectives, ``adamw_float16/shard_float32``, or ``move/ll_move``, or
+            ``adamw_float16/float32``, with one dtype of parameters alone, or of that one form,
+            ``adamw_float16/shard_float32``, or ``adamw_float16/norm``, or ``move/ll_move``, or
             ``quantize_int8/float32``, with one dtype of numbers alone.
         loops: of :func:`ringcomm.cuda.units.chosen_loops`.
     """
-    if "/shard_" in name:
-        text, headers, macros = unit_source(name.replace("/shard_", "/"), loops)
-        return _STEP.sub("", text), headers, macros
+    if form := _FORM.search(name):
+        text, headers, macros = unit_source(_FORM.sub("/", name), loops)
+        return _only(form[1], text), headers, macros
     name, _, subunit = name.partition("/")
     unit = units.unit(name, loops)
     source = units.read_source(units.source_root(), unit)

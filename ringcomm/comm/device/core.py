@@ -23,6 +23,7 @@ from ringcomm.comm.device.lifecycle import (
 from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.rendezvous import Membership
 from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_recorder
+from ringcomm.cuda import units
 from ringcomm.cuda.multicast import MulticastWindow
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, HOST_PLACE, DeviceRuntime
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
@@ -261,6 +262,7 @@ def _calls_of(
 def _find(device: int, unit: str, name: str) -> tuple[int, int]:
     """Returns the function of a kernel, and the threads of its blocks."""
     # The native object keeps this function, so a bound method would make a reference cycle.
+    name = units.kernel_name(name, units.chosen_loops())
     kernel = cuda.current().find_kernel(device, unit, name)
     return kernel.handle, kernel.threads
 

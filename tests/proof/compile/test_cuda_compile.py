@@ -30,8 +30,8 @@ EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
 MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
 # The reduction with the most registers and instructions: spills and narrow accesses show there
-# first, and its copy loops are those of the kernels that move data. The update of one optimizer,
-# which has half of the registers of a whole step. One multicast kernel: tests/proof/ptx executes
+# first, and its copy loops are those of the kernels that move data. The update of one optimizer;
+# test_step_loops.py compiles a step. One multicast kernel: tests/proof/ptx executes
 # the spelling of each type. The format with the most registers.
 REPRESENTATIVES = (
     *("reduce_float16/min", "adamw_bfloat16/shard_bfloat16", "multicast_float16"),
@@ -106,7 +106,14 @@ def uses_shared_memory(kernel: str) -> bool:
 
 
 def updates(kernel: str) -> bool:
-    return kernel.startswith(("rc_adamw_shard_", "rc_adamw_step_"))
+    return kernel.startswith("rc_adamw_") and kernel != "rc_adamw_prepare"
+
+
+def takes_sources_at_once(kernel: str) -> bool:
+    """The optimizer's collectives but for rings: test_step_loops.py measures them."""
+    return kernel == "rc_reduce_scatter_norm" or kernel.startswith(
+        ("rc_adamw_step_", "rc_adamw_many_")
+    )
 
 
 @needs_tools
@@ -192,7 +199,7 @@ class TestUnits:
             if name.endswith("_float32") and quantizes(name):
                 stores = name.startswith("rc_dequantize_and_sum_")
                 assert checks.quantization_loop(kernel, stores) == []
-            if is_ll(name) or is_alone(name):
+            if is_ll(name) or is_alone(name) or takes_sources_at_once(name):
                 continue
             # The norm is a reduce-scatter alone: it copies nothing.
             assert name.endswith("_norm") or checks.copy_loop(kernel) == []

@@ -98,9 +98,9 @@ def subunit_of(unit: str, kernel: str) -> str:
     if unit.startswith(("reduce_", "quantize_")):
         return f"{unit}/{kernel.rsplit('_', 1)[1]}"
     if unit.startswith("adamw_"):
-        # Those of no dtype of parameters are in every subunit: the one that is loaded in any case.
+        # That of no dtype of parameters is in every subunit: the one that is loaded in any case.
         last, grads = kernel.rsplit("_", 1)[1], unit.removeprefix("adamw_")
-        return f"{unit}/{last if last in ('float32', 'bfloat16', 'float16') else grads}"
+        return f"{unit}/{grads if last == 'prepare' else last}"
     return unit
 
 

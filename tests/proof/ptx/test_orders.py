@@ -59,7 +59,7 @@ if EVERYTHING:
         "too few lanes at a shuffle": "norm alone",
     }
 # Texts in which the templates of all CUDA units are: those of other types differ by arithmetic.
-SUBUNITS = ("move", "reduce_float32/sum", "adamw_float32/float32")
+SUBUNITS = ("move", "reduce_float32/sum", "adamw_float32/float32", "adamw_float32/norm")
 
 TRIES = 3  # of a job: on a busy machine ranks may be late at their rendezvous
 

@@ -218,6 +218,14 @@ float near_quotient(float a, float b) {
     return std::isinf(a) ? std::nanf("") : std::copysign(0.f, a) * std::copysign(1.f, b);
   return float(skewed(double(a) / double(b), a, 0x1p-24));
 }
+// Within 1 unit in the last place (section 9.7.3.13), of which the rounding takes up to a half.
+// Subnormal numbers count as zero, and are given as zero.
+float near_reciprocal(float a) {
+  if (std::fpclassify(a) == FP_SUBNORMAL) a = std::copysign(0.f, a);
+  if (a == 0) return std::copysign(HUGE_VALF, a);
+  const float near = canonical(float(skewed(1 / double(a), a, 0x1p-25)));
+  return std::fpclassify(near) == FP_SUBNORMAL ? std::copysign(0.f, near) : near;
+}
 // Within 2^-22.9 of the number (section 9.7.3.16). Subnormal numbers count as zero.
 float near_inverse_root(float a) {
   if (std::fpclassify(a) == FP_SUBNORMAL) a = std::copysign(0.f, a);
@@ -641,6 +649,7 @@ Table make_table() {
   t["setp.lt.f16x2"] = less_halves<float_of_f16, 2>;
   t["setp.lt.bf16x2"] = less_halves<float_of_bf16, 2>;
   t["div.approx.f32"] = binary<float, near_quotient>;
+  t["rcp.approx.ftz.f32"] = unary<float, near_reciprocal>;
   t["rsqrt.approx.ftz.f32"] = unary<float, near_inverse_root>;
   return t;
 }

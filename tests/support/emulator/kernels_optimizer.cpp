@@ -17,6 +17,18 @@ void add_parameters(KernelMap& kernels, const std::string& unit, const std::stri
       device::adamw_step_kernel<G, P>(team, params, rank, w);
     });
   }};
+  kernels[unit + "/rc_adamw_step_" + name].threads = device::kStepThreads<G>;
+  kernels[unit + "/rc_adamw_step_" + name].registers = sizeof(G) == 4 ? 96 : 80;
+  kernels[unit + "/rc_adamw_many_" + name] = {[](const auto& p, int x, int y, int lanes) {
+    run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
+      device::adamw_many_kernel<G, P>(team, params, rank, w);
+    });
+  }};
+  kernels[unit + "/rc_adamw_ring_" + name] = {[](const auto& p, int x, int y, int lanes) {
+    run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
+      device::adamw_ring_kernel<G, P>(team, params, rank, w);
+    });
+  }};
 }
 
 template <class G>
@@ -34,6 +46,11 @@ void add_gradients(KernelMap& kernels, const std::string& unit) {
   kernels[unit + "/rc_reduce_scatter_norm"] = {[](const auto& p, int x, int y, int lanes) {
     run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
       device::reduce_scatter_norm_kernel<G>(team, params, rank, w);
+    });
+  }};
+  kernels[unit + "/rc_ring_norm"] = {[](const auto& p, int x, int y, int lanes) {
+    run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
+      device::reduce_scatter_norm_ring_kernel<G>(team, params, rank, w);
     });
   }};
   add_parameters<G, float>(kernels, unit, "float32");

@@ -77,6 +77,13 @@ using uintptr_t = unsigned long long;
 #define RC_HAS_MULTIMEM 0
 #endif
 
+// 1 for GPUs of compute capability 10.0 and later.
+#if RC_DEVICE_PASS && __CUDA_ARCH__ >= 1000
+#define RC_IS_SM100 1
+#else
+#define RC_IS_SM100 0
+#endif
+
 // Vector conversions between half and single precision in hardware.
 #if !RC_DEVICE_PASS && defined(__F16C__) && defined(__AVX__)
 #define RC_HAS_F16C 1

@@ -53,22 +53,37 @@ RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   return reduce_scatter_ring(e, b.grads(), b.grads().get(e.rank()).ptr);
 }
 
-// `grad` is my shard's gradient, element 0 of my chunk; Ops' consume() updates.
+// Makes `grad`, my shard's gradient and element 0 of my chunk, what consume() takes.
 template <class E>
-RC_TEAM_FN void update_slice(E& e, const Bucket& b, const char* grad) {
-  const Run slice = slice_of(e, b, e.rank());
-  if (e.team.lane() == 0) e.sources()[e.rank()] = grad + slice.begin * uint64_t(b.grad_bytes);
+RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
+  const uint64_t begin = slice_of(e, b, e.rank()).begin;
+  if (e.team.lane() == 0) e.sources()[0] = grad + begin * uint64_t(b.grad_bytes);
   e.team.sync();
-  e.ops.consume(e.team, Gradients{e.sources() + e.rank(), 1}, slice);
+  return {e.sources(), 1};
+}
+
+// A one-shot step before the update, whose gradients are then at e.sources(). `grad`: see
+// own_gradients(), where the bucket has no gradients; null: all ranks' gradients.
+template <class E>
+RC_TEAM_FN Status begin_step_one_shot(E& e, const Bucket& b, const char* grad) {
+  RC_RETURN_IF_FAILED(offer(e, b, true));
+  RC_RETURN_IF_FAILED(accept(e, b, true));
+  if (grad != nullptr) own_gradients(e, b, grad);
+  return Status::kOk;
+}
+
+template <class E>
+RC_TEAM_FN Status step_one_shot(E& e, const Bucket& b, const char* grad) {
+  RC_RETURN_IF_FAILED(begin_step_one_shot(e, b, grad));
+  const Gradients from{e.sources(), grad != nullptr ? 1 : e.world()};
+  e.ops.consume(e.team, from, slice_of(e, b, e.rank()));
+  return return_offers(e, b);
 }
 
 template <class E>
 RC_TEAM_FN Status adamw_all_gather_one_shot(E& e, Bucket b, const char* grad) {
   b.base = nullptr;
-  RC_RETURN_IF_FAILED(offer(e, b, true));
-  RC_RETURN_IF_FAILED(accept(e, b, true));
-  update_slice(e, b, grad);
-  return return_offers(e, b);
+  return step_one_shot(e, b, grad);
 }
 
 template <class E>
@@ -81,16 +96,13 @@ RC_TEAM_FN Status gather_parameters_ring(E& e, const Bucket& b) {
 template <class E>
 RC_TEAM_FN Status adamw_all_gather_ring(E& e, const Bucket& b, const char* grad) {
   if (e.team.lane() == 0) e.v.results[e.rank()] = nullptr;
-  update_slice(e, b, grad);
+  e.ops.consume(e.team, own_gradients(e, b, grad), slice_of(e, b, e.rank()));
   return gather_parameters_ring(e, b);
 }
 
 template <class E>
 RC_TEAM_FN Status reduce_scatter_adamw_all_gather_one_shot(E& e, const Bucket& b) {
-  RC_RETURN_IF_FAILED(offer(e, b, true));
-  RC_RETURN_IF_FAILED(accept(e, b, true));
-  e.ops.consume(e.team, Gradients{e.sources(), e.world()}, slice_of(e, b, e.rank()));
-  return return_offers(e, b);
+  return step_one_shot(e, b, nullptr);
 }
 
 template <class E>

@@ -1,0 +1,67 @@
+"""The kernels' quotients and roots without branches round as IEEE's do (quotients_test.cpp)."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
+
+pytestmark = NEEDS_COMPILER
+EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+# Of all 2^23 mantissas of divisors, make test takes one of so many.
+EVERY = 1 if EVERYTHING else 512
+QUOTIENTS, RULES = "kernels/cuda/quotients.h", "kernels/cuda/update_rules.h"
+
+
+def run(folder, *includes):
+    program = compile_to(
+        folder / "quotients_test",
+        ROOT / "kernels/include",
+        ROOT / "tests/optim/quotients_test.cpp",
+        flags=OPTIMISED,
+        extra=[f"-I{include}" for include in (*includes, ROOT)],
+    )
+    return subprocess.run([str(program), str(EVERY)], capture_output=True, text=True, check=False)
+
+
+def test_they_are_correctly_rounded(tmp_path):
+    done = run(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout
+
+
+MUTANTS = {
+    "no correction of a quotient": (
+        QUOTIENTS,
+        "fused_multiply_add(fused_multiply_add(near, b, -a), -inverse, near)",
+        "near",
+    ),
+    "no correction of a reciprocal": (
+        QUOTIENTS,
+        "fused_multiply_add(near, fused_multiply_add(-b, near, 1.0f), near)",
+        "near",
+    ),
+    "no correction of a root": (
+        QUOTIENTS,
+        "fused_multiply_add(fused_multiply_add(-near, near, x), half, near)",
+        "near + 0 * half",
+    ),
+    "a root of zero": (RULES, "0x1p64f, 0x1p-126f)", "0x1p64f, 0.0f)"),
+    "any numerator": (RULES, "odd |= is_below(numerator, 0x1p-90f);", ""),
+    "zero is no numerator": (QUOTIENTS, "> 0 - bound", ">= 0 - bound"),
+    "any result": (RULES, "odd |= !is_finite(result);", ""),
+    "any divisor": (RULES, "f.bias_correction2_sqrt >= 0x1p-12f &&", ""),
+    "any eps": (RULES, "f.eps >= 0x1p-58f &&", ""),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS if EVERYTHING else ["any numerator"])
+def test_a_mutant_is_noticed(tmp_path, name):
+    header, text, instead = MUTANTS[name]
+    original = (ROOT / header).read_text()
+    assert original.count(text) == 1
+    mutant = tmp_path / header
+    mutant.parent.mkdir(parents=True)
+    mutant.write_text(original.replace(text, instead))
+    assert run(tmp_path, tmp_path).returncode != 0

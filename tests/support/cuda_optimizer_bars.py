@@ -1,0 +1,76 @@
+"""Bars of the optimizer's kernels, by their machine code: each check returns what is below one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.support import cuda_loop_measures as measures
+from tests.support.cuda_code import Binary, Loop
+
+# Elements of a lane and turn.
+TURN_ELEMS = 8
+# What makes lanes of a warp wait for each other, or a lane for its own stack.
+_BRANCHES = ("FCHK", "BSSY", "CALL", "LDL", "STL")
+
+
+@dataclass(frozen=True)
+class LoopBar:
+    """What a loop is to reach.
+
+    Attributes:
+        loads: 16-byte loads of a turn, by which the loop is found.
+        kib: that a multiprocessor has in flight at least.
+        instructions: of a turn, at most.
+    """
+
+    loads: int
+    kib: float
+    instructions: int
+
+
+# Of steps of bfloat16: moments and masters are 6 loads, and each source is one.
+PAIR = LoopBar(8, 84, 45 * TURN_ELEMS)
+MANY = LoopBar(14, 84, 512)
+STEP_REGISTERS = 80  # 768 threads have so many
+
+
+def step_loop(binary: Binary, kernel: str, bar: LoopBar) -> list[str]:
+    """Returns what the loop lacks that updates by so many sources."""
+    loops = [
+        loop
+        for loop in measures.steady_loops(binary, kernel)
+        if sum(map(measures.is_load, loop.code)) == bar.loads
+    ]
+    if not loops:
+        return [f"{kernel}: no loop has {bar.loads} loads"]
+    (loop,) = loops
+    found = _waits(binary, kernel, loop, bar.kib)
+    if len(loop.code) > bar.instructions:
+        found.append(f"{kernel}: {len(loop.code)} instructions for {TURN_ELEMS} elements")
+    if branches := measures.opcodes_in(loop, *_BRANCHES):
+        found.append(f"{kernel}: {branches} of {', '.join(_BRANCHES)} in the loop")
+    return found
+
+
+def norm_loops(binary: Binary, kernel: str, kib: float, blocks: int) -> list[str]:
+    """Returns what the loops lack that sum tiles: those with eight loads a turn and more."""
+    loops = [
+        loop
+        for loop in measures.steady_loops(binary, kernel)
+        if sum(map(measures.is_load, loop.code)) >= TURN_ELEMS
+    ]
+    found = [] if loops else [f"{kernel}: no loop has {TURN_ELEMS} loads"]
+    for loop in loops:
+        found += _waits(binary, kernel, loop, kib, blocks)
+    return found
+
+
+def _waits(binary: Binary, kernel: str, loop: Loop, kib: float, blocks: int = 1) -> list[str]:
+    turn = measures.turn(binary, kernel, loop)
+    found = []
+    if (waits := measures.waits_in_series(turn)) > 1:
+        found.append(f"{kernel}: {waits} waits for loads in a turn, one after the other")
+    flying = measures.kib_in_flight(binary, kernel, turn, most_blocks=blocks)
+    if flying < kib:
+        found.append(f"{kernel}: {flying} KiB in flight, not {kib}")
+    return found
