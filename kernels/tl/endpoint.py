@@ -53,9 +53,9 @@ from .waiting import (
 from .words import CONSUMED, READY, SEEN, SENT, exchange_release_sys, word32, word64
 
 # --------------------------------------------------------------------------------------------------
-# Reading the header of a peer's call: is it of this call, and does it point into that peer's heap?
+# Checks of the header of a peer's call: it must be of this call, and point into that peer's heap.
 #
-# The Triton twin of ringcomm/protocol/header_check.h and of Endpoint::open, but for alignment.
+# The Triton twin of ringcomm/protocol/header_check.h and Endpoint::open, without alignment checks.
 # --------------------------------------------------------------------------------------------------
 
 NOT_IN_HEAP = tl.constexpr(-1)
@@ -77,7 +77,7 @@ def lies_in(heap_bytes, offset, size_bytes):
 
 @triton.jit
 def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
-    """Reads the header of the sender's call, and compares it with this one."""
+    """Reads the header of the sender's call, and compares it with this rank's call."""
     if status == 0:
         header = header_of(ws, get(ws, RANK), stream, sender, of_peer(ws, sender, BASE) + 1, G)
         theirs = word64(header + STREAM_BYTES)
@@ -107,7 +107,7 @@ def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
 
 @triton.jit
 def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl.constexpr):
-    """After the first piece of ``sender`` came: RESULT says where my results go in its heap."""
+    """Sets RESULT of ``sender``, whose first piece came, to my results' address in its heap."""
     if status == 0:
         header = header_of(ws, get(ws, RANK), stream, sender, of_peer(ws, sender, BASE) + 1, G)
         offset = tl.load(word64(header + RESULT_OFFSET))
@@ -122,7 +122,7 @@ def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl
 # One rank's end of all streams during a call on one channel: send, receive, release.
 #
 # The Triton twin of ringcomm/protocol/endpoint.h; docs/protocol.md is the contract of both. A chunk
-# is a tuple (address, bytes); a slice is the share of it that this channel moves.
+# is a tuple (address, bytes); a slice is the share of a chunk that this channel moves.
 # --------------------------------------------------------------------------------------------------
 
 # Pieces sent before the first is awaited; see kLookahead.
@@ -135,14 +135,14 @@ CONSUMED_WORD = tl.constexpr(1)
 
 @triton.jit
 def chunk_of(base, total_bytes, chunk_bytes, rank):
-    """The chunk of ``rank``: of an even cut, whose tail may be shorter or empty."""
+    """Returns the chunk of ``rank`` in an even cut, whose tail may be shorter or empty."""
     begin = tl.minimum(rank * chunk_bytes, total_bytes)
     return base + begin, tl.minimum(chunk_bytes, total_bytes - begin)
 
 
 @triton.jit
 def slice_of(address, size_bytes, channel, G: tl.constexpr):
-    """This channel's slice of a chunk, in whole lines except for its tail."""
+    """Returns this channel's slice of a chunk, in whole lines except for its tail."""
     LINE: tl.constexpr = G.line_bytes
     lines = (size_bytes + (LINE - 1)) // LINE
     begin = tl.minimum(lines * channel // G.channels * LINE, size_bytes)
@@ -152,13 +152,13 @@ def slice_of(address, size_bytes, channel, G: tl.constexpr):
 
 @triton.jit
 def pieces_of(size_bytes, G: tl.constexpr):
-    """Segments of a slice; an empty one still carries its header."""
+    """Returns the number of segments of a slice; an empty slice has one, for its header."""
     return tl.maximum((size_bytes + (G.segment_bytes - 1)) // G.segment_bytes, 1)
 
 
 @triton.jit
 def piece_bytes(size_bytes, piece, G: tl.constexpr):
-    """Bytes of segment ``piece`` of a slice."""
+    """Returns the bytes of segment ``piece`` of a slice."""
     left = size_bytes - piece * G.segment_bytes
     return tl.maximum(tl.minimum(left, G.segment_bytes), 0)
 
@@ -174,14 +174,14 @@ def is_zero_copy(ws, address, size_bytes):
 
 @triton.jit
 def items_of(ws, address, size_bytes, G: tl.constexpr):
-    """Items that carry a slice."""
+    """Returns the number of items that carry a slice."""
     pieces = pieces_of(size_bytes, G)
     return tl.where(is_zero_copy(ws, address, size_bytes), pieces * 0 + 1, pieces)
 
 
 @triton.jit
 def write_header(ws, header, stream_bytes, item_bytes, heap_offset):
-    """The header of this call, at an address from :func:`my_header` that nobody reads yet."""
+    """Writes the header of this call to an address of :func:`my_header` that no peer reads yet."""
     words = word64(header)
     for i in tl.static_range(5):
         tl.store(words + i, get(ws, HEADER + i))
@@ -218,7 +218,7 @@ def my_header(ws, stream, reader, G: tl.constexpr):
 
 @triton.jit
 def publish_release_sys(ws, stream, reader, item, G: tl.constexpr):
-    """Item ``item`` is complete; pairs with the acquire of the reader's await."""
+    """Publishes item ``item``, which is complete; pairs with the acquire of the reader's await."""
     passing(ws, PUBLISH)
     epoch = sent(ws, stream, reader, G) + 1 + item
     line = signal_line(ws, reader, stream, get(ws, RANK), G)
@@ -227,7 +227,7 @@ def publish_release_sys(ws, stream, reader, item, G: tl.constexpr):
 
 @triton.jit
 def announce(ws, stream, reader, address, size_bytes, item, G: tl.constexpr):
-    """Before the first item of a slice is published: its header, to one reader."""
+    """Writes the header for one reader, before the first item of a slice is published."""
     if item == 0:
         zero_copy = is_zero_copy(ws, address, size_bytes)
         offset = tl.where(zero_copy, address - of_peer(ws, get(ws, RANK), HEAP), NOT_IN_HEAP)
@@ -237,7 +237,7 @@ def announce(ws, stream, reader, address, size_bytes, item, G: tl.constexpr):
 
 @triton.jit
 def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.constexpr):
-    """Data of item ``item`` of a slice, unless peers read them where they lie."""
+    """Copies the data of item ``item`` of a slice to its slot, unless peers read them in place."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     if not is_zero_copy(ws, address, size_bytes):
         count = (piece_bytes(size_bytes, item, G) // ITEM).to(tl.int32)
@@ -248,7 +248,7 @@ def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.co
 def send_piece(
     ws, stream, reader, address, size_bytes, item, status, DTYPE: tl.constexpr, G: tl.constexpr
 ):
-    """Item ``item`` of a slice to one reader, if it has so many."""
+    """Sends item ``item`` of a slice to one reader, if the slice has that many items."""
     if item < items_of(ws, address, size_bytes, G):
         status = await_slot(ws, stream, reader, item, status, G)
         if status == 0:
@@ -261,7 +261,7 @@ def send_piece(
 
 @triton.jit
 def finish_sending(ws, stream, reader, address, size_bytes, status, G: tl.constexpr):
-    """Zero copy: waits until ``reader`` no longer reads the slice. Always: counts its items."""
+    """Counts the slice's items; if zero copy, first waits until ``reader`` no longer reads it."""
     items = items_of(ws, address, size_bytes, G)
     if is_zero_copy(ws, address, size_bytes):
         epoch = sent(ws, stream, reader, G) + items
@@ -273,7 +273,7 @@ def finish_sending(ws, stream, reader, address, size_bytes, status, G: tl.conste
 
 @triton.jit
 def commit_sent(ws, stream, reader, items, G: tl.constexpr):
-    """After the last use of the items' epochs."""
+    """Counts ``items`` as sent, after the last use of their epochs."""
     epoch = sent(ws, stream, reader, G) + items
     tl.debug_barrier()
     tl.store(word32(epoch_line(ws, stream, reader, G) + SENT), epoch.to(tl.int32))
@@ -285,7 +285,7 @@ def commit_sent(ws, stream, reader, items, G: tl.constexpr):
 
 @triton.jit
 def begin_receive(ws, stream, sender, G: tl.constexpr):
-    """Before the first piece of a call is awaited from ``sender``."""
+    """Resets the state of ``sender`` before the call awaits its first piece."""
     base = seen(ws, stream, sender, G)
     zero = base * 0
     set_of_peer(ws, sender, DATA, zero)
@@ -298,7 +298,7 @@ def begin_receive(ws, stream, sender, G: tl.constexpr):
 
 @triton.jit
 def receive(ws, stream, sender, expected_bytes, begin, size_bytes, status, G: tl.constexpr):
-    """Waits for bytes [begin, begin + size_bytes) of a stream; SOURCE says where they lie."""
+    """Waits for bytes [begin, begin + size_bytes) of a stream; sets SOURCE to their address."""
     base = of_peer(ws, sender, BASE)
     if begin == 0:
         status = await_acquire_sys(ws, stream, sender, READY_WORD, begin, base + 1, status, G)
@@ -317,7 +317,7 @@ def receive(ws, stream, sender, expected_bytes, begin, size_bytes, status, G: tl
 
 @triton.jit
 def release_sys(ws, stream, sender, expected_bytes, end, status, G: tl.constexpr):
-    """Everything before ``end`` of the sender's stream has been read: its slots are free again.
+    """Frees the slots before ``end`` of the sender's stream, which this block has read.
 
     For the reader of *releasing a slot*: pairs with the acquire of the sender's await_slot.
     """
@@ -334,7 +334,7 @@ def release_sys(ws, stream, sender, expected_bytes, end, status, G: tl.constexpr
 
 @triton.jit
 def commit_seen(ws, stream, sender, status, G: tl.constexpr):
-    """After the last piece from ``sender``."""
+    """Counts the call's items as seen, after the last piece from ``sender``."""
     if status == 0:
         epoch = of_peer(ws, sender, BASE) + of_peer(ws, sender, ITEMS)
         tl.debug_barrier()
@@ -346,17 +346,17 @@ def commit_seen(ws, stream, sender, status, G: tl.constexpr):
 # The beginning and the end of every collective, around its schedule.
 # --------------------------------------------------------------------------------------------------
 
-# Arguments of the collectives' kernels whose values Triton must not compile for: it would compile
-# again (seconds) for buffers that lie otherwise, while peers wait.
+# Arguments of the collectives' kernels on whose values Triton must not specialize: it would compile
+# again (for seconds) for values of another kind, while peers wait.
 RUNTIME = ["chunk_bytes", "timeout_ns"]
-# In tuples Triton compiles for what is a multiple of 16 all the same (Triton 3.6 to 3.9,
-# specialize_impl in runtime/jit.py), so there numbers go as 4 * n + 3, which never is one.
+# In tuples Triton specializes on multiples of 16 nevertheless (Triton 3.6 to 3.9, specialize_impl
+# in runtime/jit.py), so a number n in a tuple is passed as 4 * n + 3, which is never a multiple.
 TAG_BITS = tl.constexpr(2)
 _TAG = 3
 
 
 def tagged(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers as a kernel takes them in a tuple; :func:`untagged` gives them back."""
+    """Returns numbers in the form for a kernel's tuple; :func:`untagged` restores a number."""
     return tuple((number << TAG_BITS.value) + _TAG for number in numbers)
 
 
@@ -368,7 +368,7 @@ def untagged(number):
 
 @triton.jit
 def of_rank(items, rank):
-    """Entry ``rank`` of a tuple of tagged addresses."""
+    """Returns entry ``rank`` of a tuple of tagged addresses."""
     found = untagged(items[0])
     for r in tl.static_range(1, len(items)):
         if rank == r:
@@ -378,15 +378,15 @@ def of_rank(items, rank):
 
 @triton.jit
 def peer_at(ws, distance, G: tl.constexpr):
-    """The rank that this one visits at ``distance``: its successor first, so that no two ranks
-    read the same peer at the same time."""
+    """Returns the rank that this rank visits at ``distance``: its successor first, so that no two
+    ranks read from one peer at the same time."""
     peer = get(ws, RANK) + distance
     return tl.where(peer < G.world, peer, peer - G.world)
 
 
 @triton.jit
 def begin_call(tables, timeout_ns, call, G: tl.constexpr):
-    """Numbers the call, and looks for what peers published in calls that this rank did not make.
+    """Numbers the call, and fails if a peer has published an item of a different call.
 
     Args:
         tables: addresses of the RankTable of each rank in this launch.
@@ -421,15 +421,15 @@ def begin_call(tables, timeout_ns, call, G: tl.constexpr):
 
 @triton.jit
 def end_call(ws, status, G: tl.constexpr):
-    """After the schedule: what was read in peers' buffers is what they meant to send.
+    """Ends a call after its schedule, and checks that data read in peers' buffers were valid.
 
     A sender that gave up may use its buffer again, but it raises its abort word first.
     """
     reads_peers = get(ws, READS_PEERS)
     tl.debug_barrier()
     if (status == 0) & (reads_peers != 0):
-        # Orders the block's reads of data before those of the words; it touches nothing else. It is
-        # one lane's, between barriers.
+        # Orders the block's reads of data before its reads of the words; it changes nothing. One
+        # lane does it, between barriers.
         tl.atomic_add(
             word64(ws) + READS_PEERS, tl.full((), 0, tl.int64), sem="acq_rel", scope="sys"
         )

@@ -1,6 +1,6 @@
-"""Moves and reduces elements with all lanes of a block, 16 bytes a lane where memory allows.
+"""Moves and reduces elements with all lanes of a block, 16 bytes per lane if memory is aligned.
 
-Counts are of one segment, so offsets fit into 32 bits; addresses do not, and are int64.
+Counts are of one segment, so offsets fit into 32 bits; addresses are int64.
 """
 
 import triton
@@ -8,22 +8,22 @@ import triton.language as tl
 
 from .hooks import INTERPRETED
 
-# 256 lanes with four accesses of 16 bytes each. A turn copies two such blocks, and sums up one of
-# each source, or half a block where there are four and more: so a lane has at least 8 loads under
-# way. A choice that no GPU has measured.
+# 256 lanes with four accesses of 16 bytes each. A turn copies two such blocks. It sums one block of
+# each source, or half a block of each of four or more sources. So a lane has at least 8 loads under
+# way. This choice has not been measured on a GPU.
 BLOCK_BYTES = tl.constexpr(16384)
 NUM_WARPS = 8
-# A sum loads this many sources before it adds the first. Another choice.
+# A sum loads this many sources before it adds the first; also chosen, not measured.
 SOURCES_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """FP32 to DTYPE, to nearest even.
+    """Rounds FP32 to DTYPE, to nearest even.
 
-    Triton's interpreter truncates FP32 to bfloat16 where compiled code rounds
-    (https://github.com/triton-lang/triton, python/triton/runtime/interpreter.py, _convert_float),
-    so there the bits are made by hand.
+    Triton's interpreter truncates FP32 to bfloat16, while compiled code rounds
+    (https://github.com/triton-lang/triton, python/triton/runtime/interpreter.py, _convert_float).
+    So in the interpreter this function computes the bits itself.
     """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -37,9 +37,9 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """Any floating-point type to FP32, exactly.
+    """Converts any floating-point type to FP32, exactly.
 
-    Triton's interpreter gets bfloat16's subnormal numbers wrong, in the same function as above.
+    The interpreter's _convert_float (see :func:`round_to`) gets subnormal bfloat16 numbers wrong.
     """
     if INTERPRETED and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
@@ -50,7 +50,7 @@ def widen(x):
 
 @triton.jit
 def accumulate(total, x):
-    """``total`` (FP32) plus ``x`` of any floating-point type."""
+    """Returns ``total`` (FP32) plus ``x`` of any floating-point type."""
     return total + widen(x)
 
 
@@ -65,10 +65,10 @@ def is_aligned(addresses):
 
 @triton.jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address as a pointer to elements; ``ALIGNED`` vouches for a multiple of 16.
+    """Returns the address as a pointer to elements; ``ALIGNED`` promises a multiple of 16.
 
-    Triton 3.9 makes of the cast of a sum a sum behind a cast, and what ``tl.multiple_of`` has said
-    of the cast is lost with it. So what is cast then is no sum.
+    Triton 3.9 turns the cast of a sum into a sum after a cast, and then loses the hint of
+    ``tl.multiple_of`` about the cast. The mask keeps the operand of the cast from being a sum.
     """
     if ALIGNED:
         typed = (address & -16).to(tl.pointer_type(DTYPE), bitcast=True)
@@ -97,7 +97,7 @@ def _copy(target, source, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def copy(target, source, count, DTYPE: tl.constexpr):
-    """``count`` elements of DTYPE from address ``source`` to address ``target``."""
+    """Copies ``count`` elements of DTYPE from address ``source`` to address ``target``."""
     if is_aligned((target, source)):
         _copy(target, source, count, DTYPE, True)
     else:
@@ -114,9 +114,9 @@ def _load(source, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED
 
 @triton.jit
 def sum_of(sources, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """Elements ``here`` of all sources, summed in their order in FP32.
+    """Returns elements ``here`` of all sources, summed in the sources' order in FP32.
 
-    The sources of a batch are loaded before the first of them is added.
+    It loads all sources of a batch before it adds the first of them.
     """
     COUNT: tl.constexpr = len(sources)
     for first in tl.static_range(0, COUNT, SOURCES_AT_ONCE):

@@ -1,18 +1,18 @@
-"""The state of a block during a call: its own few words of device memory, per channel.
+"""The state of a block during a call: a few words of device memory for each channel.
 
-CUDA blocks keep this in shared memory (kernels/cuda/workspace.h), which Triton does not hand out by
-name. ``ws`` is the address of a block's words: int64 each, written by one lane and read by all, so
-a barrier stands between the two.
+CUDA blocks keep these words in shared memory (kernels/cuda/workspace.h), which Triton kernels
+cannot address. ``ws`` is the address of a block's words, int64 each. One lane writes a word and all
+lanes read it, so a barrier separates the two.
 
     word  0      the rank table (kernels/cuda/args.h, RankTable)
     word  1      channel
     word  2      rank
     word  3      deadline of one wait, in ns
     word  4      the clock, as one lane read it
-    word  5      1: data were read where they lie in a peer's heap
-    word  6      bytes of this rank's heap that peers have mapped, as the call found them
-    word  8..16  the header of the call in progress (call.h, CallHeader), as its fault names it
-    words 32 + 9p ..  of rank p: see REGION to RESULT below
+    word  5      1: data were read in place in a peer's heap
+    word  6      bytes of this rank's heap that peers have mapped, read when the call began
+    word  8..16  the header of the call in progress (call.h, CallHeader), for its fault record
+    words 32 + 9p ..  nine words about rank p: REGION to RESULT below
 """
 
 import triton
@@ -34,15 +34,15 @@ HEADER_WORDS = tl.constexpr(STRUCTURES["header"] // 8)
 PEERS = tl.constexpr(STRUCTURES["scratch"] // 8)
 PEER_WORDS = tl.constexpr(STRUCTURES["scratch_per_rank"] // 8)
 
-REGION = tl.constexpr(0)  # as mapped here
-HEAP = tl.constexpr(1)  # as mapped here
-DATA = tl.constexpr(2)  # zero copy: where the peer's data lie; else 0
-ITEM_BYTES = tl.constexpr(3)  # what one item of the peer carries
-BASE = tl.constexpr(4)  # epoch before the first item of this call
-ITEMS = tl.constexpr(5)  # items of this call
-ACKED = tl.constexpr(6)  # of those, acknowledged
-SOURCE = tl.constexpr(7)  # where the bytes last waited for lie
-RESULT = tl.constexpr(8)  # where my results go in its heap; collectives that store there only
+REGION = tl.constexpr(0)  # address of the peer's region, as mapped here
+HEAP = tl.constexpr(1)  # address of the peer's heap, as mapped here
+DATA = tl.constexpr(2)  # zero copy: address of the peer's data; else 0
+ITEM_BYTES = tl.constexpr(3)  # bytes that one item of the peer carries
+BASE = tl.constexpr(4)  # epoch before the peer's first item of this call
+ITEMS = tl.constexpr(5)  # the peer's items of this call
+ACKED = tl.constexpr(6)  # items of this call that this block has acknowledged
+SOURCE = tl.constexpr(7)  # address of the bytes that were awaited last
+RESULT = tl.constexpr(8)  # address for my results in the peer's heap; optimizer collectives only
 
 TABLE_RANK = tl.constexpr(STRUCTURES["table.rank"])
 TABLE_HEAP_BYTES = tl.constexpr(STRUCTURES["table.heap_bytes"])
@@ -56,19 +56,19 @@ TABLE_BYTES = tl.constexpr(STRUCTURES["table"])
 
 @triton.jit
 def get(ws, word):
-    """A word of the block's state."""
+    """Returns a word of the block's state."""
     return tl.load(word64(ws) + word)
 
 
 @triton.jit
 def of_peer(ws, peer, word):
-    """A word of the block's state about ``peer``."""
+    """Returns a word of the block's state about ``peer``."""
     return tl.load(word64(ws) + (PEERS + PEER_WORDS * peer + word))
 
 
 @triton.jit
 def set_of_peer(ws, peer, word, value):
-    """Stores it; all lanes have read the old value, and read the new one from here on."""
+    """Stores a word about ``peer``, after all lanes' reads of the old value, before later reads."""
     tl.debug_barrier()
     tl.store(word64(ws) + (PEERS + PEER_WORDS * peer + word), value.to(tl.int64))
     tl.debug_barrier()
@@ -76,7 +76,7 @@ def set_of_peer(ws, peer, word, value):
 
 @triton.jit
 def state_address(table, channel, G: tl.constexpr):
-    """Returns the address of the state of ``channel``, from that of the rank table."""
+    """Returns the address of the state of ``channel``, from the address of the rank table."""
     size: tl.constexpr = 8 * (PEERS + PEER_WORDS * G.world)
     return tl.load(word64(table + TABLE_SCRATCH)) + channel * size
 
@@ -113,32 +113,32 @@ def open_state(table, channel, timeout_ns, call, G: tl.constexpr):
 
 @triton.jit
 def my_region(ws):
-    """Address of this rank's region."""
+    """Returns the address of this rank's region."""
     return of_peer(ws, get(ws, RANK), REGION)
 
 
 @triton.jit
 def signal_line(ws, owner, stream, peer, G: tl.constexpr):
-    """The signals of ``peer`` in the region of ``owner``."""
+    """Returns the address of the signals of ``peer`` in the region of ``owner``."""
     region = of_peer(ws, owner, REGION)
     return link_line(region, 0, stream, get(ws, CHANNEL), peer, G)
 
 
 @triton.jit
 def epoch_line(ws, stream, peer, G: tl.constexpr):
-    """This rank's counters of items to and from ``peer``."""
+    """Returns the address of this rank's counters of items to and from ``peer``."""
     return link_line(my_region(ws), 2, stream, get(ws, CHANNEL), peer, G)
 
 
 @triton.jit
 def sent(ws, stream, reader, G: tl.constexpr):
-    """Epoch of the last item that this rank published to ``reader`` before this call."""
+    """Returns the epoch of the last item that this rank sent to ``reader`` before this call."""
     return tl.load(word32(epoch_line(ws, stream, reader, G) + SENT)).to(tl.int64)
 
 
 @triton.jit
 def seen(ws, stream, sender, G: tl.constexpr):
-    """Epoch of the last item of ``sender`` that this rank consumed before this call."""
+    """Returns the epoch of the last item of ``sender`` that this rank read before this call."""
     return tl.load(word32(epoch_line(ws, stream, sender, G) + SEEN)).to(tl.int64)
 
 
@@ -150,21 +150,21 @@ def sequence_word(ws, G: tl.constexpr):
 
 @triton.jit
 def header_of(ws, reader, stream, sender, epoch, G: tl.constexpr):
-    """The header of item ``epoch`` that ``sender`` publishes to ``reader``, as mapped here."""
+    """Returns the address here of the header of item ``epoch`` from ``sender`` to ``reader``."""
     region = of_peer(ws, reader, REGION)
     return header_at(region, stream, get(ws, CHANNEL), sender, epoch, G)
 
 
 @triton.jit
 def slot_of(ws, sender, stream, reader, epoch, G: tl.constexpr):
-    """The slot of item ``epoch`` that ``sender`` publishes to ``reader``, as mapped here."""
+    """Returns the address here of the slot of item ``epoch`` from ``sender`` to ``reader``."""
     region = of_peer(ws, sender, REGION)
     return slot_at(region, stream, get(ws, CHANNEL), reader, epoch, G)
 
 
 @triton.jit
 def ring_rank(ws, position, G: tl.constexpr):
-    """The rank at ``position`` of the ring that this block's channel follows."""
+    """Returns the rank at ``position`` of the ring that this block's channel follows."""
     table = get(ws, TABLE)
     rings = tl.load(word32(table + TABLE_RINGS))
     rank = position.to(tl.int64)
@@ -176,7 +176,7 @@ def ring_rank(ws, position, G: tl.constexpr):
 
 @triton.jit
 def ring_position(ws, G: tl.constexpr):
-    """Returns this rank's position in that ring."""
+    """Returns this rank's position in the ring that this block's channel follows."""
     rank = get(ws, RANK)
     position = rank
     for p in range(G.world):

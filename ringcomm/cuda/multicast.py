@@ -1,9 +1,9 @@
 """Multicast objects of the CUDA driver and the windows that are bound to them.
 
-A window is memory of one device, mapped at an address of its own, that is bound with those of other
-devices to one multicast object. At the object's address a load adds up what lies in all windows,
-and a store reaches all: the NVSwitch does it. CuPy offers none of this, so libcuda's entry points
-are called directly.
+A window is memory of one device at an address of its own. The windows of several devices are bound
+to one multicast object. At the object's address, a load returns the sum of all windows and a store
+writes to all windows: the NVSwitch does the work. CuPy has no functions for this, so libcuda's
+entry points are called directly.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _object_prop(devices: int, size_bytes: int) -> _ObjectProp:
 
 
 def why_not(runtime: DeviceRuntime, device: int) -> str:
-    """Says in words what ``device`` lacks for multicast; "" if nothing."""
+    """Returns what ``device`` lacks for multicast, in words; "" if nothing."""
     major, minor = runtime.identity(device).capability
     if (major, minor) < LEAST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and multimem instructions need 9.0"
@@ -91,7 +91,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
 
 
 def granularity_bytes(runtime: DeviceRuntime, device: int, devices: int) -> int:
-    """The unit of the size of a window that is bound with those of ``devices`` devices."""
+    """Returns the unit of window sizes in a multicast object of ``devices`` devices."""
     found = c_size_t()
     with runtime.beside_captures(device):
         driver = _calls(runtime)
@@ -101,16 +101,16 @@ def granularity_bytes(runtime: DeviceRuntime, device: int, devices: int) -> int:
 
 
 class MulticastWindow:
-    """A device's part of a multicast object, and once it is bound its window.
+    """A device's part of a multicast object and, after :meth:`bind`, the device's window.
 
-    Every device calls :meth:`create` or :meth:`join`, which adds it to the object. When all have,
-    each calls :meth:`bind`: before that the driver blocks. Kernels may use the addresses when all
-    have bound, and :meth:`close` may come when no device's kernels use them any more.
+    Every device calls :meth:`create` or :meth:`join`, which adds it to the object. Then each device
+    calls :meth:`bind`, in which the driver blocks until all devices have been added. Kernels may
+    use the addresses when all have bound; call :meth:`close` when no device's kernels use them.
 
     Attributes:
         own_ptr: address of the window; 0 before :meth:`bind`.
         all_ptr: address for multimem instructions, which reach all windows.
-        size_bytes: of the window.
+        size_bytes: size of the window.
     """
 
     def __init__(self, runtime: DeviceRuntime, device: int, size_bytes: int) -> None:
@@ -119,14 +119,14 @@ class MulticastWindow:
         self._runtime, self._device = runtime, device
         self._driver = _calls(runtime)
         self._object = c_uint64()
-        self._number = c_int()  # of the device, for the driver
-        self._undo = ExitStack()  # in which every step leaves its reverse
+        self._number = c_int()  # the driver's number of the device
+        self._undo = ExitStack()  # every step adds its reverse
 
     @classmethod
     def create(
         cls, runtime: DeviceRuntime, device: int, size_bytes: int, devices: int
     ) -> MulticastWindow:
-        """Makes the object for ``devices`` devices, whose windows have ``size_bytes`` bytes.
+        """Makes the object for ``devices`` devices with windows of ``size_bytes`` bytes.
 
         Raises:
             UnsupportedError: the driver refuses.
@@ -139,7 +139,7 @@ class MulticastWindow:
     def join(
         cls, runtime: DeviceRuntime, device: int, size_bytes: int, descriptor: int
     ) -> MulticastWindow:
-        """Takes part in the object that another device has made and exported.
+        """Adds this device to the object that another device has made and exported.
 
         Raises:
             UnsupportedError: the driver refuses.
@@ -161,7 +161,7 @@ class MulticastWindow:
             driver.cuMulticastAddDevice(self._object, self._number)
 
     def _or_close(self) -> ExitStack:
-        """Inside, an error closes the window."""
+        """Returns a context that closes the window on an error."""
         stack = ExitStack()
         stack.push(lambda kind, error, trace: self.close() if error is not None else None)
         return stack
@@ -176,10 +176,10 @@ class MulticastWindow:
         return descriptor.value
 
     def bind(self) -> None:
-        """Makes the window, binds it, and maps it and the object.
+        """Allocates the window, binds it, and maps it and the object.
 
         Raises:
-            UnsupportedError: the driver refuses, for want of memory perhaps.
+            UnsupportedError: the driver refuses, perhaps because the device has no memory left.
         """
         driver, memory, size = self._driver, c_uint64(), self.size_bytes
         location = Location(LOCATION_DEVICE, self._number.value)
@@ -202,6 +202,6 @@ class MulticastWindow:
         return ptr.value
 
     def close(self) -> None:
-        """Gives everything back; a second call does nothing."""
+        """Frees everything; a second call does nothing."""
         with self._runtime.beside_captures(self._device):
             self._undo.close()

@@ -1,9 +1,9 @@
-"""The compilations that make up the CUDA kernels, for every compiler that makes them.
+"""The compilation units of the CUDA kernels, for every compiler that builds them.
 
 A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
 element type reduces, one per type of gradients does the optimizer's step, and one per quantized
-format quantizes. CMake asks this module for the list (``python -m ringcomm.cuda.units``), so it
-imports nothing that a build lacks.
+format quantizes. CMake runs this module for the list (``python -m ringcomm.cuda.units``), so it
+imports only what every build has.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ INCLUDE_FOLDERS = ("", "kernels/include")
 
 # No contraction into fused multiply-adds: host and device must give the same bits.
 OPTIONS = ("-std=c++20", "--fmad=false")
-# NVRTC up to CUDA 13.0 takes a generic lambda in a kernel for the host's, and refuses it.
+# NVRTC up to CUDA 13.0 takes a generic lambda in a kernel for a host function, and refuses it.
 NVRTC_OPTIONS = (*OPTIONS, "-default-device")
 
-# Which loops a unit has: those of kernels/cuda/serial, or those beside that folder
-# (kernels/cuda/loops.h). Builds with nvcc make the second kind alone.
+# The loops of a unit: serial loops from kernels/cuda/serial, or batched loops from kernels/cuda
+# (see loops.h there). Builds with nvcc make only units with batched loops.
 LOOPS_VARIABLE = "RINGCOMM_KERNELS"
 BATCHED, SERIAL = "batched", "serial"
 _LOOP_MACROS: Mapping[str, tuple[str, ...]] = {BATCHED: (), SERIAL: ("RINGCOMM_SERIAL_LOOPS=1",)}
@@ -44,12 +44,12 @@ _REDUCTIONS = ("reduce_scatter", "reduce_scatter_list", "all_reduce", "ll")
 
 @dataclass(frozen=True)
 class KernelUnit:
-    """One compilation.
+    """One compilation, and the kernels in its result.
 
     Attributes:
         name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` and torch's name of the
             (gradient's) dtype; or ``quantize_`` and a quantized format; or ``rows``.
-        macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
+        macros: macros of the compilation, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
         since: the least compute capability that has its instructions; below it the unit is empty.
     """
@@ -117,10 +117,10 @@ UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}
 
 
 def chosen_loops() -> str:
-    """Returns the loops that ``RINGCOMM_KERNELS`` asks for, or the batched ones.
+    """Returns the loops that ``RINGCOMM_KERNELS`` names, by default the batched loops.
 
     Raises:
-        ArgumentError: there are no such loops; names those that there are.
+        ArgumentError: the loops are unknown; the message lists the known ones.
     """
     chosen = os.environ.get(LOOPS_VARIABLE, "") or BATCHED
     if chosen not in _LOOP_MACROS:
@@ -132,10 +132,10 @@ def chosen_loops() -> str:
 
 
 def unit(name: str, loops: str = BATCHED) -> KernelUnit:
-    """The unit of that name, with ``loops`` as :func:`chosen_loops` returns them.
+    """Returns the unit of that name, with ``loops`` as :func:`chosen_loops` returns them.
 
     Raises:
-        ArgumentError: there is none; names those that there are.
+        ArgumentError: the unit is unknown; the message lists the known ones.
     """
     if name not in UNITS:
         raise ArgumentError(f"CUDA kernels: expected a unit among {', '.join(UNITS)}, got {name!r}")
@@ -161,7 +161,7 @@ class Target:
 
     Attributes:
         major, minor: compute capability.
-        ptx: PTX, which the driver compiles when it loads it.
+        ptx: True for PTX, which the driver compiles when it loads the unit.
     """
 
     major: int
@@ -171,7 +171,7 @@ class Target:
     def __str__(self) -> str:
         if self.ptx:
             return f"compute_{self.major}{self.minor}"
-        # The features that only one architecture has come with the letter.
+        # The letter enables the features that only this architecture has.
         letter = "a" if (self.major, self.minor) in ((9, 0), (10, 0)) else ""
         return f"sm_{self.major}{self.minor}{letter}"
 
@@ -194,18 +194,18 @@ class Target:
         return self.major == capability[0] and own <= capability
 
 
-# What a build with nvcc makes; the PTX serves every later architecture.
+# The targets of a build with nvcc; the PTX serves every later architecture.
 PREBUILT = (Target(8, 0), Target(9, 0), Target(10, 0), Target(10, 0, ptx=True))
 
 
 def best_target(targets: Iterable[Target], capability: tuple[int, int]) -> Target | None:
-    """The target that a driver would load on a device of ``capability``: machine code first."""
+    """Returns the target that a driver loads on a device of ``capability``: machine code first."""
     covering = [target for target in targets if target.covers(capability)]
     return max(covering, key=lambda t: (not t.ptx, t.major, t.minor), default=None)
 
 
 def targets_for(capabilities: Iterable[str]) -> list[Target]:
-    """Returns those of :data:`PREBUILT` that devices such as ``"9.0"`` load; all for none."""
+    """Returns the :data:`PREBUILT` targets that devices such as "9.0" load; for no device, all."""
     devices = [tuple(map(int, text.split("."))) for text in capabilities]
     if not devices:
         return list(PREBUILT)
@@ -214,9 +214,10 @@ def targets_for(capabilities: Iterable[str]) -> list[Target]:
 
 
 def compiler_target(known: Sequence[int], capability: tuple[int, int]) -> Target | None:
-    """Returns a device's target for a compiler that knows ``known`` (80, 90, ...).
+    """Returns a device's target for a compiler that supports ``known`` (80, 90, ...).
 
-    Machine code of exactly that architecture, or PTX of the latest one before it, or None.
+    It is machine code of exactly the device's architecture, or PTX of the latest earlier
+    architecture, or None.
     """
     exact = Target(*capability)
     if exact.major * 10 + exact.minor in known:
@@ -229,8 +230,8 @@ class UnitSource:
     """Everything that one compilation reads.
 
     Attributes:
-        unit: what is compiled.
-        text: of ``kernels.cu``.
+        unit: the unit to compile.
+        text: text of ``kernels.cu``.
         headers: text of every header, by the name that ``#include`` gives it.
     """
 
@@ -239,26 +240,26 @@ class UnitSource:
     headers: Mapping[str, str]
 
     def fingerprint(self) -> str:
-        """Hex digest of all texts, their names, the macros and the options."""
+        """Returns a hex digest of all texts, their names, the macros and the options."""
         digest = hashlib.sha256()
         parts = [*OPTIONS, *self.unit.macros, SOURCE, self.text]
         for name in sorted(self.headers):
             parts += [name, self.headers[name]]
         for part in parts:
             data = part.encode()
-            # With their lengths: no two lists of parts make the same bytes.
+            # Includes the lengths, so that different lists of parts give different bytes.
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.hexdigest()
 
 
 def source_root() -> Path:
-    """The folder that holds ``kernels/``: in the installed package, or the source tree.
+    """Returns the folder that holds ``kernels/``: in the installed package, or the source tree.
 
     Raises:
-        UnsupportedError: neither has it.
+        UnsupportedError: neither has ``kernels/``.
     """
     package = Path(__file__).resolve().parent.parent
-    # The package's own first: an installed package may have a stranger's "kernels" beside it.
+    # The package's own first: beside an installed package there may be a foreign "kernels".
     candidates = (package / "_kernels" / "src", package.parent)
     for root in candidates:
         if (root / SOURCE).is_file():
@@ -275,13 +276,13 @@ def _find_header(root: Path, name: str) -> Path | None:
 
 
 def read_source(root: Path, unit: KernelUnit) -> UnitSource:
-    """Reads what a compilation of ``unit`` would read below ``root``.
+    """Reads the files below ``root`` that a compilation of ``unit`` would read.
 
-    Conditions are not evaluated: a header counts if any line includes it. What a compiler brings
-    itself stands in angle brackets and is not read.
+    Conditions are not evaluated: a header counts if any line includes it. Headers in angle brackets
+    come with the compiler and are not read.
 
     Raises:
-        UnsupportedError: a header is missing, or goes by two names.
+        UnsupportedError: a header is missing, or is included by two names.
     """
     text = (root / SOURCE).read_text()
     headers: dict[str, str] = {}
@@ -296,7 +297,7 @@ def read_source(root: Path, unit: KernelUnit) -> UnitSource:
                     "ringcomm again"
                 )
             if names.setdefault(path.resolve(), name) != name:
-                # NVRTC goes by the name, and would read it twice.
+                # NVRTC identifies a header by its name, and would read this file twice.
                 raise UnsupportedError(
                     f"CUDA kernels: {path} is included as {name!r} and as "
                     f"{names[path.resolve()]!r}; include it by one name"
@@ -315,9 +316,9 @@ def manifest(root: Path, compiler: str, targets: Sequence[Target]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One per line: ``options``, ``units``, or ``targets [CAPABILITY...]``.
+    """Prints ``options``, ``units`` or ``targets [CAPABILITY...]``, one per line.
 
-    Or ``manifest ROOT COMPILER TARGET...``.
+    Or prints the ``manifest ROOT COMPILER TARGET...``.
     """
     what, *rest = arguments
     if what == "options":

@@ -1,6 +1,6 @@
-"""Virtual memory of the CUDA driver: memory of a device that is mapped to reserved addresses.
+"""Virtual memory of the CUDA driver: device memory that is mapped to reserved addresses.
 
-CuPy offers none of this, so libcuda's entry points are called directly.
+CuPy has no functions for this, so libcuda's entry points are called directly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ENTRY_POINTS: dict[str, list[Any]] = {
 
 
 class DriverRefusal(UnsupportedError):
-    """A call that the driver refused; ``code`` is the driver's, 0 where it has no such call."""
+    """The driver refused a call; ``code`` is the driver's error, or 0 if it has no such call."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
@@ -72,13 +72,13 @@ class DriverRefusal(UnsupportedError):
 
 
 class DriverCalls:
-    """Entry points of the driver, as methods that raise DriverRefusal for what it refuses.
+    """Entry points of the driver, as methods that raise DriverRefusal if the driver refuses.
 
     Args:
-        library: its name or path.
-        entry_points: the argument types by name, with cuGetErrorString among them.
-        since: the version of CUDA that has all of them, for errors.
-        causes: what refusals usually come from, for errors.
+        library: name or path of the driver's library.
+        entry_points: argument types by name of the entry point; must have cuGetErrorString.
+        since: the first version of CUDA with all these entry points, for errors.
+        causes: usual causes of refusals, for errors.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ def _calls(runtime: DeviceRuntime) -> DriverCalls:
 
 
 def why_not(runtime: DeviceRuntime, device: int) -> str:
-    """Says in words what ``device`` lacks for memory in chunks that peers map; "" if nothing."""
+    """Returns what ``device`` lacks for memory in chunks that peers map, in words; or ""."""
     number, found = c_int(), c_int()
     wanted = {
         _ATTRIBUTE_VIRTUAL_MEMORY: "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
@@ -133,7 +133,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
 
 
 class Chunk(NamedTuple):
-    """A piece of memory that is mapped in a range: where, and the driver's handle (0: given up)."""
+    """A piece of memory that is mapped in a range, and the driver's handle (0: released)."""
 
     offset_bytes: int
     size_bytes: int
@@ -141,20 +141,20 @@ class Chunk(NamedTuple):
 
 
 class ChunkedRange:
-    """Reserved addresses for one device, to which memory is mapped chunk by chunk from the start.
+    """Reserved addresses of one device, to which memory is mapped chunk by chunk from the start.
 
-    Its methods need a lock of the caller's around them.
+    The caller must hold a lock of its own around each method.
 
     Args:
-        runtime: of the device.
-        device: its ordinal; kernels of it may use what is mapped.
-        size_bytes: of the range; rounded up to the driver's granularity.
+        runtime: runtime of the device.
+        device: ordinal of the device, whose kernels may use the mapped memory.
+        size_bytes: size of the range; rounded up to the driver's granularity.
 
     Attributes:
-        base_ptr: its first address.
-        size_bytes: of the range.
-        granularity_bytes: the unit of chunks.
-        chunks: in their order.
+        base_ptr: first address of the range.
+        size_bytes: size of the range.
+        granularity_bytes: unit of the sizes of chunks.
+        chunks: the mapped chunks, by address.
 
     Raises:
         UnsupportedError: the driver refuses.
@@ -180,16 +180,16 @@ class ChunkedRange:
         return MemoryProp(MEMORY_PINNED, HANDLE_IS_DESCRIPTOR, self._locations[0])
 
     def rounded(self, size_bytes: int) -> int:
-        """Rounds up to whole units of the driver's."""
+        """Rounds up to a multiple of the driver's granularity."""
         return -(-size_bytes // self.granularity_bytes) * self.granularity_bytes
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes from the start that are mapped."""
+        """The number of bytes from the start of the range that are mapped."""
         return self.chunks[-1].offset_bytes + self.chunks[-1].size_bytes if self.chunks else 0
 
     def create(self, size_bytes: int) -> None:
-        """Makes memory of the device and maps it behind the last chunk.
+        """Allocates memory of the device and maps it after the last chunk.
 
         Raises:
             MemoryError: the device has no room.
@@ -209,7 +209,7 @@ class ChunkedRange:
         self.chunks.append(Chunk(self.mapped_bytes, size_bytes, made.value))
 
     def adopt(self, descriptor: int, size_bytes: int) -> None:
-        """Maps another process's memory behind the last chunk.
+        """Maps another process's memory after the last chunk.
 
         Raises:
             UnsupportedError: the driver refuses.
@@ -221,7 +221,7 @@ class ChunkedRange:
             )
             try:
                 self._map(made, size_bytes)
-            finally:  # what is mapped keeps the memory
+            finally:  # the mapping keeps the memory
                 self._driver.cuMemRelease(made)
         self.chunks.append(Chunk(self.mapped_bytes, size_bytes, 0))
 
@@ -240,7 +240,7 @@ class ChunkedRange:
         self._driver.cuMemSetAccess(ptr, size_bytes, array, len(access))
 
     def grant(self, device: int) -> None:
-        """Lets kernels of another device of this process use what is, and what will be, mapped.
+        """Lets kernels of another device of this process use all present and later chunks.
 
         Raises:
             UnsupportedError: the driver refuses.
@@ -269,7 +269,7 @@ class ChunkedRange:
         return descriptor.value
 
     def close(self) -> None:
-        """Gives everything back; no kernel may use the range any more."""
+        """Frees everything; no kernel may use the range any more."""
         with self._runtime.beside_captures(self._device):
             while self.chunks:
                 chunk = self.chunks.pop()

@@ -56,7 +56,7 @@ class DeviceRecorder:
     """A rank's own records, and the mapped records of its peers.
 
     Args:
-        comm: the communicator whose calls are recorded from here on.
+        comm: the communicator whose calls are recorded from now on.
         membership: of the communicator; ``options.records`` is 1 or more.
         operation: named in errors.
 
@@ -98,7 +98,7 @@ class DeviceRecorder:
         )
 
     def connect(self, handles: Sequence[DeviceHandle], operation: str) -> None:
-        """Maps the peers' records. Those that cannot be mapped are missing in recordings.
+        """Maps the peers' records. Records that cannot be mapped are missing in recordings.
 
         Raises:
             RendezvousError: a rank announced records at an impossible offset.
@@ -147,8 +147,8 @@ class DeviceRecorder:
     def located(self, fault: dict[str, Any]) -> dict[str, Any]:
         """Returns a fault with the call numbers of the records; notes this rank's failures.
 
-        A kernel's own numbers differ, as each block counts for itself and replays count, too. A
-        number is 0 if calls from different call sites may be meant.
+        A kernel's own numbers differ, since each block counts for itself and replays count, too. A
+        number is 0 if the fault may mean calls from different call sites.
         """
         own = self._comm.fault()
         message = self._note(own) if own is not None else 0
@@ -174,7 +174,7 @@ class DeviceRecorder:
                 self.native.seen_failed(COLLECTIVES, calls[0].number, status, peer)
             return 0
         way = "send" if own["waiting_for"] == "consumed" else "recv"
-        meant = (way, peer, own["my_call"][3])  # the tag stands where others have the root
+        meant = (way, peer, own["my_call"][3])  # a message has its tag in place of a root
         messages = self._read(self._rank, MESSAGES)
         found = [each for each in messages if (each.collective, each.peer, each.root) == meant]
         if len(found) == 1:
@@ -216,14 +216,14 @@ def _number_of(calls: Sequence[Record]) -> int:
     return calls[-1].number if len({each.site for each in calls}) == 1 else 0
 
 
-# A word of the protocol that is raised.
+# The value of a protocol word that is raised.
 RAISED = (1).to_bytes(4, "little")
 # The staging of one rank, and the limits of its segments. The 256 lanes of a block move 32 KiB in a
 # turn. These are choices that no benchmark has swept.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
-# A rank that was told to give up waits this long for the reason, which the host of the rank where
-# the fault began writes.
+# A rank that another rank has aborted waits this long, in seconds, for the reason, which the host
+# of the rank where the fault began writes.
 REASON_GRACE_S, REASON_POLL_S = 1.0, 0.002
 
 
@@ -268,7 +268,7 @@ def _find(device: int, unit: str, name: str) -> tuple[int, int]:
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
-    """Returns the segment with which a rank's slots take STAGING_BYTES or half; see layout.h."""
+    """Returns the segment size at which a rank's slots take STAGING_BYTES or half; see layout.h."""
     message_channels = min(channels, _native.MESSAGE_CHANNELS)
     slot_sets = channels * (world_size + 1) + message_channels * world_size
     share_bytes = max(STAGING_BYTES // (slot_sets * slots), SMALLEST_SEGMENT_BYTES)
@@ -288,10 +288,10 @@ def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> No
 
 
 class DeviceCore:
-    """The owner of a rank's core on a device, ``native``.
+    """Owns ``native``, the core of a rank on a device: its region, its faults and its close.
 
     Args:
-        heap: of this rank's device.
+        heap: the heap of this rank's device.
         membership: the ranks and their options.
         choice: the algorithm and the rings that "auto" and "ring" use.
         channels: blocks per collective.
@@ -365,7 +365,7 @@ class DeviceCore:
         self._watched: Watched | None = None
         self._presence = presence
         self._peers: list[Peer] | None = None
-        # An abort must not write into a region that close() has given back.
+        # An abort must not write into a region that close() has freed.
         self._guard = threading.Lock()
         self._aborted = False
 
@@ -388,7 +388,7 @@ class DeviceCore:
         self._peers = None if peers is None else list(peers)
 
     def reach(self, handles: Sequence[DeviceHandle], mapped: Sequence[MappedDeviceHeap]) -> None:
-        """Takes the mapped regions of all peers, which from here on hear of an abort or a close."""
+        """Takes the mapped regions of all peers, to which :meth:`abort` and the close write."""
         operation = where("connect", self.rank, self.world_size)
         for handle in handles:
             _check_region(handle, self.native.region_bytes, operation)
@@ -417,7 +417,7 @@ class DeviceCore:
                 f"least {2 * self.native.channels * self.world_size * 64} for {self.world_size} "
                 f"ranks and {self.native.channels} channels, got {self._multicast_bytes}"
             )
-        # All peers have mapped the heap by now, and what it gets from here on its memory tells.
+        # All peers have mapped the heap by now; ``heap.memory`` reports what it gets later.
         self._lent_bytes = self._capacities[self.rank] = self.heap.memory.reached_bytes
         table = self.native.table(
             regions=self._regions,
@@ -438,21 +438,21 @@ class DeviceCore:
         self.heap.memory.tell(lend)
 
     def lend(self, size_bytes: int) -> None:
-        """Has launches from here on lend so much of the heap to peers, which all have mapped it."""
+        """Lets later launches lend ``size_bytes`` of the heap, which all peers have mapped."""
         with self._lending:
             if self._allocation is None or size_bytes <= self._lent_bytes:
                 return
             self._lent_bytes = size_bytes
             self.native.set_own_heap_bytes(size_bytes)
-            # A word of 8 bytes, for kernels that read the table in memory: they see the old size or
-            # the new one.
+            # One word of 8 bytes: kernels that read the table in memory see either the old size or
+            # the new size.
             self._write(self.native.own_heap_bytes_offset, size_bytes.to_bytes(8, "little"))
 
     def await_peers(self, operation: str) -> None:
-        """Returns when all peers reach what this rank has in the heap by now.
+        """Waits until all peers have mapped the memory that this rank's heap has by now.
 
         Raises:
-            HeapError: they did not in the communicator's time.
+            HeapError: a peer has not mapped it within the communicator's timeout.
         """
         self.heap.await_peers(where(operation, self.rank, self.world_size), self.timeout_ms / 1000)
 
@@ -484,11 +484,11 @@ class DeviceCore:
         """Returns the code of the algorithm that a large call with this code runs."""
         return self.native.chosen(algorithm)
 
-    # The host waits for no peer: what is launched ends by itself.
+    # The host waits for no peer: launched calls end by themselves.
     awaited, arrivals, has_messages = -1, 0, False
 
     def set_left(self, left: bool) -> None:
-        """Does nothing: peers are told by :meth:`DeviceCallEngine.set_peer_left`."""
+        """Does nothing: :meth:`DeviceCallEngine.set_peer_left` informs the peers."""
 
     def fault(self) -> dict[str, Any] | None:
         """Returns the fault record, if possible that of the rank where the fault began."""
@@ -500,13 +500,13 @@ class DeviceCore:
         return found
 
     def _crowded(self) -> str:
-        """Returns why a call may not have begun in time though nothing was missing, or ""."""
+        """Returns a hint that too few hardware queues may have delayed a call, or ""."""
         queues, streams = self.runtime.stream_queues(self.device)
         if streams <= queues:
             return ""
         return (
             f"This process has at least {streams} streams on device {self.device} and hardware "
-            f"queues for {queues}: those that share one hold each other's work back. Set "
+            f"queues for {queues}: streams that share a queue delay each other's work. Set "
             f"{CONNECTIONS_VARIABLE}=32 before the process starts, or use fewer streams. "
         )
 
@@ -516,8 +516,8 @@ class DeviceCore:
             return own
         found = self._cause(own)
         deadline = time.monotonic() + REASON_GRACE_S
-        # Kernels that were told to give up may raise their abort word before the host that told
-        # them has written the reason.
+        # Kernels that a host has aborted may raise their abort word before this host has written
+        # the reason.
         while self._awaits_reason(found) and time.monotonic() < deadline:
             time.sleep(REASON_POLL_S)
             found = self._cause(own)
@@ -530,7 +530,7 @@ class DeviceCore:
     def _cause(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         ranks = ((self.rank + distance) % self.world_size for distance in range(self.world_size))
         records = [record for rank in ranks if (record := self._record_of(rank)) is not None]
-        # Kernels with kind "aborted" gave up because they saw the abort word of the cause.
+        # Records of kind "aborted" are of kernels that saw another rank's abort word.
         causes = [record for record in records if record["kind"] != "aborted"]
         aborts = [record for record in records if record["reason"]]
         return next(iter((*causes, *aborts, *records)), own)
@@ -552,8 +552,8 @@ class DeviceCore:
                 return
             self._aborted = True
             ended_before = self.native.raised
-            # This comes first and is a store of the host's: the copies below may fail, or wait in a
-            # hardware queue behind a kernel that only this store ends.
+            # This store by the host comes first: the copies below may fail, or wait in a hardware
+            # queue behind a kernel that only this store ends.
             self.native.request_abort()
             if self.recorder is not None:
                 self.recorder.native.stop()
@@ -608,7 +608,7 @@ class DeviceCore:
         if self._watched is not None:
             unwatch(self._watched)
         self._detach()
-        # Work handles of earlier calls may still ask the native object whether a kernel gave up.
+        # Work handles of earlier calls may still query the native object for a kernel's fault.
         self.native.activate(0)
         if self.recorder is not None:
             self.recorder.close()

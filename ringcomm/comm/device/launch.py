@@ -84,11 +84,11 @@ __all__ = [
 ]
 
 
-# ---- A rank's streams on a device: its thread's own, and the Work of a call beside the caller's -
+# ---- A rank's own streams on a device, and the Work of a call that runs on a side stream --------
 
 
 class StreamContext(RankContext):
-    """A rank's own stream: on a shared one its kernel would block those of the awaited peers."""
+    """A rank's own stream: on a shared stream its kernel would block the awaited peers' kernels."""
 
     def __init__(self, device_ref: tuple[DeviceRuntime, int], stream: Stream) -> None:
         self._runtime, self._device = device_ref
@@ -128,14 +128,14 @@ class OwnStreams:
         return self._side
 
     def of_thread(self) -> StreamContext:
-        """Returns the stream of a rank that runs as a thread beside others."""
+        """Returns the context of a rank that runs as a thread beside other ranks."""
         if self._thread is None:
             runtime, device = self._device_ref
             self._thread = runtime.make_stream(device)
         return StreamContext(self._device_ref, self._thread)
 
     def side_behind_current(self) -> Stream:
-        """Returns the side stream, behind the current one; the device is current."""
+        """Returns the side stream, ordered behind the current stream; the device is current."""
         runtime, device = self._device_ref
         behind = runtime.record_event(device, runtime.current_stream(device))
         runtime.wait_event(device, self.side.handle, behind)
@@ -151,9 +151,9 @@ _futures_guard = threading.Lock()
 class DeviceWork(Work):
     """One call on a device's side stream.
 
-    ``wait()`` makes the stream that is current where it is called wait for the call; the host
-    goes on. With a timeout it blocks the host, as for torch's NCCL, and with ``holds`` always:
-    see NOTE [Messages of threads].
+    ``wait()`` makes the caller's current stream wait for the call, and does not block the host.
+    With a timeout it blocks the host, as torch's NCCL does, and with ``holds`` always: see NOTE
+    [Messages of threads].
     """
 
     __slots__ = ("_check", "_device", "_done", "_holds", "_runtime", "_side", "_source")
@@ -168,7 +168,7 @@ class DeviceWork(Work):
         source: int | None = None,
         holds: bool = False,
     ) -> None:
-        # Nothing that a call of the host needs: no thread ends this one.
+        # Sets no attribute that only a host call needs: no thread completes this call.
         self._name = name
         self._outputs = outputs
         self._future = None
@@ -189,7 +189,7 @@ class DeviceWork(Work):
                 does not block.
 
         Raises:
-            CollectiveTimeout: ``timeout`` passed first; the call goes on.
+            CollectiveTimeout: ``timeout`` passed first; the call still runs.
             RingcommError: a kernel of this communicator gave up by now.
         """
         if timeout is not None or self._holds:
@@ -282,7 +282,7 @@ class DeviceWork(Work):
 
 
 class LaunchedWork(DeviceWork):
-    """A call of a communicator of one node, whose tensors its native end keeps."""
+    """A call on the devices of one node, whose tensors the communicator's native end keeps."""
 
     __slots__ = ("calls",)
 
@@ -290,12 +290,12 @@ class LaunchedWork(DeviceWork):
     _done: _native.DeviceEvent
 
     def of_message(self, name: str, outputs: Outputs, source: int | None) -> LaunchedWork:
-        """Returns the handle of one message of several that went out together.
+        """Returns the Work of one of several messages that one launch carries.
 
         Args:
-            name: of the message's own call.
-            outputs: what it receives into.
-            source: the rank that sends; None: it is a send.
+            name: name of the message's own call.
+            outputs: the tensors that it receives into.
+            source: the sending rank; None for a send.
         """
         stream_ref = (self._runtime, self._device, self._side)
         work = LaunchedWork(name, outputs, stream_ref, self._done, self._check, source, self._holds)
@@ -327,8 +327,9 @@ class LaunchedWork(DeviceWork):
     def _not_joined(self, error: RuntimeError) -> RingcommError:
         return RingcommError(
             f"{self._name}: expected the current stream of device {self._device} to wait for the "
-            f"call, but the driver refused: {error}. Most such errors are those of an earlier "
-            "kernel of this process, and stay until it ends: find it with CUDA_LAUNCH_BLOCKING=1"
+            f"call, but the driver refused: {error}. Usually an earlier kernel of this process has "
+            "failed, and the error stays until the process ends: find the kernel with "
+            "CUDA_LAUNCH_BLOCKING=1"
         )
 
 
@@ -372,12 +373,12 @@ def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
     return submit
 
 
-# The core of a call on a device, which has calls that no other core has.
+# Casts a core to the core of a call on a device, which has methods that no other core has.
 device_comm_of: Callable[[Core], _native.DeviceComm] = itself
 
 
 class DeviceCallEngine(CallEngine):
-    """A rank's end on a device. Its calls return when they are queued on a stream.
+    """Makes the calls of a rank on a device; a call returns when it is queued on a stream.
 
     A call runs after the earlier work of the caller's current stream and before its later work. All
     calls of one communicator follow each other, whatever streams they are made on. With
@@ -510,7 +511,7 @@ class DeviceCallEngine(CallEngine):
         return self.started(call.name, call.outputs, done, [])
 
     def _take_side(self) -> Stream:
-        """Returns the side stream, and tells the native end of it."""
+        """Returns the side stream, and passes it to the native end."""
         side = self.streams.side
         self.calls.set_side(side.handle)
         self._side_ref = (*self.device_ref, side)
@@ -544,9 +545,9 @@ class DeviceCallEngine(CallEngine):
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory.
 
         Args:
-            call: launched.
-            done: at its end.
-            streams: that of the call, and that of its caller.
+            call: the launched call.
+            done: an event at the call's end.
+            streams: the call's stream, and its caller's current stream.
         """
         runtime, device = self.device_ref
         stream, current = streams
@@ -602,7 +603,7 @@ class DeviceCallEngine(CallEngine):
         stream = core.native.stream
         if self.sends_alone:
             # Not every rank of this process takes part in a message, so there is no joint launch.
-            # Messages may not wait for each other: DeviceOrder.sends() keeps blocks for them.
+            # Messages need not wait for each other: DeviceOrder.sends() reserves their blocks.
             launch_prepared([prepared], stream)
             return
         if self.joint_launch is not None:
@@ -687,7 +688,7 @@ class DeviceCallEngine(CallEngine):
         opname: str,
         timeout: timedelta | float | None = None,
     ) -> Work:
-        """Runs ``fn`` now, on this thread; its Work is done when the calls of ``fn`` are.
+        """Runs ``fn`` now, on this thread; the Work is done when the calls of ``fn`` are done.
 
         Args:
             fn: may call collectives of this communicator; returns the output tensors.
@@ -768,7 +769,7 @@ class DeviceCallEngine(CallEngine):
             raise self.fault(name)
 
     def raise_worded(self, name: str, error: BaseException) -> NoReturn:
-        """Raises what the launch of a call has raised, in words that name the call."""
+        """Raises the error of a call's launch, with a message that names the call."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt()
         if isinstance(error, RingcommError) or not isinstance(error, (ValueError, RuntimeError)):
@@ -785,9 +786,9 @@ class DeviceCallEngine(CallEngine):
         """Makes the communicator unusable on all ranks, and returns the error that says why.
 
         Args:
-            kind: of the error.
-            text: of the error.
-            waits: the fault of a call that waited in vain before its launch; None: the call was
+            kind: class of the error.
+            text: beginning of its message.
+            waits: fault of a call whose wait before its launch failed; None: the call was
                 refused.
         """
 
@@ -802,7 +803,7 @@ class DeviceCallEngine(CallEngine):
         error = word(fault)
         try:
             error = word(self._recorder.traced(fault, word))
-        finally:  # a second Ctrl-C may come meanwhile
+        finally:  # even if a second Ctrl-C interrupts traced()
             self._make_unusable(error, text)
         return error
 
@@ -822,7 +823,7 @@ class DeviceCallEngine(CallEngine):
         return {"kind": kind, "peer": peer, "sequence": number}
 
     def _why_lost(self, peer: int) -> str:
-        # A process that has ended is known by Membership.processes.
+        # Membership.processes reports processes that have ended.
         return CLOSED if self.device_core.has_closed(peer) else ""
 
     def _events_of_the_end(self) -> list[Event]:
@@ -830,7 +831,7 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_ref
         events: list[Event] = [*self.calls.kept()[0]]
         last = self.calls.last_stream
-        # A message is kept until a stream waits for it, and then its kernel may still run.
+        # A message's tensors are kept until a stream waits for it; its kernel may run longer.
         streams = self.message_streams if last is None else {last, *self.message_streams}
         for stream in streams:
             if not runtime.is_capturing(device, stream):
@@ -895,8 +896,8 @@ class DeviceCallEngine(CallEngine):
         """Waits for the launched calls, then frees the communicator's memory.
 
         Raises:
-            RingcommError: a kernel gave up, and no earlier call has said so. The memory is freed
-                all the same.
+            RingcommError: a kernel gave up, and no earlier call has reported it. The memory is
+                freed in this case, too.
         """
         super().close()
         error, self._unreported = self._unreported, None
@@ -914,5 +915,5 @@ class DeviceCallEngine(CallEngine):
         abandon(self.device_core, self._events_of_the_end(), kept, captured=captured)
 
 
-# The engine of a communicator whose calls are launched on devices of one node.
+# Casts an engine to the engine of a communicator on the devices of one node.
 device_engine_of: Callable[[CallEngine], DeviceCallEngine] = itself

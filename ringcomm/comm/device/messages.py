@@ -27,25 +27,25 @@ Tensor = torch.Tensor
 #
 # NOTE [Messages of threads] A copy from a device to pageable memory (``tensor.cpu()``) keeps the
 # driver's lock until all work before it on its stream is done. If that work waits for a message of
-# another thread of this process, that thread can launch nothing, and both stand until the deadline.
-# So where ranks of a process share a device, ``wait()`` of a message waits on the host, without
-# that lock: what is behind it on the stream then waits for nobody. (Seen on an H100 with CUDA 13.0:
-# the other thread stood in cudaEventRecord or cudaStreamCreate.) Other calls need nothing of it,
-# since one launch carries them for all ranks.
+# another thread of this process, that thread cannot launch it, and both wait until the deadline. So
+# if ranks of a process share a device, ``wait()`` of a message waits on the host, without that
+# lock: later work on the stream then waits for no peer. (Seen on an H100 with CUDA 13.0: the other
+# thread was blocked in cudaEventRecord or cudaStreamCreate.) Other calls do not need this, since
+# one launch carries them for all ranks.
 
 # (tensor, peer) of a message.
 TensorAndPeer = tuple[Tensor, int]
 
 # A batch goes out in as few launches as possible. A kernel that sends to a rank may wait until that
-# rank receives. Two ranks that both send before they receive would wait for each other if they did
-# so one by one. In one launch they do both at once.
+# rank receives. Two ranks that both send in one launch and receive in the next would wait for each
+# other. In a single launch they send and receive at once.
 
 
 class PeerMessage(NamedTuple):
     """One message of a batch.
 
     Attributes:
-        messages: of a communicator on a device.
+        messages: the messages of a communicator on a device.
         tensor, peer, tag, is_send: as :meth:`DeviceMessages.isend` and ``irecv`` take them.
     """
 
@@ -59,10 +59,10 @@ class PeerMessage(NamedTuple):
 def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
     """Returns the launches that carry ``messages``, in order, as indices into ``messages``.
 
-    A launch carries messages of one communicator and tag, at most one each way with a rank.
-    Further messages between two ranks follow in later launches, in the order of the batch, which
-    is the same on both. All ranks launch by round, then by tag, then by communicator, so that no
-    launch waits for a later one.
+    A launch carries messages of one communicator and tag, at most one in each direction with each
+    rank. Further messages between two ranks follow in later launches, in the order of the batch,
+    which is equal on both ranks. All ranks order launches by round, then by tag, then by
+    communicator, so that no launch waits for a later launch.
     """
     turns: Counter[tuple[int, int, bool]] = Counter()
     launches: dict[tuple[int, int, int], list[int]] = {}
@@ -124,12 +124,12 @@ class DeviceMessages:
     def exchange_messages(
         self, sends: Sequence[TensorAndPeer], receives: Sequence[TensorAndPeer], tag: int = 0
     ) -> LaunchedWork:
-        """Sends and receives several messages in one launch, in which none waits for another.
+        """Sends and receives several messages in one launch; they do not wait for each other.
 
         Args:
             sends: (tensor, destination); at most one to each rank.
             receives: (tensor, source); at most one from each rank.
-            tag: of all of them.
+            tag: tag of all messages.
 
         Raises:
             ArgumentError: bad argument, or two messages in one direction with one rank.

@@ -77,7 +77,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class _Ability:
-    """A rank's word on its device, and where it receives the object's descriptor (hex)."""
+    """Why a rank's device has no multicast, its granularity, and the rank's inbox (hex)."""
 
     refusal: str
     granularity_bytes: int
@@ -91,21 +91,21 @@ def make_window(
     handles: Sequence[DeviceHandle],
     options: CommOptions,
 ) -> MulticastWindow | None:
-    """Makes this rank's window, bound with those of all ranks; None if the options ask for none.
+    """Makes this rank's window and binds it with all ranks' windows; None if the options say so.
 
-    All ranks call it, once they know that they have equal options. Kernels may use the window when
-    all ranks have returned.
+    All ranks call it, after they have compared their options. Kernels may use the window when all
+    ranks have returned.
 
     Raises:
-        UnsupportedError: a device has no multicast, or two ranks share one.
-        RendezvousError: a rank did not come in time, or failed, for one of these reasons perhaps.
+        UnsupportedError: a device has no multicast, or two ranks share a device.
+        RendezvousError: a rank did not arrive in time or failed, perhaps for one of these reasons.
     """
     if options.multicast_bytes == 0:
         return None
     runtime, device, world_size = heap.runtime, heap.device, spec.world_size
     refusal, unit_bytes = why_not(runtime, device), 0
     if not refusal:
-        # No call has to load it while a peer waits; other dtypes' load at their first call.
+        # So no call loads it while a peer waits; kernels of other dtypes load at first use.
         runtime.find_kernel(device, *_PRELOADED)
         unit_bytes = granularity_bytes(runtime, device, world_size)
     inbox = DescriptorInbox()
@@ -133,7 +133,7 @@ def make_window(
     try:
         if spec.rank == 0:
             _send(spec, window, abilities)
-        # The driver would block in bind() until every device has been added, or for ever.
+        # Otherwise the driver would block in bind() until every device has been added, or forever.
         rendezvous.everyone("added", {})
         window.bind()
     except BaseException:
@@ -269,12 +269,12 @@ def prove_links(
     Args:
         links: to all ranks, whose heaps are mapped.
         operation: named in errors.
-        deadline: of the proof.
-        look: called while peers are awaited for long; raises if one of them will not come.
+        deadline: deadline of the proof.
+        look: called during a long wait; raises if a peer cannot arrive any more.
 
     Raises:
-        RendezvousError: a link does not carry data, or a peer did not come; names both ranks, both
-            devices, the direction, and usual causes.
+        RendezvousError: a link does not carry data, or a peer did not arrive; the message names
+            both ranks, both devices, the direction, and usual causes.
     """
     # A rank writes its own line first, because a peer that sees its word reads that line, too.
     for owner in (links.rank, *(r for r in range(len(links.handles)) if r != links.rank)):
@@ -317,8 +317,8 @@ def _broken_link(
 # Blocks per collective of a rank with a GPU of its own. They must fill its links and leave the rest
 # of the multiprocessors to the model. No benchmark has swept this choice.
 CHANNELS_ALONE = 32
-# Kernels that every rank loads before its first call, so that no call of them has to load while a
-# peer waits. Other dtypes load at their first call.
+# Kernels that every rank loads before its first call, so that no call loads them while a peer
+# waits. Kernels of other dtypes load at their first call.
 PRELOADED = (
     ("move", ("rc_move", "rc_list_move", "rc_ll_move")),
     (
@@ -367,18 +367,17 @@ def rendezvous_on_device(
     """Builds this rank's communicator once the members, each with its device, have met.
 
     Args:
-        membership: of the communicator; its store is that of the rendezvous.
-        device: this rank's, as an ordinal of this process.
+        membership: of the communicator; its store serves the rendezvous, too.
+        device: this rank's device, as an ordinal in this process.
         heap_bytes: capacity of the device's heap, if this is its first use.
         build: makes the communicator from the core, the membership, the device's order and, if
             ranks share process and device, their joint launch.
 
     Returns:
-        The communicator; None where the members are on several machines or named nodes, which all
-        of them find alike.
+        The communicator; on all ranks None if the members are on several machines or named nodes.
 
     Raises:
-        RendezvousError: a rank is missing or failed; named.
+        RendezvousError: a rank is missing or failed; the message names it.
         MismatchError: the ranks disagree.
         UnsupportedError: too many ranks, devices that cannot reach each other, or sums in groups.
         HeapError: no room for the heap or the communicator's region in it.
@@ -426,7 +425,7 @@ def rendezvous_on_device(
         if core is not None:
             # A peer may have seen all ranks ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
-            core.close()  # so that the store may have the descriptors
+            core.close()  # frees file descriptors, which the store may need
         rendezvous.fail(error)
         lifecycle.end_presence(presence)
         raise
@@ -486,8 +485,8 @@ def _join(
 def _blocks_each(heap: DeviceHeap) -> int:
     """Returns how many blocks of any kernel that waits for peers a multiprocessor runs at once.
 
-    The sums in FP32 stand for all dtypes and for Triton's kernels, which have as many threads:
-    tests/comm/device/test_device_occupancy.py holds them against the others.
+    The kernels of FP32 sums represent all dtypes and Triton's kernels, which have as many threads:
+    tests/comm/device/test_device_occupancy.py compares them with the others.
     """
     runtime, device = heap.runtime, heap.device
     return min(
@@ -613,6 +612,6 @@ def _handles(
             check_announced(spec, mine, theirs, rank)
             check_one_machine(spec, mine, theirs)
     except RingcommError:
-        core.announce(None)  # all ranks compare all handles, so none goes on
+        core.announce(None)  # all ranks compare all handles, so all fail
         raise
     return handles
