@@ -1,0 +1,219 @@
+"""How fast kernels can be, as far as machine code says: bars, which the serial loops miss.
+
+``make test`` compiles a step of two ranks; ``make cuda-compile`` everything that has a bar.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from ringcomm.bench import model
+from ringcomm.cuda.units import BATCHED, SERIAL
+from tests.support import cuda_code
+from tests.support import cuda_loop_measures as measures
+from tests.support.cuda_checks import traffic
+from tests.support.cuda_code import Binary, Loop, compile_text, unit_source
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS),
+    pytest.mark.timeout(600),
+]
+
+EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+TARGET = "sm_90a"
+SCATTER = ("reduce_scatter",)
+STEPS, FORMS = "adamw_bfloat16/bfloat16", ("adamw_step", "adamw_many")
+NORM = "adamw_bfloat16/norm"
+
+
+class Place(NamedTuple):
+    """A loop of a kernel, as it runs for a number of ranks."""
+
+    binary: Binary
+    kernel: str
+    loop: Loop
+    world: int
+
+    @property
+    def turn(self) -> measures.Turn:
+        return measures.turn(self.binary, self.kernel, self.loop)
+
+
+# ---- measures ----------------------------
+
+
+def kib_in_flight(place: Place) -> float:
+    """Of a multiprocessor with one block."""
+    return measures.kib_in_flight(place.binary, place.kernel, place.turn)
+
+
+def waits_in_series(place: Place) -> float:
+    """Latencies of a load in a turn; of the turn around a loop over the sources."""
+    whole = place.loop
+    if not traffic(whole).stores:
+        whole = measures.around(place.binary, place.kernel, whole)
+    turn = measures.turn(place.binary, place.kernel, whole, place.world - 1)
+    return measures.waits_in_series(turn)
+
+
+def length(place: Place) -> float:
+    return len(place.loop.code)
+
+
+def length_per_element(place: Place) -> float:
+    """Of 16-bit parameters, eight of which share six vectors of state."""
+    vectors = traffic(place.loop).stores // (6 + place.world)
+    return len(place.loop.code) / (8 * max(vectors, 1))
+
+
+def checked_divisions(place: Place) -> float:
+    """Divisions with a slow path of their own."""
+    return measures.opcodes_in(place.loop, "FCHK")
+
+
+# ---- loops ----------------------------
+
+
+def sum_loop(binary: Binary, kernel: str, world: int) -> Loop:
+    """Adds up ``world`` sources; that of serial loops any number, one after the other."""
+    found = [loop for loop in measures.steady_loops(binary, kernel) if traffic(loop).computes]
+    of_world = [loop for loop in found if loads(loop) == world * traffic(loop).stores]
+    return smoothest(binary, kernel, of_world) if of_world else found[0]
+
+
+def step_loop(binary: Binary, kernel: str, world: int) -> Loop:
+    """Updates eight elements a lane: a gradient of each rank, and six vectors of state.
+
+    Of serial loops the longest, in which sources are read by loops of their own.
+    """
+    found = measures.steady_loops(binary, kernel)
+    of_world = [loop for loop in found if loads(loop) == traffic(loop).stores == world + 6]
+    if of_world:
+        return smoothest(binary, kernel, of_world)
+    outer = [measures.around(binary, kernel, loop) for loop in found if traffic(loop).computes]
+    return max(outer, key=lambda loop: len(loop.code))
+
+
+def norm_loop(binary: Binary, kernel: str, world: int) -> Loop:
+    """Adds up eight sources, or of serial loops one."""
+    assert world == 8
+    return measures.steady_loop(binary, kernel)
+
+
+def copy_loop(binary: Binary, kernel: str, world: int) -> Loop:
+    found = measures.steady_loops(binary, kernel)
+    copies = [loop for loop in found if loads(loop) == traffic(loop).stores]
+    plain = [loop for loop in copies if not traffic(loop).computes]
+    most = max(map(loads, plain))
+    return smoothest(binary, kernel, [loop for loop in plain if loads(loop) == most])
+
+
+def loads(loop: Loop) -> int:
+    return sum(map(measures.is_load, loop.code))
+
+
+def smoothest(binary: Binary, kernel: str, found: list[Loop]) -> Loop:
+    """Of copies of a loop, for aligned data and for other data, that which drains the least."""
+
+    def drained(loop: Loop) -> tuple[int, int]:
+        left = measures.loads_left_at_waits(measures.turn(binary, kernel, loop))
+        return -left, len(loop.code)
+
+    return min(found, key=drained)
+
+
+# ---- bars ----------------------------
+
+
+class Bar(NamedTuple):
+    measure: Callable[[Place], float]
+    sign: str
+    limit: float
+
+    def holds(self, value: float) -> bool:
+        return bool({">=": operator.ge, "<=": operator.le}[self.sign](value, self.limit))
+
+
+class Row(NamedTuple):
+    """A kernel with its loop for a number of ranks, and what the loop must reach."""
+
+    unit: str
+    forms: tuple[str, ...]
+    kernel: str
+    world: int
+    pick: Callable[[Binary, str, int], Loop]
+    bars: tuple[Bar, ...]
+    in_test: bool = True
+
+    def place(self, loops: str) -> Place:
+        binary = compiled(self.unit, self.forms, loops)
+        # Serial steps of all numbers of ranks are one kernel.
+        name = self.kernel.replace("_many_", "_step_") if loops == SERIAL else self.kernel
+        return Place(binary, name, self.pick(binary, name, self.world), self.world)
+
+
+SERIES = Bar(waits_in_series, "<=", 1)
+STEP_BARS = (
+    *(Bar(length, "<=", 512), Bar(checked_divisions, "<=", 0), SERIES),
+    Bar(kib_in_flight, ">=", 84),
+)
+STEP_BARS_OF_2 = (*STEP_BARS, Bar(length_per_element, "<=", 45))
+NORM_BARS = (SERIES, Bar(kib_in_flight, ">=", 64))
+
+ROWS = (
+    Row(STEPS, FORMS, "rc_adamw_step_bfloat16", 2, step_loop, STEP_BARS_OF_2),
+    Row(STEPS, FORMS, "rc_adamw_many_bfloat16", 8, step_loop, STEP_BARS, in_test=False),
+    Row(NORM, SCATTER, "rc_reduce_scatter_norm", 8, norm_loop, NORM_BARS, in_test=False),
+)
+CASES = [(row, bar) for row in ROWS if EVERYTHING or row.in_test for bar in row.bars]
+# The serial step takes longer to compile than all others.
+SERIAL_CASES = [(row, bar) for row, bar in CASES if EVERYTHING or row.unit != STEPS]
+
+
+def named(cases: list[tuple[Row, Bar]]) -> list[str]:
+    return [f"{row.kernel}-{row.world}-{bar.measure.__name__}" for row, bar in cases]
+
+
+# A kernel among those of an operator or a dtype, whose name it takes from the macro.
+_OF_A_MACRO = re.compile(r"^ +RC_(?:\w+_)?KERNEL(?:_\w+)?\(.*\brc_(\w+)_##name,.*$", re.MULTILINE)
+
+
+@cache
+def compiled(unit: str, forms: tuple[str, ...], loops: str) -> Binary:
+    """The kernels of a unit, with none but ``forms`` of an operator or a dtype."""
+    text, headers, macros = unit_source(unit, loops)
+
+    def kept(line: re.Match[str]) -> str:
+        return line[0] if line[1] in forms else " \\" if line[0].endswith("\\") else ""
+
+    return compile_text(_OF_A_MACRO.sub(kept, text), TARGET, headers, macros)
+
+
+@pytest.mark.parametrize(("row", "bar"), CASES, ids=named(CASES))
+def test_a_bar_is_reached(row, bar):
+    found = bar.measure(row.place(BATCHED))
+    assert bar.holds(found), found
+
+
+@pytest.mark.parametrize(("row", "bar"), SERIAL_CASES, ids=named(SERIAL_CASES))
+def test_serial_loops_miss_it(row, bar):
+    found = bar.measure(row.place(SERIAL))
+    assert not bar.holds(found), found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_roofline_has_what_serial_loops_have_in_flight(dtype):
+    binary = compiled(f"reduce_{dtype}/sum", SCATTER, SERIAL)
+    kernel = "rc_reduce_scatter_sum"
+    loops = {"reduce": sum_loop(binary, kernel, 2), "copy": copy_loop(binary, kernel, 1)}
+    kib = {what: kib_in_flight(Place(binary, kernel, loop, 2)) for what, loop in loops.items()}
+    named = {"float32": "float"}.get(dtype, dtype)
+    assert kib == {"reduce": model.SERIAL.reduce[named], "copy": model.SERIAL.copy}
