@@ -32,6 +32,8 @@ class LoopBar:
 PAIR = LoopBar(8, 84, 45 * TURN_ELEMS)
 MANY = LoopBar(14, 84, 512)
 STEP_REGISTERS = 80  # 768 threads have so many
+# ptxas takes more registers for sm_100a, so that blocks have 640 threads there.
+PAIR_OF_SM100, STEP_REGISTERS_OF_SM100 = LoopBar(8, 80, 45 * TURN_ELEMS), 96
 
 
 def step_loop(binary: Binary, kernel: str, bar: LoopBar) -> list[str]:
