@@ -3,8 +3,10 @@
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from tests.packaging.documents import (
     commands_of,
     name_of,
 )
-from tests.support import ROOT
+from tests.support import ROOT, fork_server
 from tools import site_pages
 
 CODE = {path: blocks_of(path, "python") for path in GUIDES}
@@ -112,6 +114,23 @@ def test_a_program_of_a_page_runs(alone, block, capsys):
     printed = capsys.readouterr().out
     for told in re.findall(r"print\(.*\)  # (\w+)$", code, re.MULTILINE):
         assert told in printed
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_search_for_a_non_finite_gradient_names_the_rank(stage, tmp_path):
+    """On two ranks, at other stages than the page's, too."""
+    page = DOCS / "howto" / "nan-loss.md"
+    program = next(block.text for block in blocks_of(page, "python") if "watch" in block.text)
+    assert "stage=2" in program
+    script = tmp_path / "search.py"
+    script.write_text(program.replace("stage=2", f"stage={stage}"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *torchrun, str(script)]
+    done = fork_server.run(command, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    (output,) = blocks_of(page, "text")
+    assert sorted(done.stdout.splitlines()) == sorted(output.text.splitlines())
 
 
 def test_the_programs_are_many():

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import html as html_module
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -217,6 +219,44 @@ def test_every_document_is_in_the_menu():
     assert anchors_of("# A `b_c`: d - e\n") == ["a-b_c-d---e"]
 
 
+# Phrases that users search for, and the page that the search must find by a heading.
+SEARCHED = {
+    "learning rate scheduler": "howto/schedulers",
+    "evaluate": "howto/evaluation",
+    "evaluation": "howto/evaluation",
+    "logging": "howto/logging",
+    "metrics": "howto/logging",
+    "tensorboard": "howto/logging",
+    "loss is nan": "howto/nan-loss",
+    "performance": "performance",
+}
+
+
+def unfound(searched, titles):
+    """Returns the phrases that no heading of their page contains.
+
+    Args:
+        searched: pages, without an ending, by phrase.
+        titles: headings in lower case, by page.
+    """
+    return [
+        phrase
+        for phrase, page in searched.items()
+        if not any(phrase in title for title in titles.get(page, []))
+    ]
+
+
+def test_pages_have_headings_with_the_words_that_users_search_for():
+    titles = {}
+    for path in DOCS.rglob("*.md"):
+        headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+        page = path.relative_to(DOCS).as_posix().removesuffix(".md")
+        titles[page] = [heading.lower() for heading in headings]
+    assert unfound(SEARCHED, titles) == []
+    del titles["howto/logging"]
+    assert unfound(SEARCHED, titles) == ["logging", "metrics", "tensorboard"]
+
+
 def test_supported_pythons_are_stated_alike():
     project = (ROOT / "pyproject.toml").read_text()
     (least,) = re.findall(r'^requires-python = ">=(3\.\d+)"$', project, re.MULTILINE)
@@ -261,6 +301,12 @@ def test_the_site_builds_and_asks_for_nothing_from_the_network(tmp_path):
         r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//|<link[^>]* href=\"?http|@import"
     )
     assert [path for path, html in pages.items() if fetched.search(html)] == []
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    titles: dict[str, list[str]] = {}
+    for entry in index["docs"]:
+        page = entry["location"].partition("#")[0].removesuffix(".html")
+        titles.setdefault(page, []).append(html_module.unescape(entry["title"]).lower())
+    assert unfound(SEARCHED, titles) == []
     # The style sheet finds prompts and output by the class of the block.
     for path, html in pages.items():
         blocks = re.findall(r'<div class="([^"]*)"><pre>(?:(?!</pre>).)*?class="gp"', html, re.S)
