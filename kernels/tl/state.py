@@ -150,14 +150,14 @@ def sequence_word(ws, G: tl.constexpr):
 
 @triton.jit
 def header_of(ws, reader, stream, sender, epoch, G: tl.constexpr):
-    """Returns the address here of the header of item ``epoch`` from ``sender`` to ``reader``."""
+    """Returns the mapped address of item ``epoch``'s header from ``sender`` to ``reader``."""
     region = of_peer(ws, reader, REGION)
     return header_at(region, stream, get(ws, CHANNEL), sender, epoch, G)
 
 
 @triton.jit
 def slot_of(ws, sender, stream, reader, epoch, G: tl.constexpr):
-    """Returns the address here of the slot of item ``epoch`` from ``sender`` to ``reader``."""
+    """Returns the mapped address of item ``epoch``'s slot from ``sender`` to ``reader``."""
     region = of_peer(ws, sender, REGION)
     return slot_at(region, stream, get(ws, CHANNEL), reader, epoch, G)
 

@@ -446,7 +446,7 @@ class KernelBuilder:
             raise UnsupportedError(
                 f"CUDA kernels: the GPU has compute capability {capability[0]}.{capability[1]}, "
                 f"and {compiler.identity} compiles for {', '.join(map(str, sorted(known)))} and "
-                "later ones: use an older CUDA toolkit, or a newer GPU"
+                "later architectures: use an older CUDA toolkit, or a newer GPU"
             )
         return target
 

@@ -378,7 +378,7 @@ def said(error: BaseException) -> str:
 
 def no_device(reason: str) -> UnsupportedError:
     """Returns the error for an installation or a machine without usable devices."""
-    return UnsupportedError(f"CUDA device: {reason}. Tensors on the CPU need none of this")
+    return UnsupportedError(f"CUDA device: {reason}. Tensors on the CPU need no CUDA device")
 
 
 def import_cupy() -> Any:

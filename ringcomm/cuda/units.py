@@ -145,9 +145,9 @@ def unit(name: str, loops: str = BATCHED) -> KernelUnit:
 
 
 def kernel_name(name: str, loops: str) -> str:
-    """Returns which kernel with such loops does what ``name`` does.
+    """Returns the kernel that does the work of ``name`` in units with these loops.
 
-    The serial ones of the optimizer's collectives take any algorithm and number of ranks.
+    With serial loops, one kernel of an optimizer's collective serves all algorithms and worlds.
     """
     if loops == SERIAL:
         name = re.sub(r"^rc_adamw_(many|ring)_", "rc_adamw_step_", name)

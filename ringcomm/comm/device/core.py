@@ -115,8 +115,8 @@ class DeviceRecorder:
         if offset % _ALIGN_BYTES or not 0 < offset <= address.capacity_bytes - end:
             raise RendezvousError(
                 f"{operation}: rank {address.rank} announced a flight recorder of {end} bytes at "
-                f"offset {offset} of a heap of {address.capacity_bytes} bytes, where none can be. "
-                "Do all ranks run the same ringcomm?"
+                f"offset {offset} of a heap of {address.capacity_bytes} bytes, which cannot hold "
+                "it there. Do all ranks run the same ringcomm?"
             )
         try:
             heap = map_heap(address, self._heap, operation)
@@ -166,7 +166,7 @@ class DeviceRecorder:
         }
 
     def _note(self, own: dict[str, Any]) -> int:
-        """Notes the call that failed by this rank's fault record; returns a message's number."""
+        """Notes the failure of the call in this rank's fault; returns a message's number."""
         status, peer = _native.STATUSES[own["kind"]], own["peer"]
         if not own["message"]:
             calls = self._calls(self._rank, own["sequence"], own["my_call"])
@@ -194,7 +194,7 @@ class DeviceRecorder:
         ]
 
     def _calls(self, rank: int, sequence: int, words: tuple[int, ...]) -> list[Record]:
-        """Returns the collectives that a kernel of ``rank`` may mean by a number and call words."""
+        """Returns the collectives of ``rank`` to which a kernel's number and call words apply."""
         if sequence == 0:
             return []
         call, numbers = call_of(words), set(self.native.numbers_of(sequence))
@@ -212,7 +212,7 @@ class DeviceRecorder:
 
 
 def _number_of(calls: Sequence[Record]) -> int:
-    """Returns the number for a fault that means one of ``calls``; 0: their call sites differ."""
+    """Returns the number of the last of ``calls``, or 0 if their call sites differ."""
     return calls[-1].number if len({each.site for each in calls}) == 1 else 0
 
 
@@ -301,10 +301,10 @@ class DeviceCore:
     Attributes:
         region: offset in the heap and size, in bytes.
         choice, multiprocessors: as given.
-        recorder: None with ``CommOptions(records=0)``.
-        driver: of the device.
-        calls: of ``native``; they know the streams of all calls. See NOTE [Device calls] in
-            kernels/bindings/device_calls.h.
+        recorder: the flight recorder; None with ``CommOptions(records=0)``.
+        driver: driver of the device.
+        calls: the calls of ``native``, which track the streams of all calls. See NOTE [Device
+            calls] in kernels/bindings/device_calls.h.
     """
 
     def __init__(
@@ -578,7 +578,7 @@ class DeviceCore:
         self.recorder.native.seen_begun(int.from_bytes(word, "little"))
 
     def any_aborted(self) -> bool:
-        """True when some rank's abort word is raised, for a rank whose kernel does not run."""
+        """True when some rank's abort word is raised; a rank checks it while no kernel runs."""
         return any(self._is_up(region + _native.ABORTED_OFFSET_BYTES) for region in self._regions)
 
     def is_thread(self, peer: int) -> bool:

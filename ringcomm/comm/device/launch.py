@@ -360,14 +360,14 @@ POLL_S = 0.0005
 
 
 def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
-    """Returns the function that takes over the native end's launches for an engine.
+    """Returns the function to which the native end passes the launches of an engine.
 
-    The native end keeps it, so a bound method would make a reference cycle.
+    The native end keeps the function, so a bound method would make a reference cycle.
     """
 
     def submit() -> None:
         alive = engine()
-        assert alive is not None  # it makes the call
+        assert alive is not None  # the engine makes this call
         alive._submit(alive.device_core.native)
 
     return submit
@@ -862,7 +862,7 @@ class DeviceCallEngine(CallEngine):
             self.queue.turn.release()
 
     def _takes_turn(self, deadline: Deadline) -> bool:
-        """Takes the turn; False when the call that has it is late or waits for a lost peer."""
+        """Takes the turn; False when the call that holds it is late or waits for a lost peer."""
         joint = self.joint_launch
         while not self.queue.turn.acquire(timeout=LOOK_S):
             in_vain = joint is not None and joint.waited_s(self.rank) >= IN_VAIN_S

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 # checked, not searched for. Sends run on one stream of the communicator and receives on another, so
 # that two ranks may both send first.
 #
-# NOTE [Messages of threads] A copy from a device to pageable memory (``tensor.cpu()``) keeps the
+# NOTE [Messages of threads] A copy from a device to pageable memory (``tensor.cpu()``) holds the
 # driver's lock until all work before it on its stream is done. If that work waits for a message of
 # another thread of this process, that thread cannot launch it, and both wait until the deadline. So
 # if ranks of a process share a device, ``wait()`` of a message waits on the host, without that
@@ -144,7 +144,7 @@ class DeviceMessages:
             peers = [peer for _, peer in checked[write]]
             if len(set(peers)) != len(peers):
                 self.engine.checks(name).fail(
-                    f"expected at most one message each way with a rank, got ranks {peers}"
+                    f"expected at most one message to or from each rank, got ranks {peers}"
                 )
         return self._post(name, *checked, tag)
 

@@ -77,7 +77,8 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class _Ability:
-    """Why a rank's device has no multicast, its granularity, and the rank's inbox (hex)."""
+    """What a rank reports: why its device has no multicast ("" if it has), the granularity, and
+    the inbox in which the rank receives the object's descriptor (hex)."""
 
     refusal: str
     granularity_bytes: int
@@ -158,8 +159,8 @@ def _check_devices(
         shared = next((other for other in handles[:rank] if other.uuid == handle.uuid), None)
         if shared is not None:
             raise UnsupportedError(
-                f"{head}: expected a device for each rank, but {handle.named} has that of rank "
-                f"{shared.rank}, and a multicast object takes a device once. Give each rank a "
+                f"{head}: expected a device for each rank, but {handle.named} has the device of "
+                f"rank {shared.rank}, and a multicast object takes a device once. Give each rank a "
                 f"device of its own, {_INSTEAD}"
             )
 
@@ -304,12 +305,12 @@ def _broken_link(
     else:
         failure = f"{mine} to see in the memory of {theirs} what that rank wrote there"
     peers = sorted({peer for _, peer in unseen})
-    others = f"The same with ranks {peers[1:]}. " if len(peers) > 1 else ""
+    others = f"Links with ranks {peers[1:]} fail, too. " if len(peers) > 1 else ""
     return timed_out(
         f"{operation}:",
         timeout_s,
         failure,
-        f"{others}{USUAL_CAUSES}. Or that rank did not come this far in time: see what it reports",
+        f"{others}{USUAL_CAUSES}. Or that rank did not get this far in time: see what it reports",
         kind=RendezvousError,
     )
 
@@ -400,8 +401,8 @@ def rendezvous_on_device(
             if world_size > _native.MAX_DEVICE_WORLD:
                 raise UnsupportedError(
                     f"{spec.operation}: got {world_size} ranks, but a communicator on devices "
-                    f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer "
-                    "ranks"
+                    f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several "
+                    "communicators of fewer ranks"
                 )
             chosen = _topology(infos).choose([info.uuid for info in infos])
             channels = _channels(membership, infos)
@@ -442,7 +443,7 @@ def _refuse_sum_groups(membership: Membership, spec: RendezvousSpec) -> None:
 
 
 def _prove_now(links: Links, rendezvous: Rendezvous, spec: RendezvousSpec) -> None:
-    """Proves the links within the time that a rendezvous has for it; see :func:`prove_links`."""
+    """Proves the links within the rendezvous' time for a proof; see :func:`prove_links`."""
     proof_s = min(LINK_PROOF_S, spec.deadline.timeout_s)
     peers = [rank for rank in range(spec.world_size) if rank != spec.rank]
     look = partial(rendezvous.look_for_failures, peers)
@@ -483,7 +484,7 @@ def _join(
 
 
 def _blocks_each(heap: DeviceHeap) -> int:
-    """Returns how many blocks of any kernel that waits for peers a multiprocessor runs at once.
+    """Returns how many blocks a multiprocessor runs at once of every kernel that waits for peers.
 
     The kernels of FP32 sums represent all dtypes and Triton's kernels, which have as many threads:
     tests/comm/device/test_device_occupancy.py compares them with the others.

@@ -129,7 +129,7 @@ class DeviceOrder:
                     f"a collective{others}, but device {self._device} runs {self._capacity} of "
                     "them at once, and a send may wait for a receive that comes after a "
                     "collective. Pass a smaller CommOptions(channels=...) to the communicators of "
-                    "this device, or send by fewer of them"
+                    "this device, or send by fewer communicators"
                 )
             self._sending.add(id(owner))
             self._tell_ledger()

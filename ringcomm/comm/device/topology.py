@@ -100,7 +100,7 @@ def normalized_name(text: str) -> str:
 
 @dataclass(frozen=True)
 class NvLinks:
-    """NVLinks that run side by side.
+    """Parallel NVLinks between two ends.
 
     Attributes:
         count: number of active links.

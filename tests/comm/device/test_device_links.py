@@ -114,7 +114,7 @@ def test_a_driver_that_lies_is_found_out_by_both_sides():
 
 def test_a_rank_that_does_not_come_is_named(heaps):
     handles = [handle_of(heap, rank, 2) for rank, heap in enumerate(heaps)]
-    with pytest.raises(RendezvousError, match=r"what rank 1 .* did not come this far in time"):
+    with pytest.raises(RendezvousError, match=r"what rank 1 .* did not get this far in time"):
         prove(links_of(heaps[0], 0, handles), timeout_s=0.05)
     prove(links_of(heaps[1], 1, handles))
     prove(links_of(heaps[0], 0, handles))

@@ -211,7 +211,7 @@ def test_windows_of_ranks_that_share_a_device(emulated, kernels):
     assert any(isinstance(error, UnsupportedError) for error in errors)
     for error in errors:
         assert "expected a device for each rank, but rank 1" in str(error)
-        assert "has that of rank 0" in str(error)
+        assert "has the device of rank 0" in str(error)
 
 
 def test_a_window_of_one_rank(emulated, kernels):
