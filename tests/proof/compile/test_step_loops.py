@@ -77,8 +77,14 @@ def test_loads_that_are_not_held_together_are_noticed():
     apart = ("kernels/cuda/grad_sum.h", r"return any & misalignment\(vector\);", "return 0;")
     binary = compiled("adamw_bfloat16/step_bfloat16", changes=[apart])
     assert any("waits" in each for each in step_loop(binary, "rc_adamw_step_bfloat16", PAIR))
-    binary = compiled("adamw_bfloat16/norm", changes=[apart])
-    assert norm_loops(binary, "rc_reduce_scatter_norm", 64, blocks=1) != []
+
+
+@only_in_everything
+def test_a_turn_of_one_tile_is_noticed():
+    """The mutant: a lane of a norm has two loads under way."""
+    one = ("kernels/cuda/norm_lanes.h", r"kLoads < 8 \? \(8 \+ kLoads - 1\) / kLoads : 1", "1")
+    binary = compiled("adamw_bfloat16/norm", changes=[one])
+    assert norm_loops(binary, "rc_grad_norm", 64, blocks=2) != []
 
 
 @only_in_everything
