@@ -24,8 +24,16 @@ using ringcomm::device::Workspace;
 // least `blocks` of them fit on a multiprocessor.
 #define RC_KERNEL_OF(threads, blocks, name, ...) \
   RC_KERNEL_WITH(LaunchParams, threads, blocks, name, __VA_ARGS__)
+// 384 threads with 168 registers each: one block a multiprocessor, and 96 KiB of loads under way
+// (ops.h). A choice that no GPU has measured. The serial loops need the registers of 256 threads.
+#if RINGCOMM_SERIAL_LOOPS
+#define RC_DATA_THREADS 256
+#else
+#define RC_DATA_THREADS 384
+#endif
+#define RC_DATA_KERNEL(name, ...) RC_KERNEL_OF(RC_DATA_THREADS, 1, name, __VA_ARGS__)
 // It takes lists; so its name says, too (DeviceComm::kernel).
-#define RC_LIST_KERNEL(name, ...) RC_KERNEL_WITH(ListParams, 256, 1, name, __VA_ARGS__)
+#define RC_LIST_KERNEL(name, ...) RC_KERNEL_WITH(ListParams, RC_DATA_THREADS, 1, name, __VA_ARGS__)
 #define RC_KERNEL_WITH(params, threads, blocks, name, ...)                                       \
   extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
       name(const __grid_constant__ ringcomm::device::params p) {                                 \
@@ -36,7 +44,7 @@ using ringcomm::device::Workspace;
 
 #if defined(RINGCOMM_UNIT_MOVE)
 
-RC_KERNEL(rc_move, move_kernel)
+RC_DATA_KERNEL(rc_move, move_kernel)
 RC_LIST_KERNEL(rc_list_move, list_move_kernel)
 RC_KERNEL(rc_ll_move, ll_move_kernel)
 
@@ -118,9 +126,9 @@ RC_ROW_KERNELS(float16, ringcomm::Float16)
 using UnitType = RINGCOMM_UNIT_TYPE;
 
 #define RC_REDUCE_KERNELS(name, op)                                                              \
-  RC_KERNEL(rc_reduce_scatter_##name, reduce_scatter_kernel<UnitType, RedOp::op>)                \
+  RC_DATA_KERNEL(rc_reduce_scatter_##name, reduce_scatter_kernel<UnitType, RedOp::op>)           \
   RC_LIST_KERNEL(rc_reduce_scatter_list_##name, reduce_scatter_list_kernel<UnitType, RedOp::op>) \
-  RC_KERNEL(rc_all_reduce_##name, all_reduce_kernel<UnitType, RedOp::op>)                        \
+  RC_DATA_KERNEL(rc_all_reduce_##name, all_reduce_kernel<UnitType, RedOp::op>)                   \
   RC_KERNEL(rc_ll_##name, ll_reduce_kernel<UnitType, RedOp::op>)
 
 RC_REDUCE_KERNELS(sum, kSum)

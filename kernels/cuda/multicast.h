@@ -79,6 +79,9 @@ RC_TEAM_FN Vec16 divided(Vec16 v, int by) {
   return v;
 }
 
+// Vectors that a lane loads together: a choice, not swept. Sums are divided at most.
+constexpr int kWindowLoads = 8;
+
 // store(at, load(at)) for vectors [first, last), `at` in bytes: several loads under way at a time.
 template <int unroll, class Team, class Load, class Store>
 RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Load load,
@@ -120,7 +123,7 @@ RC_TEAM_FN void reduce_by_multicast(E& e, const CallArgs& args, char* all, char*
   const uint64_t vectors = (bytes + 15) / 16, aligned = misalignment(out) == 0 ? bytes / 16 : 0;
   const uint64_t whole = shares ? vectors : aligned;
   const auto sum = [&](uint64_t at) { return multicast_sum16<T>(all + at); };
-  each_vector<kReduceUnroll<T>>(e.team, 0, whole, sum, [&](uint64_t at, const Vec16& v) {
+  each_vector<kWindowLoads>(e.team, 0, whole, sum, [&](uint64_t at, const Vec16& v) {
     const Vec16 result = divided<T>(v, by);
     if (shares)
       multicast_store16(all + at, result);
@@ -136,7 +139,7 @@ template <class E>
 RC_TEAM_FN void share_by_multicast(E& e, char* all, const char* in, uint64_t bytes) {
   const uint64_t whole = misalignment(in) == 0 ? bytes / 16 : 0;
   const auto share = [&](uint64_t at, const Vec16& v) { multicast_store16(all + at, v); };
-  each_vector<kCopyUnroll>(e.team, 0, whole, [&](uint64_t at) { return load16(in + at); }, share);
+  each_vector<kWindowLoads>(e.team, 0, whole, [&](uint64_t at) { return load16(in + at); }, share);
   each_vector<1>(
       e.team, whole, (bytes + 15) / 16, [&](uint64_t at) { return load_some(in + at, bytes - at); },
       share);

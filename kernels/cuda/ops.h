@@ -1,5 +1,8 @@
-// The Ops of endpoint.h on a GPU: 16-byte accesses, several independent loads in flight per lane,
-// all lanes of a warp side by side. Compiles for the host too, where threads stand for the lanes.
+// The Ops of endpoint.h on a GPU: 16-byte accesses, many independent loads in flight per lane, all
+// lanes of a warp side by side. Compiles for the host too, where threads stand for the lanes.
+//
+// A lane loads into two sets of registers by turns: while it uses one, the loads of the other are
+// under way. So half of its loads are in flight whenever it waits.
 //
 // Pointers that are not aligned alike (a view that begins at an odd element) go element by element,
 // or byte by byte: right, and several times slower.
@@ -12,14 +15,29 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Vectors per lane and turn: 256 lanes keep 32 KiB of each of two sources in flight. On an H100
-// (two ranks of one GPU, FP32, 256 MiB) 8 vectors took 0.82 of the time of 6 in an all-reduce and
-// 0.95 in a reduce-scatter; 384 and 512 lanes with fewer registers each were no better
-// (bench/results/gpu/variants-2026-11-26.csv). Narrow types widen to more accumulators a vector,
-// and all must fit into the registers; their 4 is a choice, not swept.
-constexpr int kCopyUnroll = 8;
+// Loads of 16 bytes that a lane has under way: 384 lanes with 16 each have 96 KiB, and an H100's
+// memory needs some 23 KiB of each multiprocessor by its latency (3 TB/s, 1 us). Where operators
+// spread the elements of a vector over registers, fewer fit. Choices by this estimate and by what
+// fits into 168 registers; no GPU has measured them.
+constexpr int kCopyLoads = 16;
 template <class T>
-constexpr int kReduceUnroll = sizeof(T) == 1 || sizeof(typename Traits<T>::Acc) > sizeof(T) ? 4 : 8;
+constexpr int kReduceLoads = sizeof(T) < 4 && sizeof(typename Traits<T>::Acc) == sizeof(T) ? 8 : 16;
+// Sources whose vectors are loaded together where there are not 1, 2, 4 or 8 of them.
+constexpr int kBatch = 4;
+
+template <bool truth>
+struct Constant {
+  static constexpr bool value = truth;
+};
+
+#if RC_CUDA
+constexpr int kWarpLanes = 32;
+RC_TEAM_FN bool all_of_warp(bool x) { return __all_sync(0xffffffffu, x); }
+#else
+constexpr int kWarpLanes = 1;
+inline bool all_of_warp(bool x) { return x; }
+#endif
+constexpr int kVectorStep = kWarpLanes * 16;  // bytes from one vector of a lane to the next
 
 RC_TEAM_FN uint32_t misalignment(const void* ptr) {
   return uint32_t(reinterpret_cast<uintptr_t>(ptr) & 15);
@@ -31,6 +49,101 @@ RC_TEAM_FN uint64_t head_bytes(const void* ptr, uint64_t bytes) {
   return head < bytes ? head : bytes;
 }
 
+// Where vectors are stored.
+struct Results {
+  char *dst, *also;  // also: null, or a second place
+
+  RC_TEAM_FN void store(uint64_t at, const Vec16& v) const {
+    store16(dst + at, v);
+    if (also != nullptr) store16(also + at, v);
+  }
+  RC_TEAM_FN void move(uint64_t bytes) {
+    dst += bytes;
+    if (also != nullptr) also += bytes;
+  }
+};
+
+// The vectors of a team, which begin at byte `head`.
+struct Vectors {
+  uint64_t head, count;
+  int lane, lanes;
+};
+
+// Half a turn of a lane: vectors of each source, kVectorStep apart. whole: all of them are there,
+// else as many as `left` vectors of the team have for this lane.
+template <int sources, int half>
+struct HalfTurn {
+  static constexpr int kVectors = half * kWarpLanes;  // of all lanes of a warp
+  static constexpr uint64_t kBytes = uint64_t(half) * kVectorStep;
+  Vec16 v[half][sources];
+
+  RC_TEAM_FN static bool is_whole(int64_t left) {
+    return all_of_warp(left > (half - 1) * kWarpLanes);
+  }
+  template <bool whole>
+  RC_TEAM_FN void load(const char* const (&from)[sources], uint64_t at, int64_t left = 0) {
+    RC_UNROLL
+    for (int u = 0; u < half; ++u)
+      if (whole || left > u * kWarpLanes) {
+        RC_UNROLL
+        for (int s = 0; s < sources; ++s) v[u][s] = load16(from[s] + at + u * kVectorStep);
+      }
+  }
+  // result(sources) of each vector.
+  template <bool whole, class Result>
+  RC_TEAM_FN void use(const Results& to, uint64_t at, const Result& result,
+                      int64_t left = 0) const {
+    Vec16 made[half];
+    RC_UNROLL
+    for (int u = 0; u < half; ++u) made[u] = result(v[u]);
+    RC_UNROLL
+    for (int u = 0; u < half; ++u)
+      if (whole || left > u * kWarpLanes) store16(to.dst + at + u * kVectorStep, made[u]);
+    if (to.also == nullptr) return;
+    RC_UNROLL
+    for (int u = 0; u < half; ++u)
+      if (whole || left > u * kWarpLanes) store16(to.also + at + u * kVectorStep, made[u]);
+  }
+};
+
+// Stores result(v) of every vector of a lane, where v has that of each source. In a turn a warp
+// takes `half` vectors for each of its lanes, and `half` more behind them; of each half a lane has
+// every kWarpLanes-th. From one vector of a lane to the next is a constant distance, so that one
+// address in registers reaches them all.
+template <int sources, int half, class Result>
+RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vectors& all,
+                            const Result& result) {
+  using Half = HalfTurn<sources, half>;
+  const int first = all.lane / kWarpLanes * (2 * Half::kVectors) + all.lane % kWarpLanes;
+  const int64_t step = int64_t(all.lanes) * (2 * half);
+  const auto move = [&](uint64_t bytes) {
+    RC_UNROLL
+    for (int s = 0; s < sources; ++s) from[s] += bytes;
+  };
+  move(all.head + uint64_t(first) * 16);
+  to.move(all.head + uint64_t(first) * 16);
+  int64_t left = int64_t(all.count) - first;  // from this turn's first vector on
+  Half a{};
+  a.template load<false>(from, 0, left);
+  const auto turn = [&](auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    // Zeros where nothing is loaded: else ptxas would keep the registers for what they held before
+    // the kernel came here, and would have too few.
+    Half b{}, next{};
+    b.template load<kWhole>(from, Half::kBytes, left - Half::kVectors);
+    move(uint64_t(step) * 16);
+    a.template use<kWhole>(to, 0, result, left);
+    next.template load<kWhole>(from, 0, left - step);
+    b.template use<kWhole>(to, Half::kBytes, result, left - Half::kVectors);
+    to.move(uint64_t(step) * 16);
+    a = next, left -= step;
+  };
+  RC_ROLLED
+  while (Half::is_whole(left - step)) turn(Constant<true>{});
+  RC_ROLLED
+  while (left > 0) turn(Constant<false>{});
+}
+
 RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, int lanes) {
   if (misalignment(dst) != misalignment(src)) {
     for (uint64_t i = lane; i < bytes; i += lanes) dst[i] = src[i];
@@ -40,28 +153,9 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
   for (uint64_t i = lane; i < head; i += lanes) dst[i] = src[i];
   char* const to = dst + head;
   const char* const from = src + head;
-  const uint64_t stride = uint64_t(lanes) * kCopyUnroll;
-  Vec16 now[kCopyUnroll], next[kCopyUnroll];
-  uint64_t base = 0;
-  if (stride <= vectors) {
-    RC_UNROLL
-    for (int u = 0; u < kCopyUnroll; ++u) now[u] = load16(from + (u * lanes + lane) * 16);
-  }
-  for (; base + stride <= vectors; base += stride) {
-    // The next turn's loads are under way while this one stores.
-    if (base + 2 * stride <= vectors) {
-      RC_UNROLL
-      for (int u = 0; u < kCopyUnroll; ++u)
-        next[u] = load16(from + (base + stride + u * lanes + lane) * 16);
-    }
-    RC_UNROLL
-    for (int u = 0; u < kCopyUnroll; ++u) {
-      store16(to + (base + u * lanes + lane) * 16, now[u]);
-      now[u] = next[u];
-    }
-  }
-  for (uint64_t i = base + lane; i < vectors; i += lanes)
-    store16(to + i * 16, load16(from + i * 16));
+  const char* ptrs[1] = {from};
+  use_vectors<1, kCopyLoads / 2>(ptrs, Results{to, nullptr}, Vectors{0, vectors, lane, lanes},
+                                 [](const Vec16(&v)[1]) { return v[0]; });
   for (uint64_t i = vectors * 16 + lane; i < bytes - head; i += lanes) to[i] = from[i];
 }
 
@@ -69,17 +163,32 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
 struct Scaling {
   bool premultiply;   // by factors[source]
   int32_t divide_by;  // 0: leave it
+
+  // True if the division is the product with an exact reciprocal: both round the same number.
+  RC_TEAM_FN bool halves() const {
+    return divide_by > 0 && (uint32_t(divide_by) & (uint32_t(divide_by) - 1)) == 0;
+  }
 };
 
-// The vectors of one lane: from `at_bytes` on, `step_bytes` apart, before `end_bytes`.
-struct Turns {
-  uint64_t at_bytes, end_bytes, step_bytes;
+struct Sources {
+  const void* const* ptrs;
+  const double* factors;
+  int count;
+
+  RC_TEAM_FN const char* ptr(int s) const { return static_cast<const char*>(ptrs[s]); }
+  RC_TEAM_FN void are_shared_memory() const { assume_shared(ptrs), assume_shared(factors); }
 };
 
 template <class T, RedOp op>
 struct Reducer {
   using Acc = typename Traits<T>::Acc;
-  static constexpr int kElems = 16 / sizeof(T);
+  static constexpr int kElems = 16 / sizeof(T), kLoads = kReduceLoads<T>;
+  // Operators with little code, which have a loop for each of the usual numbers of sources.
+  static constexpr bool kTogether =
+      sizeof(T) >= 4 || (op == RedOp::kSum && sizeof(Acc) > sizeof(T));
+  // AVG by a power of two is a product in these types alone; integers round towards zero.
+  static constexpr bool kHalves =
+      op == RedOp::kSum && !IsInteger<Acc>::value && supports<T>(RedOp::kAvg);
 
   RC_TEAM_FN static Acc prepared(T x, double factor, bool premultiply) {
     const Acc wide = Traits<T>::load(x);
@@ -94,17 +203,89 @@ struct Reducer {
     return Traits<T>::store(x);
   }
 
+  // ---- all sources of a vector loaded together ----------------------------------------------
+
+  // One vector of each source, reduced in their order. scaled: times `factor` in the end.
+  template <bool scaled, int count>
+  RC_TEAM_FN static Vec16 reduced(const Vec16 (&v)[count], Acc factor) {
+    if constexpr (count == 1 && !scaled) {
+      return quieted<T>(v[0]);
+    } else if constexpr (count == 2 && !scaled && op == RedOp::kSum && kAddsPacked<T>) {
+      const Vec16 sum = add_packed<T>(v[0], v[1]);
+      return kSame<T, Float16> ? quieted<T>(sum) : sum;
+    } else {
+      return reduced_by_elements<scaled>(v, factor);
+    }
+  }
+  template <bool scaled, int count>
+  RC_TEAM_FN static Vec16 reduced_by_elements(const Vec16 (&v)[count], Acc factor) {
+    Acc acc[kElems];
+    RC_UNROLL
+    for (int s = 0; s < count; ++s) {
+      Acc x[kElems];
+      widen_all<T>(v[s], x);
+      RC_UNROLL
+      for (int i = 0; i < kElems; ++i) acc[i] = s == 0 ? x[i] : combine<op>(acc[i], x[i]);
+    }
+    if constexpr (scaled) {
+      RC_UNROLL
+      for (int i = 0; i < kElems; ++i) acc[i] = acc[i] * factor;
+    }
+    // What additions and products have made is no NaN but the one.
+    constexpr bool kArithmetic = op == RedOp::kSum && (count > 1 || scaled);
+    return narrow_all<T, kArithmetic>(acc);
+  }
+
+  template <int count, bool scaled>
+  RC_TEAM_FN static void reduce_together(const Results& to, const Sources& from, const Vectors& all,
+                                         Acc factor) {
+    const char* ptrs[count];
+    RC_UNROLL
+    for (int s = 0; s < count; ++s) ptrs[s] = from.ptr(s);
+    use_vectors<count, kLoads / count / 2>(
+        ptrs, to, all, [factor](const Vec16(&v)[count]) { return reduced<scaled>(v, factor); });
+  }
+
+  // Counts up to `most`; false for others.
+  template <int most, bool scaled>
+  RC_TEAM_FN static bool reduce_few(const Results& to, const Sources& from, const Vectors& all,
+                                    Acc factor) {
+    switch (from.count) {
+      case 1:
+        return reduce_together<1, scaled>(to, from, all, factor), true;
+      case 2:
+        return reduce_together<2, scaled>(to, from, all, factor), true;
+      case 4:
+        if constexpr (most >= 4)
+          return reduce_together<4, scaled>(to, from, all, factor), true;
+        else
+          return false;
+      case 8:
+        if constexpr (most >= 8)
+          return reduce_together<8, scaled>(to, from, all, factor), true;
+        else
+          return false;
+      default:
+        return false;
+    }
+  }
+
+  // ---- any number of sources, and any scaling -----------------------------------------------
+
   // One vector's accumulators. Types that nothing widens stay packed, four bytes a register.
   struct alignas(16) Held {
     uint32_t word[sizeof(Acc) * kElems / 4];
   };
+  // Vectors of a lane and turn: registers hold the accumulators beside the loads.
+  static constexpr int kBatchHalf = sizeof(Held) > 16 ? 1 : kLoads / kBatch / 2;
+  using HalfBatch = HalfTurn<kBatch, kBatchHalf>;
 
-  template <bool first>
-  RC_TEAM_FN static void accumulate(Held& held, const Vec16& v, double factor, bool premultiply) {
+  RC_TEAM_FN static void accumulate(Held& held, const Vec16& v, double factor, bool premultiply,
+                                    bool first) {
     T elems[kElems];
     Acc acc[kElems];
     memcpy(elems, &v, 16);
-    if constexpr (!first) memcpy(acc, &held, sizeof(held));
+    if (!first) memcpy(acc, &held, sizeof(held));
     RC_UNROLL
     for (int i = 0; i < kElems; ++i) {
       const Acc x = prepared(elems[i], factor, premultiply);
@@ -128,85 +309,122 @@ struct Reducer {
     return v;
   }
 
-  // A lane's turns at `at`, at + turn, ... as far as `end`, each of `unroll` vectors, `step` bytes
-  // apart. While one source is added, the loads of the next are under way, and behind the last
-  // source those of the first in the next turn: so it does not wait for the stores either.
-  // Returns where the next turn would be.
-  template <int unroll>
-  RC_TEAM_FN static uint64_t reduce_turns(char* dst, char* also, const void* const* sources,
-                                          const double* factors, int count, Turns turns,
-                                          Scaling scaling) {
-    const uint64_t step = turns.step_bytes, turn = step * unroll;
-    uint64_t at = turns.at_bytes;
-    if (at >= turns.end_bytes) return at;
-    Held acc[unroll];
-    Vec16 now[unroll], next[unroll];
-    RC_UNROLL
-    for (int u = 0; u < unroll; ++u)
-      now[u] = load16(static_cast<const char*>(sources[0]) + at + u * step);
-    for (; at < turns.end_bytes; at += turn) {
-      for (int s = 0; s < count; ++s) {
-        const bool last = s + 1 == count;
-        const uint64_t then = last ? at + turn : at;
-        if (then < turns.end_bytes) {
-          const char* const following = static_cast<const char*>(sources[last ? 0 : s + 1]);
-          RC_UNROLL
-          for (int u = 0; u < unroll; ++u) next[u] = load16(following + then + u * step);
-        }
-        const double factor = scaling.premultiply ? factors[s] : 1.0;
-        RC_UNROLL
-        for (int u = 0; u < unroll; ++u) {
-          if (s == 0)
-            accumulate<true>(acc[u], now[u], factor, scaling.premultiply);
-          else
-            accumulate<false>(acc[u], now[u], factor, scaling.premultiply);
-          now[u] = next[u];
-        }
-      }
+  // kBatch sources from number `first` on, of which there may be fewer.
+  struct Batch {
+    const char* ptrs[kBatch];
+    int count;
+
+    RC_TEAM_FN Batch(const Sources& from, int first, uint64_t at)
+        : count(from.count - first < kBatch ? from.count - first : kBatch) {
       RC_UNROLL
-      for (int u = 0; u < unroll; ++u) {
-        const Vec16 result = narrowed(acc[u], scaling.divide_by);
-        store16(dst + at + u * step, result);
-        if (also != nullptr) store16(also + at + u * step, result);
+      for (int b = 0; b < kBatch; ++b) ptrs[b] = from.ptr(b < count ? first + b : first) + at;
+    }
+    RC_TEAM_FN void load(HalfBatch& half, int64_t left) const {
+      RC_UNROLL
+      for (int u = 0; u < kBatchHalf; ++u) {
+        RC_UNROLL
+        for (int b = 0; b < kBatch; ++b)
+          if (b < count && left > u * kWarpLanes) half.v[u][b] = load16(ptrs[b] + u * kVectorStep);
       }
     }
-    return at;
+  };
+
+  RC_TEAM_FN static void accumulate_half(Held (&acc)[kBatchHalf], const HalfBatch& half,
+                                         const Sources& from, int first, bool premultiply) {
+    RC_UNROLL
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b >= from.count) continue;
+      const double factor = premultiply ? from.factors[first + b] : 1.0;
+      RC_UNROLL
+      for (int u = 0; u < kBatchHalf; ++u)
+        accumulate(acc[u], half.v[u][b], factor, premultiply, b == 0 && first == 0);
+    }
+  }
+  RC_TEAM_FN static void store_half(const Results& to, uint64_t at, const Held (&acc)[kBatchHalf],
+                                    int divide_by, int64_t left) {
+    RC_UNROLL
+    for (int u = 0; u < kBatchHalf; ++u)
+      if (left > u * kWarpLanes) to.store(at + u * kVectorStep, narrowed(acc[u], divide_by));
   }
 
-  RC_TEAM_FN static void reduce_element(char* dst, char* also, const void* const* sources,
-                                        const double* factors, int count, uint64_t i,
+  // Turns are those of use_vectors(), and a turn has a round for each batch.
+  RC_COLD static void reduce_batches(Results to, Sources from, Vectors all, Scaling scaling) {
+    from.are_shared_memory();
+    const int begin = all.lane / kWarpLanes * (2 * HalfBatch::kVectors) + all.lane % kWarpLanes;
+    const int64_t step = int64_t(all.lanes) * (2 * kBatchHalf);
+    int64_t left = int64_t(all.count) - begin;
+    uint64_t at = all.head + uint64_t(begin) * 16;
+    HalfBatch a{}, b{};
+    Held acc_a[kBatchHalf], acc_b[kBatchHalf];
+    Batch(from, 0, at).load(a, left);
+    RC_ROLLED
+    for (; left > 0; left -= step, at += uint64_t(step) * 16) {
+      RC_ROLLED
+      for (int s = 0; s < from.count; s += kBatch) {
+        const bool last = s + kBatch >= from.count;
+        Batch(from, s, at + HalfBatch::kBytes).load(b, left - HalfBatch::kVectors);
+        accumulate_half(acc_a, a, from, s, scaling.premultiply);
+        Batch(from, last ? 0 : s + kBatch, last ? at + uint64_t(step) * 16 : at)
+            .load(a, last ? left - step : left);
+        accumulate_half(acc_b, b, from, s, scaling.premultiply);
+      }
+      store_half(to, at, acc_a, scaling.divide_by, left);
+      store_half(to, at + HalfBatch::kBytes, acc_b, scaling.divide_by, left - HalfBatch::kVectors);
+    }
+  }
+
+  // ---- both, and what is no whole vector ----------------------------------------------------
+
+  template <int most>
+  RC_TEAM_FN static void reduce_vectors(const Results& to, const Sources& from, const Vectors& all,
                                         Scaling scaling) {
-    Acc acc = prepared(static_cast<const T*>(sources[0])[i], scaling.premultiply ? factors[0] : 1.0,
-                       scaling.premultiply);
-    for (int s = 1; s < count; ++s)
-      acc = combine<op>(acc, prepared(static_cast<const T*>(sources[s])[i],
-                                      scaling.premultiply ? factors[s] : 1.0, scaling.premultiply));
-    const T result = finished(acc, scaling.divide_by);
-    reinterpret_cast<T*>(dst)[i] = result;
-    if (also != nullptr) reinterpret_cast<T*>(also)[i] = result;
+    if constexpr (kTogether)
+      if (!scaling.premultiply && scaling.divide_by == 0 &&
+          reduce_few<most, false>(to, from, all, Acc{}))
+        return;
+    if constexpr (kHalves)
+      if (!scaling.premultiply && scaling.halves() &&
+          reduce_few<most, true>(to, from, all, Acc(1) / Acc(scaling.divide_by)))
+        return;
+    reduce_batches(to, from, all, scaling);
   }
 
-  RC_COLD static void reduce_lanes(char* dst, char* also, const void* const* sources,
-                                   const double* factors, int count, uint64_t bytes,
-                                   Scaling scaling, int lane, int lanes) {
-    bool alike = also == nullptr || misalignment(also) == misalignment(dst);
-    for (int s = 0; s < count; ++s) alike &= misalignment(sources[s]) == misalignment(dst);
-    const uint64_t elems = bytes / sizeof(T);
-    const uint64_t head = alike ? head_bytes(dst, bytes) : 0;
-    const uint64_t vectors = alike ? (bytes - head) / 16 : 0;
-    const uint64_t step = uint64_t(lanes) * 16, end = head + vectors * 16;
-    const uint64_t stride = step * kReduceUnroll<T>;
-    // A lane's last whole turn begins before the end of the team's.
-    Turns turns{head + uint64_t(lane) * 16, head + vectors * 16 / stride * stride, step};
-    turns.at_bytes =
-        reduce_turns<kReduceUnroll<T>>(dst, also, sources, factors, count, turns, scaling);
-    turns.end_bytes = end;
-    reduce_turns<1>(dst, also, sources, factors, count, turns, scaling);
-    const uint64_t head_elems = head / sizeof(T), done = head_elems + vectors * kElems;
-    for (uint64_t i = lane; i < head_elems; i += lanes)
-      reduce_element(dst, also, sources, factors, count, i, scaling);
-    for (uint64_t i = done + lane; i < elems; i += lanes)
-      reduce_element(dst, also, sources, factors, count, i, scaling);
+  // The elements before and behind the vectors.
+  RC_COLD static void reduce_rest(Results to, Sources from, Vectors all, uint64_t elems,
+                                  Scaling scaling) {
+    from.are_shared_memory();
+    const uint64_t head = all.head / sizeof(T), between = all.count * kElems;
+    for (uint64_t k = all.lane; k < elems - between; k += all.lanes) {
+      const uint64_t i = k < head ? k : k + between;
+      Acc acc{};
+      RC_ROLLED
+      for (int s = 0; s < from.count; ++s) {
+        const double factor = scaling.premultiply ? from.factors[s] : 1.0;
+        const Acc x = prepared(static_cast<const T*>(from.ptrs[s])[i], factor, scaling.premultiply);
+        acc = s == 0 ? x : combine<op>(acc, x);
+      }
+      const T result = finished(acc, scaling.divide_by);
+      reinterpret_cast<T*>(to.dst)[i] = result;
+      if (to.also != nullptr) reinterpret_cast<T*>(to.also)[i] = result;
+    }
+  }
+
+  template <int most>
+  RC_TEAM_FN static void reduce_lanes(const Results& to, const Sources& from, uint64_t bytes,
+                                      Scaling scaling, int lane, int lanes) {
+    bool alike = to.also == nullptr || misalignment(to.also) == misalignment(to.dst);
+    RC_ROLLED
+    for (int s = 0; s < from.count; ++s)
+      alike &= misalignment(from.ptrs[s]) == misalignment(to.dst);
+    const uint64_t head = alike ? head_bytes(to.dst, bytes) : 0;
+    const Vectors all{head, alike ? (bytes - head) / 16 : 0, lane, lanes};
+    if (all.count > 0) reduce_vectors<most>(to, from, all, scaling);
+    if (bytes > all.count * 16) reduce_rest(to, from, all, bytes / sizeof(T), scaling);
+  }
+  // Apart from the kernel, once for all who call it there.
+  RC_COLD static void reduce_hop(Results to, Sources from, uint64_t bytes, Scaling scaling,
+                                 int lane, int lanes) {
+    reduce_lanes<2>(to, from, bytes, scaling, lane, lanes);
   }
 };
 
@@ -235,12 +453,25 @@ struct ReduceOps : MoveOps {
     return {scales(), asked == RedOp::kAvg ? finish_world : 0};
   }
 
+  // In the midst of a kernel, which calls it in one place, since a function apart would make the
+  // descriptor of its accesses anew for each, and begin to use vectors before it has loaded others.
   template <class Team>
   RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from,
                          uint64_t bytes, int finish_world) const {
-    R::reduce_lanes(static_cast<char*>(to.dst), static_cast<char*>(to.also), from.ptrs,
-                    from.factors, from.count, bytes, scaling(finish_world), team.lane(),
-                    team.num_lanes());
+    R::template reduce_lanes<8>(results(to), sources(from), bytes, scaling(finish_world),
+                                team.lane(), team.num_lanes());
+  }
+  template <class Team>
+  RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const HopSources& from, uint64_t bytes,
+                         int finish_world) const {
+    R::reduce_hop(results(to), sources(from), bytes, scaling(finish_world), team.lane(),
+                  team.num_lanes());
+  }
+  RC_TEAM_FN static Results results(const ReduceTarget& to) {
+    return {static_cast<char*>(to.dst), static_cast<char*>(to.also)};
+  }
+  RC_TEAM_FN static Sources sources(const ReduceSources& from) {
+    return {from.ptrs, from.factors, from.count};
   }
 };
 

@@ -115,8 +115,8 @@ struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
     if (run.begin < run.end) finish(team, from, run);
   }
   template <class Team>
-  RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from,
-                         uint64_t bytes, int finish_world) const {
+  RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const HopSources& from, uint64_t bytes,
+                         int finish_world) const {
     if (finish_world == 0)
       return ReduceOps<G, RedOp::kSum>::reduce(team, to, from, bytes, finish_world);
     const uint64_t begin = uint64_t(static_cast<char*>(to.dst) - own_grads) / sizeof(G);

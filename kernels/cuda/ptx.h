@@ -15,6 +15,10 @@ struct alignas(8) Vec8 {
   uint32_t word[2];
 };
 
+// True where vectors of T are added as they are, with the bits of Traits<T>::Acc.
+template <class T>
+constexpr bool kAddsPacked = false;
+
 #if RC_CUDA
 
 // Weak loads and stores: an acquire before and a release after order them (NOTE [signals]). Never
@@ -146,8 +150,53 @@ __device__ __forceinline__ void fence_proxy_alias() {
   asm volatile("fence.proxy.alias;" ::: "memory");
 }
 
+#if RC_HAS_HALF_SUMS
+// Sums of eight pairs with one rounding to nearest even, whose bits are those of sums in FP32 that
+// are then narrowed: FP32's 24 bits are at least twice as many as the 8 or 11, and two more
+// (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30, 1995). Of a NaN 0x7fff.
+template <>
+constexpr bool kAddsPacked<BFloat16> = true;
+template <>
+constexpr bool kAddsPacked<Float16> = true;
+
+template <class T>
+__device__ __forceinline__ Vec16 add_packed(Vec16 a, const Vec16& b) {
+  RC_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (kSame<T, Float16>)
+      asm("add.rn.f16x2 %0, %0, %1;" : "+r"(a.word[k]) : "r"(b.word[k]));
+    else
+      asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(a.word[k]) : "r"(b.word[k]));
+  }
+  return a;
+}
+#endif
+
+#if RC_HAS_HALF_PAIRS
+// Of a NaN these make 0x7fff.
+template <class T>
+__device__ uint32_t narrow_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t narrow_pair<BFloat16>(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+template <>
+__device__ __forceinline__ uint32_t narrow_pair<Float16>(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+#endif
+
 // Keeps four narrow values in one register, which the compiler would spread over four.
 __device__ __forceinline__ void keep_packed(uint32_t& word) { asm("" : "+r"(word)); }
+
+// Says that a pointer points to shared memory (LDS in place of LD).
+__device__ __forceinline__ void assume_shared(const void* ptr) {
+  __builtin_assume(__isShared(ptr));
+}
 
 // The largest value of `lanes` lanes side by side; by all lanes of a warp.
 template <int lanes>
@@ -244,8 +293,73 @@ uint32_t largest_of_lanes(uint32_t most) {
 inline float exchanged(float x, int) { return x; }
 
 inline void keep_packed(uint32_t&) {}
+inline void assume_shared(const void*) {}
 
 #endif
+
+// What narrowing makes of a widened vector: other NaNs, two to a word, and else the vector itself.
+template <class T>
+RC_TEAM_FN Vec16 quieted(Vec16 v) {
+  RC_UNROLL
+  for (uint32_t& word : v.word) {
+    if constexpr (kSame<T, BFloat16>) {
+      const uint32_t nan = ((word & 0x7fff7fffu) + 0x007f007fu) & 0x80008000u;
+      word |= nan >> 9;  // the quiet bit
+    } else if constexpr (kSame<T, Float16>) {
+      const uint32_t nan = ((word & 0x7fff7fffu) + 0x03ff03ffu) & 0x80008000u;
+      const uint32_t all = nan | (nan - (nan >> 15));  // of each of the two
+      word = (word & (~all | 0x80008000u)) | (all & 0x7e007e00u);
+    }
+  }
+  return v;
+}
+
+// A vector's elements, two of a word by an instruction each; what is no NaN has the bits that
+// Traits<T>::load() gives.
+template <class T, class Acc>
+RC_TEAM_FN void widen_all(const Vec16& v, Acc (&x)[16 / sizeof(T)]) {
+  if constexpr (kSame<T, BFloat16>) {
+    RC_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      x[2 * k] = float_of(v.word[k] << 16);
+      x[2 * k + 1] = float_of(v.word[k] & 0xffff0000u);
+    }
+    return;
+  }
+#if RC_DEVICE_PASS
+  if constexpr (kSame<T, Float16>) {
+    RC_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const uint16_t half = uint16_t(v.word[i / 2] >> (i % 2 * 16));
+      asm("cvt.f32.f16 %0, %1;" : "=f"(x[i]) : "h"(half));
+    }
+    return;
+  }
+#endif
+  T elems[16 / sizeof(T)];
+  memcpy(elems, &v, 16);
+  RC_UNROLL
+  for (int i = 0; i < int(16 / sizeof(T)); ++i) x[i] = Traits<T>::load(elems[i]);
+}
+
+// A vector of results. arithmetic: additions or products have made all of them, so that a NaN among
+// them is the one that arithmetic makes, of which narrowing makes 0x7fff or 0x7e00.
+template <class T, bool arithmetic, class Acc>
+RC_TEAM_FN Vec16 narrow_all(const Acc (&acc)[16 / sizeof(T)]) {
+  Vec16 v;
+#if RC_HAS_HALF_PAIRS
+  if constexpr (arithmetic && sizeof(T) == 2 && sizeof(Acc) == 4) {
+    RC_UNROLL
+    for (int k = 0; k < 4; ++k) v.word[k] = narrow_pair<T>(acc[2 * k], acc[2 * k + 1]);
+    return kSame<T, Float16> ? quieted<T>(v) : v;
+  }
+#endif
+  T elems[16 / sizeof(T)];
+  RC_UNROLL
+  for (int i = 0; i < int(16 / sizeof(T)); ++i) elems[i] = Traits<T>::store(acc[i]);
+  memcpy(&v, elems, 16);
+  return v;
+}
 
 }  // namespace device
 RINGCOMM_NAMESPACE_END

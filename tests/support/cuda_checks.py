@@ -272,16 +272,19 @@ def copy_loop(kernel: Kernel) -> list[str]:
 
 
 def reduce_loop(kernel: Kernel) -> list[str]:
-    """Returns what the loop over the sources lacks, or the one around it, which stores results."""
+    """Returns what the loop lacks that reduces.
+
+    It adds all sources at once, or one batch a turn, and the loop around it stores the results.
+    """
     loops = data_loops(kernel)
     found = [(loop, traffic(loop)) for loop in innermost(loops)]
-    over_sources = [loop for loop, each in found if each.fast and each.computes]
-    if not over_sources:
+    computing = [(loop, each) for loop, each in found if each.fast and each.computes]
+    if not computing:
         wanted = f"adds up 16 bytes at a time, {LOADS_IN_FLIGHT} at once"
         return [f"{kernel.name}: no loop {wanted}: {[each for _, each in found]}"]
-    around = [loop for loop in loops if any(loop.encloses(inner) for inner in over_sources)]
-    results = [traffic(loop) for loop in innermost(around)]
-    if any(each.stores >= LOADS_IN_FLIGHT and not each.narrow for each in results):
+    around = [loop for loop in loops if any(loop.encloses(inner) for inner, _ in computing)]
+    results = [each for _, each in computing] + [traffic(loop) for loop in innermost(around)]
+    if any(each.stores >= min(LOADS_IN_FLIGHT, 2) and not each.narrow for each in results):
         return []
     return [f"{kernel.name}: no loop stores its results 16 bytes at a time: {results}"]
 

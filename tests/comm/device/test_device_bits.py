@@ -81,6 +81,53 @@ def test_the_bits_of_the_host(devices, host_world, dtype, memory):
     devices.run(devices.world(WORLD), body)
 
 
+# Numbers of sources that have a loop of their own, and others, which are added in batches.
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_and_means_of_each_number_of_sources(devices, world, dtype):
+    """Means of the smallest numbers, too: a half of an odd one rounds."""
+    count = 4001
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    cases = []
+    with ringcomm.local_world(world, timeout=60.0) as host_world:
+        for op, scale in (("SUM", 1.0), ("AVG", 1.0), ("AVG", least)):
+            generator = torch.Generator().manual_seed(world)
+            drawn = torch.randn(world, count * world, generator=generator, dtype=torch.float64)
+            # A few units of the last place where they are the smallest; else of all sizes.
+            given = list((drawn.mul(9).round() * scale if scale == least else drawn).to(dtype))
+            cases.append((op, given, reduced_on_host(host_world, given, op)))
+
+    def body(comm):
+        for op, given, want in cases:
+            tensor = put(comm, given[comm.rank], "heap")
+            comm.all_reduce(tensor, op_of(op), algorithm="two_shot")
+            assert same(on_host(tensor), want), op
+            output, source = room(comm, count, dtype, "plain"), put(comm, given[comm.rank], "heap")
+            comm.reduce_scatter_tensor(output, source, op_of(op), algorithm="one_shot")
+            assert same(on_host(output), want.chunk(world)[comm.rank]), op
+
+    devices.run(devices.world(world), body)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least_nan"), [(torch.bfloat16, 0x7F81), (torch.float16, 0x7C01)], ids=str
+)
+def test_one_source_is_narrowed_as_it_was_widened(devices, dtype, least_nan):
+    """All values: NaNs become quiet, and what float16 says beside that is lost; others stay."""
+    given = torch.arange(1 << 16, dtype=torch.int32)
+    magnitude = given & 0x7FFF
+    quiet = given | 0x40 if dtype == torch.bfloat16 else (given & 0x8000) | 0x7E00
+    want = torch.where(magnitude >= least_nan, quiet, given).to(torch.int16)
+
+    def body(comm):
+        tensor = put(comm, given.to(torch.int16).view(dtype), "heap")
+        output = room(comm, 1 << 16, dtype, "heap")
+        comm.reduce_scatter_tensor(output, tensor, op_of("SUM"), algorithm="one_shot")
+        assert torch.equal(on_host(output).view(torch.int16), want)
+
+    devices.run(devices.world(1), body)
+
+
 def test_a_ring_repeats_itself_to_the_bit(devices):
     given = drawn(3001, torch.bfloat16, "SUM")
 

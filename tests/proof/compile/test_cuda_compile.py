@@ -20,7 +20,8 @@ from ringcomm.cuda.units import UNITS
 from ringcomm.errors import UnsupportedError
 from tests.support import ROOT, cuda_code
 from tests.support import cuda_checks as checks
-from tests.support.cuda_code import Binary, compile_unit, kernels_of, output_of, tool
+from tests.support import cuda_loop_measures as measures
+from tests.support.cuda_code import Binary, Loop, compile_unit, kernels_of, output_of, tool
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import figures_of, library
 
@@ -105,6 +106,13 @@ def uses_shared_memory(kernel: str) -> bool:
     return kernel != "rc_adamw_prepare" and not quantizes(kernel) and not reads_rows(kernel)
 
 
+def moves_data(kernel: str) -> bool:
+    """Those that have all of a multiprocessor's registers for their loads."""
+    if kernel.startswith(("rc_reduce_scatter_", "rc_all_reduce_")):
+        return not kernel.endswith("_norm")
+    return kernel in ("rc_move", "rc_list_move")
+
+
 def updates(kernel: str) -> bool:
     return kernel.startswith("rc_adamw_") and kernel != "rc_adamw_prepare"
 
@@ -114,6 +122,16 @@ def takes_sources_at_once(kernel: str) -> bool:
     return kernel == "rc_reduce_scatter_norm" or kernel.startswith(
         ("rc_adamw_step_", "rc_adamw_many_")
     )
+
+
+def copying_loop(binary: Binary, kernel: str) -> measures.Turn:
+    """The steady loop of a kernel that stores what it loads."""
+
+    def copies(loop: Loop) -> bool:
+        seen = checks.traffic(loop)
+        return not seen.computes and seen.stores == sum(map(measures.is_load, loop.code))
+
+    return measures.turn(binary, kernel, measures.steady_loop(binary, kernel, copies))
 
 
 @needs_tools
@@ -184,6 +202,17 @@ class TestUnits:
             if is_ll(name):
                 assert checks.ll_protocol(binary, name) == []
 
+    def test_copies_keep_memory_busy(self, binary, request):
+        if request.node.callspec.params["binary"][1] != MAIN_TARGET:
+            return
+        for name in binary.kernels:
+            if not moves_data(name):
+                continue
+            turn = copying_loop(binary, name)
+            assert measures.loads_left_at_waits(turn) >= 4, name
+            assert measures.kib_in_flight(binary, name, turn) >= 96, name
+            assert len(turn.steps) <= 6 * turn.loads, name
+
     def test_data_move_16_bytes_at_a_time(self, binary):
         for name, kernel in binary.kernels.items():
             if name.startswith("rc_multicast_"):
@@ -208,11 +237,39 @@ class TestUnits:
 
 @needs_tools
 def test_serial_loops_are_those_of_their_folder():
+    """And wait for all of their loads, where the others have half of theirs in flight."""
+    left = {}
     for loops in (units.BATCHED, units.SERIAL):
         text, headers, macros = cuda_code.unit_source("multicast_float16", loops)
         binary = cuda_code.compile_text(text, MAIN_TARGET, headers, [*macros, "-lineinfo"])
         files = set(re.findall(r"kernels/cuda/(?:serial/)?ops\.h", binary.ptx))
         assert files == {f"kernels/cuda/{'serial/' if loops == units.SERIAL else ''}ops.h"}
+        left[loops] = measures.loads_left_at_waits(copying_loop(binary, "rc_multicast_sum"))
+    assert left[units.BATCHED] >= 4
+    assert left[units.SERIAL] == 0
+
+
+@needs_tools
+@pytest.mark.skipif(not EVERYTHING, reason="half a minute: make cuda-compile")
+@pytest.mark.parametrize(("unit", "cheap"), [("reduce_float32/sum", 8), ("reduce_bfloat16/sum", 2)])
+def test_sums_keep_memory_busy(unit, cheap):
+    """Of FP32 all sums; of BF16 those of two, since the others widen each element."""
+    binary, name = compile_unit(unit, MAIN_TARGET), "rc_reduce_scatter_sum"
+    found: dict[int, list[tuple[float, int, measures.Turn]]] = {}
+    for loop in measures.steady_loops(binary, name):
+        seen = checks.traffic(loop)
+        if not seen.stores or not seen.computes:
+            continue
+        turn = measures.turn(binary, name, loop)
+        found.setdefault(turn.loads // seen.stores, []).append(
+            (len(turn.steps) / turn.loads, -measures.loads_left_at_waits(turn), turn)
+        )
+    for sources in (2, 4, 8):
+        instructions, minus_left, turn = min(found[sources], key=lambda each: each[:2])
+        assert measures.kib_in_flight(binary, name, turn) >= 96, sources
+        assert measures.generic_accesses(Loop(0, 0, [i for i, _ in turn.steps])) == []
+        assert instructions <= (8 if sources <= cheap else 20), sources
+        assert -minus_left >= (4 if sources <= cheap else 1), sources
 
 
 # What these make is what the batched loops made before there were two kinds.

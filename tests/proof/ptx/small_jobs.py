@@ -76,7 +76,10 @@ SLIPS = {
         r"(\bld\.global\.L1::no_allocate\.v4\.u32\s.*\[%rd\d+)\]",
         r"\1+4]",
     ),
-    "lanes that count a warp too few": (r"(\badd\.s32\s+%r\d+, %r\d+, )256;", r"\1 224;"),
+    "lanes that count a warp too few": (
+        r"(\badd\.s(?:32|64)\s+%rd?\d+, %rd?\d+, )(?:256|384);",
+        r"\1 224;",
+    ),
     "a store's other operand": (
         r"(\bst\.global\.v4\.u32\s+\[[^\]]*\], \{(%r\d+), )%r\d+",
         r"\1\2",

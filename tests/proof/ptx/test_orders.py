@@ -49,7 +49,7 @@ SAMPLE = {
 }
 SLIPS_SEEN_BY = {
     "a vector a word too far": "one hop",
-    "lanes that count a warp too few": "one_shot",
+    "lanes that count a warp too few": "norm alone",
     "another lane of a shuffle": "norm alone",
     "lanes that store a status plainly": "lost",
 }

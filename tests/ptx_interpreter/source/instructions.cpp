@@ -1041,4 +1041,13 @@ void reduce_lanes(Warp& w, const Instruction& i, Mask mask) {
   each(mask, [&](int l) { d[l] = total; });
 }
 
+// True for all lanes that the mask names if the predicate is true for all of them.
+void vote_all(Warp& w, const Instruction& i, Mask mask) {
+  const uint64_t* a = w.in(i.src[0]);
+  uint64_t all = 1;
+  each(mask, [&](int l) { all &= a[l]; });
+  uint64_t* d = w.out(i.dst[0]);
+  each(mask, [&](int l) { d[l] = all; });
+}
+
 }  // namespace ptx

@@ -27,6 +27,7 @@ void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count]
 void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]
 Handler shuffle(std::string_view opcode);  // dst[0], dst[1] or none, src[4]; nullptr: not known
 void reduce_lanes(Warp& warp, const Instruction& i, Mask mask);  // dst[0], src[0], mask src[3]
+void vote_all(Warp& warp, const Instruction& i, Mask mask);      // the same, of predicates
 
 // mov from a special register, such as "%tid.x", or nullptr.
 Handler special_register(std::string_view name);

@@ -497,6 +497,8 @@ class Parser {
       barrier(i, opcode);
     else if (name == "shfl")
       shuffle(i, opcode);
+    else if (opcode == "vote.sync.all.pred")
+      vote(i);
     else if (name == "redux")
       reduce_lanes_of(i, opcode, parts);
     else if (name == "mov")
@@ -735,6 +737,16 @@ class Parser {
       expect(",");
       i.src[n] = operand(32).row;
     }
+  }
+
+  void vote(Instruction& i) {
+    i.control = Control::kShuffle;
+    i.run = vote_all;
+    i.dst[0] = operand(1).row;
+    expect(",");
+    i.src[0] = operand(1).row;
+    expect(",");
+    i.src[3] = operand(32).row;
   }
 
   void reduce_lanes_of(Instruction& i, std::string_view opcode,

@@ -20,14 +20,14 @@ struct Family {
   int threads = 256;
 };
 constexpr std::array<Family, 20> kFamilies = {{
-    {"rc_move", 184},
-    {"rc_list_move", 184},
+    {"rc_move", 168, true, 384},
+    {"rc_list_move", 168, true, 384},
     {"rc_ll_move", 128},
     {"rc_ll_", 146},
     {"rc_reduce_scatter_norm", 128, true, kNormThreads},
     {"rc_ring_norm", 255},
-    {"rc_reduce_scatter_", 255},
-    {"rc_all_reduce_", 255},
+    {"rc_reduce_scatter_", 168, true, 384},
+    {"rc_all_reduce_", 168, true, 384},
     {"rc_adamw_prepare", 55, false},
     {"rc_grad_norm", 110, false},
     {"rc_adamw_shard_", 128, false},

@@ -32,7 +32,8 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
     return e.arrive(Stream::kShared, p, mine.bytes, 0, mine.bytes, &e.sources()[p]);
   }));
-  e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), mine.bytes, e.world());
+  e.ops.reduce(e.team, {result, false, nullptr}, HopSources{e.all_sources()}, mine.bytes,
+               e.world());
   e.team.sync();
   e.each_by_lanes(all, [&](int p) {
     e.release(Stream::kShared, p, mine.bytes, mine.bytes);

@@ -119,7 +119,8 @@ RC_TEAM_FN void reduce_hop(E& e, char* dst, const char* partial, const char* own
   }
   e.team.sync();
   e.ops.reduce(e.team, {dst, finish_world == 0, nullptr},
-               {e.sources(), e.factors(), partial == nullptr ? 1 : 2}, bytes, finish_world);
+               HopSources{{e.sources(), e.factors(), partial == nullptr ? 1 : 2}}, bytes,
+               finish_world);
 }
 
 // model: reduce_scatter_ring (tests/proof/model/ring.pml)

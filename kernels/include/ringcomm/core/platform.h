@@ -84,6 +84,18 @@ using uintptr_t = unsigned long long;
 #define RC_IS_SM100 0
 #endif
 
+// 1 where the GPU rounds two numbers at once to bfloat16 or float16; and where it adds such pairs.
+#if RC_DEVICE_PASS && __CUDA_ARCH__ >= 800
+#define RC_HAS_HALF_PAIRS 1
+#else
+#define RC_HAS_HALF_PAIRS 0
+#endif
+#if RC_DEVICE_PASS && __CUDA_ARCH__ >= 900
+#define RC_HAS_HALF_SUMS 1
+#else
+#define RC_HAS_HALF_SUMS 0
+#endif
+
 // Vector conversions between half and single precision in hardware.
 #if !RC_DEVICE_PASS && defined(__F16C__) && defined(__AVX__)
 #define RC_HAS_F16C 1

@@ -64,6 +64,9 @@ struct ReduceSources {
   const double* factors;
   int count;
 };
+// Those of one step among several, such as a ring's hop. On a GPU all such steps of a kernel share
+// the code of their reductions, which the others have in their midst (kernels/cuda/ops.h).
+struct HopSources : ReduceSources {};
 
 // Peers in the order in which this rank visits them: those at distances [first, last).
 struct Peers {
