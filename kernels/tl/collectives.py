@@ -294,7 +294,7 @@ def reduce_scatter_kernel(
 #
 #  one_shot 1 hop. A rank publishes its contribution once, for all readers: zero copy if it is in
 #           the heap (as input, or in its place in the output), else through the shared slots.
-#  ring     W-1 hops: each rank forwards what it received from its predecessor.
+#  ring     W-1 hops: each rank forwards the data that it received from its predecessor.
 # --------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Addresses of the words by which ranks synchronise: how to load, store and compare them.
+"""Addresses of the words by which ranks synchronise, and how to load, store and compare them.
 
 The structures are those of kernels/include/ringcomm (layout.h, call.h) and kernels/cuda/args.h;
 their offsets come from the native module, so that they are written down once. An address is an

@@ -68,7 +68,7 @@ class CudaDriver:
 
     @contextmanager
     def outside_captures(self) -> Iterator[None]:
-        """Lets this thread make calls inside that a capture elsewhere in the process forbids.
+        """A context in which this thread may make calls that a capture elsewhere forbids.
 
         torch.cuda.graph captures in global mode, in which an allocation or an event's query in
         any thread breaks the capture. ringcomm's calls use other memory and other streams than
@@ -356,7 +356,7 @@ class CudaStreams:
             torch.cuda.synchronize(device)
 
     def _service_stream(self, device: int) -> int:
-        """Returns the stream of own copies, which on the default stream would wait for kernels."""
+        """Returns the stream of internal copies; on the default stream they would await kernels."""
         with self._lock:
             if device not in self._service_streams:
                 self._service_streams[device] = self._driver.make_stream(_SERVICE_PRIORITY)

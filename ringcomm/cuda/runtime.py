@@ -16,7 +16,7 @@ import torch
 # The variable that sets how many hardware queues a process has on a device; the driver's default.
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_CONNECTIONS = 8
-# DLPack's places of tensors: a kind of device and a device number; and its kind of CUDA devices.
+# DLPack's place of a tensor on the host, as (kind of device, number), and its kind of CUDA devices.
 HOST_PLACE, CUDA_KIND = (1, 0), 2
 
 
@@ -57,7 +57,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Blocks this thread, but no other Python thread, until all work before it is done."""
+        """Blocks this thread until all work before the event is done; other threads run on."""
         ...
 
 
@@ -247,7 +247,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def stream_queues(self, device: int) -> tuple[int, int]:
-        """Returns the numbers of hardware queues for streams of usual priority and of such streams.
+        """Returns two numbers: hardware queues for streams of usual priority, and such streams.
 
         Only the streams of :meth:`make_stream` and the default stream count. With more streams
         than queues, work that waits for nothing may be delayed.
