@@ -1,6 +1,6 @@
 """How fast kernels can be, as far as machine code says: bars, which the serial loops miss.
 
-``make test`` compiles a step of two ranks; ``make cuda-compile`` everything that has a bar.
+``make test`` compiles float32 sums and a step; ``make cuda-compile`` everything that has a bar.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 TARGET = "sm_90a"
-SCATTER = ("reduce_scatter",)
+SUMS, SCATTER = "reduce_float32/sum", ("reduce_scatter",)
 STEPS, FORMS = "adamw_bfloat16/bfloat16", ("adamw_step", "adamw_many")
 NORM = "adamw_bfloat16/norm"
 
@@ -50,9 +50,18 @@ class Place(NamedTuple):
 # ---- measures ----------------------------
 
 
+def left_at_waits(place: Place) -> float:
+    """16-byte loads that are still in flight behind each wait."""
+    return measures.loads_left_at_waits(place.turn)
+
+
 def kib_in_flight(place: Place) -> float:
     """Of a multiprocessor with one block."""
     return measures.kib_in_flight(place.binary, place.kernel, place.turn)
+
+
+def instructions_per_load(place: Place) -> float:
+    return measures.instructions_per_load(place.loop)
 
 
 def waits_in_series(place: Place) -> float:
@@ -77,6 +86,11 @@ def length_per_element(place: Place) -> float:
 def checked_divisions(place: Place) -> float:
     """Divisions with a slow path of their own."""
     return measures.opcodes_in(place.loop, "FCHK")
+
+
+def generic_accesses(place: Place) -> float:
+    """Accesses that find out whether they mean shared memory."""
+    return len(measures.generic_accesses(place.loop))
 
 
 # ---- loops ----------------------------
@@ -160,6 +174,9 @@ class Row(NamedTuple):
         return Place(binary, name, self.pick(binary, name, self.world), self.world)
 
 
+DRAIN, IN_FLIGHT = Bar(left_at_waits, ">=", 4), Bar(kib_in_flight, ">=", 96)
+SUM_BARS = (DRAIN, IN_FLIGHT, Bar(instructions_per_load, "<=", 8), Bar(generic_accesses, "<=", 0))
+COPY_BARS = (DRAIN, IN_FLIGHT, Bar(instructions_per_load, "<=", 6))
 SERIES = Bar(waits_in_series, "<=", 1)
 STEP_BARS = (
     *(Bar(length, "<=", 512), Bar(checked_divisions, "<=", 0), SERIES),
@@ -169,6 +186,12 @@ STEP_BARS_OF_2 = (*STEP_BARS, Bar(length_per_element, "<=", 45))
 NORM_BARS = (SERIES, Bar(kib_in_flight, ">=", 64))
 
 ROWS = (
+    Row(SUMS, SCATTER, "rc_reduce_scatter_sum", 2, sum_loop, SUM_BARS),
+    Row(SUMS, SCATTER, "rc_reduce_scatter_sum", 4, sum_loop, (*SUM_BARS, SERIES)),
+    # At a wait for eight sources three loads are left, and not yet four.
+    Row(SUMS, SCATTER, "rc_reduce_scatter_sum", 8, sum_loop, (*SUM_BARS[1:], SERIES)),
+    Row(SUMS, SCATTER, "rc_reduce_scatter_sum", 1, copy_loop, COPY_BARS),
+    Row("move", (), "rc_move", 1, copy_loop, COPY_BARS, in_test=False),
     Row(STEPS, FORMS, "rc_adamw_step_bfloat16", 2, step_loop, STEP_BARS_OF_2),
     Row(STEPS, FORMS, "rc_adamw_many_bfloat16", 8, step_loop, STEP_BARS, in_test=False),
     Row(NORM, SCATTER, "rc_reduce_scatter_norm", 8, norm_loop, NORM_BARS, in_test=False),
