@@ -1,10 +1,10 @@
 // Quotients and roots in FP32 without branches.
 //
-// The instructions are those that ptxas itself makes of `/` and sqrtf() where exponents are
-// moderate: an approximation, and steps after Newton and Markstein that round correctly. What it
-// puts around them is left out, a check of the exponents and a call for each quotient, so that the
-// quotients of several elements interleave. Whoever uses these checks the exponents, and does what
-// fails the check again with `/` and square_root().
+// The operations equal the fast paths of the compiler's own `/` and sqrtf(): an approximation,
+// and Newton and Markstein steps that round it correctly (tests/proof/compile/test_quotient_code.py
+// compares the machine code). The compiler adds a check of the exponents and a call to each
+// quotient. Here the caller checks the exponents of several elements at once, so that their
+// quotients interleave, and repeats elements that fail the check with `/` and square_root().
 #pragma once
 
 #include "kernels/cuda/ptx.h"
@@ -12,20 +12,20 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// 1 / b, correctly rounded but for some of the largest mantissas.
+// Returns 1 / b, correctly rounded except for some of the largest mantissas.
 RC_TEAM_FN float reciprocal(float b) {
   const float near = near_reciprocal(b);
   return fused_multiply_add(near, fused_multiply_add(-b, near, 1.0f), near);
 }
 
-// a / b, of which `inverse` is 1 / b: 0 of a zero, with its sign. The residual is exact where
-// |a| >= 2^-102, and nothing may overflow or become subnormal.
+// Returns a / b, where `inverse` is reciprocal(b); a zero a gives a zero with the quotient's sign.
+// The residual is exact for |a| >= 2^-102. No operand or result may overflow or become subnormal.
 RC_TEAM_FN float quotient(float a, float b, float inverse) {
   const float near = a * inverse;
   return fused_multiply_add(fused_multiply_add(near, b, -a), -inverse, near);
 }
 
-// Of 2^-102 and more.
+// Returns the square root of x >= 2^-102.
 RC_TEAM_FN float root(float x) {
   const float inverse = near_inverse_root(x), near = x * inverse, half = inverse * 0.5f;
   return fused_multiply_add(fused_multiply_add(-near, near, x), half, near);
