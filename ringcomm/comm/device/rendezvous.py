@@ -476,7 +476,9 @@ def _join(
         joint = joint_launch_of(runtime, core.device, local, proofs, order)
     # Every rank may have a send and a receive under way.
     messages = 2 * core.native.message_channels * len(local)
-    blocks = Blocks(core.native.channels * len(local), messages)
+    # A world of one rank waits for no peer, so its blocks need not all run at once.
+    waiting = core.native.channels * len(local) if core.world_size > 1 else 0
+    blocks = Blocks(waiting, messages)
     order.join(joint or core, blocks, capacity, operation)
     core.calls.set_needed_multiprocessors(-(-blocks.collective // blocks_each))
     core.native.set_ledger(order.ledger, id(joint or core))
@@ -584,9 +586,13 @@ def _channels(membership: Membership, infos: Sequence[_DeviceInfo]) -> int:
     """Returns the blocks per collective: the share of each rank on the most shared GPU.
 
     The number is equal on all ranks, and leaves blocks for the messages of all ranks of that GPU.
+    A world of one rank has no links to fill, and its kernels are bound by the GPU's memory: they
+    take all multiprocessors. No benchmark has compared this with fewer.
     """
     if membership.options.channels:
         return membership.options.channels
+    if len(infos) == 1:
+        return infos[0].multiprocessors
     share = max(1, min(_shares(infos)) - 2 * _message_share(infos))
     return min(CHANNELS_ALONE, share) if _alone(infos) else share
 

@@ -76,8 +76,13 @@ def test_the_kernels_that_are_asked_stand_for_all_that_wait():
 
 
 def blocks_of(multiprocessors: int, ranks: int, channels: int) -> Blocks:
-    """What a process asks for with so many ranks on one device; 0 channels: by default."""
+    """What a process asks for with so many ranks on one device; 0 channels: by default.
+
+    A rank alone on its device has a peer on another one.
+    """
     infos = [_DeviceInfo(1, 1, "GPU", "emulated", multiprocessors, "", "")] * ranks
+    if ranks == 1:
+        infos.append(_DeviceInfo(2, 2, "GPU 1", "emulated", multiprocessors, "", ""))
     membership: Any = SimpleNamespace(options=CommOptions(channels=channels))
     taken = rendezvous._channels(membership, infos)
     message = min(taken, _native.MESSAGE_CHANNELS, rendezvous._message_channels(infos, taken))
@@ -193,6 +198,41 @@ def test_six_communicators_send_on_132_multiprocessors_by_default():
     order.leave(owners[0])
     owners[7].send()
     assert owners[7].sends
+
+
+def test_a_world_of_one_rank_takes_all_multiprocessors():
+    info = _DeviceInfo(1, 1, "GPU", "emulated", 132, "", "")
+    membership: Any = SimpleNamespace(options=CommOptions())
+    assert rendezvous._channels(membership, [info]) == 132
+    assert rendezvous._channels(membership, [info, info]) == 64
+
+
+def test_a_world_of_one_rank_is_built_beside_messages_of_others():
+    """Its kernels wait for no peer, so they need no room beside the blocks of the messages."""
+    devices = Devices("emulated", devices=1, physical=(0,), multiprocessors=6)
+    try:
+
+        def exchange_messages(comm: Any) -> torch.Tensor:
+            received = torch.zeros(4)
+            sent = comm.isend(torch.full((4,), float(comm.rank)), 1 - comm.rank)
+            comm.recv(received, 1 - comm.rank)
+            sent.wait()
+            devices.runtime.synchronize(0)
+            return received
+
+        def sum_alone(comm: Any) -> torch.Tensor:
+            total = torch.ones(100)
+            comm.all_reduce(total)
+            devices.runtime.synchronize(0)
+            return total
+
+        options = CommOptions(timeout=20.0)
+        with devices.new_world(2, options=options) as pair:
+            assert [float(each[0]) for each in devices.run(pair, exchange_messages)] == [1.0, 0.0]
+            with devices.new_world(1, options=options) as lone:
+                assert torch.equal(devices.run(lone, sum_alone)[0], torch.ones(100))
+    finally:
+        devices.close()
 
 
 # ---- the order of launches -----------------------------------------------------------------------
