@@ -1,9 +1,8 @@
-// The update of a run of a shard by the lanes of a block.
-//
-// What a parameter's rule is, and how many sources the gradients have, is asked once per segment.
-// Each of these has a loop of its own, in which no lane branches: a turn of eight elements first
-// loads all that it needs, and elements whose numbers its quotients do not take are left as they
-// are, noted in a bit, and updated by the exact instructions behind the loop.
+// Updates a run of a shard by the lanes of a block. A *segment* belongs to one parameter; a *turn*
+// is 8 elements (4 in AnyTurns) that one lane updates together. The block looks up the rule of the
+// parameter and the number of gradient sources once per segment. The common cases have loops of
+// their own without branches: a turn first loads all its inputs. It stores nothing if a quotient is
+// out of range (*refused*, a bit per turn); exact instructions update its elements after the loop.
 #pragma once
 
 #include "kernels/cuda/quantized_update_lanes.h"
@@ -12,14 +11,14 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// A lane's turns, `stride` apart, before `end`.
+// The turns of one lane before `end`, `stride` elements apart.
 struct LaneTurns {
   static constexpr uint64_t kAtOnce = 31;
 
   uint64_t at, end;
 
-  // Makes up to kAtOnce turns. Returns a bit for each that `turn` has refused, of the last the
-  // lowest, under a bit that says how many turns there were.
+  // Makes up to kAtOnce turns. Returns one bit per turn, 1 if `turn` refused it, the last turn in
+  // the lowest bit; a leading 1 above them marks the number of turns.
   template <class Turn>
   RC_TEAM_FN uint32_t make(uint64_t stride, Turn turn) {
     uint32_t refused = 1;
@@ -30,21 +29,21 @@ struct LaneTurns {
   }
 };
 
-// What an update is part of, and so how many sources its gradients have and where its results go.
+// The kernel of an update, which fixes the possible numbers of gradient sources and of copies.
 enum class UpdateKind {
   kAlone,  // one source, no copies
   kRing,   // one source or two, no copies
-  kPair,   // of two ranks, with a copy for the other; or one source, with copies for all
-  kMany,   // of more ranks, with copies for all of them
+  kPair,   // two ranks: a copy for the peer; or one source, with copies for all ranks
+  kMany,   // more ranks, with copies for all of them
 };
 
-// Whether it has a loop for gradients of so many sources.
+// True if `kind` has a loop for gradients of `sources` sources.
 RC_TEAM_FN constexpr bool has_loop(UpdateKind kind, int sources) {
   if (kind == UpdateKind::kMany) return sources == 4 || sources == 8;
   return sources == 1 || (sources == 2 && kind != UpdateKind::kAlone);
 }
 
-// The turns of AdamW with decoupled decay, and FP32 masters: what most training has.
+// The turns of AdamW with decoupled decay and FP32 masters, the most common case.
 template <class G, class P, UpdateKind kind>
 struct CommonTurns {
   const Workspace& w;
@@ -56,11 +55,11 @@ struct CommonTurns {
            is_power_of_two(u.divide_by) && takes_quotients(f);
   }
 
-  // False: nothing was stored.
+  // Returns false if the turn is refused; nothing was stored then.
   template <int sources>
   RC_TEAM_FN bool turn(uint64_t at) const {
     const Updater<G, P> updater{w.shard, w.results, w.update.copy_count};
-    // The compiler knows here that they are in shared memory.
+    // Made from w.sources, so that the compiler sees that the pointers are in shared memory.
     const GradSum<G> grads{w.sources, sources, 0, w.update.begin};
     float *const to_m = w.shard.exp_avg + at, *const to_v = w.shard.exp_avg_sq + at,
                  *const to_p = updater.wide_masters(at);
@@ -87,7 +86,7 @@ struct CommonTurns {
       v[k] = fused_multiply_add(f.one_minus_beta2 * each, each, v[k] * f.beta2);
       p[k] = f.quotients.new_parameter(p[k] * f.decay, m[k], v[k], odd);
     }
-    // Of many sources the addresses are found again, since there are no registers for them.
+    // With many sources, recompute the addresses: no registers are left to keep them.
     constexpr bool again = sources > 4;
     held_m.set(m);
     held_m.store_if(!odd, again ? w.shard.exp_avg + at : to_m);
@@ -102,8 +101,8 @@ struct CommonTurns {
   }
 };
 
-// The turns of any rule, and of any number of sources: of fewer elements, since the kernels have no
-// registers for more.
+// The turns of any rule and any number of sources. They have fewer elements, since the kernels have
+// no registers for more.
 template <class G, class P>
 struct AnyTurns {
   static constexpr int kElems = 4;
@@ -112,7 +111,7 @@ struct AnyTurns {
   const GradSum<G>& grads;
   const AdamWFactors& f;
 
-  // False: nothing was stored.
+  // Returns false if the turn is refused; nothing was stored then.
   RC_TEAM_FN bool turn(uint64_t at) const {
     const AdamWShard& s = updater.s;
     const bool first = has_first(f), second = has_second(f),
@@ -177,9 +176,9 @@ RC_TEAM_FN GradSum<G> grads_of(const UpdateArgs& u) {
   return {u.sources, u.source_count, u.divide_by, u.begin};
 }
 
-// The part of a segment that lies in the run which w.update says, up to its last whole turn, and
-// its end. Segments and chunks begin at whole turns; where a user's layout does not, elements go
-// singly.
+// The intersection of the current segment with the run of w.update. [begin, whole) are whole turns;
+// elements [whole, end) are updated singly. Segments and chunks begin at whole turns; if a user's
+// layout does not, all elements are updated singly.
 struct SegmentPart {
   uint64_t begin, whole, end;
 
@@ -198,16 +197,16 @@ RC_TEAM_FN const AdamWFactors& factors_of(const Workspace& w) {
   return w.shard.factors[w.shard.segments[w.step.segment].param];
 }
 
-// Whether a loop of CommonTurns takes it.
+// True if a loop of CommonTurns can update the segment.
 template <class G, class P, UpdateKind kind>
 RC_TEAM_FN bool is_common(const Workspace& w, const AdamWFactors& f) {
   return has_loop(kind, w.update.source_count) &&
          CommonTurns<G, P, kind>::take(w.shard, w.update, f);
 }
 
-// ---- what few elements need ---------------------------------------------------------------------
+// ---- elements outside the common loops ----------------------------------------------------------
 
-// Elements `at`, at + step, ... before `end`, one by one.
+// Updates elements `at`, at + step, ... before `end`, one by one.
 template <class G, class P>
 RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads,
                               const AdamWFactors& f, uint64_t at, uint64_t end, uint64_t step) {
@@ -215,7 +214,7 @@ RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& gr
   for (; at < end; at += step) updater.one(at, grads.one(at), f);
 }
 
-// A lane's turns of a segment by AnyTurns.
+// Updates a lane's turns of a segment by AnyTurns.
 template <class G, class P, UpdateKind kind, class Team>
 RC_TEAM_FN void update_by_any(const Team& team, const Workspace& w) {
   const AdamWFactors& f = factors_of(w);
@@ -235,8 +234,8 @@ RC_TEAM_FN void update_by_any(const Team& team, const Workspace& w) {
   }
 }
 
-// What the loops have left: the turns that this lane's `refused` says (LaneTurns::make), behind the
-// last turn of a segment what is less than a turn, and segments of other rules.
+// Updates the elements that the common loops left: the turns refused by this lane (`refused`, see
+// LaneTurns::make), the last partial turn of a segment, and segments of other rules.
 template <class G, class P, UpdateKind kind, class Team>
 RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
   const int lane = team.lane(), lanes = team.num_lanes();
@@ -251,7 +250,7 @@ RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
   if (active && !common) update_by_any<G, P, kind>(team, w);
   uint64_t at = begin + uint64_t(lane) * kTurnElems + uint64_t(log2_of(refused)) * stride;
   bool tail = active && last;
-  // One place for both, since it is long.
+  // One call site for both cases: the inlined code is long.
   RC_ROLLED
   while (refused > 1 || tail) {
     uint64_t from = part.whole + uint64_t(lane), to = part.end, each = uint64_t(lanes);
@@ -274,7 +273,7 @@ RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
 
 // ---- the loops ----------------------------------------------------------------------------------
 
-// A lane's next turns by the loop for so many sources; see LaneTurns::make.
+// Runs a lane's next turns by the loop for `sources` sources; see LaneTurns::make.
 template <class G, class P, UpdateKind kind, int sources, class Team>
 RC_TEAM_FN uint32_t common_turns(const Team& team, const Workspace& w) {
   const SegmentPart part = SegmentPart::of<G>(w);
@@ -302,7 +301,7 @@ RC_TEAM_FN uint32_t begin_turns(const Team& team, Workspace& w) {
   }
 }
 
-// The run that w.update says, with FP32 moments, by all lanes, which are in one segment at a time.
+// Updates the run of w.update, with FP32 moments. All lanes work on the same segment.
 template <class G, class P, UpdateKind kind, class Team>
 RC_TEAM_FN void update_lanes(const Team& team, Workspace& w) {
   const AdamWShard& s = w.shard;

@@ -1,5 +1,5 @@
-// The bodies of the kernels, for any Team: kernels.cu instantiates them for blocks, and
-// tests/support/emulator for host threads.
+// The bodies of the collectives' kernels, for any Team: kernels.cu instantiates them for blocks,
+// and tests/support/emulator for host threads.
 #pragma once
 
 #include "kernels/cuda/loops.h"
@@ -9,7 +9,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// What a launch with lists says of a rank's call beside CallArgs; null: an even cut.
+// A rank's spans and peers in a launch with lists; null spans: evenly cut.
 struct Lists {
   const Span *in, *out;
   Edges edges;
@@ -35,8 +35,8 @@ RC_TEAM_FN int rank_of(const LaunchParams& p, const CallArgs& args) {
   return args.inlined ? p.alone.table.rank : args.table->rank;
 }
 
-// The streams of the call as it finds them; LL has none. By the last lanes, so that the first
-// has nothing else under way.
+// Loads the state of the call's streams at its begin; LL has no streams. The last lanes do this,
+// since the first lane has other loads to wait for.
 template <class Team, class Table>
 RC_TEAM_FN void load_links(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
   const bool message = args.collective == Collective::kSend;
@@ -51,26 +51,26 @@ RC_TEAM_FN void load_links(Team& team, const CallArgs& args, const Table& t, Wor
   }
 }
 
-// One lane: the words of its channel's line and the abort word. All are under way side by side: a
-// lane that stored one would wait for it before it loaded the next.
+// Loads the words of the channel's line and the abort word, by one lane. Stores follow all loads,
+// so that the loads overlap.
 RC_TEAM_FN void load_channel(const CallArgs& args, char* region, const Layout& layout, int channel,
                              Workspace& w) {
   auto* line = reinterpret_cast<ChannelLine*>(region + layout.channel_offset(channel));
-  // Messages are not counted, and a collective may be counting now.
+  // Messages are not counted, since a collective may be counting on this channel at the same time.
   const bool counts = args.collective != Collective::kSend;
   const uint64_t sequence = counts ? line->sequence : 0;
   const uint32_t ll_epoch = counts ? line->ll_epoch : 0;
   // See NOTE [One call at a time].
   const uint32_t running = counts ? exchange_relaxed_sys(&line->running, 1) : 0;
-  // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
+  // Pairs with the release in raise_fault(). The last load: later accesses wait for an acquire.
   w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
   w.sequence = sequence;
   w.ll_epoch = ll_epoch;
   w.running = running;
 }
 
-// Brings a table into shared memory, and this rank's words of the call, whose loads are under way
-// side by side. Lanes other than the first may look at the view after the next sync().
+// Copies the table into shared memory and loads this rank's words of the call; the loads overlap.
+// Lanes other than the first may read the view after the next sync().
 template <class Team, class Table>
 RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
@@ -93,7 +93,7 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
                   &w.mine,      w.ring,          w.ring_position, w.results, w.ll_epoch};
 }
 
-// The first thing a block does, since every step uses what it loads.
+// Fills the workspace. Every block does this first, since every later step reads the workspace.
 template <class Team, class Params>
 RC_TEAM_FN void load_table(Team& team, const Params& p, int rank_in_launch, Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
@@ -111,14 +111,14 @@ RC_TEAM_FN void load_table(Team& team, const Params& p, int rank_in_launch, Work
 }
 
 // NOTE [One call at a time]
-// Calls of a rank take the numbers of their items from words of its region, so that two at once
-// would take the same ones, and mix their data. The host orders the calls that it makes, but knows
-// nothing of when a graph is replayed. So a channel's block finds out by itself: it leaves a 1 in
-// its channel's line for as long as it runs, and a block that finds the 1 of another ends the
-// communicator. Messages are not counted: sends and receives have items of their own.
+// A rank's calls take the numbers of their items from words of its region. Two calls at once would
+// take the same numbers and mix their data. The host orders the calls that it launches, but it does
+// not see when a graph is replayed. So each block checks: it sets `running` of its channel's line
+// to 1 while it runs, and a block that finds a 1 there ends the communicator. Messages are not
+// counted: sends and receives have items of their own.
 
-// Numbers the call and puts it where fault records find it. kAborted: this rank gave up before.
-// Follows load_table(); all lanes know the call, and the view, when it returns.
+// Numbers the call and stores its header for fault records. Returns kAborted if this rank aborted
+// before. Follows load_table(); afterwards all lanes may read the call and the view.
 template <class Team>
 RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
   Status status = Status::kOk;
@@ -142,7 +142,7 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
   return team.share(status);
 }
 
-// The last thing a block does with a status that all lanes share.
+// Ends a block's call with a status that all lanes share.
 template <class Team>
 RC_TEAM_FN void end_call(const Team& team, const View& v, Status status, bool counts) {
   if (team.lane() != 0) return;
@@ -176,17 +176,17 @@ RC_TEAM_FN Status move_lists(E& e, const CallArgs& args, const Chunks& in, const
     return share_one_shot(e, {args.in, out.get(e.rank()).bytes}, out, -1);
   if (args.collective == Collective::kGather) edges.only_reader = args.root;
   if (args.collective == Collective::kScatter) edges.only_sender = args.root;
-  return exchange_one_shot(e, in, out, edges);  // all-to-all, and messages, which name their peers
+  return exchange_one_shot(e, in, out, edges);  // all-to-all; messages name their peers
 }
 
-// The first that a collective does. False: it ends here.
+// Begins a collective. Returns false if the call must end here.
 template <class Team, class Params>
 RC_TEAM_FN bool enter_call(Team& team, const Params& p, int rank_in_launch, Workspace& w) {
   load_table(team, p, rank_in_launch, w);
   return begin_call(team, p.calls[rank_in_launch], w) == Status::kOk;
 }
 
-// The last that it does, with what came of it.
+// Ends a collective that finished with `status`.
 template <class E>
 RC_TEAM_FN void leave_call(E& e, Status status) {
   if (status == Status::kOk) status = e.verify_peer_buffers();
@@ -219,7 +219,7 @@ RC_TEAM_FN void list_move_kernel(Team team, const ListParams& p, int rank_in_lau
   });
 }
 
-// Reduce-scatter, and reduce, which is one with a single receiver.
+// Reduce-scatter, and reduce, which is a reduce-scatter with a single receiver.
 template <class T, RedOp op, class Team>
 RC_TEAM_FN void reduce_scatter_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                       Workspace& w) {
@@ -239,8 +239,8 @@ RC_TEAM_FN void reduce_scatter_list_kernel(Team team, const ListParams& p, int r
       [&](auto& e, const CallArgs& args) { return reduce_scatter_one_shot(e, w.in, args.out); });
 }
 
-// Two-shot all-reduce up to this size in one hop, which has room for one segment. A choice, not
-// swept.
+// The two-shot all-reduce takes one hop up to this size, if the data fit into one segment. A
+// choice, not measured.
 constexpr uint64_t kOneHopBytes = 64 << 10;
 
 template <class E>

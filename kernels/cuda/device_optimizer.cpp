@@ -1,4 +1,4 @@
-// The optimizer's calls as launches.
+// Launches the optimizer's kernels.
 #include <algorithm>
 
 #include "kernels/cuda/device_comm.h"
@@ -8,9 +8,9 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// Blocks that wait for nobody: enough for each of 132 multiprocessors to have its two several times
-// over, so that none is idle at the end for long; but each with work for some turns of its lanes.
-// Choices, not swept.
+// For kernels that do not wait for peers: at most 1,056 blocks, two for each of 132 multiprocessors
+// four times over, so that multiprocessors finish at similar times; but each block has several
+// turns of work. Choices, not measured.
 constexpr uint64_t kElemsPerBlock = 8192, kMostBlocks = 1056;
 
 std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(grads); }
@@ -94,7 +94,7 @@ void DeviceComm::reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems
 }
 
 void DeviceComm::adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads) {
-  // Of more than two ranks' gradients the loads take more registers.
+  // Loading the gradients of more than two ranks takes more registers.
   const bool many = collective == Collective::kReduceScatterAdamWAllGather && config_.world > 2;
   const std::string type = name_of_float(shard.param_dtype);
   const OptimizerKernels names{(many ? "rc_adamw_many_" : "rc_adamw_step_") + type,

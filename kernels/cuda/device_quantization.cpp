@@ -1,4 +1,4 @@
-// Quantization as launches.
+// Launches the quantization kernels.
 #include "kernels/cuda/device_comm.h"
 
 RINGCOMM_NAMESPACE_BEGIN

@@ -1,4 +1,4 @@
-// Launches of the kernels for rows that lie apart.
+// Launches the kernels for scattered rows.
 #include <algorithm>
 
 #include "kernels/cuda/device_comm.h"
@@ -7,12 +7,12 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// What a block moves, and the most blocks of a launch: choices, not swept.
+// The bytes of rows per block, and the most blocks of a launch: choices, not measured.
 constexpr uint64_t kBytesPerBlock = 32 << 10, kMostBlocks = 1056;
 
 bool is_multiple(const void* ptr, uint64_t of) { return reinterpret_cast<uint64_t>(ptr) % of == 0; }
 
-// Whether all rows begin at multiples of so many bytes, of which they are multiples.
+// True if all rows begin at multiples of `multiple` bytes, and their size is a multiple of it.
 bool all_begin_at(const RowsArgs& rows, uint64_t multiple) {
   return rows.row_bytes % multiple == 0 && is_multiple(rows.out, multiple) &&
          is_multiple(rows.with, multiple) &&
@@ -23,7 +23,7 @@ bool all_begin_at(const RowsArgs& rows, uint64_t multiple) {
 }  // namespace
 
 void DeviceComm::launch_rows(const std::string& name, const RowsArgs& rows) {
-  // Rows of no bytes have scalar products, which are 0.
+  // Rows of 0 bytes still have scalar products: zeros.
   if (rows.count == 0 || (rows.row_bytes == 0 && rows.dots == nullptr)) return;
   LaunchParams params{};
   params.rows = rows;

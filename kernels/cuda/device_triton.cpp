@@ -1,4 +1,4 @@
-// The collectives of a DeviceComm whose kernels Triton has compiled.
+// Launches a DeviceComm's collectives by kernels that Triton has compiled.
 #include <cstring>
 
 #include "kernels/cuda/device_comm.h"
@@ -7,13 +7,13 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// What one rank's launch passes, in the order of the parameters in kernels/tl/collectives.py.
+// The parameters of one rank's launch, in the order of kernels/tl/collectives.py.
 struct Values {
-  int64_t all[10];  // of an all-reduce; the others have one less
+  int64_t all[10];  // an all-reduce has 10, the other collectives 9
   size_t count = 0;
 
   void add(uint64_t value) { all[count++] = int64_t(value); }
-  // As tagged() of kernels/tl/endpoint.py.
+  // In the form of tagged() in kernels/tl/endpoint.py.
   void add_tagged(uint64_t value) { add((value << 2) + 3); }
   void add_address(const void* address) { add_tagged(reinterpret_cast<uint64_t>(address)); }
 };

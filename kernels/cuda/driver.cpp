@@ -39,7 +39,7 @@ void EventPool::give(void* event) {
 }
 
 Driver::Driver(const std::string& library) {
-  // Never closed: kernels that were launched may still run.
+  // Never closed, since launched kernels may still run.
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr)
     throw DriverError("cannot load the CUDA driver: " + std::string(dlerror()));
@@ -69,8 +69,8 @@ void Driver::check(int result, const char* what) const {
 
 void Driver::launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads,
                     void* stream, const void* params, size_t bytes) const {
-  // CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE and _END: by this form of a call the driver, and
-  // those of the tests, see how much there is.
+  // CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE and _END: they pass the size of the parameters to
+  // the driver, and to the tests' emulated driver.
   void* const pointer = reinterpret_cast<void*>(1);
   void* const size = reinterpret_cast<void*>(2);
   void* buffer[] = {pointer, const_cast<void*>(params), size, &bytes, nullptr};
@@ -91,14 +91,14 @@ void Driver::copy(unsigned long long dst, unsigned long long src, size_t bytes,
 
 bool Driver::is_capturing(void* stream) const {
   if (stream == nullptr) return false;
-  int status = 0;  // CUstreamCaptureStatus: 0 is none
+  int status = 0;  // a CUstreamCaptureStatus; 0: no capture
   return cuStreamIsCapturing_(stream, &status) != 0 || status != 0;
 }
 
 int Driver::multiprocessors_of(void* stream) const {
   if (cuStreamGetGreenCtx_ == nullptr || cuGreenCtxGetDevResource_ == nullptr) return -1;
   constexpr int kResourceOfSm = 1;
-  struct {  // CUdevResource
+  struct {  // laid out as CUdevResource
     int type;
     unsigned char padding[92];
     unsigned sm_count;
@@ -135,7 +135,7 @@ bool Driver::has_passed(void* event) const {
   int mode = kRelaxed;
   check(cuThreadExchangeStreamCaptureMode_(&mode), "cuThreadExchangeStreamCaptureMode");
   const int result = cuEventQuery_(event);
-  cuThreadExchangeStreamCaptureMode_(&mode);  // what was in force before
+  cuThreadExchangeStreamCaptureMode_(&mode);  // restores the previous mode
   if (result != kNotReady) check(result, "cuEventQuery");
   return result == 0;
 }

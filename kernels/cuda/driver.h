@@ -1,6 +1,5 @@
-// The few entry points of the CUDA driver that a collective costs, loaded when they are first
-// needed: the module builds and imports where there is no CUDA. Everything else of the driver is
-// CuPy's.
+// The entry points of the CUDA driver that launches and events need. They are loaded at first use,
+// so that the module builds and imports without CUDA. CuPy makes all other calls to the driver.
 #pragma once
 
 #include <cstddef>
@@ -15,22 +14,22 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// A call that the driver refused; the text says which, and the driver's reason.
+// A call that the driver refused; the text names the call and the driver's reason.
 struct DriverError : std::runtime_error {
-  int code;  // the driver's; 0: it was not asked
+  int code;  // the driver's; 0: no call was made
 
   explicit DriverError(const std::string& text, int code = 0)
       : std::runtime_error(text), code(code) {}
-  // The calling thread has no context, or another device's: nothing was done, and the same call
-  // succeeds where the stream's device is current.
+  // True if the calling thread has no context, or another device's: nothing was done, and the same
+  // call succeeds when the stream's device is current.
   bool is_of_context() const;
 };
 
-// The events of one device that are not in use. They are never destroyed, so that the end of an
-// event calls no driver.
+// The unused events of one device. They are never destroyed, so that releasing an event makes no
+// driver call.
 class EventPool {
  public:
-  void* take();  // nullptr: there is none
+  void* take();  // nullptr: the pool is empty
   void give(void* event);
 
  private:
@@ -40,41 +39,41 @@ class EventPool {
 
 class Driver {
  public:
-  // library: "libcuda.so.1", or the emulator of the tests. Throws DriverError.
+  // library: "libcuda.so.1", or the tests' emulator. Throws DriverError.
   explicit Driver(const std::string& library);
 
-  // bytes: of all parameters of the function, as they lie behind each other.
+  // params: all parameters of the function, contiguous, of `bytes` bytes.
   void launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads, void* stream,
               const void* params, size_t bytes) const;
-  // The same of a kernel with other parameters than a LaunchParams: the addresses of all of them.
+  // Launches a kernel whose parameters are not a LaunchParams. parameters: the address of each.
   struct Blocks {
     unsigned x, y, threads, shared_bytes;
   };
   void launch(void* function, const Blocks& blocks, void* stream, void** parameters) const;
-  // Device to device, in the stream's order.
+  // Copies between device addresses, in the stream's order.
   void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
-  // True while the stream is capturing a graph, or cannot say: its capture is broken, or another
-  // device is current. The driver is not asked about the legacy default stream (nullptr), which
-  // never captures.
+  // True while the stream is capturing a graph, or if the driver cannot tell: its capture is
+  // broken, or another device is current. False without a driver call for the legacy default stream
+  // (nullptr), which never captures.
   bool is_capturing(void* stream) const;
-  // How many multiprocessors the green context of a stream has; -1: it is of none, or the driver
-  // has none. The legacy default stream (nullptr) is of the context that is current.
+  // The multiprocessors of the stream's green context; -1 if it belongs to none, or if the driver
+  // has no green contexts. The legacy default stream (nullptr) belongs to the current context.
   int multiprocessors_of(void* stream) const;
-  // An event without timing, on the current device.
+  // Makes an event without timing, on the current device.
   void* make_event() const;
   void record(void* event, void* stream) const;
-  // Makes later work of `stream` wait for the event; the host goes on.
+  // Makes later work of `stream` wait for the event; does not block the host.
   void wait(void* stream, void* event) const;
   void synchronize(void* event) const;
-  // Lives as long as this object.
+  // The pool lives as long as this object.
   EventPool& events_of(int device) const;
-  // True if an event, of this API or of the runtime API, has passed; allowed while another thread
-  // captures. cudaEventQuery says "not ready" and also leaves it as the thread's last error, which
-  // torch looks at after its next launch and takes for that launch's.
+  // True if an event, of this API or of the runtime API, has completed; allowed while another
+  // thread captures. cudaEventQuery is not used: it records "not ready" as the thread's last error,
+  // which torch reads after its next launch and attributes to that launch.
   bool has_passed(void* event) const;
 
  private:
-  // Their names and signatures are those of the CUDA driver API.
+  // Named and typed as in the CUDA driver API.
   int (*cuLaunchKernel_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                          unsigned, void*, void**, void**);
   int (*cuMemcpyAsync_)(unsigned long long, unsigned long long, size_t, void*);
@@ -86,7 +85,7 @@ class Driver {
   int (*cuStreamWaitEvent_)(void*, void*, unsigned);
   int (*cuThreadExchangeStreamCaptureMode_)(int*);
   int (*cuGetErrorString_)(int, const char**);
-  // Since CUDA 12.4; null before.
+  // Since CUDA 12.4; null in older drivers.
   int (*cuStreamGetGreenCtx_)(void*, void**);
   int (*cuGreenCtxGetDevResource_)(void*, void*, int);
   void check(int result, const char* what) const;

@@ -1,5 +1,5 @@
-// The gradients of a chunk on a GPU: 8 elements per lane and turn, so that 16-bit gradients and
-// parameters move in 16 bytes and the FP32 state in two times 16.
+// Loads and sums the gradients of a chunk, 8 elements per lane and turn: 16 bytes if they have 16
+// bits, else 32. B bytes of gradients from each of S sources: S * B bytes are loaded, none stored.
 #pragma once
 
 #include "kernels/cuda/ops.h"
@@ -11,7 +11,7 @@ namespace device {
 
 constexpr int kTurnElems = 8;
 
-// Elements side by side, as they lie in memory: they move in 16 bytes, or in 8.
+// Consecutive elements in memory order, moved in accesses of 16 bytes, or one of 8 bytes.
 template <class T, int elems>
 struct Pack {
   static constexpr int kBytes = elems * int(sizeof(T));
@@ -47,7 +47,7 @@ struct Pack {
   }
   RC_TEAM_FN void get(T (&x)[elems]) const { memcpy(x, word, kBytes); }
   RC_TEAM_FN void set(const T (&x)[elems]) { memcpy(word, x, kBytes); }
-  // One of them, of which the conversion takes one instruction. gate: zero, see Gate.
+  // Element k as FP32, by a conversion of one instruction. gate: zero, see Gate.
   RC_TEAM_FN float wide(int k, uint32_t gate) const {
     if constexpr (sizeof(T) == 2)
       return widened(word[k / 2], k % 2 != 0, gate, static_cast<T*>(nullptr));
@@ -58,9 +58,9 @@ struct Pack {
 template <class T>
 using Eight = Pack<T, kTurnElems>;
 
-// Zero, of which the compiler does not know that it is. ptxas would put loads behind the first uses
-// of others, to save registers; whatever is put together with this one waits for all of them to
-// have been issued.
+// Makes a zero that depends on loaded values. ptxas would otherwise move some loads behind the
+// first uses of others, to save registers. Values combined with this zero are used only after all
+// loads have been issued.
 struct Gate {
   uint32_t any = 0;
 
@@ -69,17 +69,17 @@ struct Gate {
     RC_UNROLL
     for (int k = 0; k < Eight<T>::kVectors; ++k) any |= loaded.word[4 * k];
   }
-  // vector: an address that vectors are loaded from.
+  // vector: an aligned address that vectors are loaded from.
   RC_TEAM_FN uint32_t zero(const void* vector) const { return any & misalignment(vector); }
 };
 
-// Eight elements of each of `sources` sources: to load them takes one latency, whose end the first
-// use awaits.
+// Eight elements of each of `sources` sources. All loads overlap, so they take one memory latency;
+// the first use waits for it.
 template <class G, int sources>
 struct LoadedGrads {
   Eight<G> of[sources];
 
-  // Added up in the sources' order. A NaN of one source alone need not keep its bits.
+  // Adds in the sources' order. With a single source, a NaN need not keep its bits.
   RC_TEAM_FN void sum(float (&total)[kTurnElems], uint32_t gate) const {
     RC_UNROLL
     for (int k = 0; k < kTurnElems; ++k) {
@@ -94,14 +94,14 @@ struct LoadedGrads {
   }
 };
 
-// The gradient: the sum over the sources, and its divisor.
+// The gradient of an element: the sum over the sources, divided by `divide_by` (0: no division).
 template <class G>
 struct GradSum {
   const void* const* ptrs;
   int count, divide_by;
-  uint64_t first;  // of the chunk: the element that ptrs point at
+  uint64_t first;  // element of the chunk that ptrs point at
 
-  // Sources of which any number is added, so many at a time.
+  // Sources that are loaded together when their number is not known at compile time.
   static constexpr int kBatch = 4;
 
   RC_TEAM_FN const G* source(int s, uint64_t at) const {
@@ -112,11 +112,11 @@ struct GradSum {
     for (int s = 0; s < count; ++s) all &= misalignment(ptrs[s]) == 0;
     return all;
   }
-  // To divide by a power of two is to multiply by `inverse`.
+  // True if the division is an exact product with `inverse`: the divisor is a power of two.
   RC_TEAM_FN bool scales() const { return is_power_of_two(divide_by); }
   RC_TEAM_FN float inverse() const { return divide_by > 0 ? reciprocal(float(divide_by)) : 1.0f; }
 
-  // Eight sums, where scales().
+  // Scales eight sums; requires scales().
   RC_TEAM_FN void scale(float (&sum)[kTurnElems]) const {
     if (divide_by == 0) return;
     const float factor = inverse();
@@ -131,10 +131,10 @@ struct GradSum {
     for (int s = 1; s < count; ++s) sum += Traits<G>::load(*source(s, at));
     return finished(sum);
   }
-  // Of `sources` sources, which the caller knows to be all.
+  // Loads 8 elements of each source; `sources` must be the number of sources.
   template <int sources>
   RC_TEAM_FN LoadedGrads<G, sources> load(uint64_t at) const {
-    // Their addresses first, so that no load waits for one.
+    // Compute all addresses first, so that no load waits for an address.
     const G* from[sources];
     RC_UNROLL
     for (int s = 0; s < sources; ++s) from[s] = source(s, at);
@@ -143,7 +143,7 @@ struct GradSum {
     for (int s = 0; s < sources; ++s) loaded.of[s].load(from[s]);
     return loaded;
   }
-  // Some elements side by side.
+  // Loads and sums `elems` consecutive elements.
   template <int elems>
   RC_TEAM_FN void some(uint64_t at, float (&total)[elems]) const {
     RC_ROLLED

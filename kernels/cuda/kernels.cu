@@ -1,8 +1,8 @@
-// The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
-// RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for
-// gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST; or those
-// that quantize, RINGCOMM_UNIT_QUANT_FORMAT; or those of rows that lie apart, RINGCOMM_UNIT_ROWS.
-// grid.x: channels; grid.y: ranks of this launch.
+// Instantiates the kernels of one compilation unit (docs/cuda.md). One macro selects the unit:
+// RINGCOMM_UNIT_MOVE; RINGCOMM_UNIT_TYPE (reductions, with RINGCOMM_UNIT_BITWISE also bitwise);
+// RINGCOMM_UNIT_GRADS (optimizer, by gradient type); RINGCOMM_UNIT_MULTICAST;
+// RINGCOMM_UNIT_QUANT_FORMAT (quantization); or RINGCOMM_UNIT_ROWS (scattered rows). grid.x:
+// channels; grid.y: ranks of this launch.
 #include "kernels/cuda/multicast.h"
 #include "kernels/cuda/optimizer.h"
 #include "kernels/cuda/packets.h"
@@ -18,21 +18,21 @@ using ringcomm::device::Workspace;
 
 }  // namespace
 
-// 256 threads, which leave each thread 255 registers.
+// 256 threads per block, which leaves 255 registers per thread.
 #define RC_KERNEL(name, ...) RC_KERNEL_OF(256, 1, name, __VA_ARGS__)
-// A block has `threads` threads, as the host reads from the function (DeviceComm::kernel), and at
-// least `blocks` of them fit on a multiprocessor.
+// The block has `threads` threads; the host reads the number from the function
+// (DeviceComm::kernel). At least `blocks` blocks fit on a multiprocessor.
 #define RC_KERNEL_OF(threads, blocks, name, ...) \
   RC_KERNEL_WITH(LaunchParams, threads, blocks, name, __VA_ARGS__)
-// 384 threads with 168 registers each: one block a multiprocessor, and 96 KiB of loads under way
-// (ops.h). A choice that no GPU has measured. The serial loops need the registers of 256 threads.
+// 384 threads with 168 registers each: one block per multiprocessor, with 96 KiB of loads in flight
+// (ops.h). Not measured on a GPU. The serial loops need the registers of 256 threads.
 #if RINGCOMM_SERIAL_LOOPS
 #define RC_DATA_THREADS 256
 #else
 #define RC_DATA_THREADS 384
 #endif
 #define RC_DATA_KERNEL(name, ...) RC_KERNEL_OF(RC_DATA_THREADS, 1, name, __VA_ARGS__)
-// It takes lists; so its name says, too (DeviceComm::kernel).
+// A kernel that takes lists; DeviceComm::kernel recognizes it by "list" in its name.
 #define RC_LIST_KERNEL(name, ...) RC_KERNEL_WITH(ListParams, RC_DATA_THREADS, 1, name, __VA_ARGS__)
 #define RC_KERNEL_WITH(params, threads, blocks, name, ...)                                       \
   extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
@@ -59,7 +59,7 @@ using ringcomm::device::kStepThreads;
 
 #if RINGCOMM_SERIAL_LOOPS
 
-// One kernel has all algorithms and worlds (units.py, kernel_name()).
+// One kernel serves all algorithms and worlds (units.py, kernel_name()).
 #define RC_NORM_KERNELS(name, type)                            \
   RC_KERNEL_OF(256, 2, rc_grad_##name, grad_norm_kernel<type>) \
   RC_KERNEL_OF(kNormThreads, 1, rc_reduce_scatter_##name, reduce_scatter_norm_kernel<type>)
@@ -71,7 +71,7 @@ using ringcomm::device::kStepThreads;
 
 using ringcomm::device::kManyThreads;
 
-// Rings update and copy with registers that the others do not have.
+// Rings have kernels of their own: their code needs registers that the other kernels lack.
 #define RC_NORM_KERNELS(name, type)                                                         \
   RC_KERNEL_OF(256, 2, rc_grad_##name, grad_norm_kernel<type>)                              \
   RC_KERNEL_OF(kNormThreads, 1, rc_reduce_scatter_##name, reduce_scatter_norm_kernel<type>) \
@@ -91,7 +91,7 @@ RC_ADAMW_KERNELS(float16, ringcomm::Float16)
 
 #elif defined(RINGCOMM_UNIT_MULTICAST)
 
-// A build for several architectures makes the unit for all of them: below sm_90 it is empty.
+// A build for several architectures compiles the unit for each; below sm_90 it is empty.
 #if !RC_DEVICE_PASS || RC_HAS_MULTIMEM
 RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 #endif
@@ -100,7 +100,7 @@ RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 
 using Format = RINGCOMM_UNIT_QUANT_FORMAT;
 
-// These, too, wait for nobody.
+// These kernels do not wait for peers either.
 #define RC_QUANT_KERNELS(name, type)                                      \
   RC_KERNEL_OF(256, 4, rc_quantize_##name, quantize_kernel<Format, type>) \
   RC_KERNEL_OF(256, 4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Format, type>)

@@ -24,7 +24,7 @@ void LaunchLedger::forget_passed() {
 
 std::vector<std::pair<const LaunchLedger::Launch*, unsigned>> LaunchLedger::gains(
     uint64_t owner, void* stream) const {
-  std::map<void*, unsigned> taken;  // by stream, of later launches
+  std::map<void*, unsigned> taken;  // largest later launch, by stream
   std::vector<std::pair<const Launch*, unsigned>> found;
   for (auto each = under_way_.rbegin(); each != under_way_.rend(); ++each) {
     if (each->owner == owner || each->stream == stream) continue;

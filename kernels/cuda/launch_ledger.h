@@ -1,13 +1,13 @@
 // Keeps the communicators of one process on one device from blocking each other.
 //
-// Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the
-// device together. Launches on one stream follow each other, so only the largest of each stream
-// counts. A launch that does not fit waits, by events on the device, for the oldest launches whose
-// end frees enough blocks. Messages cannot be ordered like this, since a send may wait for a
-// receive that comes after a collective. So from a communicator's first message on, blocks for the
-// messages of all its ranks here are kept beside the collectives, of whatever communicator. If
-// ranks launch the collectives of several communicators in different orders, they run concurrently
-// as far as the device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
+// Kernels of a collective wait for peers, so all blocks that wait at the same time must fit on the
+// device together. Launches on one stream follow each other, so only the largest launch of each
+// stream counts. A launch that does not fit waits, by events on the device, for the oldest launches
+// whose end frees enough blocks. Messages cannot be ordered like this, since a send may wait for a
+// receive that comes after a collective. So from a communicator's first message on, the ledger
+// reserves blocks for the messages of all its ranks in this process. If ranks launch the
+// collectives of several communicators in different orders, the collectives run concurrently as far
+// as the device's occupancy allows. Beyond that they fail at the deadline (docs/cuda.md).
 #pragma once
 
 #include <cstdint>
@@ -28,17 +28,17 @@ class LaunchLedger {
   LaunchLedger(std::shared_ptr<const Driver> driver, int device)
       : driver_(std::move(driver)), events_(driver_->events_of(device)) {}
 
-  // members: communicators of this process on the device. capacity: blocks that run on it at once.
-  // kept: blocks that are kept for messages.
+  // members: communicators of this process on the device. capacity: blocks that the device can run
+  // at once. kept: blocks reserved for messages.
   void set_members(int members, unsigned capacity, unsigned kept);
   // A single communicator cannot conflict with others.
   bool is_shared() const { return load_relaxed_sys(&members_) > 1; }
 
-  // Puts `stream` behind the launches that must end before `blocks` more blocks fit. The launches
-  // of a graph follow each other on its streams: neither this nor after() is for a stream that is
-  // capturing. owner: the communicator, whose calls follow each other. The device is current.
+  // Makes `stream` wait for the launches that must end before `blocks` more blocks fit. The
+  // launches of a graph follow each other on its streams: do not call before() or after() for a
+  // capturing stream. owner: the communicator; its calls follow each other. The device is current.
   void before(uint64_t owner, unsigned blocks, void* stream);
-  // Notes a launch that was just made on `stream`.
+  // Records a launch that was just made on `stream`.
   void after(uint64_t owner, unsigned blocks, void* stream);
 
  private:
@@ -49,7 +49,7 @@ class LaunchLedger {
     void* done;
   };
   // The launches of other owners and streams whose end frees blocks, oldest first, each with the
-  // number freed: none if one at least as large follows it on its stream.
+  // number of blocks freed. A launch frees none if a later launch on its stream is as large.
   std::vector<std::pair<const Launch*, unsigned>> gains(uint64_t owner, void* stream) const;
   void forget_passed();
 

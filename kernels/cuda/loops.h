@@ -1,6 +1,6 @@
-// The loops that the lanes of a block run over data. RINGCOMM_SERIAL_LOOPS, which
-// RINGCOMM_KERNELS=serial defines (ringcomm/cuda/units.py), takes those of serial/: they load one
-// source after the other, with the same bits. They stay until a GPU has measured the others.
+// Selects the loops that the lanes of a block run over data. With RINGCOMM_SERIAL_LOOPS, which
+// RINGCOMM_KERNELS=serial defines (ringcomm/cuda/units.py), they come from serial/ and load one
+// source after the other, with equal results. serial/ stays until both are measured on a GPU.
 #pragma once
 
 #if RINGCOMM_SERIAL_LOOPS

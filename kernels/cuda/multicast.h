@@ -1,19 +1,19 @@
-// All-reduce, reduce-scatter and all-gather by multicast (NVLS): the switch adds up what all ranks
-// hold, and stores to all of them at once.
+// All-reduce, reduce-scatter and all-gather by multicast (NVLS): the switch adds all ranks' values,
+// and stores a value to all ranks at once.
 //
-// A *window* is memory of a rank's own that is bound, with those of all ranks, to one multicast
-// object. At RankTable.window a rank reaches its own; at RankTable.windows a load gives the sum of
-// all, and a store reaches all. A channel has two slots in it, used by turns, and a slot has a part
-// for each rank's chunk. *Piece* j of a call is what one slot holds of this channel's slices of all
-// chunks. Round j, for pieces j = 0, 1, ...:
+// A *window* is a rank's own memory that is bound, with the other ranks' windows, to one multicast
+// object. RankTable.window is the address of a rank's own window. At RankTable.windows a load
+// returns the sum over all windows, and a store writes to all. A channel alternates between two
+// slots in the window. *Piece* j of a call is the j-th part of this channel's slices of all chunks;
+// a slot holds one piece. Round j, for pieces j = 0, 1, ...:
 //
 //   1. Reductions: copy piece j of all chunks into my slot j mod 2.
-//   2. Synchronize: publish item j to every peer, and await item j of each. It says that my
-//      piece j is in the slot, that piece j - 1 of my chunk is reduced and stored, and that I have
-//      copied piece j - 2 out, so that the slot is free.
-//   3. Load the sum of piece j of my chunk, or all-gather: load it from my input. Store it to all
-//      windows; reduce-scatter: to the output.
-//   4. All but reduce-scatter: copy piece j - 1 of all chunks out of my slot, in a last round, too.
+//   2. Synchronize: publish item j to every peer, and wait for item j of each peer. Item j means:
+//      my piece j is in the slot; piece j - 1 of my chunk is reduced and stored; and I have copied
+//      piece j - 2 out, so the slot is free.
+//   3. Load the sum of piece j of my chunk (all-gather: my input). Store it to all windows
+//      (reduce-scatter: to the output).
+//   4. Except reduce-scatter: copy piece j - 1 of all chunks out of my slot; a last round follows.
 //
 // B bytes of the whole buffer, W ranks, P pieces:
 //
@@ -22,8 +22,8 @@
 //   reduce-scatter  P barriers; B out, B/W in; B copied.
 //   all-gather      P + 1 barriers; B/W out, B in; B copied.
 //
-// The switch adds in an order that nobody knows, and 16-bit types are rounded again where AVG
-// divides: results differ from those of `one_shot` in the last bits, and are equal on all ranks.
+// The switch adds in an unspecified order, and AVG rounds 16-bit types a second time. So results
+// differ from those of `one_shot` in the last bits; all ranks have equal results.
 #pragma once
 
 #include "kernels/cuda/body.h"
@@ -45,8 +45,8 @@ struct WindowSlots {
   }
 };
 
-// Piece `j` of a chunk of a buffer; `slice` is the channel's of a whole chunk, and the last chunks
-// may be shorter or empty.
+// Returns piece `j` of a chunk. `slice`: the channel's part of a full chunk; the last chunks may be
+// shorter or empty.
 RC_TEAM_FN Span piece_of(const Span& chunk, const Extent& slice, uint64_t piece_bytes, uint32_t j) {
   const uint64_t begin = slice.begin_bytes + j * piece_bytes;
   uint64_t end = begin + piece_bytes < slice.end_bytes ? begin + piece_bytes : slice.end_bytes;
@@ -54,7 +54,7 @@ RC_TEAM_FN Span piece_of(const Span& chunk, const Extent& slice, uint64_t piece_
   return {chunk.ptr + begin, begin < end ? end - begin : 0};
 }
 
-// The first `bytes` bytes of a vector, from or to memory of any alignment.
+// Loads or stores the first `bytes` bytes of a vector, at any alignment.
 RC_TEAM_FN Vec16 load_some(const char* from, uint64_t bytes) {
   Vec16 v{};
   RC_UNROLL
@@ -79,10 +79,10 @@ RC_TEAM_FN Vec16 divided(Vec16 v, int by) {
   return v;
 }
 
-// Vectors that a lane loads together: a choice, not swept. Sums are divided at most.
+// Vectors that a lane loads together: a choice, not measured. A sum needs at most a division.
 constexpr int kWindowLoads = 8;
 
-// store(at, load(at)) for vectors [first, last), `at` in bytes: several loads under way at a time.
+// Calls store(at, load(at)) for vectors [first, last), `at` in bytes; `unroll` loads overlap.
 template <int unroll, class Team, class Load, class Store>
 RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Load load,
                             Store store) {
@@ -98,11 +98,11 @@ RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Loa
   for (; i < last; i += lanes) store(i * 16, load(i * 16));
 }
 
-// Item `item` of mine to every peer, and theirs to me. What the ranks did before, by either address
-// of the windows, comes before what they do afterwards by the other.
+// Publishes item `item` to every peer and waits for every peer's item. Accesses of all ranks before
+// the barrier, by either address of the windows, precede accesses after it by the other address.
 template <class E>
 RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes) {
-  // Items carry nothing but the header of the first.
+  // Only item 0 carries data: the call's header.
   e.publish_shared(item, Span{nullptr, stream_bytes}, false, e.segment_bytes());
   return e.wait_by_lanes({1, e.world()}, [&](int p) {
     const uint32_t epoch = e.in(Stream::kShared, p).base + 1 + item;
@@ -113,8 +113,8 @@ RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes) {
   });
 }
 
-// Step 3 of a round: `bytes` bytes of my chunk, whose sum and results lie at `all`. What is not a
-// whole vector in the user's memory goes by bytes; pieces are of whole vectors.
+// Step 3 of a round: reduces `bytes` bytes of my chunk, whose sum and results are at `all`. A
+// partial vector in the user's memory is stored byte by byte; pieces are whole vectors.
 template <class T, class E>
 RC_TEAM_FN void reduce_by_multicast(E& e, const CallArgs& args, char* all, char* out,
                                     uint64_t bytes) {
@@ -160,7 +160,7 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
   const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
   const uint64_t stream_bytes = uint64_t(rounds) * e.segment_bytes();
   const Peers all{1, e.world()};
-  // Nobody reads my window any more, nor my header of another call.
+  // Wait until no peer reads my window, or my header of an earlier call.
   RC_RETURN_IF_FAILED(
       e.wait_by_lanes(all, [&](int p) { return e.drained(Stream::kShared, p, 0); }));
   for (uint32_t j = 0; j < rounds; ++j) {

@@ -1,5 +1,5 @@
-// The sum of gradients into FP32 and its norm, tile by tile (grad_norm.h), by the lanes of a
-// block.
+// Sums gradients into FP32 and computes the norm of the sum, tile by tile (grad_norm.h), by the
+// lanes of a block.
 #pragma once
 
 #include "kernels/cuda/grad_sum.h"
@@ -9,7 +9,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Adds a tile's sum, or its largest magnitude, to the team's words.
+// Add a tile's sum, or its largest magnitude, to the team's words.
 RC_TEAM_FN void add_to_words(NormWords& words, double sum) {
   add_tile(sum, [&](int k, int64_t digit) { add_relaxed_sys(&words.word[k], digit); });
 }
@@ -24,7 +24,7 @@ RC_TEAM_FN void max_to_words(NormWords& words, uint32_t most) {
 template <class G>
 struct NormTarget {
   GradSum<G> grads;
-  float* out;  // null: the norm only
+  float* out;  // null: compute only the norm
   bool accumulate;
   NormKind kind;
 
@@ -35,7 +35,7 @@ struct NormTarget {
     out[at] = g;
     return g;
   }
-  // Eight elements, added to what is there if that is asked, and stored.
+  // Stores eight elements; with `accumulate`, adds them to the elements in `out`.
   RC_TEAM_FN void store(uint64_t at, float (&g)[kTurnElems]) const {
     if (out == nullptr) return;
     if (accumulate) add_to(load(at), g);
@@ -58,7 +58,7 @@ struct NormTarget {
 
 RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
-// The elements of a tile that a lane has: eight in each of the tile's halves.
+// A lane's elements of a tile: eight in each half of the tile.
 constexpr uint64_t kHalfElems = kTileElems / 2;
 struct TileElems {
   float half[2][kTurnElems];
@@ -67,7 +67,7 @@ struct TileElems {
 #if RC_CUDA
 constexpr int kNormLanes = 32;
 
-// By the lanes of a warp, which have a tile together.
+// Adds a tile to the words of the norm. All lanes of a warp call it, and share the tile.
 __device__ __forceinline__ void add_elems(const TileElems& g, NormKind kind, int lane,
                                           NormWords& words) {
   if (kind == NormKind::kInf) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ void add_elems(const TileElems& g, NormKind kind, int
   if (lane == 0) add_to_words(words, sum);
 }
 
-// Calls elems(first, TileElems&) for the lane's elements of the tile, of which the first of half 0
-// is `first` behind the tile's begin; and adds up what it gives.
+// Adds a tile to the words of the norm. elems(first, g) sets the lane's elements g: those of half 0
+// begin at element `first` of the tile.
 template <class Elems>
 __device__ __forceinline__ void norm_tile(NormKind kind, int lane, NormWords& words, Elems elems) {
   TileElems g;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void norm_tile(NormKind kind, int lane, NormWords& wo
 #else
 constexpr int kNormLanes = 1;
 
-// One lane stands for a warp.
+// On the host, one lane does the work of a warp.
 template <class Elems>
 inline void norm_tile(NormKind kind, int, NormWords& words, Elems elems) {
   float g[kTileElems];
@@ -124,7 +124,7 @@ inline void norm_tile(NormKind kind, int, NormWords& words, Elems elems) {
 }
 #endif
 
-// What a lane loads of half a tile: of each source, and of what the sum is added to.
+// A lane's loads for half a tile: from each source, and from `out` if the sum is added to it.
 template <class G, int sources, bool accumulates>
 struct LoadedHalf {
   static constexpr int kVectors =
@@ -148,12 +148,12 @@ struct LoadedHalf {
   }
 };
 
-// A turn of a warp: so many tiles that a lane has eight vectors under way or more, all of them
-// loaded before the first is used.
+// A turn of a warp: enough tiles for each lane to have at least eight vectors in flight. All
+// vectors are loaded before the first is used.
 template <class G, int sources, bool accumulates>
 struct NormTurn {
   using Half = LoadedHalf<G, sources, accumulates>;
-  static constexpr int kLoads = 2 * Half::kVectors;  // of a tile
+  static constexpr int kLoads = 2 * Half::kVectors;  // vectors per tile
   static constexpr int kTiles = kLoads < 8 ? (8 + kLoads - 1) / kLoads : 1;
   static constexpr uint64_t kElems = uint64_t(kTiles) * kTileElems;
 
@@ -173,7 +173,7 @@ struct NormTurn {
         for (int half = 0; half < 2; ++half) {
           const uint64_t at = begin + first + uint64_t(2 * tile + half) * kHalfElems;
           Half& of = loaded[2 * tile + half];
-          // On the host a lane has more than it could hold.
+          // On the host, one lane has more elements than `loaded` has space for.
           if constexpr (!RC_CUDA) of.load(t, at);
           of.sum(t, zero, g.half[half]);
           if (t.out == nullptr) continue;
@@ -185,7 +185,7 @@ struct NormTurn {
   }
 };
 
-// Tiles of any number of sources, whole or not.
+// Sums a full or partial tile of any number of sources.
 template <class G>
 RC_TEAM_FN void norm_any(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end,
                          int lane, NormWords& words) {
@@ -205,7 +205,7 @@ RC_TEAM_FN void norm_any(const NormTarget<G>& t, bool aligned, uint64_t begin, u
   });
 }
 
-// Whole turns of a warp; returns where they end for all warps.
+// Runs a warp's whole turns. Returns where the turns of all warps end.
 template <class G, int sources, bool accumulates>
 RC_TEAM_FN uint64_t norm_turns(const NormTarget<G>& t, Run run, NormWords& words, int lane,
                                int lanes) {
@@ -219,8 +219,8 @@ RC_TEAM_FN uint64_t norm_turns(const NormTarget<G>& t, Run run, NormWords& words
   return end;
 }
 
-// By the loop for so many sources, if there is one: of eight of FP32 it would take more registers
-// than there are.
+// Runs the loop for this number of sources, if there is one. FP32 gradients of eight sources would
+// need more registers than a lane has.
 template <class G, bool accumulates>
 RC_TEAM_FN uint64_t norm_common(const NormTarget<G>& t, Run run, NormWords& words, int lane,
                                 int lanes) {
@@ -232,10 +232,10 @@ RC_TEAM_FN uint64_t norm_common(const NormTarget<G>& t, Run run, NormWords& word
   return run.begin;
 }
 
-// From where the elements of a norm come.
+// The kernel that computes a norm, which fixes the possible numbers of sources.
 enum class NormKernel { kAlone, kRing, kOneShot };
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole tile.
+// Sums elements [run.begin, run.end) of the chunk, by all lanes; a tile begins at run.begin.
 template <class G, NormKernel kernel>
 RC_TEAM_FN void norm_lanes(const NormTarget<G>& t, Run run, NormWords& words, int lane, int lanes) {
   const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;

@@ -1,11 +1,11 @@
-// The Ops of endpoint.h on a GPU: 16-byte accesses, many independent loads in flight per lane, all
-// lanes of a warp side by side. Compiles for the host too, where threads stand for the lanes.
+// Copies and reductions on a GPU (the Ops of endpoint.h): 16-byte accesses, many independent loads
+// in flight per lane, adjacent lanes at adjacent addresses. It also compiles for the host, where
+// threads are the lanes. B bytes and S sources: S * B bytes are loaded, B stored.
 //
-// A lane loads into two sets of registers by turns: while it uses one, the loads of the other are
-// under way. So half of its loads are in flight whenever it waits.
-//
-// Pointers that are not aligned alike (a view that begins at an odd element) go element by element,
-// or byte by byte: right, and several times slower.
+// A lane alternates between two sets of registers: while it uses one set, the loads of the other
+// are in flight. So half of a lane's loads are in flight whenever it waits. Pointers of different
+// alignment (a view that begins at an odd element) are accessed element by element or byte by byte,
+// which is several times slower.
 #pragma once
 
 #include "kernels/cuda/ptx.h"
@@ -15,14 +15,14 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Loads of 16 bytes that a lane has under way: 384 lanes with 16 each have 96 KiB, and an H100's
-// memory needs some 23 KiB of each multiprocessor by its latency (3 TB/s, 1 us). Where operators
-// spread the elements of a vector over registers, fewer fit. Choices by this estimate and by what
-// fits into 168 registers; no GPU has measured them.
+// 16-byte loads that a lane has in flight. 384 lanes with 16 loads each have 96 KiB in flight. An
+// H100 needs about 23 KiB per multiprocessor (3 TB/s, 1 us latency). Fewer loads fit where
+// operators spread the elements of a vector over several registers. These numbers come from this
+// estimate and the limit of 168 registers; they are not measured on a GPU.
 constexpr int kCopyLoads = 16;
 template <class T>
 constexpr int kReduceLoads = sizeof(T) < 4 && sizeof(typename Traits<T>::Acc) == sizeof(T) ? 8 : 16;
-// Sources whose vectors are loaded together where there are not 1, 2, 4 or 8 of them.
+// Sources that are loaded together if their number is not 1, 2, 4 or 8.
 constexpr int kBatch = 4;
 
 template <bool truth>
@@ -43,15 +43,15 @@ RC_TEAM_FN uint32_t misalignment(const void* ptr) {
   return uint32_t(reinterpret_cast<uintptr_t>(ptr) & 15);
 }
 
-// Bytes before the first 16-byte boundary of ptr.
+// Returns the bytes before the first 16-byte boundary of ptr.
 RC_TEAM_FN uint64_t head_bytes(const void* ptr, uint64_t bytes) {
   const uint64_t head = (16 - misalignment(ptr)) & 15;
   return head < bytes ? head : bytes;
 }
 
-// Where vectors are stored.
+// The destinations of a vector.
 struct Results {
-  char *dst, *also;  // also: null, or a second place
+  char *dst, *also;  // also: a second destination, or null
 
   RC_TEAM_FN void store(uint64_t at, const Vec16& v) const {
     store16(dst + at, v);
@@ -63,17 +63,17 @@ struct Results {
   }
 };
 
-// The vectors of a team, which begin at byte `head`.
+// The vectors of a team; the first begins at byte `head`.
 struct Vectors {
   uint64_t head, count;
   int lane, lanes;
 };
 
-// Half a turn of a lane: vectors of each source, kVectorStep apart. whole: all of them are there,
-// else as many as `left` vectors of the team have for this lane.
+// Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. whole: all of them
+// exist; else only those within the team's `left` remaining vectors do.
 template <int sources, int half>
 struct HalfTurn {
-  static constexpr int kVectors = half * kWarpLanes;  // of all lanes of a warp
+  static constexpr int kVectors = half * kWarpLanes;  // of all lanes of a warp together
   static constexpr uint64_t kBytes = uint64_t(half) * kVectorStep;
   Vec16 v[half][sources];
 
@@ -89,7 +89,7 @@ struct HalfTurn {
         for (int s = 0; s < sources; ++s) v[u][s] = load16(from[s] + at + u * kVectorStep);
       }
   }
-  // result(sources) of each vector.
+  // Computes result(v) for each vector's sources v, and stores it.
   template <bool whole, class Result>
   RC_TEAM_FN void use(const Results& to, uint64_t at, const Result& result,
                       int64_t left = 0) const {
@@ -106,10 +106,10 @@ struct HalfTurn {
   }
 };
 
-// Stores result(v) of every vector of a lane, where v has that of each source. In a turn a warp
-// takes `half` vectors for each of its lanes, and `half` more behind them; of each half a lane has
-// every kWarpLanes-th. From one vector of a lane to the next is a constant distance, so that one
-// address in registers reaches them all.
+// Stores result(v) for every vector position of a lane; v has one vector per source. In a turn, a
+// warp takes two halves of `half` * kWarpLanes consecutive vectors; in each half a lane takes every
+// kWarpLanes-th vector. A lane's vectors are a constant distance apart, so that one address in
+// registers reaches all of them.
 template <int sources, int half, class Result>
 RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vectors& all,
                             const Result& result) {
@@ -122,13 +122,13 @@ RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vect
   };
   move(all.head + uint64_t(first) * 16);
   to.move(all.head + uint64_t(first) * 16);
-  int64_t left = int64_t(all.count) - first;  // from this turn's first vector on
+  int64_t left = int64_t(all.count) - first;  // from this turn's first vector to the end
   Half a{};
   a.template load<false>(from, 0, left);
   const auto turn = [&](auto whole) {
     constexpr bool kWhole = decltype(whole)::value;
-    // Zeros where nothing is loaded: else ptxas would keep the registers for what they held before
-    // the kernel came here, and would have too few.
+    // Zero-initialized, although some vectors are not loaded: otherwise ptxas keeps their old
+    // registers alive, and runs out of registers.
     Half b{}, next{};
     b.template load<kWhole>(from, Half::kBytes, left - Half::kVectors);
     move(uint64_t(step) * 16);
@@ -159,12 +159,12 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
   for (uint64_t i = vectors * 16 + lane; i < bytes - head; i += lanes) to[i] = from[i];
 }
 
-// The scaling of a reduction beside its operator: AVG and PREMUL_SUM are SUM with one of these.
+// The scaling around a SUM: AVG divides by divide_by, PREMUL_SUM premultiplies.
 struct Scaling {
   bool premultiply;   // by factors[source]
-  int32_t divide_by;  // 0: leave it
+  int32_t divide_by;  // 0: no division
 
-  // True if the division is the product with an exact reciprocal: both round the same number.
+  // True if dividing equals multiplying by the exact reciprocal: both round the same number.
   RC_TEAM_FN bool halves() const {
     return divide_by > 0 && (uint32_t(divide_by) & (uint32_t(divide_by) - 1)) == 0;
   }
@@ -183,10 +183,10 @@ template <class T, RedOp op>
 struct Reducer {
   using Acc = typename Traits<T>::Acc;
   static constexpr int kElems = 16 / sizeof(T), kLoads = kReduceLoads<T>;
-  // Operators with little code, which have a loop for each of the usual numbers of sources.
+  // Operators with short code, which have a loop for each common number of sources.
   static constexpr bool kTogether =
       sizeof(T) >= 4 || (op == RedOp::kSum && sizeof(Acc) > sizeof(T));
-  // AVG by a power of two is a product in these types alone; integers round towards zero.
+  // Only these types compute AVG by a power of two as a product; integers round towards zero.
   static constexpr bool kHalves =
       op == RedOp::kSum && !IsInteger<Acc>::value && supports<T>(RedOp::kAvg);
 
@@ -205,7 +205,7 @@ struct Reducer {
 
   // ---- all sources of a vector loaded together ----------------------------------------------
 
-  // One vector of each source, reduced in their order. scaled: times `factor` in the end.
+  // Reduces one vector of each source, in the sources' order. scaled: multiplies by `factor` last.
   template <bool scaled, int count>
   RC_TEAM_FN static Vec16 reduced(const Vec16 (&v)[count], Acc factor) {
     if constexpr (count == 1 && !scaled) {
@@ -231,7 +231,7 @@ struct Reducer {
       RC_UNROLL
       for (int i = 0; i < kElems; ++i) acc[i] = acc[i] * factor;
     }
-    // What additions and products have made is no NaN but the one.
+    // Additions and products produce only the canonical NaN, which narrow_all() may rely on.
     constexpr bool kArithmetic = op == RedOp::kSum && (count > 1 || scaled);
     return narrow_all<T, kArithmetic>(acc);
   }
@@ -246,7 +246,7 @@ struct Reducer {
         ptrs, to, all, [factor](const Vec16(&v)[count]) { return reduced<scaled>(v, factor); });
   }
 
-  // Counts up to `most`; false for others.
+  // Handles 1, 2, 4 and 8 sources up to `most`; returns false for other numbers.
   template <int most, bool scaled>
   RC_TEAM_FN static bool reduce_few(const Results& to, const Sources& from, const Vectors& all,
                                     Acc factor) {
@@ -272,11 +272,11 @@ struct Reducer {
 
   // ---- any number of sources, and any scaling -----------------------------------------------
 
-  // One vector's accumulators. Types that nothing widens stay packed, four bytes a register.
+  // The accumulators of one vector: packed, 4 bytes per register, if no type widens T.
   struct alignas(16) Held {
     uint32_t word[sizeof(Acc) * kElems / 4];
   };
-  // Vectors of a lane and turn: registers hold the accumulators beside the loads.
+  // Vectors per lane and half turn: the registers hold accumulators and loads.
   static constexpr int kBatchHalf = sizeof(Held) > 16 ? 1 : kLoads / kBatch / 2;
   using HalfBatch = HalfTurn<kBatch, kBatchHalf>;
 
@@ -309,7 +309,7 @@ struct Reducer {
     return v;
   }
 
-  // kBatch sources from number `first` on, of which there may be fewer.
+  // The kBatch sources from number `first` on, or as many as there are.
   struct Batch {
     const char* ptrs[kBatch];
     int count;
@@ -347,7 +347,7 @@ struct Reducer {
       if (left > u * kWarpLanes) to.store(at + u * kVectorStep, narrowed(acc[u], divide_by));
   }
 
-  // Turns are those of use_vectors(), and a turn has a round for each batch.
+  // The turns are those of use_vectors(); each turn has one round per batch of sources.
   RC_COLD static void reduce_batches(Results to, Sources from, Vectors all, Scaling scaling) {
     from.are_shared_memory();
     const int begin = all.lane / kWarpLanes * (2 * HalfBatch::kVectors) + all.lane % kWarpLanes;
@@ -373,7 +373,7 @@ struct Reducer {
     }
   }
 
-  // ---- both, and what is no whole vector ----------------------------------------------------
+  // ---- choice of the loop, and partial vectors ----------------------------------------------
 
   template <int most>
   RC_TEAM_FN static void reduce_vectors(const Results& to, const Sources& from, const Vectors& all,
@@ -389,7 +389,7 @@ struct Reducer {
     reduce_batches(to, from, all, scaling);
   }
 
-  // The elements before and behind the vectors.
+  // Reduces the elements before the first and after the last whole vector.
   RC_COLD static void reduce_rest(Results to, Sources from, Vectors all, uint64_t elems,
                                   Scaling scaling) {
     from.are_shared_memory();
@@ -421,14 +421,14 @@ struct Reducer {
     if (all.count > 0) reduce_vectors<most>(to, from, all, scaling);
     if (bytes > all.count * 16) reduce_rest(to, from, all, bytes / sizeof(T), scaling);
   }
-  // Apart from the kernel, once for all who call it there.
+  // Out of line, shared by all hops of the kernel.
   RC_COLD static void reduce_hop(Results to, Sources from, uint64_t bytes, Scaling scaling,
                                  int lane, int lanes) {
     reduce_lanes<2>(to, from, bytes, scaling, lane, lanes);
   }
 };
 
-// Collectives that only move data.
+// The Ops of collectives that only move data.
 struct MoveOps {
   template <class Team>
   RC_TEAM_FN void copy_shared(Team& team, void* dst, const void* src, uint64_t bytes) const {
@@ -444,7 +444,7 @@ struct MoveOps {
 template <class T, RedOp op>
 struct ReduceOps : MoveOps {
   using R = Reducer<T, op>;
-  RedOp asked;  // kSum's kernels serve kAvg and kPremulSum too
+  RedOp asked;  // kernels of kSum also do kAvg and kPremulSum
 
   RC_TEAM_FN explicit ReduceOps(int32_t redop) : asked(RedOp(redop)) {}
 
@@ -453,8 +453,8 @@ struct ReduceOps : MoveOps {
     return {scales(), asked == RedOp::kAvg ? finish_world : 0};
   }
 
-  // In the midst of a kernel, which calls it in one place, since a function apart would make the
-  // descriptor of its accesses anew for each, and begin to use vectors before it has loaded others.
+  // Inlined into the kernel at one call site: out of line, each access would need its memory
+  // descriptor again, and vectors would be used before all were loaded.
   template <class Team>
   RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from,
                          uint64_t bytes, int finish_world) const {

@@ -1,5 +1,5 @@
-// The optimizer's kernels. RINGCOMM_SERIAL_LOOPS (loops.h) takes those of serial/, where one kernel
-// takes all algorithms and numbers of ranks.
+// Selects the optimizer's kernels. With RINGCOMM_SERIAL_LOOPS (loops.h) they come from serial/,
+// where one kernel serves all algorithms and numbers of ranks.
 #pragma once
 
 #if RINGCOMM_SERIAL_LOOPS

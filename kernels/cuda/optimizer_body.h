@@ -1,4 +1,4 @@
-// The bodies of the optimizer's kernels, for any Team; body.h has those of the collectives.
+// The bodies of the optimizer's kernels, for any Team; fused_steps.h counts their steps and bytes.
 #pragma once
 
 #include "kernels/cuda/body.h"
@@ -9,13 +9,13 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Threads of a block, and how many of them a multiprocessor has at least: so many that it has
-// 64 KiB of loads or more under way, with the registers of a loop that spills none. Choices by
-// machine code, which no GPU has measured.
+// Threads per block, and the least number of blocks per multiprocessor: at least 64 KiB of loads
+// are in flight per multiprocessor, with enough registers for loops without spills. Chosen by
+// machine code, not measured on a GPU.
 constexpr int kNormThreads = 512, kShardBlocks = 2, kManyThreads = 512;
 #if RC_IS_SM100
 template <class G>
-constexpr int kStepThreads = 640;  // ptxas takes more registers there
+constexpr int kStepThreads = 640;  // ptxas uses more registers for sm_100
 #else
 template <class G>
 constexpr int kStepThreads = sizeof(G) == 4 ? 640 : 768;
@@ -25,7 +25,7 @@ RC_TEAM_FN int divisor_of(const CallArgs& args, int world) {
   return RedOp(args.redop) == RedOp::kAvg ? world : 0;
 }
 
-// ---- without peers ------------------------------------------------------------------------------
+// ---- kernels that do not wait for peers ---------------------------------------------------------
 
 template <class Team>
 RC_TEAM_FN void prepare_kernel(Team team, const LaunchParams& p, int, Workspace&) {
@@ -41,7 +41,7 @@ RC_TEAM_FN Run run_of_channel(const Team& team, uint64_t elems) {
   return {extent.begin_bytes, extent.end_bytes};
 }
 
-// Into shared memory, since its dozen addresses would cost the loops two dozen registers.
+// Copies the shard to shared memory: its dozen addresses would cost the loops 24 registers.
 template <class Team>
 RC_TEAM_FN void load_shard(Team& team, const CallArgs& args, Workspace& w) {
   if (team.lane() == 0) w.shard = *static_cast<const AdamWShard*>(args.update);
@@ -66,8 +66,8 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
     update_lanes<G, P, UpdateKind::kAlone>(team, w);
 }
 
-// Between these two the team's tiles are summed in shared memory: 132 multiprocessors that add to
-// six words of global memory for each tile of 512 elements would wait for each other.
+// Between begin_norm() and end_norm() a team sums its tiles in shared memory: 132 multiprocessors
+// that added each tile of 512 elements to six words of global memory would wait for each other.
 template <class Team>
 RC_TEAM_FN void begin_norm(Team& team, Workspace& w) {
   for (int k = team.lane(); k < kNormWords; k += team.num_lanes()) w.norm.word[k] = 0;
@@ -86,7 +86,7 @@ RC_TEAM_FN void end_norm(Team& team, const CallArgs& args, Workspace& w) {
   }
 }
 
-// The norm of a gradient of args.total_bytes that is reduced already.
+// The norm of a reduced gradient of args.total_bytes.
 template <class G, class Team>
 RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                  Workspace& w) {
@@ -101,11 +101,11 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
 
 // ---- collectives --------------------------------------------------------------------------------
 
-// The Ops of buckets.h. The ring's partial sums are reduce_scatter_ring()'s own.
+// The Ops of buckets.h. A ring's partial sums are made by reduce_scatter_ring() itself.
 template <class G, class Finish>
 struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   Finish finish;
-  char* own_grads;  // of my chunk: where the ring's last hop seems to store
+  char* own_grads;  // of my chunk: the nominal target of the ring's last hop
 
   RC_TEAM_FN OptimizerOps(const Finish& f, char* own)
       : ReduceOps<G, RedOp::kSum>(int32_t(RedOp::kSum)), finish(f), own_grads(own) {}
@@ -124,7 +124,7 @@ struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   }
 };
 
-// Of a ring: out of line, since the kernel has it at several places.
+// The update of a ring, out of line because the kernel calls it at several places.
 template <class G, class P, class Team>
 RC_COLD void update_at(Team team, Workspace& w) {
   update_lanes<G, P, UpdateKind::kRing>(team, w);
@@ -152,7 +152,7 @@ struct NormFinish {
 
   template <class Team>
   RC_TEAM_FN void operator()(Team& team, const Gradients& from, Run run) const {
-    // One-shot they are w->sources, which the compiler knows here to be in shared memory.
+    // One-shot: use w->sources, so that the compiler sees that the pointers are in shared memory.
     const void* const* ptrs = ring ? from.ptrs : w->sources;
     const NormTarget<G> target{GradSum<G>{ptrs, from.count, divide_by, run.begin},
                                reinterpret_cast<float*>(args->out), args->accumulate,
@@ -172,10 +172,10 @@ RC_TEAM_FN bool sums_gradients(const CallArgs& args) {
   return args.collective == Collective::kReduceScatterAdamWAllGather;
 }
 
-// adamw_all_gather and reduce_scatter_adamw_all_gather, one-shot. The bucket lies in shared memory,
-// and little is known from one part to the next, so that the update has nearly all registers.
+// One-shot adamw_all_gather and reduce_scatter_adamw_all_gather. The bucket is in shared memory and
+// little else lives across the parts of a step, so that the update has nearly all registers.
 
-// Up to the update. False: there is nothing more to do.
+// Runs a step up to its update. Returns false if the call must end here.
 template <class G, class P, class E>
 RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
@@ -197,7 +197,7 @@ RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Work
     const int peers = e.world() - 1;
     w.update = {w.sources, sums ? e.world() : 1, divisor_of(args, e.world()), peers, run.begin,
                 run.end};
-    w.results[e.rank()] = w.results[peers];  // the first are the peers', my own is none
+    w.results[e.rank()] = w.results[peers];  // drop mine: the peers' come first
   }
   e.team.sync();
   return true;
@@ -212,21 +212,21 @@ RC_TEAM_FN void step_kernel(Team team, const LaunchParams& p, int rank_in_launch
   leave_call(e, return_offers(e, w.bucket));
 }
 
-// Two ranks, or gradients that are reduced already.
+// For two ranks, or for gradients that are reduced already.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
   step_kernel<G, P, UpdateKind::kPair>(team, p, rank_in_launch, w);
 }
 
-// More ranks, whose loads take more registers.
+// For more ranks; loading their gradients takes more registers.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_many_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
   step_kernel<G, P, UpdateKind::kMany>(team, p, rank_in_launch, w);
 }
 
-// The same by rings: they update at two places, and their copies take more registers.
+// For rings, which update at two places and need more registers for their copies.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
@@ -242,7 +242,7 @@ RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_
   });
 }
 
-// Calls `run` with the bucket, between what clears the norm's words and what adds them up.
+// Calls `run` with the bucket; clears the norm's words before, and adds them up afterwards.
 template <class G, bool ring, class Team, class Run>
 RC_TEAM_FN void reduce_scatter_norm_by(Team& team, const LaunchParams& p, int rank_in_launch,
                                        Workspace& w, Run run) {

@@ -1,7 +1,7 @@
-// The kernels of packets: small messages by LL. Packets name their call themselves, so nothing is
-// looked at before, and a call waits for memory three times: for its own words, beside which each
-// lane loads what it sends; for packets to come to the peers' memory; and for what lies there,
-// headers and payloads together.
+// The kernels of packets: small messages by LL (ringcomm/protocol/ll.h). Packets identify their
+// call themselves, so a call reads no state of its peers. It waits for memory three times: for its
+// own words, while each lane loads its data to send; for packets to reach the peers' memory; and
+// for received headers and payloads together.
 #pragma once
 
 #include "kernels/cuda/body.h"
@@ -10,7 +10,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// What packets need of a table.
+// The fields of a table that packets use.
 struct TableHead {
   int32_t rank, world;
   Layout layout;
@@ -38,7 +38,7 @@ RC_TEAM_FN void load_packet_words(Team& team, const LaunchParams& p, const CallA
                                    : args.table->regions[r];
   team.sync();
   if (team.lane() == 0)
-    // Of the rest packets need nothing.
+    // Packets do not use the other fields.
     w.view = View{.rank = head.rank,
                   .world = head.world,
                   .layout = head.layout,
@@ -48,8 +48,8 @@ RC_TEAM_FN void load_packet_words(Team& team, const LaunchParams& p, const CallA
                   .ll_epoch = w.ll_epoch};
 }
 
-// Sends each rank a message of `bytes` bytes, which lie `stride` bytes apart, and gives what all
-// ranks send to the sink.
+// Sends each rank a message of `bytes` bytes; messages are `stride` bytes apart in args.in. Passes
+// the messages received from all ranks to the sink.
 template <class Team, class Ops, class Sink>
 RC_TEAM_FN void run_packets(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
                             Ops ops, uint32_t stride, uint32_t bytes, Sink sink) {
@@ -80,18 +80,18 @@ struct GatheredWords {
   RC_TEAM_FN void finish(E&, uint32_t, uint32_t) {}
 };
 
-// x / count, rounded as a division rounds it, without the long path that a division has beside
-// itself. The quotient has 53 right bits in FP64, and is rounded to FP32 but once: by a count of 7
-// bits it lies in the middle of two FP32 numbers, or 2^-32 of itself away.
+// Returns x / count, rounded like a division, without the slow path of a division. The FP64
+// quotient has 53 correct bits and is rounded to FP32 once: `count` has 7 bits, so the quotient is
+// either halfway between two FP32 numbers or at least 2^-32 of itself away from that point.
 RC_TEAM_FN float quotient_of(float x, int count) {
   const double n = count, reciprocal = double(0xffffffffu / uint32_t(count)) * 0x1p-32;
   const double q = x * reciprocal, rest = fused_multiply_add(-q, n, double(x));
-  if (!(rest < 0 || rest > 0)) return float(q);  // it is right; infinities and NaN have no rest
+  if (!(rest < 0 || rest > 0)) return float(q);  // exact; infinities and NaN have no remainder
   const double better = fused_multiply_add(rest, reciprocal, q);
   return float(fused_multiply_add(fused_multiply_add(-better, n, double(x)), reciprocal, better));
 }
 
-// The reduction of 8 bytes of every rank, in rank order.
+// Reduces 8 bytes of every rank, in rank order.
 template <class T, RedOp op>
 struct SummedWords {
   using R = Reducer<T, op>;

@@ -1,6 +1,6 @@
-// The kernels of packets. RINGCOMM_SERIAL_LOOPS (loops.h) takes those of serial/, which load what
-// they send behind the words of their call, and await payloads behind headers; the packets are the
-// same.
+// Selects the packet kernels. With RINGCOMM_SERIAL_LOOPS (loops.h) they come from serial/, which
+// load the data to send after the words of their call, and wait for payloads after headers. The
+// packets are the same.
 #pragma once
 
 #if RINGCOMM_SERIAL_LOOPS

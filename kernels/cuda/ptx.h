@@ -1,6 +1,6 @@
-// Data movement and conversions as PTX spells them; orders stand in ringcomm/core/atomics.h. For
-// the host, which runs the same loops under ThreadSanitizer and in the emulator, C++ of the
-// same meaning.
+// Data movement and conversions as PTX instructions; ringcomm/core/atomics.h has memory orders. For
+// the host, which runs the same loops under ThreadSanitizer and in the emulator, equivalent C++
+// follows.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
@@ -15,15 +15,15 @@ struct alignas(8) Vec8 {
   uint32_t word[2];
 };
 
-// True where vectors of T are added as they are, with the bits of Traits<T>::Acc.
+// True if vectors of T are added in T, with the same bits as sums in Traits<T>::Acc.
 template <class T>
 constexpr bool kAddsPacked = false;
 
 #if RC_CUDA
 
-// Weak loads and stores: an acquire before and a release after order them (NOTE [signals]). Never
-// ld.global.nc, which may return what the line held before the peer wrote it. no_allocate: every
-// byte is used once.
+// Weak loads and stores, ordered by an acquire before them and a release after them (NOTE
+// [signals]). Never ld.global.nc, which may return a cached line from before the peer's write.
+// no_allocate: every byte is used once.
 __device__ __forceinline__ Vec16 load16(const void* from) {
   Vec16 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store16(void* to, const Vec16& v) {
                : "memory");
 }
 
-// The same of 8 and of 4 bytes.
+// The same for 8 and for 4 bytes.
 __device__ __forceinline__ Vec8 load8(const void* from) {
   Vec8 v;
   asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store4(void* to, uint32_t word) {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
 
-// If `yes`, without a branch.
+// Stores if `yes`, without a branch.
 __device__ __forceinline__ void store16_if(bool yes, void* to, const Vec16& v) {
   asm volatile(
       "{\n"
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store16_if(bool yes, void* to, const Vec16& v) {
       : "memory");
 }
 
-// 1 / x to an ulp, and 1 / sqrt(x) to 2^-22.9 of it; subnormal numbers are taken and given as zero.
+// 1 / x to an ulp, and 1 / sqrt(x) to 2^-22.9 of it. Subnormal inputs and results become zero.
 __device__ __forceinline__ float near_reciprocal(float x) {
   float near;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
@@ -85,7 +85,7 @@ __device__ __forceinline__ float near_inverse_root(float x) {
   return near;
 }
 
-// A number of two in a word, which is no NaN; gate: zero (grad_sum.h).
+// Widens one of the two numbers in a word; it is not NaN. gate: zero (grad_sum.h).
 __device__ __forceinline__ float widened(uint32_t both, bool high, uint32_t gate, BFloat16*) {
   return float_of(high ? (both & 0xffff0000u) | gate : (both << 16) + gate);
 }
@@ -104,7 +104,7 @@ __device__ __forceinline__ float widened(uint32_t both, bool high, uint32_t gate
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
 
-// Two numbers that are not NaN, each rounded to nearest, the first in the lower half.
+// Rounds two numbers that are not NaN to nearest; the first goes into the lower half.
 __device__ __forceinline__ uint32_t packed(float low, float high, BFloat16*) {
   uint32_t both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -116,8 +116,8 @@ __device__ __forceinline__ uint32_t packed(float low, float high, Float16*) {
   return both;
 }
 
-// Of all memory that is bound at a multicast address, element by element: its sum, which the switch
-// rounds once, in an order that nobody knows. sm_90 and later (docs/cuda.md).
+// Returns the sum, element by element, over all memory bound at a multicast address. The switch
+// rounds once and adds in an unspecified order. sm_90 and later (docs/cuda.md).
 template <class T>
 __device__ Vec16 multicast_sum16(const void* from);
 
@@ -136,24 +136,24 @@ RC_MULTICAST_SUM16(BFloat16, "add.acc::f32.v4.bf16x2")
 RC_MULTICAST_SUM16(Float16, "add.acc::f32.v4.f16x2")
 #undef RC_MULTICAST_SUM16
 
-// To all memory that is bound at a multicast address; any bits.
+// Stores any bits to all memory bound at a multicast address.
 __device__ __forceinline__ void multicast_store16(void* to, const Vec16& v) {
   asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
                "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
                : "memory");
 }
 
-// Memory that is reached at two addresses, its own and a multicast one: between an access by the
-// one and an access by the other some thread on the way, along which they are ordered, has to make
-// this fence (PTX ISA 9.0, section 8.6, "Proxies").
+// Orders accesses to memory at its own address and at a multicast address: between an access by one
+// address and an access by the other, a thread on the path that orders the two must execute this
+// fence (PTX ISA 9.0, section 8.6, "Proxies").
 __device__ __forceinline__ void fence_proxy_alias() {
   asm volatile("fence.proxy.alias;" ::: "memory");
 }
 
 #if RC_HAS_HALF_SUMS
-// Sums of eight pairs with one rounding to nearest even, whose bits are those of sums in FP32 that
-// are then narrowed: FP32's 24 bits are at least twice as many as the 8 or 11, and two more
-// (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30, 1995). Of a NaN 0x7fff.
+// Adds eight pairs with one rounding to nearest even. The bits equal a sum in FP32 that is then
+// narrowed: FP32's 24 bits are at least twice the 8 or 11 bits, plus two (Figueroa, "When is double
+// rounding innocuous?", SIGNUM Newsletter 30, 1995). A NaN becomes 0x7fff.
 template <>
 constexpr bool kAddsPacked<BFloat16> = true;
 template <>
@@ -173,7 +173,7 @@ __device__ __forceinline__ Vec16 add_packed(Vec16 a, const Vec16& b) {
 #endif
 
 #if RC_HAS_HALF_PAIRS
-// Of a NaN these make 0x7fff.
+// These conversions turn every NaN into 0x7fff.
 template <class T>
 __device__ uint32_t narrow_pair(float low, float high);
 template <>
@@ -190,15 +190,15 @@ __device__ __forceinline__ uint32_t narrow_pair<Float16>(float low, float high) 
 }
 #endif
 
-// Keeps four narrow values in one register, which the compiler would spread over four.
+// Keeps four narrow values in one register; the compiler would spread them over four.
 __device__ __forceinline__ void keep_packed(uint32_t& word) { asm("" : "+r"(word)); }
 
-// Says that a pointer points to shared memory (LDS in place of LD).
+// Tells the compiler that a pointer points to shared memory (LDS in place of LD).
 __device__ __forceinline__ void assume_shared(const void* ptr) {
   __builtin_assume(__isShared(ptr));
 }
 
-// The largest value of `lanes` lanes side by side; by all lanes of a warp.
+// Returns the largest value of `lanes` adjacent lanes; called by all lanes of a warp.
 template <int lanes>
 __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t most) {
   RC_UNROLL
@@ -209,7 +209,7 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t most) {
   return most;
 }
 
-// What the lane has whose number differs in the bits of `mask`; by all lanes of a warp.
+// Returns x of the lane whose number differs in the bits of `mask`; called by all lanes of a warp.
 __device__ __forceinline__ float exchanged(float x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
@@ -244,7 +244,7 @@ inline void store16_if(bool yes, void* to, const Vec16& v) {
   if (yes) store16(to, v);
 }
 
-// Tests set by how many ulps the approximations are off.
+// Tests set the error of the approximations, in ulps.
 inline thread_local int near_error_ulps = 0;
 
 inline float near(float exact) {
@@ -283,7 +283,7 @@ inline uint32_t load4(const void* from) {
 }
 inline void store4(void* to, uint32_t word) { memcpy(to, &word, sizeof(word)); }
 
-// Here one lane has what several have on a GPU.
+// On the host one lane does the work of several.
 template <int lanes>
 uint32_t largest_of_lanes(uint32_t most) {
   static_assert(lanes == 1);
@@ -297,7 +297,7 @@ inline void assume_shared(const void*) {}
 
 #endif
 
-// What narrowing makes of a widened vector: other NaNs, two to a word, and else the vector itself.
+// Returns the bits of a vector after widening and narrowing: only NaNs change. Two NaNs per word.
 template <class T>
 RC_TEAM_FN Vec16 quieted(Vec16 v) {
   RC_UNROLL
@@ -307,15 +307,15 @@ RC_TEAM_FN Vec16 quieted(Vec16 v) {
       word |= nan >> 9;  // the quiet bit
     } else if constexpr (kSame<T, Float16>) {
       const uint32_t nan = ((word & 0x7fff7fffu) + 0x03ff03ffu) & 0x80008000u;
-      const uint32_t all = nan | (nan - (nan >> 15));  // of each of the two
+      const uint32_t all = nan | (nan - (nan >> 15));  // all bits of each NaN
       word = (word & (~all | 0x80008000u)) | (all & 0x7e007e00u);
     }
   }
   return v;
 }
 
-// A vector's elements, two of a word by an instruction each; what is no NaN has the bits that
-// Traits<T>::load() gives.
+// Widens a vector's elements, two per word by one instruction each. Elements that are not NaN get
+// the bits of Traits<T>::load().
 template <class T, class Acc>
 RC_TEAM_FN void widen_all(const Vec16& v, Acc (&x)[16 / sizeof(T)]) {
   if constexpr (kSame<T, BFloat16>) {
@@ -342,8 +342,8 @@ RC_TEAM_FN void widen_all(const Vec16& v, Acc (&x)[16 / sizeof(T)]) {
   for (int i = 0; i < int(16 / sizeof(T)); ++i) x[i] = Traits<T>::load(elems[i]);
 }
 
-// A vector of results. arithmetic: additions or products have made all of them, so that a NaN among
-// them is the one that arithmetic makes, of which narrowing makes 0x7fff or 0x7e00.
+// Narrows a vector of results. arithmetic: all of them come from additions or products, so that a
+// NaN is the canonical one, which narrows to 0x7fff or 0x7e00.
 template <class T, bool arithmetic, class Acc>
 RC_TEAM_FN Vec16 narrow_all(const Acc (&acc)[16 / sizeof(T)]) {
   Vec16 v;

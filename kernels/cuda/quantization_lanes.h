@@ -1,12 +1,14 @@
-// Quantization (quantization.h) by the lanes of a block, with the host's bits.
+// Quantization (quantization.h) by the lanes of a block, with the host's bits. N numbers of E
+// bytes: quantizing loads N * E bytes and stores N or N / 2 bytes of values and 4 bytes per 128
+// numbers.
 //
-// A warp has a quantization block of 128 numbers at a time, four on each lane, whose values are a
-// word: the largest is found by shuffles, and a word of 4-bit values takes its upper halves from
-// the lane half a warp away. On the host one lane has all 128.
+// A warp processes a quantization block of 128 numbers, four per lane; a lane's values are one
+// word. Shuffles find the largest magnitude, and bring the high nibbles of 4-bit values from the
+// lane half a warp away. On the host one lane has all 128 numbers.
 //
-// Four blocks at a time keep 64 bytes of each lane in flight for FP32, and of a sum 16 bytes of
-// each of two sources. Choices by the estimate of ops.h, not swept. The last block of a run, if it
-// is shorter, goes number by number, and so does everything where pointers are not aligned.
+// Each lane has four blocks in flight: 64 bytes for FP32, and 16 bytes from each of two sources for
+// a sum. Chosen by the estimate of ops.h, not measured. A shorter last block, and all blocks of
+// unaligned pointers, are processed number by number.
 #pragma once
 
 #include "kernels/cuda/loops.h"
@@ -21,23 +23,23 @@ constexpr int kQuantLanes = 32, kQuantBlocks = 4;
 constexpr int kQuantLanes = 1, kQuantBlocks = 1;
 #endif
 constexpr int kQuantElems = int(kQuantBlock) / kQuantLanes, kQuantWords = kQuantElems / 4;
-// Words of the values of a block, four numbers each, or of int4 eight.
+// Words of a block's values: four numbers per word, or eight for int4.
 template <class Format>
 constexpr int kValueWords = int(kQuantBlock) / (Format::format == QuantFormat::kInt4 ? 8 : 4);
 template <class Format>
 constexpr uint64_t kValueBytes = uint64_t(kValueWords<Format>) * 4;
 
-// Of 4-bit values, one a byte: those of the upper half of the block above those of the lower one.
+// Packs two 4-bit values per byte: the block's upper half goes into the high nibbles.
 RC_TEAM_FN void fold_halves(uint32_t (&word)[kQuantWords]) {
 #if RC_CUDA
-  // What this leaves in the upper lanes is not stored.
+  // The upper lanes' results are not stored.
   word[0] |= __shfl_xor_sync(0xffffffffu, word[0], kQuantLanes / 2) << 4;
 #else
   for (int k = 0; k < kQuantWords / 2; ++k) word[k] |= word[k + kQuantWords / 2] << 4;
 #endif
 }
 
-// Four numbers in memory, at a multiple of their size.
+// Load or store four numbers, at a multiple of their size.
 template <class T>
 RC_TEAM_FN void load_four(float* x, const T* from) {
   T four[4];
@@ -67,15 +69,14 @@ RC_TEAM_FN void store_four(T* to, const float* x) {
   }
 }
 
-// The larger of `most` and of a magnitude, which counts only if it is finite where there are
-// others.
+// Returns the larger of `most` and the magnitude of x. finite: ignores infinities and NaNs.
 RC_TEAM_FN uint32_t with_magnitude(uint32_t most, float x, bool finite) {
   const uint32_t magnitude = bits_of(x) & kMagnitude;
   if (finite && magnitude >= kInfinityBits) return most;
   return magnitude > most ? magnitude : most;
 }
 
-// A run of numbers and of its quantized values, of which a warp makes or reads blocks.
+// A run of numbers, split into quantization blocks that a warp reads or writes.
 template <class T>
 struct QuantRun {
   T* numbers;
@@ -86,7 +87,7 @@ struct QuantRun {
            (misalignment(values) & 3u) == 0;
   }
   RC_TEAM_FN uint64_t whole() const { return elems / kQuantBlock; }
-  // Of a block, perhaps the last one.
+  // Returns the numbers in a block; the last block may be shorter.
   RC_TEAM_FN uint64_t count_of(uint64_t block) const {
     return block < whole() ? kQuantBlock : elems % kQuantBlock;
   }
@@ -106,7 +107,7 @@ struct Quantizer {
       to[lane] = uint8_t(scale.word >> 8 * lane);
   }
 
-  // The scale of a block of which this lane has `count` numbers, number i of them by `x(i)`.
+  // Returns the scale of a block; number i of this lane's `count` numbers is x(i).
   template <class Numbers>
   RC_TEAM_FN static BlockScale scale_of(int count, Numbers x) {
     uint32_t most = 0;
@@ -156,7 +157,7 @@ struct Quantizer {
     for (int b = 0; b < blocks; ++b) block_of(first + b, x[b]);
   }
 
-  // Any block, from and to any address.
+  // Quantizes a block of any length, at any address.
   RC_COLD static void any_block(Quantizer quantizer, uint64_t block) {
     const int n = int(quantizer.run.count_of(block)), lane = quantizer.lane;
     const T* const from = quantizer.run.numbers + block * kQuantBlock;
@@ -176,7 +177,7 @@ struct Quantizer {
   }
 };
 
-// What a lane has of a block's quantized values, and the block's scale.
+// A lane's part of a block's quantized values, and the block's scale.
 template <class Format>
 struct QuantizedBlock {
   uint32_t word[kQuantWords];
@@ -195,7 +196,7 @@ struct QuantizedBlock {
   RC_TEAM_FN uint32_t value(int i) const {
     return word[i / 4] >> 8 * (i % 4) & (Format::format == QuantFormat::kInt4 ? 0xfu : 0xffu);
   }
-  // sum = the numbers, or sum += them.
+  // Sets the sum to the dequantized numbers (`first`), or adds them to it.
   RC_TEAM_FN void add_to(float (&sum)[kQuantElems], bool first) const {
     const float by = scale.scale(), after = scale.after();
     const bool special = scale.special();
@@ -228,7 +229,7 @@ struct DequantizedSum {
   }
   RC_TEAM_FN float finished(float sum) const { return finish<RedOp::kAvg>(sum, divide_by); }
 
-  // The next source's loads are under way while one is added.
+  // Loads the next source while it adds the current one.
   template <int blocks>
   RC_TEAM_FN void whole_blocks(uint64_t first) const {
     float sum[blocks][kQuantElems];
@@ -266,7 +267,7 @@ struct DequantizedSum {
     const int half = (n + 1) / 2;
     return scale.dequantize<Format>(i < half ? values[i] & 0xfu : uint32_t(values[i - half]) >> 4);
   }
-  // Any block, from and to any address.
+  // Sums a block of any length, at any address.
   RC_COLD static void any_block(DequantizedSum w, uint64_t block) {
     const int n = int(w.run.count_of(block));
     RC_ROLLED
@@ -279,8 +280,8 @@ struct DequantizedSum {
   }
 };
 
-// Has the warps of all the launch's blocks do what `work` does with the blocks of its run. Rolled:
-// to unroll these loops the compiler would divide for the number of their turns.
+// Distributes the blocks of work.run over the warps of all the launch's blocks. The loops stay
+// rolled: to unroll them the compiler would divide to find the number of turns.
 template <class Team, class Work>
 RC_TEAM_FN void each_block(const Team& team, const Work& work, bool has_vectors) {
   const uint64_t lanes = uint64_t(team.num_lanes());
@@ -311,7 +312,7 @@ RC_TEAM_FN void quantize_kernel(Team team, const LaunchParams& p, int rank_in_la
   each_block(team, quantizer, run.has_vectors(args.out));
 }
 
-// args.total_bytes of numbers, the sum of dequantized runs.
+// Stores args.total_bytes of numbers, the sum of dequantized runs.
 template <class Format, class T, class Team>
 RC_TEAM_FN void dequantize_and_sum_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                           Workspace&) {

@@ -1,7 +1,7 @@
 // 8-bit moments (quantized_moments.h) by the lanes of a block.
 //
-// A block's elements lie eight each with as many lanes as make a block, which are side by side in a
-// warp and find its exponent among them; on the host one lane has them all.
+// kMomentLanes adjacent lanes of a warp share a quantization block, eight elements each, and find
+// the block's exponent by shuffles. On the host one lane has all elements.
 #pragma once
 
 #include "kernels/cuda/grad_sum.h"
@@ -25,7 +25,7 @@ RC_TEAM_FN float widened(uint32_t value, uint32_t exponent) {
                                     : dequantize_second(uint8_t(value), least);
 }
 
-// The exponent of the block of which a lane has `wide`, zeros behind the parameter's end.
+// Returns the exponent of a block. `wide`: this lane's elements, zero after the parameter's end.
 RC_TEAM_FN uint32_t new_exponent(const float (&wide)[kMomentElems]) {
   uint32_t most = 0;
   RC_UNROLL
@@ -36,8 +36,8 @@ RC_TEAM_FN uint32_t new_exponent(const float (&wide)[kMomentElems]) {
   return block_exponent(largest_of_lanes<kMomentLanes>(most));
 }
 
-// Both moments of a chunk. The exponents of a block are one word, in which those of the second
-// moment are 8 bits higher.
+// Both moments of a chunk. A block's two exponents are one word; the second moment's is in bits 8
+// to 15.
 struct MomentPair {
   QuantizedMoment first, second;
 
@@ -62,7 +62,7 @@ struct MomentPair {
       for (int k = 0; k < count; ++k) values[at + k] = uint8_t(all >> 8 * k);
   }
 
-  // The values of up to eight elements at a multiple of eight, and one of them as FP32.
+  // The quantized moments of up to eight elements from a multiple of eight on; returned as FP32.
   struct Quantized {
     uint64_t m, v;
     uint32_t exponents;
@@ -79,7 +79,7 @@ struct MomentPair {
             exponents};
   }
 
-  // Rounded by the draw's words from number `i` on, each of which serves both moments.
+  // Stores moments, rounded at random: word i + k of the draw serves both moments of element k.
   RC_TEAM_FN void store(uint64_t at, int count, const float* m, const float* v, uint32_t exponents,
                         const MomentDraw& draw, uint32_t i) const {
     const uint32_t m_least = least_normal<FirstMoment>(exponents & 0xffu),

@@ -1,5 +1,5 @@
-// The update of a run of a shard whose moments have 8 bits (quantized_moments.h), by the lanes of a
-// block.
+// Updates a run of a shard with 8-bit moments (quantized_moments.h), by the lanes of a block. Per
+// element it loads and stores 2 bytes of moments in place of the 8 of FP32.
 #pragma once
 
 #include "kernels/cuda/quantized_moment_lanes.h"
@@ -9,13 +9,13 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// One element, whose moments have been widened.
+// Updates one element whose moments are FP32.
 RC_TEAM_FN void update_wide(float& p, float g, float& m, float& v, const AdamWFactors& f) {
   float unused = 0.0f;
   update_exactly(p, adamw_gradient(g, f), m, v, unused, f);
 }
 
-// Eight elements of a quantization block, with their moments.
+// Updates eight elements of a quantization block; returns their new moments in m and v.
 template <class G, class P>
 RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
                              const AdamWFactors& f, const MomentPair::Quantized& quantized,
@@ -33,8 +33,8 @@ RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& gra
   updater.store_some(at, p, f);
 }
 
-// Fewer than eight, or what does not lie for vectors: one by one, and few registers. The moments
-// are found by constant numbers, so that they are registers, too.
+// Updates fewer than eight elements, or unaligned ones, one by one with few registers. m and v are
+// indexed by constants, so that they stay in registers.
 template <class G, class P>
 RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
                               int count, const AdamWFactors& f,
@@ -51,8 +51,8 @@ RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& gr
   }
 }
 
-// The quantization block at the begin of a parameter's run, by kMomentLanes lanes. All lanes of a
-// warp come here, some of them with a run of nothing.
+// Updates the quantization block at block.begin, by kMomentLanes lanes. All lanes of a warp call
+// it, some with an empty run.
 template <class G, class P>
 RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
                              const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {
@@ -69,7 +69,7 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
       if (left != 0) work(at, left < kTurnElems ? int(left) : kTurnElems, e);
     }
   };
-  // One lane reads the exponents, which it will write: a shuffle orders no memory.
+  // The lane that writes the exponents later also reads them: a shuffle orders no memory.
   const bool leads = lane % kMomentLanes == 0 && block.begin < block.end;
   const uint64_t number = block.begin / kMomentBlock;
   const uint32_t before = largest_of_lanes<kMomentLanes>(leads ? moments.exponents(number) : 0);
@@ -88,9 +88,9 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
   });
 }
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; with 8-bit moments. Factors are
-// read where they are used, since registers are scarce: too scarce for the kernels of fused steps,
-// which have none of this.
+// Updates elements [run.begin, run.end) of the chunk with 8-bit moments, by all lanes. Factors are
+// loaded where they are used, to save registers. The kernels of fused steps have too few registers
+// for this function, so they do not support 8-bit moments.
 template <class G, class P>
 RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                            int copy_count, Run run, int lane, int lanes) {

@@ -1,10 +1,9 @@
-// Rows that lie apart, in the memory of any rank, by the lanes of a block and with the host's bits
-// (isa_rows.h): copies of them, weighted sums, and the gradients of these.
-//
-// A warp copies a row at a time, or makes the sum of a token's rows. Rows of one word or two are
-// copied by a lane each. A scalar product has 64 partial sums, and number i is added to sum i % 64:
-// the lanes that share such a row have one vector of sums each. On the host one lane does the work
-// of a warp.
+// Copies, weighted sums and gradients of scattered rows in the memory of any rank, by the lanes of
+// a block and with the host's bits (isa_rows.h). No kernel waits for peers. With rows of R bytes, a
+// copy loads and stores R; a sum of k rows loads k * R and stores R; a gradient loads 2 R and
+// stores R. A warp copies a row, or sums a token's rows, at a time; a single lane copies a row of
+// one or two words. A scalar product has 64 partial sums: product i is added to sum i % 64. The
+// lanes that share a row have a vector of sums each. On the host one lane does the work of a warp.
 #pragma once
 
 #include "kernels/cuda/loops.h"
@@ -18,19 +17,19 @@ constexpr int kRowLanes = 32;
 #else
 constexpr int kRowLanes = 1;
 #endif
-// Vectors per lane and turn of a sum, and rounds of 64 products of two vectors that are loaded
-// together: choices, not swept.
+// Vectors per lane and turn of a sum; and rounds, of 64 products each, whose vectors are loaded
+// together. Choices, not measured.
 constexpr int kRowUnroll = 4, kDotRounds = 2;
 constexpr int kDotSums = 64;
 
-// Null: there is no row.
+// Returns the address of the row of entry i, or null if the entry means "no row".
 RC_TEAM_FN const char* row_of(const RowsArgs& args, uint64_t i) {
   const int64_t* const entry = args.entries + i * args.entry_words;
   const int64_t rank = entry[0];
   return rank < 0 ? nullptr : args.bases[rank] + uint64_t(entry[1]) * args.row_bytes;
 }
 
-// The lane's index among all warps of the launch.
+// A warp's index among all warps of the launch, and the lane's index in the warp.
 struct WarpIndex {
   uint64_t warp, warps;
   int lane;
@@ -44,7 +43,7 @@ struct WarpIndex {
   }
 };
 
-// Zeros to a row, by `lanes` lanes side by side.
+// Stores zeros to a row, by `lanes` adjacent lanes.
 template <int lanes>
 RC_TEAM_FN void clear_row(char* to, uint64_t bytes, bool has_vectors, int lane) {
   const Vec16 zeros{};
@@ -57,7 +56,7 @@ RC_TEAM_FN void clear_row(char* to, uint64_t bytes, bool has_vectors, int lane) 
   for (uint64_t i = lane; i < bytes; i += lanes) to[i] = 0;
 }
 
-// Row i of the table, or zeros, to row i of `out`.
+// Stores the row of entry i, or zeros, to row i of `out`.
 template <class Team>
 RC_TEAM_FN void copy_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
   const RowsArgs& args = p.rows;
@@ -106,13 +105,13 @@ struct RowVector {
   }
 };
 
-// The sum of one token's rows.
+// Computes the weighted sum of one token's rows.
 template <class T>
 struct RowSum {
   static constexpr int kElems = RowVector<T>::kElems;
 
   const RowsArgs& args;
-  uint64_t first;  // entry
+  uint64_t first;  // index of the token's first entry
   T* out;
   int lane;
 
@@ -120,7 +119,7 @@ struct RowSum {
     return args.weights == nullptr ? 1.0f : args.weights[i];
   }
 
-  // This lane's vectors at `at`, 16 kRowLanes bytes apart.
+  // Sums this lane's `unroll` vectors from `at` on, 16 * kRowLanes bytes apart.
   template <int unroll>
   RC_TEAM_FN void turn(uint64_t at) const {
     float sum[unroll][kElems] = {};
@@ -160,7 +159,7 @@ struct RowSum {
     for (; at < args.row_bytes; at += step) turn<1>(at);
   }
 
-  // From and to any address.
+  // Sums rows element by element, at any address.
   RC_COLD static void elements(RowSum s) {
     const uint64_t elems = s.args.row_bytes / sizeof(T);
     RC_ROLLED
@@ -180,7 +179,7 @@ struct RowSum {
   }
 };
 
-// Row t of `out`: the sum in FP32 over j < k, in that order, of weight times row t k + j.
+// Row t of `out`: the sum in FP32, in the order of j = 0 .. k - 1, of weight times row t * k + j.
 template <class T, class Team>
 RC_TEAM_FN void sum_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
   const RowsArgs& args = p.rows;
@@ -196,14 +195,14 @@ RC_TEAM_FN void sum_rows_kernel(Team team, const LaunchParams& p, int, Workspace
   }
 }
 
-// One row times its weight, and the scalar product of the row and of one of `with`.
+// Scales one row by its weight, and computes its scalar product with a row of `with`.
 template <class T>
 struct ScaledRow {
   static constexpr int kElems = RowVector<T>::kElems;
-  static constexpr int kLanes = kRowLanes == 1 ? 1 : kDotSums / kElems;  // that share a row
-  static constexpr int kVectors = kDotSums / kElems / kLanes;            // of each in a round
+  static constexpr int kLanes = kRowLanes == 1 ? 1 : kDotSums / kElems;  // lanes that share a row
+  static constexpr int kVectors = kDotSums / kElems / kLanes;            // per lane and round
 
-  const char* row;  // null: there is none
+  const char* row;  // null: no row
   const char* with;
   char* out;
   float weight;
@@ -225,7 +224,7 @@ struct ScaledRow {
     store16(out + at, RowVector<T>::narrow(x));
   }
 
-  // This lane's vectors of some rounds, from `at` on.
+  // Loads this lane's vectors of some rounds, from `at` on.
   template <int all>
   RC_TEAM_FN void load(Vec16 (&of_row)[all], Vec16 (&of_with)[all], uint64_t at) const {
     RC_UNROLL
@@ -235,12 +234,12 @@ struct ScaledRow {
     }
   }
 
-  // While some rounds are worked on, the loads of the next ones are under way; rounds that are left
-  // come one by one.
+  // Loads the next rounds while it processes the current ones; the remaining rounds are processed
+  // one by one.
   RC_TEAM_FN void vectors(Sums& sums) const {
     constexpr uint64_t round_bytes = kVectors * kLanes * 16, turn = kDotRounds * round_bytes;
     constexpr int all = kDotRounds * kVectors;
-    // Of a lane's turns all vectors are there.
+    // Up to `end`, a lane has all vectors of a turn.
     const uint64_t first = uint64_t(lane) * 16, end = first + bytes / turn * turn;
     uint64_t at = first;
     Vec16 of_row[all], of_with[all], next_row[all], next_with[all];
@@ -265,7 +264,7 @@ struct ScaledRow {
     }
   }
 
-  // From and to any address.
+  // Processes a row element by element, at any address.
   RC_TEAM_FN void elements(Sums& sums) const {
     const uint64_t elems = bytes / sizeof(T);
     RC_ROLLED
@@ -284,7 +283,7 @@ struct ScaledRow {
     }
   }
 
-  // Sum i and sum i + 32 make one, then sum i and sum i + 16, and so on. By all lanes of a warp.
+  // Adds sums i and i + 32, then sums i and i + 16, and so on. Called by all lanes of a warp.
   RC_TEAM_FN static float total(Sums& sums) {
     RC_UNROLL
     for (int half = kVectors / 2; half > 0; half /= 2) {
@@ -308,12 +307,12 @@ struct ScaledRow {
   }
 };
 
-// Row i of `out`: weight times row i of the table; dots[i]: the scalar product of that row and of
-// row i of `with`, in FP32. Zeros where there is no row.
+// Row i of `out`: weight times the row of entry i. dots[i]: the scalar product, in FP32, of that
+// row and row i of `with`. Both are zero if the entry means "no row".
 template <class T, class Team>
 RC_TEAM_FN void scale_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
   using Row = ScaledRow<T>;
-  constexpr uint64_t together = kRowLanes / Row::kLanes;  // rows of a warp
+  constexpr uint64_t together = kRowLanes / Row::kLanes;  // rows per warp
   const RowsArgs& args = p.rows;
   const WarpIndex index(team);
   const int lane = index.lane % Row::kLanes;

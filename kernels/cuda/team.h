@@ -1,4 +1,4 @@
-// A CUDA block as a Team.
+// A CUDA block as a Team: its threads are the lanes.
 #pragma once
 
 #include "kernels/cuda/ptx.h"
@@ -8,10 +8,10 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// A poll of a local word takes about 0.7 us, so the clock is looked at every 50 us or so.
+// A poll of a local word takes about 0.7 us, so a block reads the clock about every 50 us.
 constexpr uint32_t kPollsPerLook = 64;
 
-// `threads`: of the block.
+// threads: per block.
 template <int threads>
 struct BlockTeam {
   static constexpr bool kSleeps = false;
@@ -30,7 +30,7 @@ struct BlockTeam {
 
   __device__ __forceinline__ Status share(Status status) const {
     if (__syncthreads_or(int(status)) == 0) return Status::kOk;
-    // Atomic, as several lanes may fail: all get the greatest status.
+    // Atomic, since several lanes may fail: all lanes return the greatest status.
     if (status != Status::kOk) atomicMax(&w->failure, int(status));
     __syncthreads();
     return Status(w->failure);

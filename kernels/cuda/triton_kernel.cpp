@@ -30,7 +30,7 @@ void TritonKernel::launch(const Driver& driver, unsigned grid_x, unsigned grid_y
                           const int64_t* values) const {
   void* arguments[kMostParameters];
   size_t count = 0;
-  // A narrow number is the first 4 of its 8 bytes.
+  // A 4-byte parameter is the first 4 of its value's 8 bytes.
   while (count < parameters_.size()) {
     arguments[count] = const_cast<int64_t*>(values + count);
     ++count;

@@ -1,7 +1,6 @@
-// The rules of an update, by the flags of a parameter's factors: AdamW and Adam, SGD, Lion.
-//
-// Adam's branches are selections here, which cost an instruction each, so that the kernels have its
-// arithmetic once and not eight times. The bits are those of adamw_element().
+// The update rules, chosen by the flags of a parameter's factors: AdamW and Adam, SGD, Lion. Adam's
+// variants are selections, not branches: each costs an instruction, but the kernels contain the
+// arithmetic once, not eight times. The bits are those of adamw_element().
 #pragma once
 
 #include "kernels/cuda/quotients.h"
@@ -11,11 +10,11 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// The moments that a parameter's update reads and writes.
+// True if a parameter's update reads and writes its first or second moment.
 RC_TEAM_FN bool has_first(const AdamWFactors& f) { return (f.flags & (kSgd | kMomentum)) != kSgd; }
 RC_TEAM_FN bool has_second(const AdamWFactors& f) { return (f.flags & (kSgd | kLion)) == 0; }
 
-// Adam's moments, and the parameter before the step; returns what the root is taken of.
+// Updates Adam's moments and applies weight decay to p. Returns the number whose root is taken.
 RC_TEAM_FN float update_moments(float& p, float g, float& m, float& v, float& v_max,
                                 const AdamWFactors& f) {
   const bool l2 = (f.flags & kAdamL2) != 0, from_end = !(f.one_minus_beta1 < 0.5f);
@@ -26,12 +25,12 @@ RC_TEAM_FN float update_moments(float& p, float g, float& m, float& v, float& v_
                : fused_multiply_add(f.one_minus_beta1, to_go, m);
   v = fused_multiply_add(f.one_minus_beta2 * g, g, v * f.beta2);
   if ((f.flags & kAdamAmsgrad) == 0) return v;
-  // A NaN of either wins, as in torch.maximum.
+  // As in torch.maximum, a NaN of either wins.
   v_max = (v_max > v || v_max != v_max) ? v_max : v;
   return v_max;
 }
 
-// Calls `work` with the path of SGD that the flags say.
+// Calls `work` with the SgdPath for the flags.
 template <class Work>
 RC_TEAM_FN void with_sgd_path(const AdamWFactors& f, Work work) {
   const bool l2 = (f.flags & kAdamL2) != 0;
@@ -43,7 +42,7 @@ RC_TEAM_FN void with_sgd_path(const AdamWFactors& f, Work work) {
     l2 ? work(SgdPath<true, true, false>{}) : work(SgdPath<false, true, false>{});
 }
 
-// One element by any rule, whatever its numbers are. `g`: see adamw_gradient().
+// Updates one element by any rule, for any values. `g`: see adamw_gradient().
 RC_TEAM_FN void update_exactly(float& p, float g, float& m, float& v, float& v_max,
                                const AdamWFactors& f) {
   if ((f.flags & kSgd) != 0)
@@ -54,18 +53,18 @@ RC_TEAM_FN void update_exactly(float& p, float g, float& m, float& v, float& v_m
   p = p + f.negative_step_size * m / denom;
 }
 
-// The factors are such that StepQuotients::new_parameter() is right wherever it does not say
-// otherwise.
+// True if the factors are in the range where StepQuotients::new_parameter() is exact unless it sets
+// `odd`.
 RC_TEAM_FN bool takes_quotients(const AdamWFactors& f) {
   return f.bias_correction2_sqrt >= 0x1p-12f && f.bias_correction2_sqrt <= 1.0f &&
          f.eps >= 0x1p-58f && f.eps <= 0x1p20f;
 }
 
-// AdamW's step of a parameter by quotients.h.
+// AdamW's step of one element with the branch-free quotients of quotients.h.
 //
-// The root is taken of v * 2^64, so that a subnormal v needs no other way, and of 2^-126 in place
-// of zero: what then comes to `eps` is too small to change it. The divisor takes the factor of
-// 2^32 back.
+// The root is taken of v * 2^64, so that a subnormal v needs no special case, and of 2^-126 instead
+// of zero: the result is too small to change `eps`. The divisor contains the factor 2^32 that
+// undoes the scaling.
 struct StepQuotients {
   float negative_step_size, eps, divisor, inverse;
 
@@ -73,10 +72,10 @@ struct StepQuotients {
     const float divisor = f.bias_correction2_sqrt * 0x1p32f;
     return {f.negative_step_size, f.eps, divisor, reciprocal(divisor)};
   }
-  // `p` after the step; `odd` becomes true where the numbers are too large or too small for it.
+  // Returns `p` after the step; sets `odd` if a number is too large or too small for this method.
   RC_TEAM_FN float new_parameter(float p, float m, float v, bool& odd) const {
     const float square = fused_multiply_add(v, 0x1p64f, 0x1p-126f);
-    // As an integer, a NaN or a negative number is larger, too.
+    // Compared as integers, NaNs and negative numbers are larger, too.
     odd |= bits_of(square) > bits_of(0x1p104f);
     const float denom = quotient(root(square), divisor, inverse) + eps;  // 2^-58 to 2^33
     const float numerator = negative_step_size * m;
@@ -87,10 +86,9 @@ struct StepQuotients {
   }
 };
 
-// What AdamW's step with decoupled decay takes of a parameter's factors, in the order in which a
-// lane reads them.
+// The factors of AdamW's step with decoupled decay, in the order in which a lane reads them.
 struct alignas(8) StepFactors {
-  float inverse_world, grad_scale, clip, decay;  // the first: of the gradients' divisor
+  float inverse_world, grad_scale, clip, decay;  // inverse_world: 1 / divisor of the gradients
   float one_minus_beta1, one_minus_beta2, beta2, unused;
   StepQuotients quotients;
 

@@ -1,5 +1,5 @@
-// The elements of a shard as they lie in memory: what their FP32 values are, how new ones are
-// narrowed and stored, and the exact update of one.
+// The elements of a shard in memory: loads their FP32 values, narrows and stores new values, and
+// updates single elements exactly.
 #pragma once
 
 #include "kernels/cuda/grad_sum.h"
@@ -16,7 +16,7 @@ struct Narrowed {
                                static_cast<P*>(nullptr));
     return Traits<P>::store(master);
   }
-  // `index` is a multiple of 4: a draw of Philox serves four elements.
+  // `index` is a multiple of 4, since a draw of Philox serves four elements.
   template <int elems>
   RC_TEAM_FN static void some(const float (&master)[elems], const AdamWShard& s, uint64_t index,
                               uint32_t step, P (&param)[elems]) {
@@ -45,7 +45,7 @@ struct Narrowed<float> {
   }
 };
 
-// A parameter's elements, as they lie in memory, and one of them updated.
+// Loads, updates and stores elements of a shard's parameters and of their copies.
 template <class G, class P>
 struct Updater {
   const AdamWShard& s;
@@ -96,8 +96,8 @@ struct Updater {
     store_one(at, p, f);
   }
 
-  // What master copies are made of, as it lies in memory: the copies, or the parameters and their
-  // low halves. Never both, so they share registers.
+  // The raw data of FP32 masters: either the masters themselves, or parameters and their low
+  // halves. The two cases share registers.
   template <int elems>
   struct Masters {
     uint32_t word[elems];
@@ -112,7 +112,7 @@ struct Updater {
       memcpy(x, word + at, sizeof(x));
     }
   };
-  // Where FP32 masters lie, if there are any.
+  // Returns the address of the FP32 masters; requires that they exist.
   RC_TEAM_FN float* wide_masters(uint64_t at) const {
     if constexpr (kIsMaster)
       return own(at);
@@ -168,8 +168,8 @@ struct Updater {
     Narrowed<P>::some(p, s, s.begin + at, f.step, param);
   }
 
-  // Eight masters that are finite, and parameters of them, rounded to nearest; or nothing.
-  // copies_known: how many copies there are; -1: copy_count.
+  // If `yes`, stores eight finite masters and the parameters rounded to nearest from them.
+  // copies_known: the number of copies; -1: copy_count.
   template <int copies_known>
   RC_TEAM_FN void store_finite_if(bool yes, uint64_t at, float* masters,
                                   const float (&p)[kTurnElems]) const {

@@ -1,14 +1,14 @@
-// The sum of a tile of kTileElems terms by halves (grad_norm.h), done by the 32 lanes of a warp:
-// the same additions as tile_sum() of kernels/host/isa_adamw.h, so the same bits.
+// Sums a tile of kTileElems terms by halves (grad_norm.h), by the 32 lanes of a warp. It makes the
+// same additions as tile_sum() of kernels/host/isa_adamw.h, so the bits are equal.
 //
-// Lane t holds the terms 8t .. 8t+7 of the lower half of the tile and those of the upper. Adding
-// the halves (elements i and i + 256) takes no exchange. Then elements i and i + 128 are lanes t
-// and t + 16, and so on: at each of the next three steps a pair of lanes shares the work, so that 7
-// values are exchanged, not 24. A Warp is a value per lane: one register on a GPU, and an array of
-// 32 in the test that holds this against tile_sum().
+// Lane t holds terms 8t .. 8t+7 of the tile's lower half and of its upper half. Adding the halves
+// (elements i and i + 256) needs no exchange. Then elements i and i + 128 are in lanes t and t +
+// 16, and so on: at each of the next three steps a pair of lanes shares the work, so that 7 values
+// are exchanged, not 24. W is one value per lane: a register on a GPU, and an array of 32 in the
+// test that compares this with tile_sum().
 //
-//   W exchange(W x, int mask)           of each lane: the x of lane (own number ^ mask)
-//   W pick(int bit, W zero, W one)      of each lane: by a bit of its number
+//   W exchange(W x, int mask)           in each lane: x of lane (own number ^ mask)
+//   W pick(int bit, W zero, W one)      in each lane: by that bit of its number, `zero` or `one`
 #pragma once
 
 #include "ringcomm/optimizer/grad_norm.h"
@@ -16,8 +16,8 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// One step: of `count` sums that both lanes of a pair hold, the lower lane goes on with the first
-// half and the upper with the second.
+// One step for `count` sums that both lanes of a pair hold: the lower lane adds and keeps the first
+// half of the sums, the upper lane the second half.
 template <int count, class Warp, class W>
 RC_TEAM_FN void share_sums(const Warp& warp, W (&x)[8], int bit) {
   RC_UNROLL
@@ -28,7 +28,7 @@ RC_TEAM_FN void share_sums(const Warp& warp, W (&x)[8], int bit) {
   }
 }
 
-// x: the sums of halves; the result is the same in all lanes.
+// x: the sums of the tile's halves. Returns the same sum in all lanes.
 template <class Warp, class W>
 RC_TEAM_FN W warp_tile_sum(const Warp& warp, W (&x)[8]) {
   share_sums<8>(warp, x, 4);              // elements i and i + 128

@@ -1,4 +1,4 @@
-// A block's shared memory: what its lanes know in common, kept off their registers.
+// A block's shared memory: state that all its lanes use, kept out of their registers.
 #pragma once
 
 #include "kernels/cuda/args.h"
@@ -9,16 +9,16 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// What the lanes of an optimizer's kernel update next: elements [begin, end) of the chunk by their
-// gradients (grad_sum.h), and the parameters of so many ranks.
+// The next update of an optimizer's kernel: elements [begin, end) of the chunk, the gradients'
+// sources and divisor (grad_sum.h), and the number of copies of the parameters.
 struct UpdateArgs {
   const void* const* sources;
   int source_count, divide_by, copy_count;
   uint64_t begin, end;
 };
 
-// Where the lanes are in it: the segment, how many turns of it lie behind, and what its step takes.
-// It lies here because the loops have no registers for it.
+// The progress in an update: the segment, its finished turns, and the step's factors. They are in
+// shared memory because the loops have no registers for them.
 struct UpdateStep {
   StepFactors factors;
   uint64_t segment, turns;
@@ -32,7 +32,7 @@ struct Workspace {
   Portion portion;  // of this block's channel
   int failure;      // the greatest status of the lanes so far
   int ring_position;
-  // As they were when the call began.
+  // The channel's words as loaded at the call's begin.
   uint64_t sequence;
   uint32_t ll_epoch, aborted, running;
   char* regions[kMaxWorld];

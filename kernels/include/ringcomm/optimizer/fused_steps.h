@@ -1,34 +1,34 @@
-// The steps that an optimizer takes over buckets, as collectives.
+// The optimizer's steps over buckets of gradients and parameters, as collectives.
 //
-// A step is two passes when it must know the norm of the gradients, or whether all are finite,
-// before it changes anything, and one pass otherwise. B bytes of gradients, P bytes of parameters,
-// W ranks.
+// A step takes two passes if it needs the gradients' norm, or whether all gradients are finite,
+// before it changes anything; otherwise one pass. Below: B bytes of gradients, P bytes of
+// parameters, W ranks.
 //
-// reduce_scatter_norm: gradients into FP32 shards, with the norm of the result on the way out.
+// reduce_scatter_norm: reduces gradients into FP32 shards and computes the norm of the result.
 //
-// - one-shot: 1 hop, as reduce_scatter_one_shot: the sum in rank order in FP32, not rounded again.
-// - ring: W-1 hops, as reduce_scatter_ring, with partial sums in the gradients' type; the sum of
-//   the last hop stays in FP32.
+// - one-shot: 1 hop, as reduce_scatter_one_shot; sums in rank order and keeps the sum in FP32.
+// - ring: W-1 hops, as reduce_scatter_ring, with partial sums in the gradients' type; the last
+//   hop's sum stays in FP32.
 //
-// adamw_all_gather: each rank updates its shard, and the new parameters go straight to every rank's
-// bucket.
+// adamw_all_gather: each rank updates its shard and stores the new parameters in all ranks'
+// buckets.
 //
 // - one-shot: each rank stores its results in its own bucket and in the peers': W stores of P/W
-//   bytes and no read.
-// - ring: each rank updates its chunk, then ring all-gather of the parameters.
+//   bytes, no reads.
+// - ring: each rank updates its chunk; then a ring all-gather of the parameters.
 //
-// reduce_scatter_adamw_all_gather: a whole step in one pass. The reduced gradient is consumed by
-// the update as it comes into being, and never stored. The arithmetic is that of the two passes:
-// the same bits.
+// reduce_scatter_adamw_all_gather: a whole step in one pass. The update consumes the reduced
+// gradient at once, and the gradient is never stored. The arithmetic and the bits are those of the
+// two passes.
 //
 // - one-shot: each rank reads its chunk of all ranks' gradients, updates, and stores the parameters
-//   in all ranks' buckets. 2 hops of words; (W-1)/W * B bytes are read and (W-1)/W * P bytes stored
-//   in peers' memory. Three calls in its place move as much between ranks, and also write and read
-//   a gradient shard of 4 bytes per element.
-// - ring: partial sums go around the ring; the owner's last hop updates; ring all-gather.
+//   in all ranks' buckets. 2 synchronizations; each rank reads (W-1)/W * B bytes from peers and
+//   stores (W-1)/W * P bytes to peers. Three separate calls move as much between ranks, and also
+//   write and read a gradient shard of 4 bytes per element.
+// - ring: partial sums travel around the ring; the owner's last hop updates; ring all-gather.
 //
-// They differ in the Ops' consume(): it stores the sum and adds its norm (grad_norm.h), or it
-// updates.
+// The steps differ in the Ops' consume(): it stores the sum and adds to the norm (grad_norm.h), or
+// it updates.
 #pragma once
 
 #include "ringcomm/collectives/all_gather.h"
@@ -45,15 +45,15 @@ RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
   return return_offers(e, b);
 }
 
-// Ops whose reduce() hands the last hop's sums to consume(). `e` keeps the cut of the gradients.
+// `e.ops.reduce()` must pass the last hop's sums to consume(). `e` keeps the gradients' cut.
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   e.cut = cut_by_tiles(b.grad_bytes);
-  // The last hop stores nothing there: where it would store says which elements it has.
+  // The last hop stores nothing: its nominal target tells reduce() which elements it has.
   return reduce_scatter_ring(e, b.grads(), b.grads().get(e.rank()).ptr);
 }
 
-// Makes `grad`, my shard's gradient and element 0 of my chunk, what consume() takes.
+// Makes `grad` consume()'s only source. `grad`: my shard's gradient, from element 0 of my chunk on.
 template <class E>
 RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
   const uint64_t begin = slice_of(e, b, e.rank()).begin;
@@ -62,8 +62,8 @@ RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
   return {e.sources(), 1};
 }
 
-// A one-shot step before the update, whose gradients are then at e.sources(). `grad`: see
-// own_gradients(), where the bucket has no gradients; null: all ranks' gradients.
+// Runs a one-shot step up to its update, whose gradients are then at e.sources(). `grad`: see
+// own_gradients(), if the bucket has no gradients; null: use all ranks' gradients.
 template <class E>
 RC_TEAM_FN Status begin_step_one_shot(E& e, const Bucket& b, const char* grad) {
   RC_RETURN_IF_FAILED(offer(e, b, true));
