@@ -434,7 +434,7 @@ void bind_comm(nb::module_& m) {
       .def(
           "abort", [](NativeComm& n, const nb::str& reason) { n.comm.abort(utf8_of(reason)); },
           nb::arg("reason"))
-      .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
+      .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.has_failed(); })
       .def(
           "has_closed", [](const NativeComm& n, int peer) { return n.comm.has_closed(peer); },
           nb::arg("peer"), "True once the peer has closed the communicator.")

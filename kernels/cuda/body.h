@@ -147,7 +147,7 @@ template <class Team>
 RC_TEAM_FN void end_call(const Team& team, const View& v, Status status, bool counts) {
   if (team.lane() != 0) return;
   if (status != Status::kOk)
-    await_raised(v);
+    await_raised(team, v);
   else if (counts)
     store_relaxed_sys(&v.channel_line(team.channel())->running, 0);
 }

@@ -147,6 +147,8 @@ class Comm {
 
   void abort(const std::string& reason);
   bool aborted() const;
+  // True once this rank has given up; its abort word is then raised. Waits for the record's owner.
+  bool has_failed() const;
   // Threads of this process stop waiting for a rank that has left; false undoes the mark.
   void set_left(bool left);
   // True if the peer has closed its end; it makes no more calls.
@@ -224,6 +226,8 @@ class Comm {
   View own_region(std::vector<char*>* regions) const;
   // Called before a call ends with `status`: after a failure, waits until the abort word is raised.
   void settle(Status status) const;
+  // Waits until the abort word is raised, outside of a call.
+  void await_own_word() const;
   void detach();
   const char* recorder_of(int rank) const { return regions_[rank] + layout_.region_bytes(); }
   const CallHeader* other_call(const CallId& mine, int peer);

@@ -5,6 +5,19 @@
 #include "kernels/host/describe.h"
 
 namespace ringcomm::host {
+namespace {
+
+// What is known of a rank whose abort word is raised without a record: the rank began the fault or
+// followed another rank's.
+FaultReport without_record(int rank) {
+  Fault fault{};
+  fault.status = Status::kAborted;
+  fault.rank = rank;
+  fault.peer = -1;
+  return {fault, "the thread that gave up did not record the reason"};
+}
+
+}  // namespace
 
 // Returns the peer's call of the same number if it differs from `mine`, else null. A peer records a
 // call before it publishes anything for the call, so a difference is final.
@@ -58,7 +71,7 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
 
 // This rank's messenger or an abort may own the fault record; the owner raises the word.
 void Comm::settle(Status status) const {
-  if (status != Status::kOk) await_raised(view_);
+  if (status != Status::kOk) await_raised(SoloTeam{{&waiter_}}, view_);
 }
 
 void Comm::look_for_interrupt() {
@@ -70,7 +83,7 @@ void Comm::look_for_interrupt() {
 void Comm::abort(const std::string& reason) {
   if (regions_[view_.rank] == nullptr) return;
   Fault* record = claim_fault(view_);
-  if (record == nullptr) return await_raised(view_);
+  if (record == nullptr) return await_own_word();
   ControlPage* mine = view_.control(view_.rank);
   std::snprintf(mine->reason, sizeof(mine->reason), "%s", reason.c_str());
   *record = Fault{};
@@ -94,6 +107,12 @@ View Comm::own_region(std::vector<char*>* regions) const {
   View v = view_;
   v.regions = regions->data();
   return v;
+}
+
+void Comm::await_own_word() const {
+  std::vector<char*> regions;
+  const View v = own_region(&regions);
+  if (regions[0] != nullptr) await_raised(SoloTeam{{&waiter_}}, v);
 }
 
 int Comm::awaited() const {
@@ -130,15 +149,29 @@ bool Comm::aborted() const {
   return load_acquire_sys(&view_.control(view_.rank)->aborted) != 0;
 }
 
+bool Comm::has_failed() const {
+  if (regions_[view_.rank] == nullptr) return true;
+  // A call that failed has claimed the record, or has found it claimed, on the calling thread.
+  if (load_relaxed_sys(&view_.control(view_.rank)->claimed) == 0) return false;
+  await_own_word();
+  return true;
+}
+
 bool Comm::faulted(FaultReport* report) const {
   if (regions_[view_.rank] == nullptr) return false;
-  bool any = false;
+  bool any = false, unrecorded = false;
   for (int d = 0; d < view_.world; ++d) {
     const int r = rotated_peer(view_.rank, d, view_.world);
     if (regions_[r] == nullptr) continue;
     const ControlPage* control = view_.control(r);
-    // Pairs with the release in fail() and abort() of that rank.
-    if (load_acquire_sys(&control->aborted) == 0) continue;
+    // Pairs with the release in raise_fault() of that rank.
+    const uint32_t word = load_acquire_sys(&control->aborted);
+    if (word == 0) continue;
+    if (word == kRaisedWithoutRecord) {
+      if (!unrecorded) *report = without_record(r);
+      any = unrecorded = true;
+      continue;
+    }
     const Fault fault = trusted(control->fault, r, view_.world);
     const bool origin = fault.status != Status::kAborted || fault.peer < 0;
     // A record kAborted of this rank only names the rank where the fault began.

@@ -183,6 +183,7 @@ bool Messenger::sound(const CallHeader& h, int peer) const {
 // Ends all requests, and leaves a fault record. Returns false: no data moves any more.
 bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
   const View& v = comm_.view();
+  SoloTeam team{{&comm_.waiter()}};
   if (Fault* record = claim_fault(v)) {
     *record = Fault{};
     record->status = Status::kCorrupt;
@@ -191,10 +192,9 @@ bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
     record->stream = Stream::kMessage;
     record->mine.id.collective = Collective::kReceive;
     record->theirs = h;
-    SoloTeam team{{&comm_.waiter()}};
     raise_fault(team, v);
   } else {
-    await_raised(v);
+    await_raised(team, v);
   }
   fail_all(Status::kCorrupt);
   return false;

@@ -113,11 +113,11 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
   if (status == Status::kOk || stopping_) return;
   progress();  // items that the peer published before it ended count
   if (r->done()) return;
+  SoloTeam team{{&comm_.waiter()}};
   if (Fault* record = claim_fault(comm_.view())) {
     *record = Fault{};
     record->status = status;
     record->rank = comm_.view().rank;
-    SoloTeam team{{&comm_.waiter()}};
     record->peer = status == Status::kTimeout && peer >= 0 ? end_of_waiting(team, v, peer) : peer;
     record->stream = Stream::kMessage;
     record->on_consumed = r->is_send;
@@ -126,7 +126,7 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
     record->mine = header_of(*r, false);
     raise_fault(team, comm_.view());
   } else {
-    await_raised(comm_.view());
+    await_raised(team, comm_.view());
   }
   fail_all(status);
 }

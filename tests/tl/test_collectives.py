@@ -1,5 +1,6 @@
 """The Triton collectives in Triton's interpreter, one real process per rank, on the host's heap."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -12,12 +13,14 @@ import torch
 
 import ringcomm
 from ringcomm import (
+    AbortedError,
     ArgumentError,
     CollectiveTimeout,
     MismatchError,
     PeerLost,
     RingcommError,
     UnsupportedError,
+    _native,
 )
 from ringcomm.algorithms import spelled
 from tests.support.covering import in_test_all
@@ -230,6 +233,51 @@ def _closed(store, rank, world):
 
 def test_a_closed_peer_is_reported():
     assert run_ranks(_closed, 2) == ["told", "told"]
+
+
+def _told_of_no_record(store, rank, world, call):
+    with connect(store, rank, world) as comm:
+        comm.all_reduce(torch.ones(3))
+        if rank == 0:
+            comm.timeout = 0.5
+            try:
+                call(comm)
+            finally:
+                store.set("over", "1")
+            assert comm.aborted
+        else:
+            store.wait(["over"], timedelta(seconds=LIMIT_S))
+        with pytest.raises(AbortedError, match="rank 0 aborted the communicator: the thread that"):
+            comm.all_reduce(torch.ones(3))
+    return "told"
+
+
+def _interrupted_in_its_record(comm):
+    from ringcomm._tl import waiting
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    # As a signal handler does that runs between the claim of the fault record and the abort word.
+    setattr(waiting, "raise_fault", interrupt)  # noqa: B010
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_reduce(torch.ones(3))
+
+
+def _fails_beside_a_claimed_record(comm):
+    core = comm.engine.owner
+    regions = _native.STRUCTURES["table.regions"] // 8
+    table = memoryview(core.rank_table(0)).cast("Q")
+    # As another thread of the rank does that stops right behind its claim.
+    claimed = table[regions + comm.rank] + _native.STRUCTURES["page.claimed"]
+    ctypes.c_uint32.from_address(claimed).value = 1
+    with pytest.raises(AbortedError):
+        comm.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("call", [_interrupted_in_its_record, _fails_beside_a_claimed_record])
+def test_a_failed_call_ends_without_the_record_that_nobody_completes(call):
+    assert run_ranks(_told_of_no_record, 2, call) == ["told", "told"]
 
 
 def _refusals(store, rank, world):

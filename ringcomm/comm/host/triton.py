@@ -228,6 +228,7 @@ class HostTriton:
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
             core.record_end(_native.STATUSES["aborted"])
             raise
+        # After a failure this waits for the abort word, which another thread may be about to raise.
         status = _native.STATUSES["aborted"] if core.aborted else 0
         core.record_end(status)
         return status

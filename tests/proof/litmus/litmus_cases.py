@@ -237,6 +237,52 @@ CLAIM = Litmus(
     },
 )
 
+# The same, but the other thread stops before it raises the word: this thread raises it, to 2.
+STOPPED_OWNER = Litmus(
+    [["claim_fault"], ["claim_fault", "await_raised"], ["verify_peer_buffers"]],
+    [
+        [exchange_acq_rel_sys("claimed by", "claimed", 1)],
+        [
+            exchange_acq_rel_sys("claimed too", "claimed", 1),
+            only_if("claimed too", 1),
+            load_acquire_sys("seen", "aborted"),
+            store_relaxed_sys("aborted", 2),
+            fence_seq_cst_sys(),
+            store_relaxed_sys("buffer", 2),
+        ],
+        [peek("taken", "buffer"), fence_seq_cst_sys(), load_acquire_sys("up", "aborted")],
+    ],
+    lambda r: r.get("taken", 0) == 0 or r["up"] == 2,
+    {
+        "the word left to a stopped thread": Weakened(1, 3, None, WRONG),
+        "no fence behind its own word": Weakened(1, 4, None, WRONG),
+    },
+)
+
+# And if the other thread goes on later, nobody reads the record before it is complete.
+LATE_OWNER = Litmus(
+    [["fail"], ["claim_fault", "await_raised"], ["Comm::faulted"]],
+    [
+        [
+            exchange_acq_rel_sys("claimed by", "claimed", 1),
+            only_if("claimed by", 0),
+            write("record", 1),
+            store_release_sys("aborted", 1),
+        ],
+        [
+            exchange_acq_rel_sys("claimed too", "claimed", 1),
+            only_if("claimed too", 1),
+            store_relaxed_sys("aborted", 2),
+        ],
+        [load_acquire_sys("up", "aborted"), only_if("up", 1), read("found", "record")],
+    ],
+    lambda r: r.get("found", 1) == 1,
+    {
+        "a record read that nobody announced": Weakened(2, 1, only_if("up", 2), RACE),
+        "raised by the waiter to 1": Weakened(1, 2, store_relaxed_sys("aborted", 1), RACE),
+    },
+)
+
 # 8 bytes hold payload and flag; a set is used again two calls later, after the peer's packets of
 # the call between. The end of a kernel orders, as a fence does. (That an answer is not stored
 # before what it answers was loaded is load buffering, which the machine leaves out.)
@@ -271,6 +317,8 @@ CASES = {
     "sleep": SLEEP,
     "buffer": BUFFER,
     "claim": CLAIM,
+    "stopped owner": STOPPED_OWNER,
+    "late owner": LATE_OWNER,
     "message": replace(BUFFER, code=[["raise_fault"], ["Messenger::take_item", "abort_seen"]]),
     "messenger's sleep": replace(SLEEP, code=[["Messenger::sleep"], ["publish"]]),
     "ll": LL,

@@ -93,9 +93,16 @@ CHANGES = {
     "a failed call that does not wait": Change(
         SIGNAL,
         "await_raised",
-        "  while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {\n  }\n",
-        "",
+        "  while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {\n",
+        "  {\n",
         "claim",
+    ),
+    "a failed call that waits for ever": Change(
+        SIGNAL,
+        "await_raised",
+        "        store_relaxed_sys(&v.control(v.rank)->aborted, kRaisedWithoutRecord);",
+        "        continue;",
+        "stopped owner",
     ),
     "a failed call without a fence": Change(
         SIGNAL, "await_raised", f"{FENCE}  // as in raise_fault()", "", "claim"

@@ -150,6 +150,8 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (SLEEP, "MUTANT_SLEEPS_WITHOUT_COMPARING", "deadlock"),
     (LEND, "MUTANT_NO_FENCE_AFTER_THE_WORD", "assertion"),
     (LEND, "MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED", "assertion"),
+    (LEND, "MUTANT_STOPPED_OWNER_AWAITED", "deadlock"),
+    (LEND, "MUTANT_NO_FENCE_AFTER_THE_WAIT", "assertion"),
     (LEND, "MUTANT_CLOSED_WITHOUT_A_WORD", "assertion"),
     (LEND, "MUTANT_LOOKED_BEFORE_THE_LAST_READ", "assertion"),
     (REGIONS, "MUTANT_WRITTEN_BEFORE_ALL_CONNECTED", "assertion"),

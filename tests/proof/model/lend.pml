@@ -1,6 +1,7 @@
 // A lent buffer: a rank lends its buffer to a reader and gives up, while another thread of the rank
-// may be about to raise the rank's abort word. Under weak order: a store may reach memory before
-// those that its thread made earlier, unless it is a release or a fence stands between.
+// may be about to raise the rank's abort word, or has stopped before it did. Under weak order: a
+// store may reach memory before those that its thread made earlier, unless it is a release or a
+// fence stands between.
 //
 // -D: TOTAL_STORE_ORDER, that of x86: stores reach memory in their thread's order. MUTANT_*: a
 // mistake.
@@ -33,11 +34,20 @@ inline claim_fault() {
   atomic { taken = claimed; claimed = true }
 }
 
-// When the record is taken, the thread that has it raises the word, though perhaps later.
+// When the record is taken, the thread that has it raises the word, though perhaps later. On a host
+// the thread may stop before it does: after a while the waiter raises the word itself.
 // signal.h: await_raised
 inline await_raised() {
 #ifndef MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED
-  aborted
+  if
+  :: aborted
+#ifndef MUTANT_STOPPED_OWNER_AWAITED
+  :: aborted_on_its_way[me] = true
+#endif
+  fi;
+#ifndef MUTANT_NO_FENCE_AFTER_THE_WAIT
+  fence_seq_cst_sys()
+#endif
 #else
   skip
 #endif
@@ -94,6 +104,7 @@ proctype other() {
   if
   :: true
   :: give_up()
+  :: claim_fault()  // and stops
   fi
 }
 

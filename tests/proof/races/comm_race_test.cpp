@@ -4,6 +4,7 @@
 // with mutants, each of which must fail.
 //
 //   comm_race_test WORLD GENERATIONS ROUNDS [MILLISECONDS]    the last: how long a wait lasts
+//   comm_race_test SECONDS [MILLISECONDS]    the owner of a fault record stops; an alarm after that
 #include <pthread.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -146,44 +148,89 @@ void generation(World& w, int rank, int abort_by) {
   w.sync();
 }
 
-// Rank 0 alone makes calls, which fail, while another thread of the rank has the fault record and
-// raises the abort word late: until then none of them may return.
-void nothing_returns_before_the_word() {
-  using Call = void (*)(Rank&);
-  const Call calls[] = {
-      [](Rank& r) { r.comm->barrier(); },
-      [](Rank& r) { r.comm->abort("beside another"); },
-      [](Rank& r) {
-        char byte = 0;
-        r.messenger->wait(r.messenger->post_receive(&byte, 1, 1, 0, DType::kUInt8), timeout_ns);
-      },
-  };
-  for (const Call call : calls) {
-    World w(2, 1);
+using Call = void (*)(Rank&);
+// Of rank 0 alone, so that they fail.
+const Call kCalls[] = {
+    [](Rank& r) { r.comm->barrier(); },
+    [](Rank& r) { r.comm->abort("beside another"); },
+    [](Rank& r) {
+      char byte = 0;
+      r.messenger->wait(r.messenger->post_receive(&byte, 1, 1, 0, DType::kUInt8), timeout_ns);
+    },
+};
+
+// Two ranks; a thread of rank 0 that makes no call has the rank's fault record.
+struct Claimed {
+  World w{2, 1};
+  ControlPage* page;
+  Fault* record;
+
+  Claimed() {
     std::thread other(build, std::ref(w), 1);
     build(w, 0);
     other.join();
     Comm& comm = *w.ranks[0].comm;
     comm.set_timeout_ns(1'000'000);
-    ControlPage* page = comm.view().control(0);
-    claim_fault(comm.view());
+    page = comm.view().control(0);
+    record = claim_fault(comm.view());
+  }
+  ~Claimed() {
+    for (Rank& rank : w.ranks) rank.messenger->stop();
+    for (Rank& rank : w.ranks) rank.comm->close();
+  }
+  Status reported() const {
+    FaultReport report;
+    if (!w.ranks[1].comm->faulted(&report) || report.fault.rank != 0) give_up(1, "no report");
+    return report.fault.status;
+  }
+};
+
+// The record's owner raises the abort word late: until then no call may return.
+void nothing_returns_before_the_word() {
+  for (const Call call : kCalls) {
+    Claimed c;
     std::atomic<bool> returned = false;
     std::thread caller([&] {
-      call(w.ranks[0]);
-      if (load_acquire_sys(&page->aborted) == 0) give_up(0, "returned before the abort word");
+      call(c.w.ranks[0]);
+      if (load_acquire_sys(&c.page->aborted) == 0) give_up(0, "returned before the abort word");
       returned = true;
     });
     for (int naps = 0; naps < 40 && !returned; ++naps) usleep(5000);
-    store_release_sys(&page->aborted, 1);
+    store_release_sys(&c.page->aborted, kRaised);
     caller.join();
-    for (Rank& rank : w.ranks) rank.messenger->stop();
-    for (Rank& rank : w.ranks) rank.comm->close();
+  }
+}
+
+// The record's owner stops in the middle of the record. Every call returns with the word raised,
+// and nobody reads the record until the owner has gone on and completed it.
+void calls_outlast_the_owner(unsigned seconds) {
+  alarm(seconds);
+  Claimed claimed[std::size(kCalls)];
+  std::vector<std::thread> callers;
+  for (size_t i = 0; i < std::size(kCalls); ++i) {
+    claimed[i].record->status = Status::kTimeout;
+    callers.emplace_back([call = kCalls[i], &c = claimed[i]] {
+      call(c.w.ranks[0]);
+      if (load_acquire_sys(&c.page->aborted) == 0) give_up(0, "returned before the abort word");
+    });
+  }
+  for (std::thread& t : callers) t.join();
+  for (Claimed& c : claimed) {
+    if (c.reported() != Status::kAborted) give_up(1, "a record that is not complete");
+    Comm& comm = *c.w.ranks[0].comm;
+    raise_fault(SoloTeam{{&comm.waiter()}}, comm.view());
+    if (c.reported() != Status::kTimeout) give_up(1, "a record that was lost");
   }
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 2 || argc == 3) {
+    calls_outlast_the_owner(unsigned(std::atoi(argv[1])));
+    std::puts("ok");
+    return 0;
+  }
   if (argc != 4 && argc != 5) return 2;
   if (argc == 5) timeout_ns = std::strtoull(argv[4], nullptr, 10) * 1'000'000;
   nothing_returns_before_the_word();

@@ -218,7 +218,7 @@ Status call(World& w, const Form& form, int rank) {
   e.begin_streams();
   Status status = form.run(e, mine);
   if (status == Status::kOk) status = e.verify_peer_buffers();
-  if (status != Status::kOk) await_raised(view);
+  if (status != Status::kOk) await_raised(team, view);
   return status;
 }
 

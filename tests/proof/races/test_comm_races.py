@@ -3,12 +3,13 @@
 Calls that several threads of a rank share are made by ranks with different numbers of threads.
 """
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.proof.races.mutants import EVERYTHING, Mutant, write_sources
+from tests.proof.races.mutants import EVERYTHING, SIGNAL, Mutant, write_sources
 from tests.proof.races.test_races import run
 from tests.support import ROOT, together
 from tests.support.compiler import NEEDS_COMPILER, compile_to
@@ -42,8 +43,9 @@ MUTANTS = {
     ),
     "an abort that returns before the word": Mutant(
         "host/comm_report.cpp",
-        "  if (record == nullptr) return await_raised(",
-        "  if (record == nullptr && CHOSEN) return;\n  if (record == nullptr) return await_raised(",
+        "  if (record == nullptr) return await_own_word(",
+        "  if (record == nullptr && CHOSEN) return;\n"
+        "  if (record == nullptr) return await_own_word(",
     ),
     "a failed message that returns before the word": Mutant(
         "host/messenger_wait.cpp", "    await_raised(", "    if (!CHOSEN) await_raised("
@@ -115,7 +117,35 @@ TEAM_MUTANTS = {
         "threads_for(bytes, CHOSEN ? threads() : used_channels_)",
     ),
 }
-ALL = {**MUTANTS, **TEAM_MUTANTS}
+
+# Of calls beside a thread that stops between its claim of the fault record and the abort word, and
+# how the program ends. An alarm ends the program if a call does not return.
+STOPPED_OWNER, STOPPED_OWNER_BRIEFLY = (100,), (5,)
+STOPPED_OWNER_MUTANTS = {
+    "an owner that is awaited for ever": (
+        Mutant(
+            SIGNAL,
+            "if (team.now_ns() - started > kLongestRecordNs)",
+            "if (!CHOSEN && team.now_ns() - started > kLongestRecordNs)",
+        ),
+        STOPPED_OWNER_BRIEFLY,
+        -signal.SIGALRM,
+    ),
+    "an incomplete record that is read": (
+        Mutant(
+            "host/comm_report.cpp",
+            "if (word == kRaisedWithoutRecord) {",
+            "if (!CHOSEN && word == kRaisedWithoutRecord) {",
+        ),
+        STOPPED_OWNER,
+        1,
+    ),
+}
+ALL = {
+    **MUTANTS,
+    **TEAM_MUTANTS,
+    **{name: mutant for name, (mutant, _, _) in STOPPED_OWNER_MUTANTS.items()},
+}
 # Small calls are shared, too, and small copies are timed.
 SMALL = [
     Mutant("host/worker_pool.h", "kBytesPerThread = 512 << 10", "kBytesPerThread = 1 << 10"),
@@ -162,6 +192,18 @@ def test_no_race_and_nothing_left(programs, world):
 def test_teams_of_different_sizes_race_for_nothing(programs, teams):
     done = run(programs["team_race_test"], teams)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
+
+
+def test_calls_end_beside_a_stopped_owner_of_the_record(programs):
+    done = run(programs["comm_race_test"], STOPPED_OWNER)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
+
+
+@pytest.mark.parametrize("name", STOPPED_OWNER_MUTANTS)
+def test_mutants_beside_a_stopped_owner_are_rejected(programs, name):
+    _, arguments, end = STOPPED_OWNER_MUTANTS[name]
+    done = run(programs["comm_race_test"], arguments, list(ALL).index(name) + 1)
+    assert done.returncode == end, done.stderr[:4000]
 
 
 def is_rejected(program: Path, name: str, arguments: tuple[int, ...]) -> bool:

@@ -169,8 +169,8 @@ MUTANTS = {
     ),
     "ended before the word of another kernel": Mutant(
         BODY,
-        "    await_raised(v);",
-        "    CHOSEN ? void() : await_raised(v);",
+        "    await_raised(team, v);",
+        "    CHOSEN ? void() : await_raised(team, v);",
         ((2, 1, 2, 0, 0),),
     ),
     "messages look at collectives": Mutant(

@@ -51,13 +51,33 @@ RC_TEAM_FN Fault* claim_fault(const View& v) {
   return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;
 }
 
+// The longest time for which a host thread leaves the abort word to the record's owner. The owner
+// writes a few hundred bytes, so an owner that takes longer has not run. Chosen, not measured: an
+// owner that merely lost its core for a while still raises the word itself.
+constexpr uint64_t kLongestRecordNs = 1'000'000'000;
+
 // One lane, once all lanes of its team know that the call has failed (by a share()): returns when
 // the abort word is raised, so that the call may return a buffer that it has lent. The record's
-// owner has passed this point, or is in another team or thread and waits for no rank.
+// owner has passed this point, or is in another team or thread. Between claim and word an owner
+// waits for nothing. On a device the wait therefore ends: the owner is a lane of a kernel that
+// runs, and a fault of the device that ended this lane would end this one with it. On a host the
+// owner may never go on: it may be a kernel in Triton's interpreter, which an exception of a signal
+// handler ends anywhere, or which needs the interpreter's lock that this thread holds. After a
+// while a host thread therefore raises the word itself, without a record. The owner may still
+// complete the record and raise the word later.
 // model: await_raised (tests/proof/model/lend.pml)
-RC_TEAM_FN void await_raised(const View& v) {
+template <class Team>
+RC_TEAM_FN void await_raised(const Team& team, const View& v) {
+  uint64_t started = 0;
+  if constexpr (Team::kSleeps) started = team.now_ns();
   // Pairs with the release in raise_fault().
   while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {
+    if constexpr (Team::kSleeps) {
+      // Without a release: no reader of this value reads the record. A word that the owner raises
+      // at this moment loses its record.
+      if (team.now_ns() - started > kLongestRecordNs)
+        store_relaxed_sys(&v.control(v.rank)->aborted, kRaisedWithoutRecord);
+    }
   }
   fence_seq_cst_sys();  // as in raise_fault()
 }
@@ -68,7 +88,7 @@ template <class Team>
 RC_COLD void raise_fault(Team team, const View& v) {
   // Pairs with the acquire in abort_seen() on every other rank: a rank that sees the word sees the
   // whole record.
-  store_release_sys(&v.control(v.rank)->aborted, 1);
+  store_release_sys(&v.control(v.rank)->aborted, kRaised);
   // The word must precede the user's later stores into a lent buffer, and a release orders only
   // earlier accesses. Pairs with the fence in verify_peer_buffers().
   fence_seq_cst_sys();
