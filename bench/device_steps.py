@@ -1,8 +1,8 @@
 """Times the optimizer's step on one GPU: ringcomm, torch, and a copy.
 
-shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a copy of as many
-            bytes as the update must move: 28 per parameter. For bfloat16 parameters with FP32
-            masters torch casts the gradient, runs fused AdamW on the masters, and casts back.
+shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a copy of the 28 bytes
+            per parameter that the update must move. For bfloat16 parameters with FP32 masters
+            torch casts the gradient, runs fused AdamW on the masters, and casts back.
 step        a whole data-parallel step of W ranks in this process, with all gradients and
             parameters on the GPU: ringcomm in one pass, in two passes and as separate kernels;
             and torch's sum of the gradients, fused AdamW, and copies to the ranks.
@@ -40,11 +40,10 @@ OLDER = "serial loops"
 TWO_PASSES, SEPARATE = "two passes", "separate kernels"
 _WHAT = {"shard": SHARD, "step": STEP}
 _HEAP_SLACK_BYTES = 1 << 30
-# About 30 ms: eight threads need less time to queue the launches of a few steps.
+# About 30 ms, enough time for eight threads to queue the launches of a few steps.
 _SLEEP_CYCLES = 50_000_000
 _CALLS_PER_TURN = 3
-# Share of the free memory to use: the sizes of the systems are known, but not how much torch
-# caches.
+# The share of the free memory to use; the rest is for torch's cache, whose size is not known.
 _MEMORY_SHARE = 0.8
 _LEAST_ELEMS = 1 << 20
 
@@ -62,8 +61,8 @@ class KernelCase:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes in and out: the gradient in, moments and FP32 parameter or master both ways, a
-        16-bit parameter out.
+        """Bytes read and written per parameter: the gradient read, both moments and the FP32
+        parameter or master read and written, a 16-bit parameter written.
         """
         return 3 * 8 + (4 if self.dtype is torch.float32 else 2 + 2)
 
@@ -75,13 +74,13 @@ class KernelCase:
 
     @property
     def memory_bytes(self) -> int:
-        """Largest memory of all systems at once, including temporary memory while one is built."""
+        """The most bytes that all systems use together, including temporary memory of setups."""
         beside = 120 if self.what == SHARD else 100 + 6 * self.dtype.itemsize * self.world
         return self.heap_bytes + beside * self.elems
 
 
 class Systems:
-    """All systems of one case on one device, after one step of each. Close it after use."""
+    """All systems of one case on one device, each after one step. Close this object after use."""
 
     def __init__(self, case: KernelCase, device: Device) -> None:
         self._case, self._device = case, device
@@ -95,10 +94,10 @@ class Systems:
         for name, build in self._builders().items():
             self.calls[name] = build(name)
             if device.name != "cpu":
-                _cuda.empty_cache()  # free memory that is left from building, on its own streams
+                _cuda.empty_cache()  # free what the setup cached for its own streams
         device.synchronize()
         both = zip(self.params[SUBJECT], self.params[OLDER], strict=True)
-        # Parameters of both kinds of loops after their first step.
+        # Compare the parameters of both kinds of loops after their first step.
         self.wrong_elems = sum(int((ours != older).sum()) for ours, older in both)
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class Systems:
         return values.uniform_(-scale, scale, generator=generator)
 
     def _ranks(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:
-        """Makes a step of the optimizer on every rank, in one thread per rank."""
+        """Returns a call that runs the optimizer's step on every rank, in one thread per rank."""
 
         def build(comm: ringcomm.Communicator) -> ringcomm.optim.AdamW:
             param = torch.nn.Parameter(self._random())
@@ -146,7 +145,7 @@ class Systems:
             return with_serial_loops(self._ranks(options, name))
 
     def _separate(self, name: str) -> Call:
-        """Calls reduce-scatter, update and all-gather separately, from one thread."""
+        """Returns a call of separate reduce-scatter, updates and all-gather, from one thread."""
         case, world = self._case, self._world
         chunk = case.elems // case.world
         make_empty = partial(ringcomm.empty, dtype=case.dtype, device=self._device.name)
@@ -178,12 +177,12 @@ class Systems:
         return step
 
     def _torch(self, name: str) -> Call:
-        """Returns torch's step: sum, fused AdamW, copies; in the gradients' dtype if possible."""
+        """Returns a call of torch's step: sum, fused AdamW, copies, with casts only if needed."""
         ranks = self._case.world
         grads = [self._random(rank) for rank in range(ranks)]
         params = [self._random() for _ in range(ranks)]
         total = torch.empty_like(grads[0]) if ranks > 1 else grads[0]
-        # For FP32 parameters, the first rank's parameter itself.
+        # With FP32 parameters, `master` is the first rank's parameter itself.
         master = torch.nn.Parameter(params[0].float())
         alike = master.dtype is total.dtype
         wide = master.grad = total if alike else torch.empty_like(master)
@@ -208,7 +207,7 @@ class Systems:
         return step
 
     def _copy(self, name: str) -> Call:
-        """Copies as many bytes as the update of a shard moves: half of them read, half written."""
+        """Returns a copy of as many bytes as a shard's update moves: half read, half written."""
         half = self._case.bytes_per_parameter * self._case.elems // 2
         source = torch.empty(half, dtype=torch.uint8, device=self._device.tensors)
         source.random_(0, 8)
@@ -233,7 +232,7 @@ def fitting(case: KernelCase, free_bytes: int) -> KernelCase:
 def run_case(
     case: KernelCase, device: Device, time: Callable[[Mapping[str, Call]], Mapping[str, Timing]]
 ) -> list[Row]:
-    """Times all systems of the case, in turn, with ``time``."""
+    """Times all systems of the case, in turn, with ``time``; returns a row per system."""
     systems = Systems(case, device)
     try:
         timings = time(systems.calls)
@@ -265,7 +264,7 @@ def measure(run: Run) -> None:
         gpu = CudaDevice(0)
     except RuntimeError as error:
         raise LaunchError(str(error)) from error
-    # The copy needs two large tensors, which must be freed before memory is divided.
+    # facts() copies between two large tensors: free them before the free memory is measured.
     run.facts = {**gpu.facts(), "mode": ONE_LAUNCH}
     _cuda.empty_cache()
     case = fitting(case, int(_cuda.mem_get_info(0)[0]))

@@ -1,18 +1,18 @@
-"""A roofline of our calls on one GPU that all ranks share: ``python -m bench.model``.
+"""A roofline model of ringcomm's calls on one GPU that all ranks share: ``python -m bench.model``.
 
 A call takes max(host, fixed + the sum over its parts of bytes / min(memory, in flight / latency)).
-The host's part is measured: it is what the same call takes with few bytes. Bytes are counted in the
-algorithms, and what a multiprocessor has in flight is read from machine code
-(tests/support/cuda_loop_measures.py). The eight other numbers are :class:`Constants`, fitted on
-every second recorded row of a system; the rows between are predicted. Which numbers there are was
-chosen with all rows in sight. Conversely fitted, the same form predicts 55 of 56 rows within a
-tenth, and a step of eight ranks in one pass 16 % too long.
+The host's time is measured: the time of the same call with few bytes. Bytes are counted in the
+algorithms, and the bytes in flight per multiprocessor are read from machine code
+(tests/support/cuda_loop_measures.py). The eight other numbers are :class:`Constants`: half of the
+recorded rows (every second row of a system) fit them, and the model predicts the other half. The
+choice of these numbers used all rows. With the halves exchanged, the model predicts 55 of 56 rows
+within a tenth; it overestimates a step of eight ranks in one pass by 16 %.
 
-Left aside, by rules that know no prediction:
+These rows are excluded, by rules that do not depend on the prediction:
 
-not modelled    Triton's kernels and torch's fused AdamW, whose loops nobody has counted, and an
-                optimizer's two passes, of which the first has loops of several kinds.
-host            a call that took less than 1.3 times as long as with a quarter of the bytes.
+not modelled    Triton's kernels and torch's fused AdamW, whose bytes in flight are not counted, and
+                the optimizer's two passes, since the first pass has loops of several kinds.
+host            the call took less than 1.3 times as long as with a quarter of the bytes.
 unsettled       the median is more than a tenth above the fastest round.
 """
 
@@ -34,29 +34,28 @@ RECORDED = Path(__file__).parent / "results" / "gpu-nvidia-h100-80gb-hbm3-2026-1
 FROM_BYTES = 16 << 20
 KIB = 1024
 MULTIPROCESSORS = 132
-# A rank leaves these to messages between ranks.
+# Multiprocessors per rank that are reserved for messages between ranks.
 FOR_MESSAGES = 2
-STATE_BYTES = 6 * 4  # two moments and a parameter in FP32, in and out, of an element
+STATE_BYTES = 6 * 4  # per element: two moments and a parameter in FP32, in and out
 HOST_BOUND, SETTLED = 1.3, 1.1
 RING, TORCH = "ringcomm:ring", "torch"
-# Of "one_shot" the recorded rows say "direct".
+# The recorded rows call "one_shot" "direct".
 ONE_SHOT = (SUBJECT, "ringcomm:direct", "ringcomm:one_shot")
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted.
+    """The fitted numbers.
 
     Attributes:
-        memory: bytes per microsecond that the memory takes and gives at most.
-        latency_us: of a load, where few are in flight.
-        multiprocessor: bytes per microsecond by which more in flight add to that latency.
-        trip_us: what a call takes beside its bytes, for each rank and each hop behind the first.
-        torch_us: what an operation of torch takes beside its bytes.
-        hand_over: what it costs that a chunk is handed from rank to rank within a call, in the cost
-            of reading it once.
-        forward: the same of a ring's all-gather, which adds nothing to what it hands over.
-        read_again: what it costs to read what another rank reads too, in the cost of a first read.
+        memory: the memory's highest rate for reads and writes, in bytes per microsecond.
+        latency_us: latency of a load when few loads are in flight.
+        multiprocessor: B bytes in flight add B / multiprocessor microseconds to the latency.
+        trip_us: fixed time of a call per rank, and per hop after the first.
+        torch_us: fixed time of an operation of torch.
+        hand_over: cost of passing a chunk from rank to rank within a call, in reads of the chunk.
+        forward: the same cost in a ring's all-gather, which forwards chunks without adding.
+        read_again: cost of reading bytes that another rank reads, too, in first reads.
     """
 
     memory: float
@@ -74,14 +73,14 @@ H100 = Constants(2.934e6, 0.574, 27.93e3, 4.24, 3.46, 0.926, 0.845, 0.725)
 
 @dataclass(frozen=True)
 class InFlight:
-    """KiB that a multiprocessor has in flight at most, by loop.
+    """The most KiB that a multiprocessor has in flight, by loop.
 
     Attributes:
-        reduce: a reduction, by dtype.
-        copy: a copy.
-        shard: an update with no peers, of both blocks that a multiprocessor holds.
-        sources: a step's loop over its peers' gradients.
-        state: the rest of a step.
+        reduce: reductions, by dtype.
+        copy: copies.
+        shard: updates without peers, for the two blocks on a multiprocessor together.
+        sources: a step's loop over the peers' gradients.
+        state: the other loads of a step.
     """
 
     reduce: Mapping[str, float]
@@ -96,19 +95,19 @@ SERIAL = InFlight({"float": 32, "bfloat16": 16}, copy=32, shard=72, sources=8, s
 
 
 def blocks(ranks: int) -> int:
-    """Returns how many blocks all ranks of one GPU have together, one for a multiprocessor."""
+    """Returns the number of blocks of all ranks of one GPU together, one per multiprocessor."""
     alone = MULTIPROCESSORS if ranks == 1 else 0
     return alone or (MULTIPROCESSORS // ranks - FOR_MESSAGES) * ranks
 
 
 def bytes_per_us(kib: float, ranks: int, constants: Constants = H100) -> float:
-    """Returns what ``kib`` in flight on each multiprocessor move, at most what the memory does."""
+    """Returns the rate with ``kib`` in flight per multiprocessor, at most the memory's rate."""
     latency_us = constants.latency_us + kib * KIB / constants.multiprocessor
     return min(constants.memory, blocks(ranks) * kib * KIB / latency_us)
 
 
 def device_us(row: Row, constants: Constants = H100, in_flight: InFlight = SERIAL) -> float | None:
-    """Predicts the device's time of a row; None for a system that is not modelled."""
+    """Predicts the device's time for a row; None for a system that is not modelled."""
     if row.collective in (SHARD, STEP):
         return _optimizer_us(row, constants, in_flight)
     buffers = _buffers(row.collective, row.system, row.ranks, constants)
@@ -117,7 +116,7 @@ def device_us(row: Row, constants: Constants = H100, in_flight: InFlight = SERIA
     if row.system in (COPY, TORCH):
         operations = 2 if (row.collective, row.system) == ("all_reduce", TORCH) else 1
         return operations * constants.torch_us + buffers * row.size_bytes / constants.memory
-    # The copies of an all-reduce count as its reductions do.
+    # An all-reduce copies with the same bytes in flight as it reduces.
     kib = in_flight.copy if row.collective == "all_gather" else in_flight.reduce[row.dtype]
     speed = bytes_per_us(kib, row.ranks, constants)
     trips = row.ranks + _hops(row.collective, row.system, row.ranks) - 1
@@ -130,14 +129,14 @@ def _hops(collective: str, system: str, world: int) -> int:
 
 
 def _buffers(collective: str, system: str, world: int, constants: Constants) -> float | None:
-    """Counts the bytes of a call in buffers of its size, with what handing over costs."""
+    """Returns the bytes of a call, in buffers of its size; includes the costs of hand-overs."""
     hops, needed = world - 1, needed_buffers(collective, world)
     gathered = world + 1 + hops * constants.read_again
     if needed is None:
         return None
     if system == COPY:
         return needed
-    if system == TORCH:  # of an all-reduce the sum goes to a buffer of its own first
+    if system == TORCH:  # an all-reduce first stores the sum in a separate buffer
         return needed + (2 if collective == "all_reduce" else 0)
     if system in ONE_SHOT:
         if collective == "all_gather":
@@ -155,7 +154,7 @@ def _buffers(collective: str, system: str, world: int, constants: Constants) -> 
 
 
 def _optimizer_us(row: Row, constants: Constants, in_flight: InFlight) -> float | None:
-    """As :func:`device_us`, of updates of 16-bit parameters with FP32 masters."""
+    """Like :func:`device_us`, for updates of 16-bit parameters with FP32 masters."""
     elems, world, wide = row.count, row.ranks, row.size_bytes // row.count
     fixed_us = world * constants.trip_us
 
@@ -169,7 +168,7 @@ def _optimizer_us(row: Row, constants: Constants, in_flight: InFlight) -> float 
     if row.system == SUBJECT and row.collective == SHARD:
         return fixed_us + shard_us
     if row.system == SUBJECT:
-        # A rank reads its own gradient beside the state, and waits for no store.
+        # A rank reads its own gradient together with the state, and does not wait for stores.
         sources_us = us(wide * (world - 1), in_flight.sources)
         stored_us = elems * wide * world / constants.memory
         return fixed_us + sources_us + us(STATE_BYTES + wide, in_flight.state) + stored_us
@@ -181,7 +180,7 @@ def _optimizer_us(row: Row, constants: Constants, in_flight: InFlight) -> float 
 
 
 def bound_us(row: Row, copy_bytes_per_us: float) -> float | None:
-    """Returns what a copy of the bytes takes that a call must move; None if nobody counts them."""
+    """Returns the time to copy the bytes that a call must move; None if they are not counted."""
     wide = row.size_bytes // max(row.count, 1)
     if row.collective in (SHARD, STEP):
         each = {SHARD: 2 * wide, STEP: 2 * wide * row.ranks}[row.collective] + STATE_BYTES
@@ -202,7 +201,7 @@ def _key(row: Row, size_bytes: int) -> Key:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A recorded row and its prediction; ``kind`` says what limited it, or why it is left aside."""
+    """A recorded row and its prediction; ``kind`` has the row's limit, or why it is excluded."""
 
     row: Row
     kind: str
@@ -215,13 +214,13 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """How far the prediction is above the row, as a share of it."""
+        """The relative error of the prediction; positive if the prediction is too long."""
         assert self.row.time_us
         return self.us / self.row.time_us - 1
 
 
 def recorded(path: Path = RECORDED) -> list[Predicted]:
-    """Returns the rows of a record from 16 MiB on, call by call, in its order."""
+    """Returns the rows of a result file from 16 MiB on, without graphs, in the file's order."""
     rows = [row for row in read(path).rows if row.time_us and not row.graph_calls]
     times = {_key(row, row.size_bytes): row.time_us or 0.0 for row in rows}
     found = []
@@ -235,7 +234,7 @@ def recorded(path: Path = RECORDED) -> list[Predicted]:
 
 
 def kind_of(row: Row, quarter_us: float) -> str:
-    """Says what limited a row; ``quarter_us`` is the time of a quarter of its bytes."""
+    """Returns the kind of a row; ``quarter_us`` is the time with a quarter of its bytes."""
     assert row.time_us and row.best_us
     if device_us(row) is None:
         return NOT_MODELLED
@@ -245,7 +244,7 @@ def kind_of(row: Row, quarter_us: float) -> str:
 
 
 def halves(rows: Sequence[Predicted]) -> tuple[list[Predicted], list[Predicted]]:
-    """Returns the rows that the constants are fitted on, every second of a system, and the rest."""
+    """Returns the rows that fit the constants (every second row of a system), and the rest."""
     seen: Counter[str] = Counter()
     fit: list[Predicted] = []
     between: list[Predicted] = []
@@ -263,13 +262,13 @@ def limited_by_device(rows: Iterable[Predicted]) -> list[Predicted]:
 
 
 def loss(rows: Sequence[Predicted], constants: Constants) -> float:
-    """Sums up fourth powers of logarithms, so that the largest errors weigh most."""
+    """Returns the sum of log(1 + error) ** 4, in which the largest errors weigh most."""
     predictions = (replace(each, constants=constants) for each in rows)
     return sum(math.log1p(each.error) ** 4 for each in predictions)
 
 
 def fitted(rows: Sequence[Predicted], start: Constants = H100, step: float = 0.1) -> Constants:
-    """Returns the constants with the least loss near ``start``, each to a thousandth of itself."""
+    """Returns the constants near ``start`` with the least loss, to a relative precision of 1e-3."""
     best = start
     least = loss(rows, best)
     while step > 1e-3:
@@ -284,7 +283,7 @@ def fitted(rows: Sequence[Predicted], start: Constants = H100, step: float = 0.1
 
 
 def _moves(step: float) -> list[Callable[[Constants], Constants]]:
-    """Ways to change constants: one, or two together."""
+    """Returns functions that change one constant, or two constants together, by ``step``."""
     names = [field.name for field in fields(Constants)]
     factors = [1 + step, 1 / (1 + step)]
     alone: list[dict[str, float]] = [{name: factor} for name in names for factor in factors]
@@ -303,7 +302,7 @@ def _moves(step: float) -> list[Callable[[Constants], Constants]]:
 
 
 def lines(rows: Sequence[Predicted]) -> list[str]:
-    """Returns a table of all predictions, and the errors by kind and half."""
+    """Returns a table of all predictions, and a summary of the errors by half and kind."""
     fit, between = halves(rows)
     table = [("call", "ranks", "size", "system", "us", "predicted", "error", "kind", "half")]
     for each in rows:

@@ -69,7 +69,7 @@ def _object_prop(devices: int, size_bytes: int) -> _ObjectProp:
 
 
 def why_not(runtime: DeviceRuntime, device: int) -> str:
-    """Returns what ``device`` lacks for multicast, in words; "" if nothing."""
+    """Returns why ``device`` cannot use multicast; "" if it can."""
     major, minor = runtime.identity(device).capability
     if (major, minor) < LEAST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and multimem instructions need 9.0"

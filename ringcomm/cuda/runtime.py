@@ -132,7 +132,7 @@ class DeviceRuntime(Protocol):
     def current_device(self) -> int:
         """Returns this thread's current device, which "cuda" without an index names.
 
-        The native end calls this method, too.
+        The native module calls this method, too.
         """
         ...
 
@@ -238,7 +238,7 @@ class DeviceRuntime(Protocol):
     def current_stream(self, device: int) -> int:
         """Returns the handle of the stream on which torch runs this thread's work on ``device``.
 
-        The native end calls this method, too, at each call of a communicator.
+        The native module calls this method, too, at each call of a communicator.
         """
         ...
 
@@ -277,8 +277,8 @@ class DeviceRuntime(Protocol):
     def capture_on(self, stream: Stream) -> AbstractContextManager[Graph]:
         """Makes ``stream`` current and captures its work, torch's included, as a graph.
 
-        The graph may be replayed after the block. If the block raises, there is no graph, and the
-        stream is as it was before.
+        The graph may be replayed after the block. If the block raises, no graph is made, and the
+        stream is in its previous state.
         """
         ...
 

@@ -113,7 +113,7 @@ def _calls(runtime: DeviceRuntime) -> DriverCalls:
 
 
 def why_not(runtime: DeviceRuntime, device: int) -> str:
-    """Returns what ``device`` lacks for memory in chunks that peers map, in words; or ""."""
+    """Returns why ``device`` cannot have memory in chunks that peers map; "" if it can."""
     number, found = c_int(), c_int()
     wanted = {
         _ATTRIBUTE_VIRTUAL_MEMORY: "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
@@ -133,7 +133,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
 
 
 class Chunk(NamedTuple):
-    """A piece of memory that is mapped in a range, and the driver's handle (0: released)."""
+    """A piece of memory mapped in a range; ``handle`` is the driver's (0: released)."""
 
     offset_bytes: int
     size_bytes: int
@@ -192,7 +192,7 @@ class ChunkedRange:
         """Allocates memory of the device and maps it after the last chunk.
 
         Raises:
-            MemoryError: the device has no room.
+            MemoryError: the device has too little free memory.
             UnsupportedError: the driver refuses.
         """
         made = c_uint64()
@@ -221,7 +221,7 @@ class ChunkedRange:
             )
             try:
                 self._map(made, size_bytes)
-            finally:  # the mapping keeps the memory
+            finally:  # the mapping keeps the memory alive
                 self._driver.cuMemRelease(made)
         self.chunks.append(Chunk(self.mapped_bytes, size_bytes, 0))
 

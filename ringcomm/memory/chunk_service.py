@@ -1,10 +1,10 @@
-"""Passes the chunks of this process's growing heaps to the processes that map them.
+"""Sends the chunks of this process's growing heaps to the processes that map them (*readers*).
 
-A process that maps such a heap connects to a socket of the heap's process, names the heap, and gets
-one chunk after the other: a message with the chunk's file descriptor, each when the one before has
-been acknowledged, that is, mapped. The connection lasts as long as the mapping. Chunks that a heap
-gets later come the same way, and a thread of each process maps them, so no rank waits for another's
-call. One that is slow to map, or whose driver is busy, costs time alone: until all have
+A reader connects to a socket of the heap's process, and sends the heap's token. The service sends
+one message per chunk with the chunk's file descriptor; it sends the next chunk after the reader has
+mapped and acknowledged the previous one. The connection lasts as long as the mapping. Later chunks
+of the heap are sent in the same way, and a thread of each reader maps them, so no rank waits for
+another rank's call. A slow reader, or a busy driver, only costs time: until all readers have
 acknowledged a chunk, kernels do not lend its memory to peers, and copy instead.
 """
 
@@ -23,14 +23,14 @@ from typing import NamedTuple, Protocol
 from ringcomm.errors import RingcommError, start_thread
 
 _HELLO = struct.Struct("<Q")  # the heap's token
-_CHUNK = struct.Struct("<QQQ")  # where it begins, its size, and the size of all that there is
-_MAPPED = struct.Struct("<Q")  # how much of the heap is mapped from its start
+_CHUNK = struct.Struct("<QQQ")  # offset and size of the chunk, and size of all chunks
+_MAPPED = struct.Struct("<Q")  # bytes of the heap, from its start, that the reader has mapped
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LISTEN = 128
 
 
 class Sent(NamedTuple):
-    """A chunk that has come: its descriptor is the receiver's to close."""
+    """A received chunk; the receiver closes its descriptor."""
 
     offset_bytes: int
     size_bytes: int
@@ -39,7 +39,7 @@ class Sent(NamedTuple):
 
 
 class OfferedHeap(Protocol):
-    """A heap whose chunks this process hands out."""
+    """A heap whose chunks this process sends to readers."""
 
     token: int
 
@@ -47,16 +47,16 @@ class OfferedHeap(Protocol):
     def committed_bytes(self) -> int: ...
 
     def export_after(self, mapped_bytes: int) -> tuple[int, int]:
-        """Returns the size of the chunk that begins there, and a new descriptor of it."""
+        """Returns the size and a new descriptor of the chunk at offset ``mapped_bytes``."""
         ...
 
     def set_reached(self, size_bytes: int) -> None:
-        """Is told that all processes map so much of it."""
+        """Called when all readers map the first ``size_bytes`` of the heap."""
         ...
 
 
 class _Reader:
-    """A process that maps a heap of this one."""
+    """The progress of a process that maps a heap of this process."""
 
     def __init__(self) -> None:
         self.heap: OfferedHeap | None = None
@@ -74,7 +74,7 @@ class ChunkService:
         self._followed: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("")  # the kernel chooses a name that is no file
+        self._listener.bind("")  # the kernel chooses a name outside the file system
         self._listener.listen(_LISTEN)
         self._listener.setblocking(False)
         self.name: bytes = self._listener.getsockname()
@@ -100,7 +100,7 @@ class ChunkService:
         try:
             connection, _ = listener.accept()
         except OSError:
-            return  # it has gone again, or this service ends
+            return  # the client has gone, or this service ends
         if _credentials(connection)[1] != os.geteuid():
             connection.close()
             return
@@ -109,17 +109,17 @@ class ChunkService:
             self._readers[connection] = _Reader()
             self._selector.register(connection, selectors.EVENT_READ, self._hear)
 
-    # ---- heaps of this process, whose readers are served ----------------------------------------
+    # ---- heaps of this process ------------------------------------------------------------------
 
     def offer(self, heap: OfferedHeap) -> bool:
-        """Lets other processes map ``heap``; False: this service has ended."""
+        """Lets other processes map ``heap``; returns False if this service has ended."""
         with self._lock:
             if not self._ended:
                 self._heaps[heap.token] = heap
             return not self._ended
 
     def withdraw(self, heap: OfferedHeap) -> None:
-        """Ends the service of a heap."""
+        """Disconnects the readers of a heap; ends the service if it has no other work."""
         with self._lock:
             self._heaps.pop(heap.token, None)
             for connection, reader in list(self._readers.items()):
@@ -128,7 +128,7 @@ class ChunkService:
             self._end_if_idle()
 
     def _hear(self, connection: socket.socket) -> None:
-        """Takes what a reader says: which heap it maps, and later how much of it."""
+        """Receives a reader's message: first the heap's token, later the bytes that it maps."""
         try:
             text = connection.recv(_HELLO.size)
         except BlockingIOError:
@@ -145,7 +145,7 @@ class ChunkService:
             elif reader.heap is not None and number == reader.sent_bytes:
                 reader.mapped_bytes = number
             heap = reader.heap
-            # A reader that has gone, or speaks of something else, maps nothing.
+            # Drop a reader that has gone, or whose heap is unknown.
             if heap is None or not text:
                 self._drop(connection)
             else:
@@ -159,7 +159,7 @@ class ChunkService:
         connection.close()
 
     def _send_next(self, connection: socket.socket, reader: _Reader) -> None:
-        """Sends the next chunk to a reader that has mapped what it got before."""
+        """Sends the next chunk to a reader if it has mapped all chunks sent before."""
         heap = reader.heap
         if (
             heap is None
@@ -170,18 +170,18 @@ class ChunkService:
         try:
             size_bytes, descriptor = heap.export_after(reader.sent_bytes)
         except RingcommError:
-            return  # the driver refuses: kernels go on copying
+            return  # the driver refuses: kernels keep copying
         try:
             text = _CHUNK.pack(reader.sent_bytes, size_bytes, heap.committed_bytes)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            with suppress(OSError):  # it has gone; its end is heard
+            with suppress(OSError):  # the reader has gone; the end of its connection is handled
                 connection.sendmsg([text], [rights])
             reader.sent_bytes += size_bytes
         finally:
             os.close(descriptor)
 
     def send_grown(self, heap: OfferedHeap) -> None:
-        """Sends what ``heap`` has got to its readers."""
+        """Sends new chunks of ``heap`` to its readers."""
         with self._lock:
             for connection, reader in list(self._readers.items()):
                 if reader.heap is heap:
@@ -194,20 +194,20 @@ class ChunkService:
             return min(mapped, default=heap.committed_bytes)
 
     def tell(self, heap: OfferedHeap) -> None:
-        """Tells ``heap`` how much of it all readers map, and then those who wait for it."""
+        """Calls ``heap.set_reached``, then wakes the threads in :meth:`await_readers`."""
         heap.set_reached(self._reached(heap))
         with self._acknowledged:
             self._acknowledged.notify_all()
 
     def await_readers(self, heap: OfferedHeap, size_bytes: int, timeout_s: float) -> bool:
-        """Waits until all readers map so much of ``heap``; False: not in that time."""
+        """Waits until all readers map ``size_bytes`` of ``heap``; False if the time is over."""
         with self._acknowledged:
             return self._acknowledged.wait_for(lambda: self._reached(heap) >= size_bytes, timeout_s)
 
-    # ---- heaps of other processes, which this one maps ------------------------------------------
+    # ---- heaps of other processes ---------------------------------------------------------------
 
     def follow(self, connection: socket.socket, map_next: Callable[[], bool]) -> bool:
-        """Calls ``map_next`` whenever a chunk has come, until it returns False.
+        """Calls ``map_next`` for each chunk that arrives, until ``map_next`` returns False.
 
         Returns False if this service has ended.
         """
@@ -228,7 +228,7 @@ class ChunkService:
             self._selector.unregister(connection)
 
     def leave(self, connection: socket.socket) -> None:
-        """Ends what :meth:`connect` began; the heap's process hears of it."""
+        """Closes a connection of :meth:`follow`; the heap's process then drops this reader."""
         with self._lock:
             self._stop_hearing(connection)
             self._followed.discard(connection)
@@ -249,7 +249,7 @@ class ChunkService:
             _service = None
 
     def forget_in_child(self) -> None:
-        """Closes a forked child's copies of the sockets, so that peers hear of the parent's end."""
+        """Closes a forked child's copies of the sockets, so that peers notice the parent's end."""
         for each in (self._listener, *self._readers, *self._followed):
             each.close()
         self._selector.close()
@@ -273,7 +273,7 @@ os.register_at_fork(after_in_child=_forget_service_in_child)
 
 
 def _in_service(begin: Callable[[ChunkService], bool]) -> ChunkService:
-    """Does ``begin`` in the service of this process, which is started if there is none."""
+    """Calls ``begin`` with this process's service; starts the service if none runs."""
     global _service
     with _starting:
         while True:
@@ -288,32 +288,32 @@ def offer(heap: OfferedHeap) -> ChunkService:
     """Lets other processes map ``heap``, until it is withdrawn from the service.
 
     Raises:
-        RingcommError: there is no thread for it.
+        RingcommError: the service's thread cannot be started.
     """
     return _in_service(lambda service: service.offer(heap))
 
 
 def follow(connection: socket.socket, map_next: Callable[[], bool]) -> ChunkService:
-    """Has a thread call ``map_next`` whenever a chunk has come, until it returns False.
+    """Has the service's thread call ``map_next`` for each chunk that arrives, until it is False.
 
     Raises:
-        RingcommError: there is no thread for it.
+        RingcommError: the service's thread cannot be started.
     """
     return _in_service(lambda service: service.follow(connection, map_next))
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
+    """Returns the process id and the user id at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
 
 
 def connect(name: bytes, pid: int, token: int, timeout_s: float) -> socket.socket:
-    """Connects to the service of process ``pid`` and asks for its heap of that token.
+    """Connects to the service ``name`` of process ``pid``, and requests the heap of that token.
 
     Raises:
-        OSError: there is no such service in this network namespace, or it is another process's.
+        OSError: this network namespace has no such service, or another process serves it.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -332,7 +332,7 @@ def receive(connection: socket.socket) -> Sent | None:
     """Returns the next chunk; None: the other process has closed the connection.
 
     Raises:
-        OSError: nothing came in the socket's time, or not a chunk.
+        OSError: no message arrived within the socket's timeout, or it is not a chunk.
     """
     room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
     text, ancillary, _, _ = connection.recvmsg(_CHUNK.size, room, socket.MSG_CMSG_CLOEXEC)
@@ -347,10 +347,10 @@ def receive(connection: socket.socket) -> Sent | None:
         os.close(descriptor)
     if not text:
         return None
-    raise OSError(0, "what came is not a chunk")
+    raise OSError(0, "received a message that is not a chunk")
 
 
 def acknowledge(connection: socket.socket, mapped_bytes: int) -> None:
-    """Says that so much is mapped."""
+    """Reports that this process has mapped the first ``mapped_bytes`` of the heap."""
     with suppress(OSError):  # the other process has ended
         connection.send(_MAPPED.pack(mapped_bytes))

@@ -1,4 +1,4 @@
-"""The heap of this process on each of its GPUs, and the heaps of peers mapped beside it."""
+"""The heap of this process on each of its GPUs, and the mapped heaps of its peers."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ from ringcomm.memory.host_heap import parse_bytes
 from ringcomm.process import until_exit, warn_of_unknown
 from ringcomm.rendezvous.handles import machine_identity
 
-# ---- Pinned host memory in extents, which copies beside the computation bring to a device and back
+# ---- Pinned host memory in extents, copied to and from a device during the computation
 
 
 class Copy:
-    """One copy between an extent and memory of the device."""
+    """A copy between an extent and memory of the device."""
 
     def __init__(self, runtime: DeviceRuntime, device: int, done: Event) -> None:
         self._runtime, self._device = runtime, device
         self.done = done
 
     def wait(self) -> None:
-        """Makes the stream that is current here wait for the copy; the host goes on."""
+        """Makes the current stream wait for the copy; does not block the host."""
         stream = self._runtime.current_stream(self._device)
         self._runtime.wait_event(self._device, stream, self.done)
 
 
 class PinnedStorage:
-    """Pinned memory of one rank in extents, for one device.
+    """Pinned host memory of one rank in extents, for one device.
 
-    A copy begins when the work that the caller's stream has by then is done, since that work uses
-    the device's memory. Copies that share an extent, or memory from the same address on, run in the
-    order in which they were submitted. Copies to the device and from it have a stream each, since
-    PCIe carries both ways at once.
+    A copy begins after all earlier work of the caller's stream, since that work uses the device's
+    memory. Copies of the same extent, or of device memory at the same address, run in the order of
+    submission. Copies to the device and copies from it have a stream each, since PCIe transfers
+    both ways at once.
 
     Args:
-        runtime: of the device.
-        device: its ordinal.
+        runtime: runtime of the device.
+        device: ordinal of the device.
     """
 
     def __init__(self, runtime: DeviceRuntime, device: int) -> None:
@@ -70,7 +70,7 @@ class PinnedStorage:
         self._to_device = runtime.make_stream(device)
         self._to_host = runtime.make_stream(device)
         self._extents: list[torch.Tensor] = []
-        # By extent, and by address on the device, the last copy.
+        # The last copy of each extent, and at each address on the device.
         self._last: dict[tuple[str, int], Copy] = {}
 
     @property
@@ -79,23 +79,23 @@ class PinnedStorage:
         return sum(extent.nbytes for extent in self._extents)
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Returns memory of the device, of zeros: uint8 [bytes]."""
+        """Returns device memory filled with zeros: uint8 [size_bytes]."""
         device = self._runtime.torch_device(self._device)
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
     def add_extent(self, size_bytes: int) -> int:
-        """Adds an extent of zeros, and returns its number."""
-        pins = self._runtime.torch_device(self._device).type != "cpu"  # an emulated device is one
+        """Adds an extent filled with zeros, and returns its number."""
+        pins = self._runtime.torch_device(self._device).type != "cpu"  # "cpu" if emulated
         made = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=pins)
         self._extents.append(made)
         return len(self._extents) - 1
 
     def read(self, extent: int, memory: torch.Tensor) -> Copy:
-        """Begins to copy an extent to memory of the device: uint8 [bytes], as many as it has."""
+        """Begins to copy an extent to device memory: uint8, as many bytes as the extent has."""
         return self._copy(extent, memory, memory, self._extents[extent], self._to_device)
 
     def write(self, extent: int, memory: torch.Tensor) -> Copy:
-        """Begins to copy memory of the device to an extent."""
+        """Begins to copy device memory to an extent."""
         return self._copy(extent, memory, self._extents[extent], memory, self._to_host)
 
     def _copy(
@@ -120,13 +120,13 @@ class PinnedStorage:
         return done
 
 
-# One device heap: memory of a device (device_memory.py), cut into allocations.
+# One device heap: memory of a device (device_memory.py), divided into allocations.
 #
-# Memory is used by work that the host has only queued, so a freed allocation is not free space
-# yet: an event goes into every stream that may use it, and the space is handed out again once all
-# events have passed. The streams are those that were current where it was allocated and where it
-# died, and those named with ``keep_for_stream``. This is the rule of torch's allocator, with the
-# same duty for the caller: a tensor that is used on further streams must be named to them.
+# Queued work may still use a freed allocation, so its space is not free yet: the heap records an
+# event in every stream that may use the allocation, and reuses the space after all these events.
+# The streams are the current stream at the allocation, the current stream at the free, and the
+# streams passed to ``keep_for_stream``. This is the rule of torch's allocator, with the same duty
+# for callers: they must pass every other stream that uses a tensor to ``keep_for_stream``.
 
 HEAP_BYTES_VARIABLE = "RINGCOMM_CUDA_HEAP_BYTES"
 HEAP_KIND_VARIABLE = "RINGCOMM_CUDA_HEAP"
@@ -135,7 +135,7 @@ TOKEN_BYTES = 8
 
 
 class DeviceAllocation:
-    """A part of a device heap; its space is used again after this object died and work ended."""
+    """A part of a device heap; its space is reused after this object and all work that uses it."""
 
     __slots__ = ("__weakref__", "_streams", "heap", "offset_bytes", "size_bytes")
 
@@ -147,15 +147,15 @@ class DeviceAllocation:
 
     @property
     def ptr(self) -> int:
-        """Its address on the device."""
+        """The address on the device."""
         return self.heap.base_ptr + self.offset_bytes
 
     def keep_for_stream(self, stream: Stream) -> None:
-        """Keeps the space until the work that ``stream`` has when this object dies is done."""
+        """Keeps the space, after this object's end, until work then queued on ``stream`` ends."""
         self._streams[stream.handle] = stream
 
     def tensor(self) -> torch.Tensor:
-        """Its bytes as a tensor (uint8), which keeps this object alive."""
+        """Returns the bytes as a uint8 tensor that keeps this object alive."""
         return self.heap.runtime.tensor(self.heap.device, self.ptr, self.size_bytes, self)
 
     @until_exit
@@ -165,7 +165,7 @@ class DeviceAllocation:
 
 @dataclass
 class _FreedAllocation:
-    """A freed allocation whose space waits for ``events``, None until they are recorded."""
+    """A freed allocation; its space is free after ``events`` (None: not recorded yet)."""
 
     offset_bytes: int
     streams: dict[int, Stream | None]
@@ -173,13 +173,13 @@ class _FreedAllocation:
 
 
 class DeviceHeap:
-    """The memory of this process on one device. ``token`` tells it from all other heaps.
+    """The heap of this process on one device. ``token`` identifies it among all heaps.
 
     Args:
-        runtime: of the device.
-        device: its ordinal.
-        capacity_bytes: that it may have.
-        why_fixed: says why it takes them at once; "": it grows.
+        runtime: runtime of the device.
+        device: ordinal of the device.
+        capacity_bytes: largest size of the heap.
+        why_fixed: the reason that the heap has its full size from the start; "": it grows.
     """
 
     def __init__(
@@ -200,11 +200,11 @@ class DeviceHeap:
         self._lock = threading.Lock()
         self._allocator = _native.Allocator(self.capacity_bytes)
         self._live: WeakValueDictionary[int, DeviceAllocation] = WeakValueDictionary()
-        # Allocations die wherever the garbage collector runs, even inside allocate() of the same
-        # thread: a deque takes them without the lock.
+        # Allocations are deleted wherever the garbage collector runs, even inside allocate() of the
+        # same thread: a deque accepts them without the lock.
         self._dead: deque[_FreedAllocation] = deque()
         self._leaving: list[_FreedAllocation] = []
-        # Offset 0, for good: a peer that maps this memory looks whether it is the right one.
+        # Offset 0 holds the token: a peer that maps this memory checks that it is the right heap.
         self._allocator.allocate(TOKEN_BYTES, ALLOCATION_ALIGN)
         try:
             self.memory.grow(ALLOCATION_ALIGN)
@@ -217,23 +217,23 @@ class DeviceHeap:
         return self.runtime.current_stream(self.device)
 
     def contains(self, ptr: int, size_bytes: int) -> bool:
-        """True if the ``size_bytes`` bytes at ``ptr`` lie in this heap."""
+        """True if the ``size_bytes`` bytes at ``ptr`` are in this heap."""
         return 0 <= ptr - self.base_ptr <= self.capacity_bytes - size_bytes
 
     def is_reached(self, ptr: int, size_bytes: int) -> bool:
-        """True if the bytes lie in this heap, where all processes that map it have mapped it."""
+        """True if the bytes are in the part of this heap that all peers have mapped."""
         return 0 <= ptr - self.base_ptr <= self.memory.reached_bytes - size_bytes
 
     def allocate(self, size_bytes: int, operation: str) -> DeviceAllocation:
-        """An allocation at a multiple of 256 bytes, for use in the order of the current stream.
+        """Returns an allocation at a multiple of 256 bytes, for use in the current stream's order.
 
-        The heap grows where it can. When only space is left whose last work is under way, waits
-        for that work.
+        Grows the heap if needed and possible. If the only fitting space is still used by queued
+        work, waits for that work.
 
         Raises:
-            HeapError: there is no room; names ``operation``, need, free space and remedy.
-            UnsupportedError: the current stream is capturing a graph, which would go on using the
-                memory at every replay, after its object died.
+            HeapError: too little free space; names ``operation``, need, free space and remedy.
+            UnsupportedError: the current stream is capturing a graph, whose replays would use the
+                memory after the allocation is deleted.
         """
         if self.runtime.is_capturing(self.device):
             raise UnsupportedError(
@@ -252,13 +252,13 @@ class DeviceHeap:
                 return allocation
             if not waits:
                 raise self._no_room(size_bytes, operation, refusal) from refusal
-            # Without the lock: another rank's thread may have to allocate before it can make the
-            # call that this work waits for.
+            # Wait without the lock: another rank's thread may need it to allocate before it makes
+            # the call that this work waits for.
             for event in waits:
                 event.synchronize()
 
     def _commit(self, offset_bytes: int, size_bytes: int) -> Exception | None:
-        """Has the heap grow so far; gives the offset back and returns why it cannot."""
+        """Grows the heap to the end of an allocation; on failure frees it and returns the error."""
         try:
             self.memory.grow(offset_bytes + size_bytes)
         except (MemoryError, UnsupportedError) as error:
@@ -268,24 +268,24 @@ class DeviceHeap:
         return None
 
     def await_peers(self, operation: str, timeout_s: float) -> None:
-        """Returns when all processes that map this heap reach all of it.
+        """Waits until all processes that map this heap have mapped all of it.
 
-        For what peers read or write at addresses that no kernel has checked.
+        Needed before peers access addresses that no kernel checks.
 
         Raises:
-            HeapError: one of them did not map it in time.
+            HeapError: a process did not map the heap in time.
         """
         if not self.memory.await_peers(timeout_s):
             raise HeapError(
                 f"{operation}: the heap on device {self.device} has grown to "
-                f"{self.memory.committed_bytes} bytes, of which other processes have mapped "
-                f"{self.memory.reached_bytes} in {timeout_s:g} seconds. Does one of them hang, or "
-                "hold its driver? See what it reports; or allocate before the ranks wait for each "
-                "other"
+                f"{self.memory.committed_bytes} bytes, but after {timeout_s:g} seconds the other "
+                f"processes have mapped only {self.memory.reached_bytes} bytes of it. Does a "
+                "process hang, or is its driver busy? See its output; or allocate before the ranks "
+                "wait for each other"
             )
 
     def give_back(self, offset_bytes: int, streams: dict[int, Stream | None]) -> None:
-        """Takes the space of a freed allocation; in a forked child it stays the parent's."""
+        """Takes back an allocation's space; in a forked child the space stays the parent's."""
         if self._closed or self.pid != os.getpid():
             return
         leaving = _FreedAllocation(offset_bytes, {**streams, self.current_stream(): None}, None)
@@ -294,7 +294,7 @@ class DeviceHeap:
 
     def _record(self, leaving: _FreedAllocation) -> None:
         runtime, device = self.runtime, self.device
-        # An event of a capture never passes; it is recorded behind the capture instead.
+        # An event recorded during a capture never completes: record it after the capture.
         if not any(runtime.is_capturing(device, stream) for stream in leaving.streams):
             leaving.events = [runtime.record_event(device, stream) for stream in leaving.streams]
 
@@ -315,14 +315,14 @@ class DeviceHeap:
         stats = self.stats()
         free_bytes, total_bytes = self.runtime.memory_info(self.device)
         if not self.memory.why_fixed and self.capacity_bytes >= total_bytes:
-            refusal = refusal or MemoryError(f"it may have {self.capacity_bytes} bytes")
+            refusal = refusal or MemoryError(f"its limit is {self.capacity_bytes} bytes")
         if refusal is not None:
             return HeapError(
                 f"{operation}: needs {size_bytes} bytes, and the heap on device {self.device} "
                 f"cannot grow: it has {stats['committed_bytes']} bytes, of which "
                 f"{stats['used_bytes']} are used, and the device has {free_bytes} bytes free of "
-                f"{total_bytes}: {refusal}. Free tensors of the heap, or end what else uses the "
-                "device; torch gives cached memory back with torch.cuda.empty_cache()"
+                f"{total_bytes}: {refusal}. Free tensors of the heap, or end other programs on the "
+                "device; torch.cuda.empty_cache() frees memory that torch caches"
             )
         grows = f"; the heap does not grow: {self.memory.why_fixed}" * bool(self.memory.why_fixed)
         return HeapError(
@@ -333,7 +333,7 @@ class DeviceHeap:
         )
 
     def stats(self) -> dict[str, int]:
-        """Returns ``ringcomm.heap_stats``; space that waits for work to end counts as used."""
+        """Returns ``ringcomm.heap_stats``; freed space that queued work may use counts as used."""
         with self._lock:
             self._reclaim()
             used_bytes = self._allocator.used_bytes
@@ -352,11 +352,11 @@ class DeviceHeap:
         }
 
     def find_allocation(self, ptr: int) -> DeviceAllocation | None:
-        """The live allocation that begins at ``ptr``."""
+        """Returns the live allocation that begins at ``ptr``, or None."""
         return self._live.get(ptr - self.base_ptr)
 
     def close(self) -> None:
-        """Gives the memory back; allocations that still live must not be used any more."""
+        """Frees the memory; allocations that still exist must not be used any more."""
         if not self._closed:
             self._closed = True
             self.memory.close()
@@ -365,13 +365,13 @@ class DeviceHeap:
 # The heap of this process on each of its devices, and tensors in it.
 #
 # One heap per process and device, made at first use: all communicators and heap tensors on the
-# device share it, and a peer that has mapped it reaches all of them. It is given back at exit,
-# after the mappings of peers' heaps.
+# device share it, and a peer that has mapped it can access all of them. It is freed at exit, after
+# the mappings of peers' heaps.
 
-# Of a heap that does not grow.
+# The default size of a heap that does not grow.
 DEFAULT_HEAP_BYTES = 1 << 30
-# The driver shares memory between processes by whole pages of 2 MiB: a smaller allocation would
-# show the peers what lies beside it.
+# The driver shares memory between processes in whole pages of 2 MiB: with a smaller allocation,
+# peers could read the rest of its page.
 PAGE_BYTES = 2 << 20
 # After the communicators (100) and the mappings of peers' heaps (90).
 EXIT_PRIORITY = 80
@@ -400,7 +400,7 @@ os.register_at_fork(after_in_child=_forget_heaps_in_child)
 
 
 def why_heap_is_fixed(runtime: DeviceRuntime, device: int) -> str:
-    """Says why the heap on ``device`` is, or will be, one allocation; "": it grows by chunks.
+    """Returns why the heap on ``device`` is, or will be, one allocation; "" if it grows by chunks.
 
     Raises:
         ArgumentError: ``RINGCOMM_CUDA_HEAP`` is not a kind of heap.
@@ -454,23 +454,23 @@ def _make_heap(runtime: DeviceRuntime, device: int, heap_bytes: int | None) -> D
         raise HeapError(
             f"device heap: needs {needed_bytes} bytes, free {free_bytes} bytes of the "
             f"{total_bytes} bytes of device {device} ({runtime.identity(device).name}): {error}. "
-            f"Set {HEAP_BYTES_VARIABLE} (or heap_bytes=) to a smaller size, or end what else uses "
-            "the device; torch gives cached memory back with torch.cuda.empty_cache()"
+            f"Set {HEAP_BYTES_VARIABLE} (or heap_bytes=) to a smaller size, or end other programs "
+            "on the device; torch.cuda.empty_cache() frees memory that torch caches"
         ) from error
 
 
 def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
-    """The heap of this process on ``device``, made now if this is the first use.
+    """Returns the heap of this process on ``device``, and makes it at the first use.
 
     Args:
         device: ordinal in this process.
         heap_bytes: capacity in bytes, rounded up to 2 MiB; None takes
-            ``RINGCOMM_CUDA_HEAP_BYTES``, or else all the device's memory. A heap that does not
-            grow takes it at once, and by default 1 GiB, or half of the device's free memory if
-            that is less.
+            ``RINGCOMM_CUDA_HEAP_BYTES``, or else the size of the device's memory. A heap that does
+            not grow allocates its capacity at once; its default is 1 GiB, or half of the device's
+            free memory if half is less.
 
     Raises:
-        HeapError: it cannot be made, or it exists already and is smaller than asked.
+        HeapError: the heap cannot be made, or exists already with less than ``heap_bytes``.
         ArgumentError: the size is not usable.
         UnsupportedError: this process has no devices; says why.
         ForkError: this process was forked from one that used its devices.
@@ -480,15 +480,15 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
     with process.lock:
         heap = process.heaps.get(device)
         if heap is not None and heap.runtime is not runtime:
-            # cuda.use() has set another one meanwhile. First out of the table: who finds
-            # a heap there may read it.
+            # cuda.use() has set another runtime since. Remove the heap from the table first: other
+            # threads may use heaps that they find there.
             del process.heaps[device]
             heap.close()
             heap = None
         if heap is None:
             heap = process.heaps[device] = _make_heap(runtime, device, heap_bytes)
             if not process.closes_at_exit:
-                # Not atexit, which the children of multiprocessing skip.
+                # Not atexit, which children of multiprocessing skip.
                 Finalize(None, close_heaps, exitpriority=EXIT_PRIORITY)
                 process.closes_at_exit = True
         elif heap_bytes is not None and heap.capacity_bytes < heap_bytes:
@@ -501,18 +501,18 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
 
 
 def existing_heap(device: int) -> DeviceHeap | None:
-    """The heap on ``device`` if there is one."""
+    """Returns the heap on ``device``, or None."""
     return _process.heaps.get(device)
 
 
 def heap_of_token(token: int) -> DeviceHeap | None:
-    """This process's heap of that token, whichever device it is on."""
+    """Returns this process's heap with that token, on any device, or None."""
     heaps = list(_process.heaps.values())
     return next((heap for heap in heaps if heap.token == token), None)
 
 
 def close_heaps() -> None:
-    """Gives all heaps of this process back; runs at exit."""
+    """Frees all heaps of this process; runs at exit."""
     process = _process
     with process.lock:
         while process.heaps:
@@ -521,10 +521,10 @@ def close_heaps() -> None:
 
 
 def keep_for_stream(device: int, tensor: torch.Tensor, stream: Stream) -> None:
-    """Keeps the tensor's memory from reuse before the work on ``stream`` that uses it is done.
+    """Keeps the tensor's memory until the work on ``stream`` that uses the tensor is done.
 
-    For tensors of any origin: those of the heap wait as described above, all others as torch's
-    ``Tensor.record_stream`` does it.
+    The tensor may be from a heap, or any other: for the latter, torch's ``Tensor.record_stream``
+    keeps the memory.
     """
     heap = existing_heap(device)
     allocation = (
@@ -539,7 +539,7 @@ def keep_for_stream(device: int, tensor: torch.Tensor, stream: Stream) -> None:
 def device_empty(
     shape: tuple[int, ...], dtype: torch.dtype, device: int, operation: str = "ringcomm.empty"
 ) -> torch.Tensor:
-    """A contiguous tensor in the heap of ``device``, not initialised; see ``ringcomm.empty``."""
+    """Returns an uninitialized tensor in the heap of ``device``; see ``ringcomm.empty``."""
     count_elems = prod(shape)
     if count_elems == 0:
         on_device = cuda.current().torch_device(device)
@@ -548,10 +548,10 @@ def device_empty(
     return allocation.tensor().view(dtype).view(shape)
 
 
-# ---- The device heaps of the other ranks, mapped here once each, however many communicators use
-# them A peer is a thread of this process on the same device (the heap is this rank's own), a thread
-# on another device (peer access between two devices of this process), or another process (whose
-# chunks it hands out, or CUDA IPC, which never works in the process that made the handle).
+# ---- The device heaps of the other ranks, each mapped once for all communicators of this process.
+# A peer is a thread of this process on the same device (it uses this rank's own heap), a thread on
+# another device (by peer access between the two devices), or another process (by chunks that it
+# sends, or by CUDA IPC, which never works in the process that made the handle).
 
 # After the communicators (100), before the heaps of this process (80).
 UNMAP_PRIORITY = 90
@@ -579,13 +579,12 @@ class RecorderAddress:
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """The address of a rank's device heap and of its region, and what all ranks must agree on.
+    """A rank's message to its peers: its device heap, its region, and values that must agree.
 
-    ``ipc_handle`` and ``service``, which hands out the chunks of a heap that grows, are
-    hexadecimal; both are empty when the driver shares nothing, for the reason that ``ipc_refusal``
-    states. ``proof`` is random in every communicator: what the ranks write to
-    each other when they prove their links cannot be left over from an earlier one. The fields of
-    the recorder are 0 where nothing is recorded.
+    ``ipc_handle`` and ``service`` (the socket that sends a growing heap's chunks) are hexadecimal.
+    Both are empty if the driver cannot share the heap; ``ipc_refusal`` has the reason. ``proof`` is
+    random in every communicator, so that the values by which ranks test their links differ from an
+    earlier communicator's. The recorder's fields are 0 without a flight recorder.
     """
 
     rank: int
@@ -616,7 +615,7 @@ class DeviceHandle:
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> DeviceHandle:
-        """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
+        """Parses the handle that ``rank`` posted; raises RendezvousError if it is not valid."""
         return cls(**read_fields(cls, text, rank, operation, hexadecimal=("ipc_handle", "service")))
 
     @property
@@ -632,7 +631,7 @@ class DeviceHandle:
 
     @property
     def named(self) -> str:
-        """The rank and its device, as errors name them."""
+        """The rank and its device, for error messages."""
         return (
             f"rank {self.rank} (pid {self.pid}, device {self.device}: {self.device_name} at "
             f"{self.pci_bus_id})"
@@ -649,19 +648,19 @@ def make_handle(
     *,
     shares: bool = True,
 ) -> DeviceHandle:
-    """Makes what this rank tells its peers.
+    """Returns the handle that this rank sends to its peers.
 
     Args:
-        heap: of this rank.
+        heap: heap of this rank.
         rank: this rank.
         world_size: the number of ranks.
         region: offset in the heap and size, in bytes.
-        layout: what all ranks must agree on.
-        recorder: of this rank, if it has one.
-        shares: False if all ranks are of this process, which needs no way into its heap.
+        layout: layout of the region, which must be equal on all ranks.
+        recorder: flight recorder of this rank, or None.
+        shares: False if all ranks are threads of this process, so that none has to map the heap.
 
     Raises:
-        RingcommError: there is no thread that hands the heap's chunks out.
+        RingcommError: the thread that sends the heap's chunks cannot be started.
     """
     host, boot, pid_namespace = machine_identity()
     identity = heap.runtime.identity(heap.device)
@@ -696,9 +695,9 @@ def make_handle(
 
 
 class MappedDeviceHeap:
-    """A rank's device heap as this process reaches it: ``base_ptr`` for kernels and copies.
+    """A rank's device heap, mapped in this process at ``base_ptr`` for kernels and copies.
 
-    ``pid`` is 0 when the rank is a thread of this process. ``heap`` is that thread's heap then.
+    If the rank is a thread of this process, ``pid`` is 0 and ``heap`` is the thread's heap.
     """
 
     __slots__ = ("__weakref__", "base_ptr", "heap", "pid")
@@ -710,7 +709,7 @@ class MappedDeviceHeap:
 
 
 class _OpenedHeap(MappedDeviceHeap):
-    """Another process's heap, opened for one device; closed when the last user lets go."""
+    """Another process's heap, mapped for one device; closed when its last user is deleted."""
 
     __slots__ = ("_closed", "_opened_by", "memory")
 
@@ -731,14 +730,14 @@ class _OpenedHeap(MappedDeviceHeap):
         self._closed = False
 
     def close(self) -> None:
-        # In a forked child the mapping is the parent's.
+        # In a forked child the mapping belongs to the parent.
         if not self._closed and self._opened_by == os.getpid():
             self._closed = True
             self.memory.close()
 
     @until_exit
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):  # it has been opened
+        if hasattr(self, "_closed"):  # __init__ has succeeded
             self.close()
 
 
@@ -765,18 +764,18 @@ os.register_at_fork(after_in_child=_forget_mappings_in_child)
 
 
 def close_mappings() -> None:
-    """Closes all mappings of other processes' heaps; runs at exit, before the own are freed."""
+    """Closes the mappings of other processes' heaps; runs at exit, before close_heaps()."""
     for mapped in list(_mappings.opened.values()):
         mapped.close()
 
 
 def opened_heaps() -> int:
-    """Returns how many heaps of other processes are mapped now."""
+    """Returns the number of heaps of other processes that are mapped now."""
     return len(_mappings.opened)
 
 
 def map_device_heap(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedDeviceHeap:
-    """The heap that ``handle`` names, as kernels on ``own_heap``'s device reach it.
+    """Returns the heap of ``handle``, mapped for kernels on ``own_heap``'s device.
 
     Args:
         handle: as received from the peer.
@@ -784,9 +783,9 @@ def map_device_heap(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) 
         operation: named in errors.
 
     Raises:
-        UnsupportedError: the two devices cannot reach each other; names both and usual causes.
+        UnsupportedError: the two devices cannot access each other; names both and usual causes.
         MismatchError: the ranks use different kinds of device.
-        RendezvousError: the peer is gone, or is not who it said.
+        RendezvousError: the peer is gone, or the mapped memory is not its heap.
     """
     if handle.token == own_heap.token:
         return MappedDeviceHeap(own_heap.base_ptr, 0, own_heap)
@@ -805,7 +804,7 @@ def _peer_device(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> 
     if heap is None:
         raise RendezvousError(
             f"{operation}: {handle.named} is in this process, which has no such heap. "
-            "Was it closed, or the runtime replaced, meanwhile?"
+            "Was the heap closed, or the runtime replaced?"
         )
     try:
         own_heap.runtime.enable_peer(own_heap.device, heap.device)
@@ -838,20 +837,20 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
                 raise RendezvousError(
                     f"{operation}: what this process mapped is not the heap that {handle.named} "
                     f"announced: its token is {found:#x}, announced {handle.token:#x}. Has the "
-                    "peer ended meanwhile?"
+                    "peer ended?"
                 )
             process.opened[key] = opened
     if not opened.memory.await_bytes(handle.committed_bytes, MAPPING_WAIT_S):
-        raise _no_chunks(handle, operation, OSError(0, "a chunk did not come, or found no place"))
+        raise _no_chunks(handle, operation, OSError(0, "a chunk did not arrive, or was not mapped"))
     return opened
 
 
 def _no_chunks(handle: DeviceHandle, operation: str, error: OSError) -> RendezvousError:
     said = error.strerror or str(error) or type(error).__name__
     return RendezvousError(
-        f"{operation}: the heap of {handle.named} could not be mapped: {said}. Has the peer ended "
-        "meanwhile? Do the ranks run in containers that do not share a network namespace? Share "
-        f"it, or set {HEAP_KIND_VARIABLE}=fixed on all ranks"
+        f"{operation}: the heap of {handle.named} could not be mapped: {said}. Has the peer "
+        "ended? Do the ranks run in containers that do not share a network namespace? Share it, or "
+        f"set {HEAP_KIND_VARIABLE}=fixed on all ranks"
     )
 
 

@@ -1,9 +1,9 @@
-"""The memory behind a device heap: chunks that are added as it fills, or one allocation.
+"""The memory of a device heap: chunks that are added as the heap fills, or one allocation.
 
-Chunks are the CUDA driver's virtual memory: a range of addresses is reserved, as large as the heap
-may ever be, and memory is mapped to it from its start. So an address, and an offset from the base,
-hold for as long as the heap lives, here and in each process that maps the same chunks at the same
-offsets of a range of its own. One allocation is for drivers without virtual memory.
+Chunks use the CUDA driver's virtual memory: the heap reserves addresses for its largest size, and
+maps memory to them from the start, chunk by chunk. So an address and its offset from the base stay
+valid while the heap lives. Each peer process reserves a range of its own and maps the same chunks
+at the same offsets. Drivers without virtual memory get one allocation.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ringcomm.memory.chunk_service import (
     receive,
 )
 
-# The least that a heap gets at a time once it has as much; before that it doubles, so that a
-# communicator alone takes little. A choice that no GPU has measured.
+# A smaller heap doubles when it grows, so that a single communicator takes little memory; a larger
+# heap grows by at least this size. A choice, not measured on a GPU.
 GROWTH_BYTES = 256 << 20
-# How long an allocation waits until all processes map what it made the heap grow by. That is a
-# message each way, unless their driver is busy; then kernels copy that memory meanwhile.
+# How long an allocation waits until all processes have mapped the heap's new chunks. This takes a
+# message each way unless a process's driver is busy; until then kernels copy data in these chunks.
 GROWTH_WAIT_S = 2.0
-# How long a process waits for the chunks of a peer that is there.
+# How long a process waits for the chunks of a running peer.
 MAPPING_WAIT_S = 30.0
 
 
 class FixedMemory:
-    """One allocation of the runtime's, which never grows.
+    """Memory of a heap that does not grow: one allocation by the runtime.
 
     Args:
-        runtime: of the device.
-        device: its ordinal.
-        capacity_bytes: all of which is taken at once.
-        why_fixed: says why it does not grow.
+        runtime: runtime of the device.
+        device: ordinal of the device.
+        capacity_bytes: size of the allocation.
+        why_fixed: the reason that the heap does not grow, for messages.
     """
 
     def __init__(
@@ -57,23 +57,23 @@ class FixedMemory:
         self.base_ptr = runtime.allocate(device, capacity_bytes)
 
     def grow(self, end_bytes: int) -> None:
-        """Does nothing: everything is there."""
+        """Does nothing: all memory is allocated already."""
 
     def export(self) -> tuple[str, str, str]:
-        """Returns the IPC handle, "" as the name of a service, and why there is no handle."""
+        """Returns the IPC handle, "" as the service's name, and the error if it has no handle."""
         try:
             return self._runtime.export_handle(self._device, self.base_ptr).hex(), "", ""
         except UnsupportedError as error:
             return "", "", str(error)
 
     def grant(self, device: int) -> None:
-        """Does nothing: peer access of the devices is enough."""
+        """Does nothing: peer access between the devices is enough."""
 
     def tell(self, told: Callable[[int], None]) -> None:
-        """Does nothing: peers reach all of it."""
+        """Does nothing: peers map all of the memory."""
 
     def await_peers(self, timeout_s: float) -> bool:
-        """Returns True: peers reach all of it."""
+        """Returns True: peers map all of the memory."""
         return True
 
     def close(self) -> None:
@@ -81,17 +81,18 @@ class FixedMemory:
 
 
 class GrowingMemory:
-    """Chunks in a reserved range, handed out to the processes that map it.
+    """Memory of a heap that grows: chunks in a reserved range, shared with peer processes.
 
     Args:
-        runtime: of the device.
-        device: its ordinal.
-        capacity_bytes: that it may grow to; addresses alone are taken for it.
-        token: by which other processes ask for it.
+        runtime: runtime of the device.
+        device: ordinal of the device.
+        capacity_bytes: the largest size; only addresses are reserved for it.
+        token: names this heap in requests of other processes.
 
     Attributes:
-        base_ptr, capacity_bytes: of the range.
-        reached_bytes: so many from its start are mapped wherever this heap is.
+        base_ptr, capacity_bytes: first address and size of the range.
+        committed_bytes, reached_bytes: bytes from the start that have memory, and that all
+            processes which map this heap have mapped.
 
     Raises:
         UnsupportedError: the driver refuses the range.
@@ -112,10 +113,10 @@ class GrowingMemory:
         self.committed_bytes = self.reached_bytes = 0
 
     def grow(self, end_bytes: int) -> None:
-        """Makes memory up to there, and waits a while for the processes that map it.
+        """Adds chunks up to offset ``end_bytes``; waits GROWTH_WAIT_S for peers to map them.
 
         Raises:
-            MemoryError: the device has no room.
+            MemoryError: the device has too little free memory.
             UnsupportedError: the driver refuses.
         """
         with self._growing:
@@ -139,19 +140,19 @@ class GrowingMemory:
             service.await_readers(self, self.committed_bytes, GROWTH_WAIT_S)
 
     def export(self) -> tuple[str, str, str]:
-        """Returns "" as the IPC handle, the name of the service that hands chunks out, and ""."""
+        """Returns "" as the IPC handle, the name of the service that sends chunks, and ""."""
         with self._growing:
             if self._service is None:
                 self._service = offer(self)
             return "", self._service.name.hex(), ""
 
     def export_after(self, mapped_bytes: int) -> tuple[int, int]:
-        """Returns the size of the chunk that begins there, and a new descriptor of it."""
+        """Returns the size and a new descriptor of the chunk at offset ``mapped_bytes``."""
         chunk = next(each for each in self._range.chunks if each.offset_bytes == mapped_bytes)
         return chunk.size_bytes, self._range.export(chunk)
 
     def grant(self, device: int) -> None:
-        """Lets kernels of another device of this process use it.
+        """Lets kernels of another device of this process use the memory.
 
         Raises:
             UnsupportedError: the driver refuses.
@@ -160,16 +161,16 @@ class GrowingMemory:
             self._range.grant(device)
 
     def tell(self, told: Callable[[int], None]) -> None:
-        """Calls ``told`` with ``reached_bytes``, now and whenever it has grown.
+        """Calls ``told`` with ``reached_bytes``, now and after each growth.
 
-        After it has raised ReferenceError it is called no more.
+        The calls end when ``told`` raises ReferenceError.
         """
         with self._guard:
             self._told.append(told)
         told(self.reached_bytes)
 
     def set_reached(self, size_bytes: int) -> None:
-        """Is told that all processes map so much of it; what they once map they keep."""
+        """Records that all processes map the first ``size_bytes``; they never unmap a chunk."""
         with self._guard:
             told = list(self._told) if size_bytes > self.reached_bytes else []
         for each in told:
@@ -178,11 +179,11 @@ class GrowingMemory:
             except ReferenceError:
                 with self._guard, suppress(ValueError):
                     self._told.remove(each)
-        with self._guard:  # only now: who has awaited it may launch what relies on it
+        with self._guard:  # last: a waiting thread may then launch kernels that need these calls
             self.reached_bytes = max(self.reached_bytes, size_bytes)
 
     def await_peers(self, timeout_s: float) -> bool:
-        """Waits until peers reach all of it; False: not in that time."""
+        """Waits until peers map all of the memory; returns False if the time is over first."""
         service = self._service
         if service is None or self.reached_bytes >= self.committed_bytes:
             return True
@@ -192,7 +193,7 @@ class GrowingMemory:
         if self._service is not None:
             self._service.withdraw(self)
         # Unlike cudaFree, the driver does not wait for work that uses the memory.
-        with suppress(RuntimeError):  # a kernel has failed
+        with suppress(RuntimeError):  # a kernel failed
             self._runtime.synchronize(self._device)
         self._range.close()
 
@@ -217,20 +218,20 @@ class PeerAllocation:
 
 
 class PeerChunks:
-    """Another process's :class:`GrowingMemory`, mapped for a device, with all that it gets later.
+    """Another process's :class:`GrowingMemory`, mapped for a device, including its later chunks.
 
-    What is mapped stays readable when that process has ended.
+    Mapped chunks stay readable after the other process has ended.
 
     Args:
-        runtime: of the device.
-        device: its ordinal.
-        service: the name of that process's service, and its pid.
-        token: of the heap.
-        capacity_bytes: of the heap.
+        runtime: runtime of the device.
+        device: ordinal of the device.
+        service: the name of the other process's service, and the process's pid.
+        token: token of the heap.
+        capacity_bytes: largest size of the heap.
 
     Raises:
         UnsupportedError: the driver refuses.
-        OSError: that process does not answer, or gives no chunk.
+        OSError: the other process does not answer, or sends no chunk.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class PeerChunks:
             acknowledge(self._connection, self._range.mapped_bytes)
 
     def _map_next(self) -> bool:
-        """Maps a chunk that has come; False: there will be no more."""
+        """Maps a received chunk; returns False if no more chunks can follow."""
         with self._lock:
             if self._closed or self._connection is None:
                 return False
@@ -290,13 +291,13 @@ class PeerChunks:
             except BlockingIOError:
                 return True
             except (OSError, RingcommError):
-                # What is not acknowledged is not lent to this process, whose connection must stay:
-                # its end would mean that this process maps nothing any more.
+                # The owner does not lend this process memory without an acknowledgement. Keep the
+                # connection open: its end would mean that this process maps no chunk.
                 return False
             return sent is not None
 
     def await_bytes(self, size_bytes: int, timeout_s: float) -> bool:
-        """Waits until so much from the start is mapped; False: not in that time."""
+        """Waits until the first ``size_bytes`` are mapped; returns False if the time is over."""
         end = time.monotonic() + timeout_s
         while self._range.mapped_bytes < size_bytes:
             if time.monotonic() >= end:
@@ -317,13 +318,13 @@ class PeerChunks:
             self._range.close()
 
     def _await_readers(self) -> None:
-        """Waits for what the current stream still does with this memory.
+        """Waits until the current stream no longer uses this memory, since the driver does not.
 
-        The driver does not. Kernels of communicators have ended before; not all devices' work is
-        awaited, since some of it may wait for this thread.
+        Communicators' kernels have ended already. This does not wait for other streams, since
+        their work may wait for this thread.
         """
         runtime, device = self._runtime, self._device
         stream = runtime.current_stream(device)
         if not runtime.is_capturing(device, stream):
-            with suppress(RuntimeError):  # a kernel has failed
+            with suppress(RuntimeError):  # a kernel failed
                 runtime.record_event(device, stream).synchronize()

@@ -108,7 +108,7 @@ def test_a_heap_that_cannot_grow_says_so_and_loses_nothing(runtime):
     assert ringcomm.heap_stats("cuda") == before
     runtime.free(0, other)
     assert take(40 * MIB).numel() == 40 * MIB
-    with pytest.raises(HeapError, match=r"cannot grow: .*: it may have 67108864 bytes\. Free"):
+    with pytest.raises(HeapError, match=r"cannot grow: .*: its limit is 67108864 bytes\. Free"):
         take(50 * MIB)
     del kept
 

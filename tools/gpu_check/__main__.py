@@ -21,32 +21,32 @@ from .runner import BUDGET_S, FAILED, LEFT_OUT, STAGES, Result, Runner, Stage, l
 from .stages import MARK, NOT_A_GPU, RUN, CheckRun
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the commands print and write; git does not see it.
+# Output and files of the commands; git ignores this folder.
 FOLDER = ROOT / "build" / "gpu-check"
 LOG_NAME = "gpu-check.log"
 NO_GPU_STATUS = 2
-# In a process of its own: a context here would hold memory during the whole run.
+# Runs in its own process: a CUDA context in this one would hold memory during the whole run.
 _PROBE = "import json; from {} import {} as Device; print(json.dumps(Device(0).facts()))"
 _GPU, _EMULATED = ("ringcomm.bench.devices", "CudaDevice"), ("tests.gpu.rehearsed", "EmulatedGpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 when a stage failed, 2 without a usable GPU. A missed goal is no failure."""
+    """Returns 0, 1 if a stage failed, or 2 without a usable GPU; a missed goal returns 0."""
     begin = time.monotonic()
     stages, rehearsal = _parse(argv)
-    # As an exception it ends the command that runs, too.
+    # The exception ends the running command, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = FOLDER.with_name(f"{FOLDER.name}-{rehearsal}") if rehearsal else FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    # The tests of a rehearsal would run on a GPU that they see.
+    # Hide GPUs from a rehearsal, since its tests would run on them.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}
     runner = Runner(ROOT, folder / LOG_NAME, {**os.environ, **hidden})
     probe = _PROBE.format(*(_EMULATED if rehearsal else _GPU))
     probed = runner.run([sys.executable, "-c", probe], 60.0)
     if probed.status != 0:
         print(f"gpu-check: no usable GPU here: {probed.why}")
-        print("REHEARSE=1 runs all of it on an emulated device, at small sizes")
+        print("REHEARSE=1 runs all stages on an emulated device, at small sizes")
         return NO_GPU_STATUS
     facts = json.loads(probed.why)
     facts |= {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], str]:
-    """Returns the stages with their parts of the time, and the kind of rehearsal, or ""."""
+    """Returns the stages with their shares of the budget, and the kind of rehearsal or ""."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     names = ",".join(stage.name for stage in STAGES)
     add = parser.add_argument
     add("--stages", default=names, metavar="LIST", help=f"some of {names}")
-    told = "for all stages together; a stage without time is left out, and named in the results"
+    told = "for all stages together; a stage without time is skipped, and listed in the results"
     add("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help=told)
-    told = "on an emulated device, whose figures are no GPU's and are marked; or a sample of it"
+    told = "on an emulated device, with marked figures; or a sample of the rehearsal"
     kinds = ("rehearsal", "sample")
     add("--rehearse", nargs="?", const=kinds[0], default="", choices=kinds, help=told)
     given = parser.parse_args(argv)
@@ -86,7 +86,7 @@ def run_stages(
     run: Mapping[str, Callable[[CheckRun, float], Result]],
     begin: float,
 ) -> list[Result]:
-    """Runs stages; one that fails or raises stops no other. Their time counts from ``begin``."""
+    """Runs the stages, even after one fails or raises. Their time counts from ``begin``."""
     results = check.files.results
     for index, stage in enumerate(stages):
         started = time.monotonic()
@@ -109,7 +109,7 @@ def run_stages(
 
 
 def summary(facts: Mapping[str, str], results: Sequence[Result]) -> list[str]:
-    """Returns the short table that a run ends with."""
+    """Returns the summary that is printed at the end of a run."""
     lines = ["", f"gpu-check: {facts['gpu']}, commit {facts['commit']}"]
     lines += [f"{REHEARSAL} {facts[REHEARSAL]}"] if REHEARSAL in facts else []
     if any(result.reports for result in results):

@@ -1,22 +1,22 @@
-"""The measurements that the goals speak of, as runs of the benchmarks."""
+"""The benchmark runs that measure the figures of the goals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-WORLDS = (2, 8, 4)  # in the order of their weight
+WORLDS = (2, 8, 4)  # the most important first
 _GPU = "--device cuda --tensors heap"
 _SYSTEMS = "ringcomm:one_shot,serial,triton:one_shot,torch,copy"
-# Multiprocessors that all ranks of the GPU use together; 0: as many as there are.
+# Ranks, and the multiprocessors that they use together; 0: all multiprocessors of the GPU.
 _GRID = ((2, (0, 64, 32)), (8, (0, 64, 32)), (4, (0,)))
-# 85 M parameters; 2,048 tokens, where hosts are the limit, and 16,384.
+# 85 M parameters; 2,048 tokens, where the host limits the speed, and 16,384 tokens.
 _MODEL = "--width 768 --depth 12 --heads 12 --batches 4,512 16,1024"
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run of a bench. ``limit_s`` bounds it; an optional one may fail."""
+    """One run of a benchmark, of at most ``limit_s`` seconds; an optional run may fail."""
 
     name: str
     limit_s: float
@@ -30,20 +30,20 @@ class BenchRun:
 
 
 def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
-    """Plans the benches in the order of their weight: a slow machine goes without the last ones."""
-    # Both kinds of loops, Triton's kernels, torch and the copy, all sizes, as graphs replay calls:
-    # one by one a call of all ranks would take what it costs the host, which grows with the ranks.
+    """Plans the benchmarks, the most important first: a slow machine skips the last ones."""
+    # Both kinds of loops, Triton's kernels, torch and the copy, at all sizes, in CUDA graphs: with
+    # single calls, the rows would show the host's cost, which grows with the number of ranks.
     how = f"{_GPU} --mode one-launch --graph --placement usual --peers {_SYSTEMS}"
     how += " -b 4K -e 256M -f 4 -r 9 -w 2"
     in_graphs = [
         BenchRun(f"in graphs, {n} ranks", 45.0, f"collectives {how} --ranks {n}") for n in WORLDS
     ]
-    # The sizes between, with the algorithm that is for them.
+    # Small sizes in finer steps, with the algorithm for small messages (LL).
     how = f"{_GPU} --mode one-launch --graph --ranks 2 --placement in -b 4K -e 32K -f 2 -r 15 -w 3"
     peers = "--peers ringcomm:one_shot,ringcomm:ll,torch"
     small = BenchRun("small, in graphs", 30.0, f"collectives all_reduce {how} {peers}")
-    # Processes that share the GPU, with NCCL where its version lets them; else one run shows what
-    # there is to show. NCCL's kernels may wait for a rank whose process has no time slice.
+    # Processes that share the GPU, with NCCL if its version allows it; otherwise a single run shows
+    # NCCL's refusal. NCCL's kernels may wait for a rank whose process has no time slice.
     how = f"{_GPU} --mode processes-on-one-gpu --placement usual --peers nccl -b 4K -e 64M -f 16"
     how += " -r 5 -w 1 --turn-us 5000"
     shared = [
@@ -54,7 +54,7 @@ def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
 
 
 def grid_plan() -> list[BenchRun]:
-    """Plans reductions and copies of large buffers by both kinds of loops, by multiprocessors."""
+    """Plans large reductions and copies by kind of loops and number of multiprocessors."""
     how = f"{_GPU} --mode one-launch --graph --placement usual --subject ringcomm:one_shot"
     how += " --peers serial:one_shot,copy -b 64M -e 256M -f 4 -r 5 -w 1"
     return [
@@ -70,7 +70,7 @@ def grid_plan() -> list[BenchRun]:
 
 
 def calls_plan() -> list[BenchRun]:
-    """Plans what single calls cost the host: entry points of the driver, then collectives."""
+    """Plans runs that measure the host's cost of single driver calls and collectives."""
     return [
         BenchRun("driver", 25.0, "device_calls --what driver --calls 500"),
         BenchRun("calls", 30.0, "device_calls --what calls"),
@@ -78,14 +78,14 @@ def calls_plan() -> list[BenchRun]:
 
 
 def optimizer_plan() -> list[BenchRun]:
-    """Plans as :func:`plan` does, for the optimizer."""
+    """Plans the runs of the optimizer's update and step."""
     steps = [BenchRun(f"step, {n} ranks", 25.0, f"device_steps step -m 256 -n {n}") for n in WORLDS]
     shard = BenchRun("shard", 25.0, "device_steps shard -m 256")
     return [shard, *steps]
 
 
 def training_plan() -> list[BenchRun]:
-    """Plans the training steps of one rank, a process for each system beside torch alone."""
+    """Plans training steps of one rank: one process per system, which also times torch alone."""
     how = f"training --device cuda -n 1 {_MODEL} -r 7"
     in_graphs = "--graph"
     systems = {
@@ -100,8 +100,8 @@ def training_plan() -> list[BenchRun]:
     ]
 
 
-# The smallest runs of every bench that show that it ends, checks its results and writes them. If an
-# option is given twice, the last value counts.
+# Options for the smallest run of each benchmark that still ends, checks its results and writes
+# them. If an option is given twice, the last value counts.
 _SMALL = {
     "collectives": "-b 4K -e 16K -r 2 -w 1",
     "device_calls": "--calls 2 -r 1",
@@ -111,9 +111,9 @@ _SMALL = {
 
 
 def rehearsed(run: BenchRun) -> BenchRun:
-    """Returns the run at small sizes, on an emulated device, which needs more time than a GPU."""
+    """Returns the run with small sizes, and time enough for an emulated device."""
     words = f"{run.words} {_SMALL[run.words.split()[0]]}"
     if words.startswith("collectives") and "--graph" in words:
-        # There an emulated device captures none of torch's operations.
+        # Graphs of an emulated device do not capture operations of torch.
         words = words.replace(",torch", "").replace(",copy", "")
     return replace(run, limit_s=120.0, words=words, runner="tests.gpu.rehearsed")

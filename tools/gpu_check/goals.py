@@ -1,4 +1,4 @@
-"""The goals that a GPU's figures are held against, and how far each is reached."""
+"""The goals for a GPU's figures, and how far each goal is reached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 
 @dataclass(frozen=True)
 class Where:
-    """The rows that a goal speaks of. None admits any."""
+    """Selects the rows of a goal; a field of None admits every row."""
 
     system: Collection[str]
     collective: Collection[str] | None = None
@@ -32,7 +32,7 @@ class Where:
     from_count: int = 0
     dtype: str | None = None
     placement: str | None = None
-    graph: bool = False  # whether a graph's replays were timed
+    graph: bool = False  # True: rows that timed replays of a graph
     ranks: Collection[int] | None = None
 
     def admits(self, row: Row) -> bool:
@@ -46,12 +46,12 @@ class Where:
             and self.placement in (None, row.placement)
             and (row.graph_calls > 0) == self.graph
             and (self.ranks is None or row.ranks in self.ranks)
-            # A number of blocks that was asked for is for comparisons.
+            # Runs with a chosen number of blocks are comparisons only.
             and not row.note.endswith(BLOCKS)
         )
 
 
-# Of a row of a report, among all reports of the run; None without a figure.
+# Computes the figure of a row from its report, the row, and all reports; None: no figure.
 Measured = Callable[[Report, Row, Sequence[Report]], float | None]
 
 
@@ -60,12 +60,12 @@ def _ratio(report: Report, row: Row, reports: Sequence[Report]) -> float | None:
 
 
 def _share(report: Report, row: Row, reports: Sequence[Report]) -> float | None:
-    """What a copy of the bytes that must move would take, over what the row took."""
+    """Returns the time of a copy of the bytes that must move, divided by the row's time."""
     return share_of_bound(row, float(report.provenance[COPY_FACT]))
 
 
 def share_of_bound(row: Row, copy_gbps: float) -> float | None:
-    """Returns that share for a timed row of ranks that share a GPU, if its bytes are counted."""
+    """Returns the share of the bound that a row reaches; None if its bytes are not counted."""
     if row.mode != ONE_LAUNCH or not row.time_us:
         return None
     least_us = bound_us(row, copy_gbps * 1e3)
@@ -74,7 +74,7 @@ def share_of_bound(row: Row, copy_gbps: float) -> float | None:
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit for the figure that ``measured`` computes from each row that it speaks of."""
+    """A limit for the figure that ``measured`` computes from each row that ``where`` admits."""
 
     name: str
     sign: str
@@ -87,13 +87,13 @@ class Goal:
         return bool(SIGNS[self.sign](value, self.limit))
 
     def margin(self, value: float) -> float:
-        """Returns 1 where the goal is just reached, and less where it is missed."""
+        """Returns 1 if the figure equals the limit, less if it misses the goal, more otherwise."""
         return value / self.limit if self.sign != "<=" else self.limit / max(value, 1e-9)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A goal with what was measured, by label; where nothing was, ``why`` says so."""
+    """A goal with its measured figures, by label; if there are none, ``why`` has the reason."""
 
     goal: Goal
     figures: tuple[tuple[str, float], ...]
@@ -105,7 +105,7 @@ class Judged:
 
     @property
     def line(self) -> str:
-        """The goal in a table of Markdown, with the figure that is furthest from it."""
+        """The goal's row of a Markdown table, with its worst figure."""
         goal, worst, answer = self.goal, "- | -", self.why
         if self.figures:
             label, value = self.worst
@@ -114,7 +114,7 @@ class Judged:
 
 
 def judge(goal: Goal, reports: Sequence[Report]) -> Judged:
-    """Judges a goal by the reports of one run."""
+    """Returns the goal judged by the reports of one run."""
     found = [(report, row) for report in reports for row in report.rows if goal.where.admits(row)]
     measured = [(_label(row), goal.measured(report, row, reports)) for report, row in found]
     figures = tuple((label, value) for label, value in measured if value is not None)
@@ -137,7 +137,7 @@ def _time(report: Report, row: Row, reports: Sequence[Report]) -> float | None:
 
 
 def _of_fsdp2(report: Report, row: Row, reports: Sequence[Report]) -> float | None:
-    """What a step costs the host beyond torch alone, over what FSDP2's does."""
+    """Returns the host's extra cost of a step over torch alone, divided by FSDP2's extra cost."""
     case = (FSDP2_NCCL + HOST, row.placement, row.ranks)
     rows = [each for report in reports for each in report.rows]
     theirs = [each.ratio for each in rows if (each.system, each.placement, each.ranks) == case]
@@ -171,11 +171,10 @@ _IN_GRAPHS = Where(["ringcomm"], ["all_reduce"], ONE_LAUNCH, to_bytes=32 * KIB, 
 _TORCH = Where(["torch"], mode=ONE_LAUNCH, from_bytes=16 * MIB, graph=True)
 _NCCL = Where(["nccl"], mode=PROCESSES_ON_ONE_GPU)
 _TRITON = Where(["triton:one_shot"], mode=ONE_LAUNCH, from_bytes=16 * MIB, graph=True)
-# Eager steps are not held against torch alone: torch is bound by its host where models are small,
-# so that ratio says how much Python there is, and nothing of the GPU. Graphs say the latter, and
-# FSDP2 is what the former is compared with.
-# A share of a bound counts the bytes that must move. NCCL has no ranks that share a GPU and a
-# launch: in a step torch's sum and copies do its work.
+# No goal compares eager steps with torch alone: with small models the host limits torch, so that
+# the ratio measures Python code, not the GPU. Graphs measure the GPU; for the host, FSDP2 is the
+# comparison. A share of a bound counts the bytes that must move. NCCL does not run ranks that share
+# a GPU and a launch: in a step, torch's sum and copies are the comparison.
 _ONE_SHOT = "ringcomm:one_shot"
 GOALS = (
     Goal("one-shot, 256 MiB, 2 ranks", ">=", 0.90, _BOUND, _large(_ONE_SHOT, 256, [2]), _share),

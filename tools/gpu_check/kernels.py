@@ -1,7 +1,7 @@
-"""Compiles what the benchmarks load, with both kinds of loops: ``... kernels 9 0`` on an H100.
+"""Compiles the benchmarks' kernels, with both kinds of loops: ``... kernels 9 0`` on an H100.
 
-A process for each unit and kind, all at once. Otherwise the first benchmark that needs a unit would
-wait for its compilation.
+One process per unit and kind, all at the same time. Without this, the first benchmark that needs a
+unit would wait for its compilation.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# The longest first.
+# The slowest to compile first.
 UNITS = ("adamw_bfloat16", "reduce_float32", "move")
 LOOPS = ("batched", "serial")
 _COMPILE = "from ringcomm.cuda import build; build.load_unit({!r}, ({}, {}))"
 
 
 def main(capability: Sequence[str]) -> int:
-    """Returns how many of the compilations failed; what they said is on stderr."""
+    """Returns the number of failed compilations; their errors are on stderr."""
     major, minor = map(int, capability)
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The files of a run: rows as JSON and CSV, Markdown for readers, and the log."""
+"""The result files of a run: all rows as JSON and CSV, a Markdown report, and the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringcomm.bench.report import Report, size_label, write_csv, write_json
 from .goals import evaluate, share_of_bound
 from .runner import Result
 
-# In the facts of a rehearsal, and of no other run.
+# A fact that only rehearsals have.
 REHEARSAL = "rehearsal"
 
 
@@ -26,11 +26,11 @@ def goal_lines(reports: Sequence[Report]) -> list[str]:
 
 @dataclass
 class ResultFiles:
-    """Everything that is known of a run, and the files that have it.
+    """The facts and results of a run, and the files that store them.
 
     Attributes:
-        folder: where the files go; ``out``: copies of them and of the log, or None.
-        results: of the stages that have ended.
+        folder: the folder of the files; ``out``: a folder for copies of them and the log, or None.
+        results: the results of the finished stages.
     """
 
     facts: Mapping[str, str]
@@ -52,7 +52,7 @@ class ResultFiles:
         report = self._joined(results, reports, ended)
         self.folder.mkdir(parents=True, exist_ok=True)
         files = [self.folder / f"{self.name}{ending}" for ending in (".json", ".csv", ".md")]
-        # Whole at any time: a run that is killed while it writes leaves what stood there before.
+        # Files are complete at any time: a run killed while it writes leaves the previous version.
         parts = [file.with_suffix(f"{file.suffix}.unfinished") for file in files]
         write_json(report, parts[0])
         write_csv(report, parts[1])
@@ -66,13 +66,13 @@ class ResultFiles:
         return files
 
     def _joined(self, results: Sequence[Result], reports: Sequence[Report], ended: bool) -> Report:
-        """Returns all rows; the provenance has the machine, the stages, and what they noted."""
+        """Returns all rows; the provenance has the machine, the stages, and the stages' notes."""
         provenance = dict(reports[0].provenance) if reports else {}
         for of_one_run in ("mode", "load"):
             provenance.pop(of_one_run, None)
         commands = [report.provenance.get("command", "") for report in reports]
         provenance |= {"command": "; ".join(commands), **self.facts}
-        provenance["ended"] = "yes" if ended else "no: it was stopped, and this is what it had"
+        provenance["ended"] = "yes" if ended else "no: it was stopped; these are its results"
         for each in results:
             told = f"{each.verdict}, {each.seconds:.0f} s: {each.detail}"
             provenance |= {f"stage {each.name}": told, **each.noted}

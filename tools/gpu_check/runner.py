@@ -1,4 +1,4 @@
-"""The stages and their parts of the time, and how commands run within it."""
+"""The stages with their time budgets, and the runner of commands with time limits."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from ringcomm.bench.report import Report
 from ringcomm.launch import end_with
 
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
-# A part of a stage, or all of it, had no time.
+# No time was left for a part of the stage, or for the whole stage.
 PARTIAL, LEFT_OUT = "partial", "left out"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage with its part of the time, and the least with which it begins."""
+    """A stage with its time budget; it is left out if less than ``least_s`` seconds remain."""
 
     name: str
     budget_s: float
     least_s: float
 
 
-# In the order in which they run: figures first, each of which is checked where it is measured, and
-# among them those that say why a kernel is slow.
-# Together below ten minutes, with some seconds for the files. On an H100 a process took some ten
-# seconds to begin.
+# In running order: measurements first (they check their results, too), among them profiles that
+# show why a kernel is slow. The sum is below ten minutes, with a few seconds left for the files. On
+# an H100 a process took about ten seconds to start.
 STAGES = (
     Stage("build", 110.0, 10.0),
     Stage("calls", 35.0, 15.0),
@@ -47,10 +46,10 @@ BUDGET_S = sum(stage.budget_s for stage in STAGES)
 
 
 def select(text: str, budget_s: float = BUDGET_S) -> tuple[Stage, ...]:
-    """Returns the stages that "build,test" names, in their own order, with parts of the time.
+    """Returns the stages that ``text`` ("build,test") names, in running order, with budgets.
 
     Raises:
-        ValueError: no such stage, or none at all.
+        ValueError: ``text`` names an unknown stage, or no stage.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = [stage.name for stage in STAGES]
@@ -62,18 +61,18 @@ def select(text: str, budget_s: float = BUDGET_S) -> tuple[Stage, ...]:
 
 
 def limit_s(stages: Sequence[Stage], index: int, elapsed_s: float) -> float:
-    """Returns the seconds for stage ``index``: its budget, and the rest of those before it.
+    """Returns the seconds for stage ``index``: its budget plus the unused budget before it.
 
-    The next stages pay for a stage that overran, so that the sum of the budgets holds.
+    A stage that overruns takes time from later stages, so that the sum of the budgets holds.
     """
     return max(1.0, sum(stage.budget_s for stage in stages[: index + 1]) - elapsed_s)
 
 
 @dataclass
 class Result:
-    """The end of one stage: a verdict with a line about it, and the tail of a failed command.
+    """The result of one stage: a verdict, a line about it, and the tail of a failed command.
 
-    The files also have what was ``noted``, and the ``reports`` of benchmarks.
+    The result files also have the figures in ``noted``, and the benchmarks' ``reports``.
     """
 
     name: str
@@ -87,7 +86,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ended; ``status`` is None when it was stopped at its limit."""
+    """A command that has ended; ``status`` is None if it was stopped at its limit."""
 
     status: int | None
     output: str
@@ -98,13 +97,13 @@ class Finished:
 
     @property
     def why(self) -> str:
-        """How it ended."""
+        """The reason that the command ended."""
         last_line = (self.output.strip().splitlines() or ["no output"])[-1].strip()
         return "stopped at its limit" if self.status is None else last_line
 
 
 class Runner:
-    """Runs commands in the source tree; everything they print goes to the log."""
+    """Runs commands in the source tree, and appends their output to the log."""
 
     def __init__(self, root: Path, log: Path, environment: Mapping[str, str]) -> None:
         self.root, self._log = root, log
@@ -114,7 +113,7 @@ class Runner:
     def run(
         self, command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
     ) -> Finished:
-        """Ends the command, and all that it started in its session, at the limit."""
+        """Runs a command; at the limit, kills all processes of the command's session."""
         begin = time.monotonic()
         with self._log.open("a+", encoding="utf-8", errors="replace") as log:
             log.write(f"\n$ {' '.join(command)}\n")
@@ -143,12 +142,12 @@ class Runner:
 
 
 def _die_with_parent() -> None:
-    """Makes the kernel end the command when this process is killed, which could not do it then."""
+    """Makes the kernel end the command if this process is killed."""
     end_with(os.getppid())
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of the command's session, in which ninja has groups of its own."""
+    """Kills all processes of the command's session; ninja puts some into other process groups."""
     while members := _members(process.pid):
         for member in members:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself

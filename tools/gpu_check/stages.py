@@ -1,4 +1,4 @@
-"""The stages themselves: each runs its commands within a limit and says how it ended."""
+"""The stages: each function runs its commands within a time limit and returns a result."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "
 SANITIZER_CASES = ("-m", "tests.gpu.sanitizer_cases")
 PROFILED_CASES = ("-m", "tests.gpu.profiled_cases")
 _PROFILED_BYTES = 64 << 20
-# What has never run to its end on a GPU comes first: Triton's step, messages between threads,
-# faults of devices, and experts.
+# Tests that have not yet run to their end on a GPU come first: Triton's step, messages between
+# threads, device faults, and mixture of experts.
 _NEVER_RUN = (
     *("tests/gpu/test_triton.py", "tests/comm/device/test_device_messages.py"),
     *("tests/proof/faults/device", "tests/gpu/test_moe.py"),
 )
-# Of a test without a limit of its own, and of a file.
+# Seconds for a test without a limit of its own, and for a file.
 _TEST_LIMIT_S = 60
 _FILE_LIMIT_S = 150.0
-# With less a file does not begin: torch alone takes as long.
+# A file does not begin with less time: importing torch alone takes as long.
 _LEAST_FILE_S = 10.0
 _TARGETS = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}
 MARK = "rehearsed"
@@ -42,10 +42,10 @@ NOT_A_GPU = "on an emulated device: no figure here is a GPU's, and no goal is ju
 
 @dataclass
 class CheckRun:
-    """A run: its commands, a folder for what they write, and the files of results.
+    """A run: its command runner, a folder for the commands' files, and the result files.
 
-    ``rehearsal`` is "rehearsal", or "sample": a file of tests, and one bench of each stage; "" on a
-    GPU.
+    ``rehearsal`` is "" on a GPU, "rehearsal", or "sample" (one test file, and one benchmark per
+    stage).
     """
 
     runner: Runner
@@ -57,7 +57,7 @@ class CheckRun:
         return self.runner.run([sys.executable, *arguments], limit_s, environment)
 
     def save(self, *running: Result, ended: bool = False) -> bool:
-        """Writes the partial results of the running stage, or the end of all stages.
+        """Writes the results so far: of ended stages and of the running one (partial).
 
         Returns True if they were written. If they cannot be written (a full disk, an OUT that is
         not a folder), the run continues and fails at its end.
@@ -71,13 +71,13 @@ class CheckRun:
 
 
 def build(check: CheckRun, limit_s: float) -> Result:
-    """The native module in check, then kernels for this GPU: what benches need, and all by nvcc."""
+    """Builds the native module, then the benchmarks' kernels by NVRTC and all kernels by nvcc."""
     end = time.monotonic() + limit_s
-    # By itself first: without the module nothing runs, and without nvcc's kernels NVRTC makes them.
+    # The module alone first: nothing runs without it, but NVRTC can replace nvcc's kernels.
     kernels = ["OFF"]
     said = ""
     has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
-    if has_nvcc and not check.rehearsal:  # an emulated device has kernels of its own
+    if has_nvcc and not check.rehearsal:  # emulated devices have their own kernels
         major = int(check.files.facts["compute capability"].partition(".")[0])
         kernels.append(_TARGETS.get(major, "all"))
     command = ["setup.py", "-q", "build_ext", "--inplace"]
@@ -100,8 +100,8 @@ def build(check: CheckRun, limit_s: float) -> Result:
 
 
 # ---- tests ----------------------------
-# pytest -v writes a line when a test begins, and its outcome when it has ended: a process that is
-# killed leaves what it did, and which test it was in.
+# pytest -v writes a line when a test begins, and the outcome when it ends: the output of a killed
+# process has the outcomes so far, and the test that was running.
 _OUTCOME = re.compile(
     r"(?m)^([^\s\[]+\.py::[\w:]+(?:\[.*?\](?= |$))?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS))?"
 )
@@ -114,16 +114,16 @@ def outcomes_of(output: str) -> dict[str, str]:
     """Returns the outcome of each test by its name."""
     outcomes: dict[str, str] = {}
     for name, outcome in _OUTCOME.findall(output):
-        # An error in the teardown comes after the outcome, and warnings name the test again.
+        # A teardown error follows the outcome, and warnings repeat the test's name without one.
         if name not in outcomes or (outcome and outcomes[name] not in ("FAILED", "ERROR")):
             outcomes[name] = outcome
     return outcomes
 
 
 def _turn(file: str) -> int:
-    """What has never run comes first, files of processes late, and the rest of Triton's last.
+    """Returns a file's rank in the order: untried first, files of processes late, Triton's last.
 
-    On an H100 processes took 20 to 30 s, mostly to import, and Triton compiles for minutes.
+    On an H100 the processes took 20 to 30 s, mostly to import, and Triton compiles for minutes.
     """
     if file.startswith(_NEVER_RUN) and "processes" not in file:
         return 0
@@ -133,10 +133,9 @@ def _turn(file: str) -> int:
 
 
 def test(check: CheckRun, limit_s: float) -> Result:
-    """The tests that need a GPU, a process for each file and a limit for each test.
+    """Runs the tests that need a GPU, in a process per file, with a time limit per test.
 
-    A test that hangs takes its process along. Without a GPU the tests of tests/gpu do not have its
-    mark.
+    A test that hangs ends its process. In a rehearsal, tests without the mark "gpu" run instead.
     """
     end = time.monotonic() + limit_s
     tests = _Tests()
@@ -149,7 +148,7 @@ def test(check: CheckRun, limit_s: float) -> Result:
         tests.broken.append(f"the list of tests: {listed.why}")
     named = (line.partition("::")[0] for line in listed.output.splitlines() if "::" in line)
     files = [name for name in dict.fromkeys(named) if (check.runner.root / name).is_file()]
-    # By a thread: a signal's handler waits for a call that hangs in the driver.
+    # Time out by a thread: a signal handler would wait for a call that hangs in the driver.
     pytest += [
         "-v",
         "-o",
@@ -176,7 +175,7 @@ def test(check: CheckRun, limit_s: float) -> Result:
 
 @dataclass
 class _Tests:
-    """The tests of the files until now; ``broken`` is what went wrong beside them."""
+    """Outcomes of the test files so far; ``broken`` lists failures outside single tests."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
@@ -186,7 +185,7 @@ class _Tests:
 
     def add(self, file: str, done: Finished, stage_ends: bool) -> None:
         outcomes = outcomes_of(done.output)
-        if done.status is None and stage_ends:  # its last test has not failed
+        if done.status is None and stage_ends:  # the stopped test has not failed
             self.left_out.append(f"the rest of {file}")
             outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
         elif done.status and not _WRONG & set(outcomes.values()):
@@ -212,7 +211,7 @@ class _Tests:
 # ---- compute-sanitizer ----------------------------
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-# Racecheck ends with a summary of its own; there is one per process.
+# Racecheck prints a summary of its own. There is one summary per process.
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: .*\((\d+) errors?")
 _WARNINGS = re.compile(r"RACECHECK SUMMARY: .* (\d+) warn")
 _REFUSALS = ("Device not supported", "No attachable process found", "Unable to find injection")
@@ -238,7 +237,7 @@ def verdict_of(done: Finished) -> tuple[str, str]:
 
 
 def sanitize(check: CheckRun, limit_s: float) -> Result:
-    """compute-sanitizer's tools over small cases, one after the other."""
+    """Runs compute-sanitizer's tools on small cases, one tool after the other."""
     if check.rehearsal:
         done = check.python(SANITIZER_CASES, limit_s)
         if done.status == 0:
@@ -250,7 +249,7 @@ def sanitize(check: CheckRun, limit_s: float) -> Result:
     end = time.monotonic() + limit_s
     verdicts, said, tail = [], [], ""
     for index, tool in enumerate(TOOLS):
-        # torch and CuPy probe the driver with calls that fail; ours raise when they do.
+        # Ignore API errors: torch and CuPy probe the driver with failing calls; ringcomm's raise.
         command = [program, "--tool", tool, "--error-exitcode=99", "--report-api-errors", "no"]
         share_s = (end - time.monotonic()) / (len(TOOLS) - index)
         done = check.runner.run([*command, sys.executable, *SANITIZER_CASES], max(share_s, 1.0))
@@ -264,7 +263,7 @@ def sanitize(check: CheckRun, limit_s: float) -> Result:
 
 # ---- profiler ----------------------------
 
-# By the name that a reader sees.
+# ncu's metrics, by their names in the results.
 METRICS = {
     "us": "gpu__time_duration.sum",
     "% of the memory's rate": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -285,11 +284,11 @@ METRICS = {
 
 
 def profiled(output: str) -> dict[str, str]:
-    """Reads what ``ncu --csv --page raw`` printed: a line for each kernel, by its place."""
+    """Returns a line per kernel from the output of ``ncu --csv --page raw``, by position."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     found = {}
     for place, row in enumerate(csv.DictReader(lines)):
-        if not row["ID"].isdigit():  # the units
+        if not row["ID"].isdigit():  # the row of units
             continue
         figures = [f"{row[name]} {what}" for what, name in METRICS.items() if row.get(name)]
         grid = row.get("Grid Size", "")
@@ -298,7 +297,7 @@ def profiled(output: str) -> dict[str, str]:
 
 
 def profile(check: CheckRun, limit_s: float) -> Result:
-    """Has ncu say of each kernel what it waits for; the cases by themselves in a rehearsal."""
+    """Runs ncu to measure stalls per kernel; in a rehearsal, runs the cases without ncu."""
     if check.rehearsal:
         done = check.python(PROFILED_CASES, limit_s)
         if done.status == 0:
@@ -313,7 +312,7 @@ def profile(check: CheckRun, limit_s: float) -> Result:
     if "ERR_NVGPUCTRPERM" in done.output:
         return Result("profile", UNAVAILABLE, "the driver lets this user read no counters")
     found = profiled(done.output)
-    # A profiler that is stopped at its limit has told of the kernels before.
+    # A profiler that was stopped at its limit has printed the earlier kernels.
     verdict = OK if done.status == 0 and found else PARTIAL if found else FAILED
     told = f"{len(found)} kernels" + ("" if done.status == 0 else f"; {done.why}")
     return Result("profile", verdict, told, done.tail if verdict == FAILED else "", noted=found)
@@ -323,7 +322,7 @@ def profile(check: CheckRun, limit_s: float) -> Result:
 
 
 def bench(check: CheckRun, limit_s: float) -> Result:
-    """The benchmarks of the collectives, heaviest first, as far as the time goes."""
+    """Runs the benchmarks of the collectives, the most important first, within the limit."""
     version = tuple(int(part) for part in check.files.facts["NCCL"].split(".") if part.isdigit())
     return _run_benches("bench", benches.plan(version), check, limit_s)
 
@@ -339,17 +338,17 @@ def grid(check: CheckRun, limit_s: float) -> Result:
 
 
 def training(check: CheckRun, limit_s: float) -> Result:
-    """Training steps, in the same way."""
+    """Times training steps, in the same way."""
     return _run_benches("training", benches.training_plan(), check, limit_s)
 
 
 def steps(check: CheckRun, limit_s: float) -> Result:
-    """The optimizer's step, in the same way."""
+    """Times the optimizer's step, in the same way."""
     return _run_benches("steps", benches.optimizer_plan(), check, limit_s)
 
 
 def marked(report: Report) -> Report:
-    """Returns the report of a rehearsal with a mark in every row, wherever it is copied to."""
+    """Returns the report of a rehearsal with a mark in every row, which copied rows keep."""
     told = f"{MARK} {NOT_A_GPU}"
     rows = [
         replace(row, system=f"{row.system} ({MARK})", note=f"{told}. {row.note}".strip())
