@@ -126,6 +126,18 @@ void bind_calls(nb::class_<DeviceComm>& c) {
                "senders: int, tag: int, /) -> int"),
        "Lists by rank; `readers` and `senders` say as bits which entries count.")
       .def(
+          "all_gather_from",
+          [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t bytes, int dtype,
+             const Sizes& inputs, int plan) {
+            if (inputs.size() != size_t(d.config().world))
+              throw nb::value_error("inputs: expected one address per rank");
+            d.all_gather_from(at(in), at(out), bytes, DType(dtype), inputs, plan);
+            return launched(d);
+          },
+          nb::sig("def all_gather_from(self, in_ptr: int, out_ptr: int, in_bytes: int, "
+                  "dtype: int, input_ptrs: Sequence[int], plan: int, /) -> int"),
+          "By the copy engines, from the inputs of all ranks, as this rank reaches them.")
+      .def(
           "withdraw", &DeviceComm::withdraw,
           "The launch that was handed to `set_submit`'s function is not made, nor is what follows\n"
           "it in its call.");

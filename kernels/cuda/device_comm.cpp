@@ -462,35 +462,50 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   submit(std::move(p));
 }
 
+// A kernel that moves nothing: what follows it on the stream follows all ranks' earlier work.
+void DeviceComm::sync_for_copies(uint64_t total_bytes, DType dtype, int plan, bool continues) {
+  submit({kernel("move", "rc_move"),
+          1,
+          args_of(Collective::kAllGather, Algorithm::kCopyEngine, dtype, total_bytes, plan),
+          {},
+          {},
+          continues});
+}
+
+void DeviceComm::all_gather_from(char* in, char* out, uint64_t in_bytes, DType dtype,
+                                 const std::vector<uint64_t>& inputs, int plan) {
+  const uint64_t to = reinterpret_cast<uint64_t>(out), total = in_bytes * uint64_t(config_.world);
+  sync_for_copies(total, dtype, plan, false);  // every rank's input is complete
+  const bool in_place = in == out + uint64_t(config_.rank) * in_bytes;
+  for (int d = in_place ? 1 : 0; d < config_.world; ++d) {
+    const int p = rotated_peer(config_.rank, d, config_.world);
+    submit_copy(to + uint64_t(p) * in_bytes, inputs[size_t(p)], in_bytes);
+  }
+  sync_for_copies(total, dtype, plan, true);  // every rank has copied it: inputs may change
+}
+
 void DeviceComm::copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype) {
   const auto device = [](const void* ptr) { return reinterpret_cast<uint64_t>(ptr); };
   const uint64_t staging = config_.layout.copy_engine_bytes,
                  total = in_bytes * uint64_t(config_.world);
   if (staging == 0)
     throw std::invalid_argument(
-        "algorithm: \"copy_engine\" needs CommOptions.copy_engine_bytes > 0");
+        "algorithm: \"copy_engine\" needs CommOptions.copy_engine_bytes > 0, or a plan "
+        "(plan_all_gather_into_tensor)");
   const auto at_copy = [&](int p) {
     return regions_[size_t(p)] + config_.layout.copy_engine_offset();
-  };
-  const auto sync_peers = [&](bool continues) {
-    submit({kernel("move", "rc_move"),
-            1,
-            args_of(Collective::kAllGather, Algorithm::kCopyEngine, dtype, total, -1),
-            {},
-            {},
-            continues});
   };
   if (in != out + uint64_t(config_.rank) * in_bytes)
     submit_copy(device(out) + uint64_t(config_.rank) * in_bytes, device(in), in_bytes);
   for (uint64_t begin = 0; begin == 0 || begin < in_bytes; begin += staging) {
     const uint64_t bytes = std::min(staging, in_bytes - begin);
     submit_copy(at_copy(config_.rank), device(in) + begin, bytes);
-    sync_peers(begin > 0);  // every rank's piece is staged
+    sync_for_copies(total, dtype, -1, begin > 0);  // every rank's piece is staged
     for (int d = 1; d < config_.world; ++d) {
       const int p = rotated_peer(config_.rank, d, config_.world);
       submit_copy(device(out) + uint64_t(p) * in_bytes + begin, at_copy(p), bytes);
     }
-    sync_peers(true);  // every rank has fetched it: staging is free again
+    sync_for_copies(total, dtype, -1, true);  // every rank has fetched it: staging is free again
   }
 }
 

@@ -146,6 +146,11 @@ class DeviceComm {
   void reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
   void reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r);
   void all_gather(char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
+  // By the copy engines, from where the peers' inputs lie: their addresses by rank, as this rank
+  // reaches them. plan: a number that the ranks have agreed on, by which they find out that one of
+  // them copies from other inputs.
+  void all_gather_from(char* in, char* out, uint64_t in_bytes, DType dtype,
+                       const std::vector<uint64_t>& inputs, int plan);
   void all_gather_list(char* in, const std::vector<Span>& out, DType dtype);
   void broadcast(char* buffer, uint64_t bytes, DType dtype, int root);
   void gather(char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype, int root);
@@ -272,6 +277,7 @@ class DeviceComm {
   Prepared optimizer_call(Collective collective, const OptimizerKernels& names,
                           const GradsOf& grads, uint64_t bucket_elems, DType results);
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
+  void sync_for_copies(uint64_t total_bytes, DType dtype, int plan, bool continues);
   void copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
   void multicast(Prepared p, const Reduction& r);
   void submit_triton(CallArgs args);

@@ -144,7 +144,9 @@ std::string describe(const CallHeader& h) {
     if (updates) text += std::string(" to ") + name_of(DType(results));
     text += ", ";
     if (id.redop >= 0) text += std::string(name_of(RedOp(id.redop))) + ", ";
-    if (id.root >= 0 && !updates) text += "root " + std::to_string(id.root) + ", ";
+    // See DeviceComm::all_gather_from() (kernels/cuda/device_comm.h) on plans.
+    const char* const rooted = id.algorithm == Algorithm::kCopyEngine ? "plan " : "root ";
+    if (id.root >= 0 && !updates) text += rooted + std::to_string(id.root) + ", ";
     text += id.collective == Collective::kAllToAll
                 ? std::to_string(h.stream_bytes) + " bytes for this pair"
                 : std::to_string(id.match_bytes) + (updates ? " elements" : " bytes");

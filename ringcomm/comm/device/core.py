@@ -26,7 +26,14 @@ from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, rea
 from ringcomm.cuda import units
 from ringcomm.cuda.multicast import MulticastWindow
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, HOST_PLACE, DeviceRuntime
-from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
+from ringcomm.errors import (
+    ArgumentError,
+    CorruptedError,
+    RendezvousError,
+    RingcommError,
+    UnsupportedError,
+    where,
+)
 from ringcomm.json_reader import digest_of
 from ringcomm.memory.device_heap import (
     DeviceAllocation,
@@ -455,6 +462,25 @@ class DeviceCore:
             HeapError: a peer has not mapped it within the communicator's timeout.
         """
         self.heap.await_peers(where(operation, self.rank, self.world_size), self.timeout_ms / 1000)
+
+    def address_in_heap(self, rank: int, part: tuple[int, int], operation: str) -> int:
+        """Returns the address at which this process reaches a part of a peer's heap.
+
+        Args:
+            rank: of the peer.
+            part: offset and size in bytes, as the peer announced them.
+            operation: begins the error.
+
+        Raises:
+            CorruptedError: the heap has no such part.
+        """
+        offset, size_bytes = part
+        if not 0 <= offset <= self._capacities[rank] - size_bytes:
+            raise CorruptedError(
+                f"{operation}: rank {rank} announced {size_bytes} bytes at offset {offset} of its "
+                f"heap of {self._capacities[rank]} bytes. Do all ranks run the same ringcomm?"
+            )
+        return self._mapped[rank].base_ptr + offset
 
     def activate(self) -> None:
         """Allows calls and watches the peers' processes; all peers must be connected."""

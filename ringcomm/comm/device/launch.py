@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ringcomm import _native
+from ringcomm.comm.device.copy_plan import CopyPlans
 from ringcomm.comm.device.core import Calls, DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
@@ -424,6 +425,7 @@ class DeviceCallEngine(CallEngine):
         self._collected: Prepared | None = None
         self.sends_alone = False  # while a message is launched
         self.message_streams: set[int] = set()
+        self._copy_plans = CopyPlans(core)
         self._name = ""
 
     @property
@@ -527,6 +529,9 @@ class DeviceCallEngine(CallEngine):
             except BaseException as error:
                 self.raise_worded(call.name, error)
         return plan.launch if plan is not None else None
+
+    def gathers_in_place(self, check: Callable[[], Call]) -> Callable[[], Call]:
+        return self._copy_plans.gather(self, check)
 
     def started(
         self,

@@ -34,6 +34,7 @@ from ringcomm.comm.host.triton import TRITON
 
 Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
+_COPY_ENGINE = "copy_engine"
 
 
 class Plan:
@@ -476,18 +477,33 @@ class Collectives:
     ) -> Plan:
         """Prepares an :meth:`all_gather_into_tensor`; calling the plan makes it.
 
+        With ``algorithm="copy_engine"``, on GPUs of one node, the copy engines read the peers'
+        ``input`` in place, without ``CommOptions.copy_engine_bytes``. Making the plan is then
+        collective: all ranks make it, in the order of calls, outside of a graph's capture, and the
+        host waits for the device. The plan keeps the memory of ``input``, which must stay that of
+        the tensor.
+
         Args:
             output: as :meth:`all_gather_into_tensor` takes it.
-            input: as :meth:`all_gather_into_tensor` takes it.
+            input: as :meth:`all_gather_into_tensor` takes it; for the copy engines a tensor of
+                :func:`ringcomm.empty` or :func:`ringcomm.zeros`, or a contiguous part of it.
             algorithm: as :meth:`all_gather_into_tensor` takes it.
 
         Raises:
-            ArgumentError: bad argument.
+            ArgumentError: bad argument; or for the copy engines, on all ranks, an ``input`` of
+                some rank is not in the heap.
+            MismatchError: for the copy engines, the ranks' plans differ.
+            UnsupportedError: for the copy engines, the current stream is capturing a graph.
+            RingcommError: for the copy engines, a fault; see ``ringcomm.errors``.
         """
         engine = self.engine
+
+        def check() -> Call:
+            return self._all_gather_call(output, input, algorithm)
+
         return Plan(
             engine,
-            lambda: self._all_gather_call(output, input, algorithm),
+            engine.gathers_in_place(check) if algorithm == _COPY_ENGINE else check,
             lambda: engine.fast.all_gather_fast(output, input, algorithm),
             _compiled(engine, "all_gather_fast", output, input, algorithm),
         )

@@ -829,6 +829,13 @@ class CallEngine(ABC):
         """
         return None
 
+    def gathers_in_place(self, check: Callable[[], Call]) -> Callable[[], Call]:
+        """Returns ``check`` for a plan whose copies read the peers' inputs in place; collective.
+
+        An engine that cannot do so returns ``check`` itself, whose calls say what it can do.
+        """
+        return check
+
     def started(
         self, name: str, outputs: Outputs, event: Any, written: Outputs | None = None
     ) -> Work:

@@ -73,7 +73,8 @@ class CommOptions:
         ll_bytes: of a communicator on a device: the largest message that may use LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a
-            time; a multiple of 64, or 0 to do without ``algorithm="copy_engine"``.
+            time; a multiple of 64. With 0, ``algorithm="copy_engine"`` works in plans alone, which
+            need no staging.
         multicast_bytes: of a communicator on devices under one NVSwitch, each with one rank: the
             bytes of each rank's window for ``algorithm="multicast"``; a multiple of 64, or 0 to do
             without it. Otherwise building the communicator fails if multicast is not supported.

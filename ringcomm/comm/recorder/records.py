@@ -64,7 +64,8 @@ class Record:
         collective: "all_reduce", "send" and so on.
         dtype, op: names; "" if the call has none. An optimizer's call names the dtypes of its
             gradients and its results: "bfloat16 to float32".
-        root: the root of the call, or the tag of a message or of an optimizer's call; -1: none.
+        root: the root of the call, or the tag of a message or of an optimizer's call, or the number
+            of a plan of the copy engines; -1: none.
         algorithm, kernels: "one_shot", "native" and so on.
         match_bytes: the size on which all ranks must agree, for an optimizer's call in elements;
             0: none.
@@ -120,7 +121,9 @@ class Record:
         if self.collective != "barrier":
             tagged = self.collective in OPTIMIZERS and self.root >= 0
             rooted = self.root >= 0 and not tagged
-            parts = [self.dtype, self.op, f"root {self.root}" if rooted else "", size]
+            # Copy engines have no root; plans of theirs have a number.
+            root = f"{'plan' if self.algorithm == 'copy_engine' else 'root'} {self.root}"
+            parts = [self.dtype, self.op, root if rooted else "", size]
             parts.append(self.algorithm)
             parts.append(_native.describe_tag(self.root) if tagged else "")
             parts.append("Triton kernels" if self.kernels == "triton" else "")
