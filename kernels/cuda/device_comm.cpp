@@ -8,14 +8,14 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// A block that moves less than this spends its time on signals. A choice, not swept.
+// Blocks that move fewer bytes spend most of their time on signals. A choice, not measured.
 constexpr uint64_t kMinChannelBytes = 32 << 10;
 
-// Largest total that one rank sends by LL: twice the bytes travel, and past some size that
-// costs more than the trips that LL saves. A choice, not swept.
+// The most bytes that one rank sends by LL. LL sends every byte twice, which costs large messages
+// more time than LL's fewer synchronizations save. A choice, not measured.
 constexpr uint64_t kMaxLLTrafficBytes = 256 << 10;
 
-// Items of one call on one stream are counted in 32 bits, compared modulo 2^32.
+// The most items of a call on a stream: their numbers have 32 bits and are compared modulo 2^32.
 constexpr uint64_t kMaxItems = uint64_t(1) << 30;
 
 const char* op_name(RedOp op) {
@@ -33,13 +33,13 @@ const char* op_name(RedOp op) {
     case RedOp::kBxor:
       return "bxor";
     default:
-      return "sum";  // serves AVG and PREMUL_SUM too
+      return "sum";  // also for AVG and PREMUL_SUM
   }
 }
 
-// All LL calls of a communicator use equally many blocks (ll.h). In graphs of 20 calls on
-// an H100, two ranks, all-reduces of 4, 16 and 32 KiB took 5.5, 6.6 and 8.7 us with 4 blocks
-// (beside other work) and 5.9, 5.9 and 6.0 us with 16.
+// The blocks of every LL call of a communicator; all calls need the same number (ll.h). On an H100
+// with two ranks, in graphs of 20 calls, all-reduces of 4, 16 and 32 KiB took 5.5, 6.6 and 8.7 us
+// with 4 blocks (while other work ran), and 5.9, 5.9 and 6.0 us with 16 blocks.
 constexpr unsigned kLLChannels = 16;
 
 }  // namespace
@@ -62,7 +62,7 @@ DeviceComm::DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig&
     : driver_(std::move(driver)), config_(config), find_(std::move(find)) {}
 
 uint64_t DeviceComm::table_bytes() const {
-  // Room for as many rings as there are channels.
+  // Space for one ring per channel.
   const uint64_t rings = uint64_t(config_.layout.channels) * config_.world * sizeof(int32_t);
   return config_.layout.whole_pages(sizeof(RankTable) + rings);
 }
@@ -77,7 +77,7 @@ uint64_t DeviceComm::region_bytes() const {
 bool DeviceComm::set_window(uint64_t own, uint64_t all, uint64_t bytes) {
   window_ = own;
   windows_ = all;
-  // Two slots per channel, a part of whole lines per rank.
+  // Two slots per channel; a slot has one piece of whole lines per rank.
   piece_bytes_ =
       bytes / (2 * uint64_t(config_.layout.channels) * config_.world) / kLineBytes * kLineBytes;
   return piece_bytes_ > 0;
@@ -147,7 +147,7 @@ CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType d
   return a;
 }
 
-// payload_bytes: what one rank sends to one peer by LL.
+// payload_bytes: the bytes that one rank would send to one peer by LL.
 Algorithm DeviceComm::chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_ll) const {
   const bool sends = config_.world > 1 && payload_bytes > 0;
   if (asked == Algorithm::kLL && !sends) return Algorithm::kOneShot;
@@ -188,7 +188,7 @@ const Kernel& DeviceComm::kernel(const std::string& unit, const std::string& nam
   return found;
 }
 
-// Complex numbers are summed as pairs of real ones, which DeviceComm's caller has made of them.
+// The caller passes complex numbers as pairs of real numbers.
 const Kernel& DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
   static const char* const units[] = {
       "uint8",   "int8",    "", "int16", "", "int32", "", "int64", "bool", "float16", "bfloat16",
@@ -279,12 +279,12 @@ void DeviceComm::submit_plan(Prepared plan) {
 
 namespace {
 
-// Puts lists behind each other into the parameters of a launch.
+// Appends lists to the spans in a launch's parameters.
 class SpanWriter {
  public:
   explicit SpanWriter(ListParams& params) : params_(params) {}
 
-  // Where the list begins; -1: it is empty.
+  // Appends a list and returns its first index, or -1 if the list is empty.
   int32_t add(const std::vector<Span>& list) {
     if (list.empty()) return -1;
     if (spans_ + list.size() > size_t(kMaxSpans))
@@ -345,10 +345,9 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
   for (DeviceComm* each : ranks) each->is_prepared_ = false;
 }
 
-// ---- each collective as launches: which kernel, how many blocks, which arguments ---------------
+// ---- the launches of each collective: kernel, number of blocks, arguments -----------------------
 
-// A prepared all-reduce, reduce-scatter or all-gather, whose r.op is then of no account, by
-// multicast.
+// Submits a prepared all-reduce, reduce-scatter or all-gather (which ignores r.op) by multicast.
 void DeviceComm::multicast(Prepared p, const Reduction& r) {
   const bool gathers = p.args.collective == Collective::kAllGather;
   const char* unit = gathers || r.dtype == DType::kFloat32 ? "multicast_float32"
@@ -399,7 +398,7 @@ void DeviceComm::reduce(char* in, char* out, uint64_t elems, const Reduction& r,
              {}};
   p.args.in = in;
   p.args.out = out;
-  p.args.total_bytes = bytes;  // all of which each rank has for the root
+  p.args.total_bytes = bytes;  // the root's chunk is the whole buffer
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
   check_pieces(bytes, p.channels);
@@ -528,7 +527,7 @@ void DeviceComm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) 
              {},
              {}};
   p.args.out = buffer;
-  p.args.total_bytes = bytes;  // from the root to each rank
+  p.args.total_bytes = bytes;  // sent by the root to each rank
   check_pieces(bytes, p.channels);
   submit(std::move(p));
 }
@@ -561,7 +560,7 @@ void DeviceComm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes,
 
 void DeviceComm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out,
                             DType dtype) {
-  // Every pair has its own size, so no size tells all ranks how many channels to use: all of them.
+  // Sizes differ by pair of ranks, but all ranks need the same number of channels: use all.
   Prepared p{kernel("move", "rc_list_move"), unsigned(config_.layout.channels),
              args_of(Collective::kAllToAll, Algorithm::kOneShot, dtype, 0, -1), in, out};
   check_pieces(sum_bytes(in) + sum_bytes(out), p.channels);
