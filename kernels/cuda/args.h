@@ -21,7 +21,7 @@ struct HostPage {
   alignas(64) Fault fault;
 };
 
-// Constant while a communicator lives; in device memory, in the rank's region after the words.
+// Constant while a communicator lives; in device memory, in the rank's region after its words.
 struct RankTable {
   int32_t rank, world, rings;
   Layout layout;

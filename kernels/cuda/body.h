@@ -1,5 +1,5 @@
-// The bodies of the collectives' kernels, for any Team: kernels.cu instantiates them for blocks,
-// and tests/support/emulator for host threads.
+// The bodies of the collectives' kernels, for any Team (ringcomm/core/team.h: lanes that share a
+// channel). kernels.cu instantiates them for blocks, and tests/support/emulator for host threads.
 #pragma once
 
 #include "kernels/cuda/loops.h"

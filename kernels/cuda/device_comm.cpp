@@ -461,7 +461,7 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   submit(std::move(p));
 }
 
-// A kernel that moves nothing: what follows it on the stream follows all ranks' earlier work.
+// Synchronizes by a kernel that moves no data: later copies follow all ranks' earlier work.
 void DeviceComm::sync_for_copies(uint64_t total_bytes, DType dtype, int plan, bool continues) {
   submit({kernel("move", "rc_move"),
           1,

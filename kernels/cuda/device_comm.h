@@ -145,9 +145,9 @@ class DeviceComm {
   void reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
   void reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r);
   void all_gather(char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
-  // By the copy engines, from where the peers' inputs lie: their addresses by rank, as this rank
-  // reaches them. plan: a number that the ranks have agreed on, by which they find out that one of
-  // them copies from other inputs.
+  // All-gather by the copy engines from the peers' inputs. inputs: addresses by rank, as mapped for
+  // this rank. plan: a number that all ranks pass for this plan; the kernels report a mismatch if a
+  // rank passes another number, and so would copy from other inputs.
   void all_gather_from(char* in, char* out, uint64_t in_bytes, DType dtype,
                        const std::vector<uint64_t>& inputs, int plan);
   void all_gather_list(char* in, const std::vector<Span>& out, DType dtype);

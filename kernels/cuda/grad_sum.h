@@ -1,5 +1,5 @@
-// Loads and sums the gradients of a chunk, 8 elements per lane and turn: 16 bytes if they have 16
-// bits, else 32. B bytes of gradients from each of S sources: S * B bytes are loaded, none stored.
+// Loads and sums the gradients of a chunk, 8 elements per lane and turn (16 bytes of 16-bit types,
+// 32 of FP32). With B bytes of gradients at each of S sources, S * B bytes are loaded, none stored.
 #pragma once
 
 #include "kernels/cuda/ops.h"

@@ -1,5 +1,5 @@
 // The kernels of packets: small messages by LL (ringcomm/protocol/ll.h). Packets identify their
-// call themselves, so a call reads no state of its peers. It waits for memory three times: for its
+// call themselves, so a call loads no stream state first. It waits for memory three times: for its
 // own words, while each lane loads its data to send; for packets to reach the peers' memory; and
 // for received headers and payloads together.
 #pragma once

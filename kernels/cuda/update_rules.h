@@ -53,8 +53,8 @@ RC_TEAM_FN void update_exactly(float& p, float g, float& m, float& v, float& v_m
   p = p + f.negative_step_size * m / denom;
 }
 
-// True if the factors are in the range where StepQuotients::new_parameter() is exact unless it sets
-// `odd`.
+// True if the factors are in the range where StepQuotients::new_parameter() has the bits of
+// update_exactly(), or sets `odd`.
 RC_TEAM_FN bool takes_quotients(const AdamWFactors& f) {
   return f.bias_correction2_sqrt >= 0x1p-12f && f.bias_correction2_sqrt <= 1.0f &&
          f.eps >= 0x1p-58f && f.eps <= 0x1p20f;
