@@ -55,13 +55,13 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
   load_shard(team, args, w);
   const Run run = run_of_channel(team, w.shard.elems);
   if (team.lane() == 0) {
-    w.sources[0] = args.in;
+    w.sources[0] = args.in + run.begin * sizeof(G);
     w.update = {w.sources, 1, 0, 0, run.begin, run.end};
   }
   team.sync();
   if (w.shard.quantized_state)
-    update_blocks<G, P>(w.shard, GradSum<G>{w.sources, 1, 0, 0}, nullptr, 0, run, team.lane(),
-                        team.num_lanes());
+    update_blocks<G, P>(w.shard, GradSum<G>{w.sources, 1, 0, run.begin}, nullptr, 0, run,
+                        team.lane(), team.num_lanes());
   else
     update_lanes<G, P, UpdateKind::kAlone>(team, w);
 }

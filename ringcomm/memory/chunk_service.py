@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from ringcomm.errors import RingcommError, start_thread
+from ringcomm.process import LONGEST_LOOK_S, Deadline
 
 _HELLO = struct.Struct("<Q")  # the heap's token
 _CHUNK = struct.Struct("<QQQ")  # offset and size of the chunk, and size of all chunks
@@ -200,9 +201,17 @@ class ChunkService:
             self._acknowledged.notify_all()
 
     def await_readers(self, heap: OfferedHeap, size_bytes: int, timeout_s: float) -> bool:
-        """Waits until all readers map ``size_bytes`` of ``heap``; False if the time is over."""
+        """Waits until all readers have mapped the first ``size_bytes`` of ``heap``.
+
+        Returns False at the timeout, which does not count time in which this process was stopped.
+        """
+        deadline = Deadline(timeout_s)
         with self._acknowledged:
-            return self._acknowledged.wait_for(lambda: self._reached(heap) >= size_bytes, timeout_s)
+            while self._reached(heap) < size_bytes:
+                if deadline.is_over():
+                    return False
+                self._acknowledged.wait(min(LONGEST_LOOK_S / 2, deadline.left_s()))
+        return True
 
     # ---- heaps of other processes ---------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ringcomm.memory.chunk_service import (
     offer,
     receive,
 )
+from ringcomm.process import Deadline
 
 # A smaller heap doubles when it grows, so that a single communicator takes little memory; a larger
 # heap grows by at least this size. A choice, not measured on a GPU.
@@ -298,9 +299,9 @@ class PeerChunks:
 
     def await_bytes(self, size_bytes: int, timeout_s: float) -> bool:
         """Waits until the first ``size_bytes`` are mapped; returns False if the time is over."""
-        end = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while self._range.mapped_bytes < size_bytes:
-            if time.monotonic() >= end:
+            if deadline.is_over():
                 return False
             time.sleep(0.001)
         return True

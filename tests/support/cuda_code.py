@@ -250,7 +250,8 @@ def compile_text(
 # The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
 # one of those that move.
 _SUBUNIT = re.compile(
-    r"^RC_(?:(?:REDUCE|ADAMW|NORM|QUANT)_KERNELS\(|(?:LIST_)?KERNEL\(rc_(?=\w*move,))(\w+),.*\n",
+    r"^RC_(?:(?:REDUCE|ADAMW|NORM|QUANT)_KERNELS\(|(?:LIST_|DATA_)?KERNEL\(rc_(?=\w*move,))"
+    r"(\w+),.*\n",
     re.MULTILINE,
 )
 

@@ -74,6 +74,30 @@ def test_every_form(devices, world_size, algorithm, clip):
     )
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit])
+def test_each_channel_reads_its_own_gradients(devices, make, clips):
+    """The parameter is large enough for several channels."""
+
+    def step(comm: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(5)
+        param = torch.nn.Parameter(torch.randn(20000, generator=generator).to(comm.device))
+        optimizer = make([param], lr=1e-2, comm=comm)
+        param.grad = torch.randn(20000, generator=generator).to(comm.device)
+        if clips:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        if comm.device.type != "cpu":
+            comm.engine.finish_host_side()
+        return param.detach().cpu().clone()
+
+    for ranks in (1, 3):
+        with devices.host_tensors(), ringcomm.local_world(ranks, options=COMM) as host:
+            wanted = host.run(step)[0]
+        for got in devices.run(devices.world(ranks, options=COMM), step):
+            assert torch.equal(got, wanted)
+
+
 WAYS = {
     "master": AdamWOptions(),
     "remainder": AdamWOptions(master="remainder"),

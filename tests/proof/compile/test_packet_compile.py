@@ -35,7 +35,7 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a") if EVERYTHING else ("sm_90a",)
 def packets_kernel(unit: str, target: str, loops: str = units.BATCHED) -> Kernel:
     """Compiles the one kernel of packets of a subunit."""
     source, headers, macros = unit_source(unit, loops)
-    others = r"^  RC_(?:LIST_)?KERNEL\(rc_(?!ll_).*\n"
+    others = r"^  RC_(?:LIST_|DATA_)?KERNEL\(rc_(?!ll_).*\n"
     text = re.sub(others, "", source, flags=re.M)
     (kernel,) = compile_text(text, target, headers, macros).kernels.values()
     return kernel
