@@ -161,7 +161,7 @@ void Comm::use_threads(int most, bool is_exact, int channels, bool is_crowded) {
   is_crowded_ = is_crowded;
 }
 
-// The last stores into the peers' regions: afterwards each peer may reuse its region's memory.
+// Makes this rank's last stores into the peers' regions; then each peer may reuse its region.
 // model: detach (tests/proof/model/retired.pml)
 void Comm::detach() {
   for (int p = 0; p < view_.world; ++p) {
@@ -224,13 +224,13 @@ Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* 
                   [&](auto& e) { return reduce_scatter_one_shot(e, in, out, root); });
 }
 
-// True if a reduction in two levels costs less, by the byte counts of two_levels.h. A byte read
-// from another node costs as much as four bytes of the own node: an estimate, since the link
-// between nodes has about a quarter of the bandwidth of a node's memory. A byte of a partial sum
-// that is written costs one. It costs less while slots stay in the caches: with all ranks on one
-// node (Zen 4, 2 busy cores, 3 rounds, 4 ranks in groups of 2), reduce-scatters in two levels took
-// 0.8 to 1.15 times as long as in one level for 64 MiB in FP32, where the counts predict 1.5, and
-// 1.2 to 1.5 times for 32 MiB in bfloat16, where they predict 2.
+// True if a reduction in two levels costs less, by the byte counts of two_levels.h. Reading a byte
+// from another node costs four times as much as from the own node: an estimate, since the link
+// between nodes has about a quarter of the bandwidth of a node's memory. Writing a byte of a
+// partial sum costs as much as reading one from the own node. The counts are too high while slots
+// stay in the caches: with all ranks on one node (Zen 4, 2 busy cores, 3 rounds, 4 ranks in groups
+// of 2), reduce-scatters in two levels took 0.8 to 1.15 times as long as in one level for 64 MiB in
+// FP32 (predicted: 1.5), and 1.2 to 1.5 times for 32 MiB in bfloat16 (predicted: 2).
 bool Comm::worth_levels(const Reduction& r, uint64_t bytes) const {
   const int ranks = sum_group_size_;
   if (ranks < 2 || view_.world % ranks != 0 || view_.world == ranks) return false;

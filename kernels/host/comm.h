@@ -1,4 +1,4 @@
-// One rank's end of a communicator: it owns the rank's region of the heap and the view on which the
+// The communicator of one rank: it owns the rank's region of the heap and the view on which the
 // templates work, and has one method per collective. All methods block; calls from several threads
 // wait for each other.
 #pragma once
@@ -21,7 +21,7 @@
 
 namespace ringcomm::host {
 
-// More threads of a rank gain no memory bandwidth, and each channel needs slots of its own.
+// A rank with more threads gains no memory bandwidth, and each channel needs slots of its own.
 constexpr int kMostChannels = 64;
 
 struct CommConfig {
@@ -58,8 +58,8 @@ struct Reduction {
   Algorithm algorithm;
 };
 
-// Replaces kAuto by an algorithm. On the host, one-shot is the faster of the two at every size and
-// number of ranks.
+// Replaces kAuto by one-shot, which on the host is faster than the ring at every size and number of
+// ranks.
 inline Algorithm chosen(Algorithm asked) {
   return asked == Algorithm::kAuto ? Algorithm::kOneShot : asked;
 }
@@ -110,15 +110,15 @@ class Comm {
   uint64_t region_bytes() const {
     return layout_.region_bytes() + Recorder::memory_bytes(recorder_.capacity());
   }
-  // A number that the region's handle must repeat; reading it requires access to the region.
+  // The region's handle must contain this number, which only readers of the region know.
   uint64_t proof() const { return view_.control(view_.rank)->proof; }
-  // Peers know this region once this is called; its memory returns to the heap only after they
-  // detach. Throws RegionError, naming the rank, before any region is written to.
+  // From this call on, peers may know this region, so its memory returns to the heap only after
+  // they detach. Throws RegionError, naming the rank, before it writes to any region.
   void connect(const std::vector<PeerAddress>& peers);
-  // Writes a digest of all handles, the members that this rank knows, into this region.
+  // Writes `members`, a digest of the handles of all ranks, into this region.
   void publish_members(uint64_t members);
   // Called when all peers are connected: afterwards this rank may write into their regions. Throws
-  // RegionError unless all ranks know the same members.
+  // RegionError unless all ranks published the same `members`.
   void activate();
   void close();
 
@@ -147,15 +147,15 @@ class Comm {
 
   void abort(const std::string& reason);
   bool aborted() const;
-  // True once this rank has given up; its abort word is then raised. Waits for the record's owner.
+  // True once a call of this rank has given up; its abort word is then raised (this waits for it).
   bool has_failed() const;
-  // Threads of this process stop waiting for a rank that has left; false undoes the mark.
+  // Marks this rank as left, so that threads of this process stop waiting for it; false unmarks it.
   void set_left(bool left);
-  // True if the peer has closed its end; it makes no more calls.
+  // True if the peer has closed its communicator; it makes no more calls.
   bool has_closed(int peer) const;
-  // A hint at any time: the rank for which this one has waited for a while; -1: none.
+  // Returns the rank for which this rank has waited for a while, or -1. A hint, at any time.
   int awaited() const;
-  // A hint at any time: changes when a peer publishes to this rank or acknowledges.
+  // Returns a number that changes when a peer publishes to this rank or acknowledges: a hint.
   uint64_t arrivals() const;
   bool faulted(FaultReport* report) const;  // false: no fault
   void set_timeout_ns(uint64_t timeout_ns) { view_.timeout_ns = timeout_ns; }
@@ -198,7 +198,7 @@ class Comm {
   Status run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root);
   template <class Ops, class Body>
   Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
-  // Runs on a given number of channels, among which `body` itself divides the bytes.
+  // Runs `body` on a given number of channels; `body` itself divides the bytes among them.
   template <class Ops, class Body>
   Status run_divided(int channels, CallId id, uint64_t bytes, Ops ops, Body body);
   template <class Ops, class Body>
@@ -222,7 +222,7 @@ class Comm {
   // Throws std::invalid_argument for a ring of partial sums where sums are taken in groups.
   void check_order(Algorithm algorithm) const;
   bool reads_peers() const;
-  // A view of which only this rank's own region may be read; `regions` holds its pointers.
+  // Returns a view in which only this rank's region may be read; `regions` holds its pointers.
   View own_region(std::vector<char*>* regions) const;
   // Called before a call ends with `status`: after a failure, waits until the abort word is raised.
   void settle(Status status) const;
@@ -253,7 +253,7 @@ class Comm {
   bool levels_ = false;
 };
 
-// Every rank finds the same number of channels: it follows from the bytes, not from the threads.
+// The number of channels follows from the call's bytes, not from threads: all ranks find the same.
 template <class Ops, class Body>
 Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body) {
   return run_on(used_channels_ == 1 ? 1 : threads_for(bytes, used_channels_), true, id, bytes,

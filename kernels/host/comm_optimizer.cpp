@@ -28,14 +28,14 @@ CallId id_of(Collective collective, const GradCall& grads, uint64_t elems, DType
 
 bool is_ring(const GradCall& grads) { return grads.algorithm == Algorithm::kRing; }
 
-// Peers receive the position of these bytes in the heap, and would read or write there.
+// Throws unless the bytes are in the heap: peers find them there by their offset.
 void check_in_heap(const View& v, const char* what, const char* ptr, uint64_t bytes) {
   if (v.world == 1 || bytes == 0 || v.in_my_heap(ptr, bytes)) return;
   throw std::invalid_argument(std::string(what) +
                               " must lie in the heap (ringcomm.empty), where peers can reach them");
 }
 
-// Peers refuse results that they cannot store by vectors.
+// Throws unless peers can store the results by vectors, which must be aligned.
 void check_results(const View& v, const char* ptr, uint64_t bytes) {
   check_in_heap(v, "parameters", ptr, bytes);
   if (v.world > 1 && bytes > 0 && reinterpret_cast<uintptr_t>(ptr) % kResultAlign != 0)
@@ -43,7 +43,7 @@ void check_results(const View& v, const char* ptr, uint64_t bytes) {
                                 std::to_string(kResultAlign) + " bytes");
 }
 
-// A norm needs tiles that no segment cuts.
+// Throws if a segment would cut a tile: a norm is summed by whole tiles.
 void check_segments(const View& v, const GradCall& grads) {
   constexpr uint64_t least = kTileElems * sizeof(float);
   if (is_ring(grads) && v.world > 1 && v.layout.segment_bytes < least)

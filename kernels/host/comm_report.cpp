@@ -7,8 +7,8 @@
 namespace ringcomm::host {
 namespace {
 
-// What is known of a rank whose abort word is raised without a record: the rank began the fault or
-// followed another rank's.
+// Reports a rank whose abort word is raised but which has no fault record: the rank began the fault
+// or followed another rank's.
 FaultReport without_record(int rank) {
   Fault fault{};
   fault.status = Status::kAborted;
@@ -174,7 +174,7 @@ bool Comm::faulted(FaultReport* report) const {
     }
     const Fault fault = trusted(control->fault, r, view_.world);
     const bool origin = fault.status != Status::kAborted || fault.peer < 0;
-    // A record kAborted of this rank only names the rank where the fault began.
+    // This rank's own record with kAborted only names the rank where the fault began.
     if (any && !origin) continue;
     *report = {fault, reason_of(*control)};
     any = true;

@@ -42,7 +42,7 @@ __m128i powers(uint64_t distance) {
   return _mm_set_epi64x(doubled(8 * distance - 32), doubled(8 * distance + 32));
 }
 
-// Inline assembly needs no compiler flag for this instruction, which would apply to the whole file.
+// In inline assembly, because a compiler flag for this instruction would apply to the whole file.
 inline __m128i folded(__m128i block, __m128i by, __m128i onto) {
   __m128i low = block, high = block;
   asm("pclmulqdq $0x00, %1, %0" : "+x"(low) : "x"(by));

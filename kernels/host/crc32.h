@@ -5,8 +5,8 @@
 
 namespace ringcomm::host {
 
-// The CRC of data that continue other data, whose CRC is `before` (0: none). Up to `threads`
-// threads sum large data in parts of fixed length; the result does not depend on `threads`.
+// Returns the CRC of earlier data (whose CRC is `before`; 0: none) followed by `data`. Up to
+// `threads` threads sum parts of fixed length; the result does not depend on `threads`.
 uint32_t crc32(uint32_t before, const void* data, uint64_t bytes, int threads);
 
 // The CRC of A followed by B, from the CRCs of A and B and the length of B.

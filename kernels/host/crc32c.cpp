@@ -50,7 +50,7 @@ class StrandShift {
   std::array<std::array<uint32_t, 256>, 4> of_byte_{};
 };
 
-// Inline assembly needs no compiler flag for this instruction, which would apply to the whole file.
+// In inline assembly, because a compiler flag for this instruction would apply to the whole file.
 inline uint64_t instructed(uint64_t crc, uint64_t word) {
 #if defined(__x86_64__)
   asm("crc32q %1, %0" : "+r"(crc) : "rm"(word));

@@ -7,7 +7,7 @@
 namespace ringcomm::host {
 namespace {
 
-// True for calls from gradients to results of another dtype; ranks agree on the bucket's elements.
+// True for the optimizer's calls: results have another dtype, and ranks compare bucket elements.
 bool is_optimizers(Collective collective) {
   return collective == Collective::kReduceScatterNorm ||
          collective == Collective::kAdamWAllGather ||

@@ -95,7 +95,7 @@ int open_backing(const std::string& directory) {
     close(fd);
     throw HeapError(ENOTSUP, directory + " is not on a tmpfs or hugetlbfs");
   }
-  fchmod(fd, 0600);  // memfd files are born 0777
+  fchmod(fd, 0600);  // memfd_create() gives a file the mode 0777
   return fd;
 }
 

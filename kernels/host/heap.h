@@ -100,7 +100,7 @@ class Heap {
   uint64_t hold(const void* ptr);
   void release(uint64_t held);
 
-  // Enters a flight recorder in the header while there is room, and removes it.
+  // Adds a flight recorder to the header if an entry is free; the next function removes it.
   void list_recorder(uint64_t offset) { replace_recorder(0, offset); }
   void unlist_recorder(uint64_t offset) { replace_recorder(offset, 0); }
 

@@ -242,7 +242,7 @@ void reduce_kernel(const ReduceJob& job) {
   const uint64_t elems = job.bytes / sizeof(In);
   Out* const dst = static_cast<Out*>(job.dst);
   Out* const also = static_cast<Out*>(job.also);
-  alignas(64) Out bounce[tile];  // results to be streamed gather here, in the first-level cache
+  alignas(64) Out bounce[tile];  // collects results, in the first-level cache, to be streamed
   uint64_t first = 0;
 #if RC_HAS_STREAMING_STORES
   if constexpr (op == RedOp::kSum && kSame<In, Out> && (kSame<In, float> || kSame<In, double>)) {

@@ -168,7 +168,7 @@ void Messenger::deliver(Message& m, const RequestPtr& r) {
   complete(r, fits ? Status::kOk : Status::kMismatch);
 }
 
-// True if header_of() of a peer can have made this header of a message.
+// True if a peer's header_of() can have made this header of a message.
 bool Messenger::sound(const CallHeader& h, int peer) const {
   const View& v = comm_.view();
   const bool in_heap = h.heap_offset != kNotInHeap;
@@ -206,7 +206,7 @@ bool Messenger::begin_message(int peer) {
   const uint32_t first = v.epochs(Stream::kMessage, 0, peer)->seen + 1;
   CallHeader h;  // a copy: the peer may still write there
   std::memcpy(&h, v.header(v.rank, Stream::kMessage, 0, peer, first), sizeof(h));
-  // A message is moved aside only if it keeps a receive from its own message.
+  // Moves a message aside only if it blocks a receive whose own message comes later.
   const auto waiting = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& p) {
     return p->peer == -1 || p->peer == peer;
   });
@@ -255,7 +255,7 @@ bool Messenger::progress_receives(int peer) {
     // Pairs with the release in progress_sends() of the peer.
     const uint32_t ready = load_acquire_sys(&v.signals(v.rank, Stream::kMessage, 0, peer)->ready);
     const uint32_t arrived = ready - v.epochs(Stream::kMessage, 0, peer)->seen;
-    // More items than slots: no sender goes so far before it receives an acknowledgement.
+    // More items than slots: a sound sender waits for an acknowledgement before it sends so many.
     if (int32_t(arrived) > v.layout.slots) {
       CallHeader unread{};
       unread.id.collective = Collective::kSend;

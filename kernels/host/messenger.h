@@ -28,7 +28,7 @@ struct Request {
   bool elsewhere;  // another engine may receive the message; it then calls withdraw()
   int tag;
   DType dtype;
-  uint64_t posted_ns = 0;  // of Messenger::watched_ns()
+  uint64_t posted_ns = 0;  // when it was posted, by Messenger::watched_ns()
   uint32_t next_item = 0;
   Status status = Status::kOk;
   int source = -1;             // the sender, once a receive is finished
@@ -60,15 +60,15 @@ class Messenger {
   RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   // Withdraws a receive unless a message has matched it; true if it is done now, with no source.
   bool withdraw(const RequestPtr& request);
-  // Makes progress without a waiter from now on.
+  // From now on a background thread drives requests for which no thread waits.
   void drive_in_background();
   Status wait(const RequestPtr& request, uint64_t give_up_ns);
   bool idle();  // true if no request is under way
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
-  // The destination of an arriving message: its request's memory, memory aside until a request
-  // comes, or none.
+  // The destination of an arriving message: its request's memory (kThere), a buffer until a request
+  // comes (kAside), or none (kNowhere).
   enum class Goes { kThere, kAside, kNowhere };
   struct Message {  // an arriving message
     int peer, tag;
@@ -127,7 +127,7 @@ class Messenger {
   int looking_ = 0;                   // threads in look_at_clock() without the lock
   bool waits_told_ = false;           // the control page names the rank of the present wait
   int waiters_ = 0;  // threads in wait(), to which the background thread leaves the driving
-  // When a driver or waiter last looked at the clock, and for how long in all none could.
+  // When a thread last looked at the clock, and the total time during which no thread could look.
   uint64_t looked_ns_ = 0, unwatched_ns_ = 0;
   uint32_t kick_ = 0;  // changes to make the driver wake up and look around
   bool background_ = false, stopping_ = false;

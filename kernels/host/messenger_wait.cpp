@@ -16,10 +16,10 @@ constexpr int kYields = 200;
 
 // NOTE [Requests in the background]
 // Most requests are soon waited for by a thread that drives them itself. Waking the background
-// thread for each would cost more than a small message, and it would take core and lock from the
-// waiter. So it gives receives this long to find a waiter, and stays awake, looking once in this
-// time, until it found nothing to do kIdleLooks times. A send that was not done when it was posted
-// exceeds the slots, or its peer is late: a peer may wait for it.
+// thread for each would cost more than a small message, and take core and lock from the waiter. So
+// the background thread leaves a receive to a waiter for this long, and looks once in this time
+// until kIdleLooks looks have found nothing to do. It drives at once a send that was not done when
+// it was posted: the send exceeds the slots, or its peer is late, so a peer may wait for it.
 constexpr uint64_t kGraceNs = 100'000;
 constexpr int kIdleLooks = 20;
 
@@ -156,7 +156,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
     lock.lock();
     if (awake) continue;
     sleep(std::min(Waiter::kSleepNs, give_up_ns), peer_core);
-    // Not the driver while a signal handler may run: the handler may wait for a message.
+    // Stops driving while a signal handler may run: the handler may wait for a message.
     note_look();
     driving_ = false;
     look_at_clock(lock, r, started_ns);
@@ -257,7 +257,7 @@ void Messenger::drive_in_background() {
   rouse();
 }
 
-// Afterwards no thread is in the messenger and none touches the region.
+// Stops the messenger: afterwards no thread is in it, and none touches the region.
 void Messenger::stop() {
   {
     std::unique_lock lock(mutex_);

@@ -28,7 +28,7 @@ struct HostOps {
   const GroupedSum* groups = nullptr;  // null: sources are reduced one after the other
   uint64_t result_widths = 1;          // size of a result / size of a source's element
 
-  // The same ops on another channel.
+  // Returns these ops for another channel.
   HostOps on(Channel& channel) const {
     HostOps same = *this;
     same.path = &channel.store_path;
@@ -86,7 +86,7 @@ struct HostOps {
   }
 };
 
-// Results stay unfinished, in the accumulator's type, which may be wider than the element.
+// The Ops of a call that leaves results unfinished, in the accumulator's type, which may be wider.
 struct PartialOps : HostOps {
   char* out;  // where results begin
 

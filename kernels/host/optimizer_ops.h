@@ -7,7 +7,7 @@
 
 namespace ringcomm::host {
 
-// Finish{}(elements of the chunk for a lane, sources with their first element) does a lane's work.
+// Finish{} does a lane's work; it takes the lane's elements, and the sources with their first one.
 template <class Finish>
 struct OptimizerOps : HostOps {
   Finish finish;

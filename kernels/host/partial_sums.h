@@ -21,7 +21,7 @@ inline ReduceFn reduction_loop(DType sources, DType results, RedOp op) {
   return nullptr;
 }
 
-// The operator that combines the unfinished results of `op`: factors are applied already.
+// Returns the operator that combines unfinished results of `op`, whose factors are applied already.
 inline RedOp combining_op(RedOp op) { return op == RedOp::kPremulSum ? RedOp::kSum : op; }
 
 // ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: the reduction of sources in groups of L.
@@ -78,7 +78,7 @@ inline void reduce_in_groups(const GroupedSum& groups, const ReduceJob& job) {
   }
 }
 
-// How local arrays are combined.
+// Says how combine_partials() combines local arrays.
 struct PartialSums {
   DType sources, results;
   RedOp op;

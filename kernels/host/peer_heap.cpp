@@ -16,7 +16,7 @@ std::string unlike_a_heap(int fd, uint64_t capacity_bytes) {
   struct stat st{};
   if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) return "it is no memory file";
   const int seals = fcntl(fd, F_GET_SEALS);
-  // A file in a tmpfs directory begins with F_SEAL_SEAL alone, whether it has a name or not.
+  // A new file in a tmpfs directory has the seal F_SEAL_SEAL alone, with or without a name.
   if (seals < 0) return "it is no memory file";
   if (seals != F_SEAL_SEAL && (seals & kSizeSeals) != kSizeSeals) return "its size is not sealed";
   if (st.st_uid != geteuid())

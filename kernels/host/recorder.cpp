@@ -50,7 +50,7 @@ const Record* record_at(const char* memory, uint64_t index) {
   return reinterpret_cast<const Record*>(memory + sizeof(RecorderHeader)) + index;
 }
 
-// Peers may read meanwhile: word by word, so that the versions around the stores show changes.
+// Stores word by word: peers may read now, and the versions around the stores show them changes.
 void store_words(void* to, const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes / 8; ++i) {
     uint64_t word;
@@ -66,7 +66,7 @@ void load_words(void* to, const void* from, size_t bytes) {
   }
 }
 
-// Copies a record as of one moment; false if its owner kept writing, or died in the middle.
+// Copies a consistent record; false if its owner kept writing, or died while it wrote.
 bool read_whole(const Record* from, Record* to) {
   for (int tries = 0; tries < kReadTries; ++tries) {
     // Pairs with the release that ends begin() and end() of the owner.
@@ -178,7 +178,7 @@ void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, Re
 void Recorder::end(Track track, uint64_t sequence, Status status, int peer) {
   if (!on()) return;
   Record* r = at(track, sequence);
-  if (r->id.sequence != sequence) return;  // a message that outlasted its record
+  if (r->id.sequence != sequence) return;  // a newer message has overwritten the record
   const bool ok = status == Status::kOk;
   const uint64_t now = ticks();
   const Writing writing(r);

@@ -28,8 +28,8 @@ enum class RecordState : uint32_t {
   kRunning = 1,
   kDone = 2,
   kFailed = 3,
-  // On a device the host knows less: calls begin when they are enqueued, and end when the host
-  // notices their end.
+  // The host knows less about calls on a device: they begin when they are enqueued, and end when
+  // the host notices their end.
   kEnqueued = 4,
   kBegun = 5,
   kCompleted = 6,
@@ -50,8 +50,8 @@ struct Record {
 };
 static_assert(sizeof(Record) == 192 && offsetof(Record, site) == 80);
 
-// Stands before the records. All fields are set before peers know the region, except world_id and,
-// in a snapshot, waits_for.
+// The header before the records. All fields are set before peers know the region, except world_id
+// and, in a snapshot, waits_for.
 struct RecorderHeader {
   uint64_t magic;
   uint32_t version, record_bytes;
@@ -105,9 +105,9 @@ class Recorder {
   // never made, or its record was overwritten.
   static bool find(const char* memory, uint32_t capacity, Track track, uint64_t sequence,
                    Record* out);
-  // Copies the header and the records as they are now, each whole; a record whose owner keeps
-  // writing has an odd version in the copy. Copies only the newest `most` records per track; the
-  // copy's header has their number.
+  // Copies the header, and each record in a consistent state; a record whose owner keeps writing
+  // has an odd version in the copy. Copies only the newest `most` records per track, and writes
+  // their number into the copy's header.
   static std::vector<char> snapshot(const char* memory, uint32_t capacity, uint32_t waits_for,
                                     uint32_t most = kMaxRecords);
   // Replaces layout, rank and world in a snapshot's header by the reader's values: a damaged header

@@ -113,7 +113,7 @@ class ScratchPool {
   struct Cut {
     uint64_t offset, bytes;
   };
-  // The time for which at least one thread is busy.
+  // Measures the time during which at least one thread is busy.
   struct Busy {
     int threads = 0;
     std::chrono::steady_clock::time_point since;

@@ -1,5 +1,5 @@
-// New threads block signals, since signals must interrupt threads that wait for an interruption.
-// Signals that a thread raises by its own fault stay unblocked.
+// New threads block signals, so that signals reach threads whose waits they must interrupt. Signals
+// that a thread raises by its own fault stay unblocked.
 #pragma once
 
 #include <pthread.h>

@@ -49,7 +49,7 @@ struct SoloTeam : HostTeam {
   bool peers_can_read(const void* ptr, uint64_t bytes) const {
     return waiter->reads_processes() && waiter->peers_can_read(ptr, bytes);
   }
-  // The memory of a thread that has left can still be read.
+  // A thread that has left counts as alive here, since its memory can still be read.
   bool has_ended(int peer) const { return !waiter->is_thread(peer) && waiter->has_ended(peer); }
   Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return waiter->read_process(peer, to, from, bytes);

@@ -62,8 +62,8 @@ constexpr double kSpinNs = 10'000;
 // that come and go, an all_reduce takes 0.26 of the time, and through torch.distributed 0.40; next
 // to three busy loops 0.95 and 0.70.
 
-// For calls by the worker thread, which shares the cores with the thread that computes. Zen 4, 2
-// ranks on 2 cores, the best of 0 to 30 us.
+// The spin of a worker thread, which shares the cores with the thread that computes. Zen 4, 2 ranks
+// on 2 cores, the best of 0 to 30 us.
 constexpr double kBackgroundSpinNs = 2'000;
 
 // If ranks outnumber cores, a yield passes the core to another rank: 4 KiB calls of 4 ranks on 2
@@ -270,7 +270,7 @@ bool Process::is_stopped() const {
   return state == 'T' || state == 't';
 }
 
-// An ending process loses its memory before it counts as ended: 57 ms before for 1 GiB.
+// A process frees its memory before it counts as ended: 57 ms earlier for 1 GiB.
 // Status::kRefused: the process has not ended within kExitNs.
 Status Process::await_end() const {
   const uint64_t deadline_ns = Waiter::now_ns() + kExitNs;
@@ -282,7 +282,7 @@ Status Process::await_end() const {
   return Status::kPeerLost;
 }
 
-// The purpose: NOTE [Single copy] (endpoint.h).
+// For the purpose see NOTE [Single copy] (endpoint.h).
 Status Process::read(void* to, const void* from, uint64_t bytes) const {
   const pid_t pid = pid_ == 0 ? getpid() : pid_;
   for (uint64_t done = 0; done < bytes;) {

@@ -25,7 +25,7 @@ PausePolicy pause_policy(int ranks_on_node);
 // From now on the calling thread leaves the core at once when it must wait: another thread of its
 // rank has work there (this is the worker of asynchronous collectives during a backward pass).
 void wait_in_background();
-// The same for a worker thread while it works for a thread that waits in the background.
+// Makes a worker thread wait so while it works for a thread that waits in the background.
 class WaitsInBackground {
  public:
   explicit WaitsInBackground(bool in_background);
@@ -82,7 +82,7 @@ class Process {
   Status await_end() const;
 
   int pid_ = 0;
-  int pidfd_ = -1;        // -1: none; pid and start time identify the process
+  int pidfd_ = -1;        // -1: none; then pid and start time identify the process
   uint64_t started_ = 0;  // in clock ticks since the machine started; 0: unknown
   const uint32_t* left_ = nullptr;
 };

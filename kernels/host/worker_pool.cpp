@@ -162,7 +162,7 @@ void Pool::work() {
   {
     const std::lock_guard lock(mutex_);
     threads_.push_back(pid_t(syscall(SYS_gettid)));
-    kept_off_ = -1;  // this thread is not kept off yet
+    kept_off_ = -1;  // the new thread may still run on every core
     begun_.fetch_add(1);
   }
   for (;;) {
@@ -182,7 +182,7 @@ void Pool::work() {
 }
 
 void Pool::post(Job& job) {
-  const int wanted = job.wanted;  // before workers that do not sleep may count it down
+  const int wanted = job.wanted;  // read before workers that are awake count it down
   {
     const std::lock_guard lock(mutex_);
     jobs_.push_back(&job);

@@ -24,8 +24,8 @@
 
 namespace ringcomm::host {
 
-// The bytes per thread from which another thread pays while workers are awake. They stay awake for
-// 10 us after a call, and two threads then share 50 us of work in 25.4 us (Zen 4, 2 cores).
+// The bytes per thread from which another thread is worth its cost while workers are awake. They
+// stay awake for 10 us after a call; two threads then do 50 us of work in 25.4 us (Zen 4, 2 cores).
 constexpr uint64_t kBytesPerThread = 512 << 10;
 
 // The bytes of a call from which it is worth waking workers. On a virtual machine of 2 cores (Zen
