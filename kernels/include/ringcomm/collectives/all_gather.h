@@ -11,9 +11,9 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Copies read `j` of each sender of the group to its place, dst_of(sender); peer_reads: peers have
-// just read this place as a source. Skips a sender that has no read `j`, or for which
-// shares(sender) is false.
+// Copies read `j` (the j-th part that I take of a sender's data) of each sender of the group to its
+// place, dst_of(sender); peer_reads: peers have just read this place as a source. Skips a sender
+// that has no read `j`, or for which shares(sender) is false.
 // model: collect_piece (tests/proof/model/one_shot.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
@@ -73,7 +73,7 @@ RC_TEAM_FN Sharing sharing_of(const E& e, Span input, Span own_output, bool shar
   return {input, false, false, e.pieces(input.bytes)};
 }
 
-// A source that stays is copied to my own output in one pass, while my peers read it.
+// Copies a source that stays to my own output in one pass, while my peers read it.
 template <class E>
 RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& sharing, Span input) {
   return E::Lanes::kReadsWhole && sharing.stays ? 1 : e.pieces(input.bytes);

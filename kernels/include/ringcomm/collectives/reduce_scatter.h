@@ -27,7 +27,7 @@ RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t byte
   });
 }
 
-// After the reduction of all bytes before `end`: frees the peers' slots (or buffers).
+// Frees the peers' slots (or buffers) once all bytes before `end` are reduced.
 // model: release_sources (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
@@ -42,7 +42,7 @@ RC_TEAM_FN bool sources_are_whole(const E& e, Span mine) {
   return e.most_reads(e.pairs, true, all, [&](int) { return mine.bytes; }) <= 1;
 }
 
-// The largest number of items that a reader gets of its chunk.
+// Returns the largest number of items in which a reader gets its chunk.
 template <class E>
 RC_TEAM_FN uint32_t most_items(const E& e, const Chunks& in, int only_root) {
   uint32_t most = 0;

@@ -55,7 +55,7 @@ RC_FN constexpr int size_of(DType t) {
   }
 }
 
-// The element type in memory of Traits<T>::Acc.
+// Returns the element type of the accumulator, Traits<T>::Acc, in memory.
 RC_FN constexpr DType accumulator_of(DType t) {
   return t == DType::kFloat16 || t == DType::kBFloat16 ? DType::kFloat32 : t;
 }

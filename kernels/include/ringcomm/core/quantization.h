@@ -19,8 +19,8 @@
 // multiply-adds, and a sum is rounded by its additions alone. So all machines compute the same
 // bits.
 //
-// Blocks of tiny numbers are multiplied by 2^64 before and divided after, which a bit of the
-// scale's word marks. So subnormal numbers are as exact as others.
+// In blocks of tiny numbers, marked by a bit of the scale's word, numbers are multiplied by 2^64
+// before and divided after. So subnormal numbers are as exact as others.
 //
 // Another bit of the word marks a block with infinities or NaNs. The values of largest magnitude
 // then represent these, and M is the largest finite number. int8 and int4 then have one value less,
@@ -48,7 +48,7 @@ constexpr uint64_t kWordBytes = 3;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;
 
-// The bytes of the values of `elems` numbers, and with scales; every block but the last is full.
+// The bytes of `elems` numbers: values alone, then with scales. Only the last block may be short.
 RC_FN constexpr uint64_t values_bytes(QuantFormat format, uint64_t elems) {
   return format == QuantFormat::kInt4
              ? elems / kQuantBlock * (kQuantBlock / 2) + (elems % kQuantBlock + 1) / 2
@@ -58,7 +58,7 @@ RC_FN constexpr uint64_t quantized_bytes(QuantFormat format, uint64_t elems) {
   return values_bytes(format, elems) + (elems + kQuantBlock - 1) / kQuantBlock * kWordBytes;
 }
 
-// Rounds y to a whole number, ties to even, for |y| < 2^22: adds this number and takes the bits.
+// y + kRounder is y rounded to a whole number, ties to even, for |y| < 2^22; its low bits hold it.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 RC_FN int32_t nearest_whole(float y) {
   return int32_t(bits_of(y + kRounder)) - int32_t(0x4b400000);

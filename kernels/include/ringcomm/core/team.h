@@ -73,7 +73,7 @@ struct Pause {
   uint64_t call_bytes = 0;
 };
 
-// Portion `index` of `count` equal portions, as fractions of the whole in units of 2^-32. Found
+// Portion `index` of `count` equal portions, as fractions of the whole in units of 2^-32. Computed
 // once, it cuts any number of bytes without a division, which takes a GPU about 100 instructions.
 struct Portion {
   uint64_t begin = 0, end = uint64_t(1) << 32;
@@ -102,7 +102,7 @@ struct Extent {
   uint64_t begin_bytes, end_bytes;
 };
 
-// A portion of `bytes` bytes, in whole lines of 2^line_shift except for the tail of the last.
+// Returns a portion of `bytes` bytes: whole lines of 2^line_shift bytes, except the last line.
 RC_FN constexpr Extent extent_of(uint64_t bytes, const Portion& portion, int line_shift = 6) {
   const uint64_t lines = (bytes + (uint64_t(1) << line_shift) - 1) >> line_shift;
   const uint64_t begin = Portion::times(lines, portion.begin) << line_shift,

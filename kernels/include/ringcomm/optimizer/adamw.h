@@ -87,7 +87,7 @@ struct AdamWShard {
   // `remainder` (bfloat16: the low halves of the master); neither (stochastic rounding).
   float* master;        // [elems] or null
   uint16_t* remainder;  // [elems] or null
-  // With kQuantizedState, then set for all parameters: addresses of a QuantizedMoment's bytes.
+  // With kQuantizedState, which all parameters then have: addresses of a QuantizedMoment's bytes.
   float* exp_avg;         // [elems]; null: no group has such a moment (SGD without momentum)
   float* exp_avg_sq;      // [elems]; null: no group has such a moment (SGD, Lion)
   float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad

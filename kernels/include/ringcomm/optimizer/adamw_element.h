@@ -13,7 +13,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The branches of the update that a run of elements takes; a parameter's elements take the same.
+// The branches of the update that elements take; all elements of a parameter take the same ones.
 template <bool decay_into_grad, bool amsgrad, bool from_end>
 struct AdamWPath {
   static constexpr bool kL2 = decay_into_grad, kMax = amsgrad;
@@ -95,7 +95,7 @@ RC_FN Philox philox(uint64_t seed, uint64_t counter, uint32_t step, uint32_t str
 // the bucket is cut.
 RC_FN uint32_t random_bits(uint64_t seed, uint64_t bucket, uint64_t index, uint32_t step) {
   const Philox drawn = philox(seed, index / 4, step, uint32_t(bucket));
-  // Not by index: registers have no index, and a GPU would put the words in local memory.
+  // Chosen without an index: a GPU cannot index registers and would put the words in local memory.
   const uint32_t low = (index & 1) != 0 ? drawn.word[1] : drawn.word[0],
                  high = (index & 1) != 0 ? drawn.word[3] : drawn.word[2];
   return (index & 2) != 0 ? high : low;

@@ -45,7 +45,7 @@ RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
   return return_offers(e, b);
 }
 
-// `e.ops.reduce()` must pass the last hop's sums to consume(). `e` keeps the gradients' cut.
+// `e.ops.reduce()` must pass the last hop's sums to consume(). Leaves `e.cut` set for gradients.
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   e.cut = cut_by_tiles(b.grad_bytes);
@@ -62,8 +62,8 @@ RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
   return {e.sources(), 1};
 }
 
-// Runs a one-shot step up to its update, whose gradients are then at e.sources(). `grad`: see
-// own_gradients(), if the bucket has no gradients; null: use all ranks' gradients.
+// Runs a one-shot step up to its update, whose gradients are then at e.sources(). `grad`: the only
+// source if the bucket has no gradients (see own_gradients()); null: use all ranks' gradients.
 template <class E>
 RC_TEAM_FN Status begin_step_one_shot(E& e, const Bucket& b, const char* grad) {
   RC_RETURN_IF_FAILED(offer(e, b, true));

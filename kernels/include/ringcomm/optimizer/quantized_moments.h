@@ -11,9 +11,9 @@
 // A step dequantizes a block, updates it in FP32, and rounds it stochastically. Rounding to nearest
 // would drop changes below half a spacing, and the second moment changes by a thousandth. The 20
 // bits that are cut off are compared with 20 random bits, so the expectation is the FP32 number
-// itself. The random bits depend on the seed, the parameter, its step and the element's number in
-// it, and not on buckets, ranks or lanes. A second moment other than 0 is never rounded to 0, so
-// that no update is divided by eps alone.
+// itself. The random bits depend on the seed, the parameter, its step and the element's index in
+// the parameter, not on buckets, ranks or lanes. A second moment other than 0 is never rounded to
+// 0, so that no update is divided by eps alone.
 //
 // In memory the values of a chunk (1 byte per element) precede the exponents (1 byte per block).
 // All elements of a block belong to one parameter: parameters begin at multiples of kMomentBlock

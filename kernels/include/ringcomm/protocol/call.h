@@ -108,7 +108,7 @@ struct Fault {
   Status status;
   int32_t rank, peer;     // the reporting rank, and the rank on which it reports
   uint32_t wanted, seen;  // epochs
-  uint32_t item;          // items of this call on that stream before the awaited one
+  uint32_t item;          // items of this call before the awaited item on its stream
   Stream stream;
   uint32_t on_consumed;  // the awaited word of the line: 1 consumed, 0 ready
   uint64_t waited_ns;
@@ -120,9 +120,9 @@ constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
 // The version of the protocol: increased with every change of the layout, header or words.
 constexpr uint32_t kProtocolVersion = 6;
 
-// The values of a raised abort word. Without a record: the thread that claimed the fault record did
-// not complete it in time (hosts only); nobody may read the record, which that thread may still be
-// writing.
+// The values of a raised abort word. kRaisedWithoutRecord: the thread that claimed the fault record
+// did not complete it in time (hosts only), and may still be writing it, so nobody may read the
+// record.
 constexpr uint32_t kRaised = 1, kRaisedWithoutRecord = 2;
 
 struct ControlPage {
@@ -137,7 +137,7 @@ struct ControlPage {
   uint64_t page_ptr;        // address of this page in the owner's process
   uint32_t claimed;         // taken by the only thread of the owner that may write the fault record
   uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
-  alignas(64) uint32_t aborted;  // 0 or a value below; written by the owner, read by every peer
+  alignas(64) uint32_t aborted;  // 0 or a value above; written by the owner, read by every peer
   uint32_t core;                 // 1 + the core on which the owner's thread was last seen; 0: none
   uint32_t left;                 // 1: the owner, a thread, makes no call until this is 0 again
   alignas(64) Fault fault;

@@ -49,7 +49,7 @@ constexpr uint64_t kZeroCopyMinBytes = 16384;
 // staged once for three readers, and the kernel copies it more slowly than they do.
 constexpr int kSingleCopyRanks = 2;
 constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
-// The same for the results of an all-reduce, which are shared piece by piece as they are computed.
+// As above, for results of an all-reduce, which are shared piece by piece as they are computed.
 constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 
 // The result of a reduction: one destination, or two from one pass over the sources.
@@ -64,8 +64,8 @@ struct ReduceSources {
   const double* factors;
   int count;
 };
-// Those of one step among several, such as a ring's hop. On a GPU all such steps of a kernel share
-// the code of their reductions, which the others have in their midst (kernels/cuda/ops.h).
+// The sources of one step among several, such as a ring's hop. On a GPU all these steps of a kernel
+// share one copy of the reduction's code; other reductions inline the code (kernels/cuda/ops.h).
 struct HopSources : ReduceSources {};
 
 // Peers in the order in which this rank visits them: those at distances [first, last).
@@ -283,8 +283,8 @@ struct Endpoint {
 
   // ---- receiving ----------------------------------------------------------------------------
 
-  // One lane, if a call receives from one sender more than once, before each receive; then one
-  // team.sync().
+  // Called by one lane before each receive, and followed by one team.sync(), if a call receives
+  // from one sender more than once.
   RC_TEAM_FN void receive_anew(Stream s, int sender) const {
     PeerState& st = in(s, sender);
     st.base += st.items;
@@ -410,7 +410,7 @@ struct Endpoint {
   // See NOTE [Single copy].
   RC_TEAM_FN Status read_process(int sender, char* to, const char* from, uint64_t bytes) {
     Status status = team.read_process(sender, to, from, bytes);
-    // The number of an ended process may be another process's by now, whose memory was then read.
+    // If the sender has ended, its number may be another process's, whose memory was then read.
     if (team.has_ended(sender)) status = Status::kPeerLost;
     if (status == Status::kOk) return status;
     // Either a living sender gave up and its memory is gone, or its header was never true.
@@ -456,7 +456,7 @@ struct Endpoint {
     if (!reached(in(s, peer).ready, next)) return nullptr;  // usually there is none
     return other_call_in(v, s, team.channel(), peer, next);
   }
-  // An item that a peer published in an earlier call and I did not read shows that our earlier
+  // An item of an earlier call that a peer published and I did not read shows that our earlier
   // calls differed, although neither waited for the other (two ranks that both broadcast).
   // model: verify_streams (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status verify_streams() {

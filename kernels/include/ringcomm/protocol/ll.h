@@ -21,8 +21,8 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // The first packets of each channel carry the sender's header, 8 bytes each, and the next packet a
 // hash of all words but the factor. A reader waits for hash and factor, and for the other words
-// only if the hash differs from its own. Packets carry their results, so no header names an address
-// for them.
+// only if the hash differs from its own. LL packets carry the results themselves, so the header
+// contains no address of a result.
 constexpr int kFactorPacket = int(sizeof(CallId) / 8) + 3;
 constexpr int kHeaderPackets = kFactorPacket + 1;
 constexpr int kHashPacket = kHeaderPackets;
@@ -66,7 +66,7 @@ constexpr int kPacketBatch = 8;
 RC_FN constexpr uint32_t ranks_in_batch(int first, int world) {
   return (1u << (world - first < kPacketBatch ? world - first : kPacketBatch)) - 1;
 }
-// The same without `rank`.
+// A bit for each of these ranks except `rank`.
 RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
   const uint32_t at = uint32_t(rank - first);
   return ranks_in_batch(first, world) ^ (at < kPacketBatch ? 1u << at : 0);
@@ -91,7 +91,7 @@ struct LLLane {
 // The words that a lane loads before it knows the number of its call.
 struct FirstWords {
   uint64_t own;
-  uint64_t sent[kPacketBatch];  // to the first ranks
+  uint64_t sent[kPacketBatch];  // payload words for the first ranks
   bool has_sent;                // false: they are not whole words, and are loaded when sent
 };
 
@@ -99,7 +99,7 @@ RC_FN bool is_whole(const char* at, uint32_t stride, uint32_t bytes) {
   return bytes >= 8 && ((uint32_t(reinterpret_cast<uintptr_t>(at)) | stride) & 7) == 0;
 }
 
-// 8 bytes of payload at `from`, of which `bytes` exist.
+// Loads a word of payload at `from`, where only `bytes` of its 8 bytes exist.
 RC_COLD uint64_t load_payload(const char* from, uint32_t bytes) {
   if (is_whole(from, 0, bytes)) return *reinterpret_cast<const uint64_t*>(from);
   uint64_t word = 0;
@@ -125,8 +125,8 @@ RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
 }
 RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
-// One rank's end of the packets of a call on one channel. It has copies of what it needs at once,
-// since the view may be in slower memory.
+// One rank's end of the packets of a call on one channel. It copies the fields that it needs at
+// once from the view, which may be in slower memory.
 template <class Team, class Ops>
 struct LLEndpoint {
   using Operations = Ops;
@@ -153,7 +153,7 @@ struct LLEndpoint {
   }
 };
 
-// A lane's part of messages of `bytes` bytes, of which rank p is sent the one at in + p * stride.
+// Returns a lane's part of messages of `bytes` bytes; the message to rank p is at in + p * stride.
 template <class Team>
 RC_TEAM_FN LLLane lane_of(const Team& team, const char* in, uint32_t stride, int rank,
                           uint32_t bytes) {
@@ -189,7 +189,7 @@ RC_TEAM_FN FirstWords load_first(const LLLane& lane, int world) {
   return words;
 }
 
-// One lane, in a long wait for a packet: whether the wait continues, and when it started.
+// The state of one lane's long wait for a packet: whether it continues, and when it started.
 struct LongWait {
   uint64_t started;
   Status status;
@@ -361,8 +361,8 @@ RC_TEAM_FN Status await_packets(E& e, const LLCall& call, const Awaited& a, uint
   }
 }
 
-// Receives all payloads, all ranks' at one offset after the other, and passes them to `sink` once
-// the peers' hashes equal mine. Fills the factors.
+// Receives all payloads, offset by offset from all ranks, and passes them to `sink` once the peers'
+// hashes equal mine. Fills the factors.
 //   sink.take(e, int rank, uint64_t word, uint32_t at, uint32_t bytes)   in the order of the ranks
 //   sink.finish(e, uint32_t at, uint32_t bytes)                          after the last rank
 template <class E, class Sink>

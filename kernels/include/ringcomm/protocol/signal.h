@@ -73,8 +73,8 @@ RC_TEAM_FN void await_raised(const Team& team, const View& v) {
   // Pairs with the release in raise_fault().
   while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {
     if constexpr (Team::kSleeps) {
-      // Without a release: no reader of this value reads the record. A word that the owner raises
-      // at this moment loses its record.
+      // Needs no release: no reader of this value reads the record. If the owner raises the word at
+      // this moment, its record is lost.
       if (team.now_ns() - started > kLongestRecordNs)
         store_relaxed_sys(&v.control(v.rank)->aborted, kRaisedWithoutRecord);
     }
@@ -188,9 +188,9 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
   return nullptr;
 }
 
-// At a timeout the awaited peer may be waiting itself: follows the chain of awaited ranks to one
-// that does not wait, or once around. Only a hint for users, so the words are read without order. A
-// rank whose process is stopped ends the chain, whatever it waited for; only hosts detect this.
+// At a timeout the awaited peer may be waiting itself: follows the chain of awaited ranks to a rank
+// that does not wait, or once around a circle. Only a hint for users, so it reads the words without
+// order. A rank whose process is stopped ends the chain, even if it waited; only hosts detect this.
 template <class Team>
 RC_TEAM_FN int end_of_waiting(const Team& team, const View& v, int peer) {
   if constexpr (Team::kSleeps) {

@@ -23,8 +23,8 @@ struct PeerState {
   bool in_process;
 };
 
-// A link at the beginning of a call. No load depends on another load, so all take one trip to
-// memory.
+// Loads the state of a link at the beginning of a call. No load depends on another load, so all
+// take one trip to memory.
 RC_TEAM_FN PeerState find_link(const char* region, const Layout& layout, Stream s, int channel,
                                int peer) {
   const auto* epochs =
@@ -60,7 +60,7 @@ struct View {
   int32_t ring_position = 0;
   // [world] addresses of my results in the peers' heaps, for collectives that store there.
   char** results = nullptr;
-  uint32_t ll_epoch = 0;  // of this channel's line when the call began; LL only
+  uint32_t ll_epoch = 0;  // the channel line's ll_epoch when the call began; LL only
 
   RC_FN int ring_rank(int position) const { return ring == nullptr ? position : ring[position]; }
   RC_FN int position_in_ring() const { return ring == nullptr ? rank : ring_position; }
