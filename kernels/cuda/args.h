@@ -45,7 +45,7 @@ RC_FN const int32_t* rings_of(const RankTable* table) {
   return reinterpret_cast<const int32_t*>(table + 1);
 }
 
-// The same table in the launch parameters, where a kernel reads it without a load from memory. Only
+// A rank's table in the launch parameters, where a kernel reads it without a load from memory. Only
 // launches of one rank have it, in worlds of up to kInlineWorld ranks whose rings fit.
 constexpr int kInlineWorld = 8, kInlineRingBytes = 312;
 struct InlineTable {
@@ -73,7 +73,7 @@ struct CallArgs {
   char* out;
   uint64_t total_bytes;
   union {
-    uint64_t chunk_bytes;  // if evenly cut (schedule.h, Chunks); or between quantized runs
+    uint64_t chunk_bytes;  // per chunk, if evenly cut (Chunks); or from a quantized run to the next
     // For the optimizer; in device memory.
     const void* update;  // AdamWShard or AdamWTable
     NormWords* words;    // the norm is added to them
@@ -99,7 +99,7 @@ static_assert(sizeof(CallArgs) == 80);
 
 // A launch that reads scattered rows (row_lanes.h). Entry i begins at entries + i * entry_words and
 // is a pair (rank, row): row i is row entry[1] at bases[entry[0]]. A negative entry[0] means "no
-// row". The results are [count] rows of `row_bytes`, too.
+// row". The results are [count] rows of `row_bytes` each.
 struct RowsArgs {
   const int64_t* entries;
   uint64_t entry_words;

@@ -264,7 +264,7 @@ class DeviceComm {
   // A pending part of a call: a launch, or a copy by the copy engines before the next launch.
   struct Pending {
     Prepared launch;
-    uint64_t copy_to, copy_from, copy_bytes;  // 0 bytes: `launch` counts
+    uint64_t copy_to, copy_from, copy_bytes;  // 0 bytes: the part is `launch`
   };
   bool captures();
   void submit(Prepared prepared);

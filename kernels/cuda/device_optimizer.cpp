@@ -8,9 +8,9 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// For kernels that do not wait for peers: at most 1,056 blocks, two for each of 132 multiprocessors
-// four times over, so that multiprocessors finish at similar times; but each block has several
-// turns of work. Choices, not measured.
+// For kernels that do not wait for peers: at most 1,056 blocks (two for each of 132
+// multiprocessors, times four), so that multiprocessors finish at similar times; and so many
+// elements per block that each block has several turns of work. Choices, not measured.
 constexpr uint64_t kElemsPerBlock = 8192, kMostBlocks = 1056;
 
 std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(grads); }

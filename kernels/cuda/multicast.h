@@ -79,7 +79,7 @@ RC_TEAM_FN Vec16 divided(Vec16 v, int by) {
   return v;
 }
 
-// Vectors that a lane loads together: a choice, not measured. A sum needs at most a division.
+// Vectors that a lane loads together: a choice, not measured. A loaded sum is at most divided.
 constexpr int kWindowLoads = 8;
 
 // Calls store(at, load(at)) for vectors [first, last), `at` in bytes; `unroll` loads overlap.

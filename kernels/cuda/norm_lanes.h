@@ -89,8 +89,8 @@ __device__ __forceinline__ void add_elems(const TileElems& g, NormKind kind, int
   if (lane == 0) add_to_words(words, sum);
 }
 
-// Adds a tile to the words of the norm. elems(first, g) sets the lane's elements g: those of half 0
-// begin at element `first` of the tile.
+// Adds a tile to the words of the norm. elems(first, g) sets the lane's elements g; the elements of
+// half 0 begin at element `first` of the tile.
 template <class Elems>
 __device__ __forceinline__ void norm_tile(NormKind kind, int lane, NormWords& words, Elems elems) {
   TileElems g;
@@ -205,7 +205,7 @@ RC_TEAM_FN void norm_any(const NormTarget<G>& t, bool aligned, uint64_t begin, u
   });
 }
 
-// Runs a warp's whole turns. Returns where the turns of all warps end.
+// Runs the whole turns of a warp. Returns the element at which the turns of all warps end.
 template <class G, int sources, bool accumulates>
 RC_TEAM_FN uint64_t norm_turns(const NormTarget<G>& t, Run run, NormWords& words, int lane,
                                int lanes) {

@@ -70,7 +70,7 @@ struct Vectors {
 };
 
 // Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. whole: all of them
-// exist; else only those within the team's `left` remaining vectors do.
+// exist; else only vectors within the team's `left` remaining vectors exist.
 template <int sources, int half>
 struct HalfTurn {
   static constexpr int kVectors = half * kWarpLanes;  // of all lanes of a warp together
@@ -347,7 +347,7 @@ struct Reducer {
       if (left > u * kWarpLanes) to.store(at + u * kVectorStep, narrowed(acc[u], divide_by));
   }
 
-  // The turns are those of use_vectors(); each turn has one round per batch of sources.
+  // Makes the turns of use_vectors(); each turn has one round per batch of sources.
   RC_COLD static void reduce_batches(Results to, Sources from, Vectors all, Scaling scaling) {
     from.are_shared_memory();
     const int begin = all.lane / kWarpLanes * (2 * HalfBatch::kVectors) + all.lane % kWarpLanes;

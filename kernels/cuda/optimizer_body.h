@@ -173,7 +173,7 @@ RC_TEAM_FN bool sums_gradients(const CallArgs& args) {
 }
 
 // One-shot adamw_all_gather and reduce_scatter_adamw_all_gather. The bucket is in shared memory and
-// little else lives across the parts of a step, so that the update has nearly all registers.
+// few other values live across the parts of a step, so that the update has nearly all registers.
 
 // Runs a step up to its update. Returns false if the call must end here.
 template <class G, class P, class E>
@@ -197,7 +197,7 @@ RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Work
     const int peers = e.world() - 1;
     w.update = {w.sources, sums ? e.world() : 1, divisor_of(args, e.world()), peers, run.begin,
                 run.end};
-    w.results[e.rank()] = w.results[peers];  // drop mine: the peers' come first
+    w.results[e.rank()] = w.results[peers];  // overwrites my entry: peers' buckets come first
   }
   e.team.sync();
   return true;

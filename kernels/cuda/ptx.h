@@ -39,7 +39,7 @@ __device__ __forceinline__ void store16(void* to, const Vec16& v) {
                : "memory");
 }
 
-// The same for 8 and for 4 bytes.
+// Weak loads and stores of 8 and of 4 bytes.
 __device__ __forceinline__ Vec8 load8(const void* from) {
   Vec8 v;
   asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store16_if(bool yes, void* to, const Vec16& v) {
       : "memory");
 }
 
-// 1 / x to an ulp, and 1 / sqrt(x) to 2^-22.9 of it. Subnormal inputs and results become zero.
+// Return 1 / x within an ulp, 1 / sqrt(x) within 2^-22.9 of it. Subnormal numbers count as zero.
 __device__ __forceinline__ float near_reciprocal(float x) {
   float near;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
@@ -85,7 +85,7 @@ __device__ __forceinline__ float near_inverse_root(float x) {
   return near;
 }
 
-// Widens one of the two numbers in a word; it is not NaN. gate: zero (grad_sum.h).
+// Widens one of the two numbers in a word, which must not be NaN. gate: zero (grad_sum.h).
 __device__ __forceinline__ float widened(uint32_t both, bool high, uint32_t gate, BFloat16*) {
   return float_of(high ? (both & 0xffff0000u) | gate : (both << 16) + gate);
 }

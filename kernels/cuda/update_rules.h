@@ -75,7 +75,7 @@ struct StepQuotients {
   // Returns `p` after the step; sets `odd` if a number is too large or too small for this method.
   RC_TEAM_FN float new_parameter(float p, float m, float v, bool& odd) const {
     const float square = fused_multiply_add(v, 0x1p64f, 0x1p-126f);
-    // Compared as integers, NaNs and negative numbers are larger, too.
+    // As integers, the bits of NaNs and negative numbers are larger, too.
     odd |= bits_of(square) > bits_of(0x1p104f);
     const float denom = quotient(root(square), divisor, inverse) + eps;  // 2^-58 to 2^33
     const float numerator = negative_step_size * m;
