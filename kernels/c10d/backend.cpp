@@ -139,7 +139,7 @@ class Direct {
           "both anew");
   }
 
-  // Each returns false if it did nothing.
+  // Each of these calls returns false if it did nothing.
   bool all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
     return calls_ != nullptr && is_plain(tensor) && has(op) &&
            made(calls_->all_reduce(calls_->comm, tensor.data_ptr(), elems(tensor), code(tensor),
@@ -410,7 +410,7 @@ class Backend : public c10d::Backend {
 
   Owned group_, split_;
   Direct direct_;
-  std::atomic<bool> is_bound_{false};  // then a barrier runs on the device
+  std::atomic<bool> is_bound_{false};  // true: a barrier runs on the device
 };
 
 }  // namespace
