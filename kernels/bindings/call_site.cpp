@@ -111,7 +111,7 @@ int instruction_of(PyObject* frame) {
 }
 
 const CallSite* site_in(Code& code, PyObject* frame) {
-  // Uses the instruction: finding the line number takes longer, the longer the function is.
+  // Uses the instruction as key: finding the line number takes longer in longer functions.
   const int at = instruction_of(frame);
   if (at >= 0 && at == code.last_instruction) return code.last_site;
   const CallSite*& site = code.sites[at];

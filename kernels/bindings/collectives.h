@@ -23,7 +23,7 @@ inline std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
   return result;
 }
 
-// One entry of equal size per rank. A rank that takes no list has passed an empty one.
+// Returns one span of `bytes` bytes per rank. A rank that takes no list has passed an empty list.
 inline std::vector<Span> spans(Addresses ptrs, uint64_t bytes, int world) {
   ptrs.resize(size_t(world));
   return spans(ptrs, Sizes(ptrs.size(), bytes));

@@ -145,15 +145,15 @@ void bind_calls(nb::class_<DeviceComm>& c) {
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-// The beginning of a new region with all words that are not zero, written before a rank connects.
+// Returns the beginning of a new region, with all nonzero words, to write before a rank connects.
 nb::bytes words(const DeviceComm& d) {
   std::string bytes(d.words_bytes(), '\0');
   begin_page(reinterpret_cast<ControlPage*>(bytes.data()), d.config().rank, d.config().layout);
   return to_bytes(bytes);
 }
 
-// The bytes that a rank's host writes into its control page before it raises the abort word. They
-// exclude the fault record: only kernels write it, and one may be about to.
+// Returns the bytes that a rank's host writes into its control page before it raises the abort
+// word. They exclude the fault record: only kernels write it, and a kernel may be about to do so.
 nb::bytes abort_reason(const nb::str& reason) {
   ControlPage page{};
   std::snprintf(page.reason, sizeof(page.reason), "%s", utf8_of(reason).c_str());

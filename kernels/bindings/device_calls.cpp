@@ -113,7 +113,7 @@ void DeviceCalls::follow(void* stream, bool captures) {
 }
 
 void DeviceCalls::check_fits(void* stream) {
-  // Calls that alternate with asynchronous ones skip the driver as well.
+  // Calls that alternate with asynchronous calls skip the driver's check as well.
   if ((stream == side_ && side_fits_) || (has_fitting_ && stream == fitting_)) return;
   const int there = driver_.multiprocessors_of(stream);
   if (there >= 0 && there < needed_multiprocessors_)
@@ -228,7 +228,7 @@ bool are_alike(const DeviceComm& one, const DeviceComm& two) {
          a.redop == b.redop;
 }
 
-// Holds the turns of ranks, and withdraws their prepared calls at its end unless they are launched.
+// Holds the turns of ranks. Its destructor withdraws their prepared calls that were not launched.
 class Held {
  public:
   ~Held() {
@@ -317,7 +317,7 @@ struct TritonKernels {
   }
 };
 
-// Each passes to `then` what prepares the call, or returns `otherwise` if arguments are not fast.
+// Each passes to `then` a function that prepares the call; `otherwise`: for arguments not fast.
 template <class Kernels = CudaKernels, class Result, class Then>
 Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
                   Result otherwise, Then then) {
@@ -375,7 +375,7 @@ Result barrier(DeviceCalls& calls, Result otherwise, Then then) {
   return then(nb::make_tuple(), [&] { calls.comm().barrier(); });
 }
 
-// The argument `then` for a call that is made at once, and for a call that is started.
+// Return the argument `then`: first for a call made at once, then for a call that is started.
 auto made_by(DeviceCalls& calls) {
   return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
 }

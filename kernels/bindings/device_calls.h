@@ -105,7 +105,7 @@ class DeviceCalls {
   // `kNotFast` or 0.
   template <class Prepare>
   int make(Prepare prepare);
-  // The same on the side stream; `tensors` are kept. Null: nothing was done.
+  // Starts the collective on the side stream and keeps `tensors`. Null: nothing was done.
   template <class Prepare>
   std::shared_ptr<DeviceEvent> start(nanobind::object tensors, Prepare prepare);
 
@@ -130,8 +130,8 @@ class DeviceCalls {
   void* const* last_stream() const { return has_last_ ? &last_ : nullptr; }
   bool has_captured() const { return has_captured_; }
 
-  // Returns an event at the end of `stream`, on the current device. all_collectives(): the Ends of
-  // an event after all collectives launched so far.
+  // Returns an event at the end of `stream`, on the current device. all_collectives() returns the
+  // Ends of an event that follows all collectives launched so far.
   std::shared_ptr<DeviceEvent> mark(void* stream, DeviceEvent::Ends ends);
   DeviceEvent::Ends all_collectives() const;
   // Keeps tensors until the event has passed, or join() has made `stream` wait for it.
@@ -166,7 +166,7 @@ class DeviceCalls {
   bool has_failed() const;
   // False if `stream` is the legacy default stream and another device is current: nullptr then
   // names that device's stream. Most calls fail then, but a wait for an event would order the wrong
-  // one.
+  // stream.
   bool names_here(void* stream) const;
   void* current_stream() const;
   void take_turn();
@@ -192,7 +192,7 @@ class DeviceCalls {
   // The streams of the last call and of the last captured call. Neither waits for the other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
-  // True, or the stream, if check_fits() has accepted the side stream, or a caller's stream last.
+  // check_fits() has accepted the side stream; a caller's stream, which is then in fitting_.
   bool side_fits_ = false, has_fitting_ = false;
   void* fitting_ = nullptr;
   void* behind_ = nullptr;  // the event that every start() uses; null: there is no side stream

@@ -96,7 +96,7 @@ void bind(nb::class_<DeviceComm>& c, const std::string& name, const std::string&
       nb::sig(signature.c_str()), doc);
 }
 
-// Binds a call whose arguments differ from step to step as a fast call. Other calls have a plan.
+// Binds a fast call, for arguments that differ from step to step. Other calls have a plan.
 template <class... Given>
 void bind_fast(nb::class_<DeviceCalls>& c, const std::string& name, const std::string& parameters,
                void (*prepare)(DeviceComm&, Given...)) {

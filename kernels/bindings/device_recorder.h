@@ -37,7 +37,7 @@ class DeviceRecorder final : public device::CallObserver {
 
   void enqueues(const device::Prepared& call, bool captured) override;
   void withdraws() override;
-  // The same for a collective of Triton's kernels, with the GIL.
+  // Records an enqueued collective of Triton's kernels; called with the GIL.
   void enqueues_triton(const CallId& id, unsigned channels, bool captured);
 
   // raised: set by a kernel of this rank when it gives up. From then on, or after stop(), an ended
@@ -55,8 +55,8 @@ class DeviceRecorder final : public device::CallObserver {
   // The call failed. A failed collective fails all later ones; earlier ones are done.
   void seen_failed(Track track, uint64_t number, Status status, int peer);
 
-  // The numbers of the collectives to which a kernel's count `sequence` may belong. Each block
-  // counts the calls in which it took part, and also a graph's replays, which nothing counts here.
+  // Returns the numbers of the collectives to which a kernel's count `sequence` may belong. Blocks
+  // count their calls, and also the replays of a graph, which nothing counts on the host.
   std::vector<uint64_t> numbers_of(uint64_t sequence) const;
 
  private:

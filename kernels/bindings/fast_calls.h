@@ -9,7 +9,7 @@
 
 namespace ringcomm::host {
 
-// False for an order of sums for which Python raises an error.
+// False for a ring if sums are taken in groups: Python then raises the error.
 inline bool sums_by(const Comm& comm, int algorithm) {
   return comm.sum_group_size() == 0 || algorithm != int(Algorithm::kRing);
 }

@@ -26,7 +26,7 @@ namespace {
 
 enum Operator { kGather, kAllReduce, kExchange, kBroadcast, kReduce, kScatter, kOperators };
 
-// An operator's name in torch, and in errors: there it is the name of the communicator's method.
+// An operator's name in torch, and its name in errors: the name of the communicator's method.
 struct OperatorNames {
   const char *in_torch, *in_errors;
 };
@@ -106,7 +106,7 @@ class Member {
     return is_idle && is_of_size;
   }
 
-  // The rank in this communicator of rank `global` of the outermost one; negative: none.
+  // Returns the rank here of rank `global` of the outermost communicator; negative: none.
   int rank_of(nb::handle global) const {
     static PyObject *const membership = kept_name("membership"), *const ranks = kept_name("ranks");
     const nb::object found = read_attribute(engine_, membership);

@@ -96,14 +96,14 @@ int blocking(Call call) {
   return int(status);
 }
 
-// The same for a call that the flight recorder records.
+// Runs a blocking call that the flight recorder records.
 template <class Call>
 int recorded(NativeComm& n, Call call) {
   if (n.comm.recorder().on()) take_call_site();
   return blocking(call);
 }
 
-// The same, in the communicator's turn.
+// Runs a blocking, recorded call in the communicator's turn.
 template <class Call>
 int recorded_in_turn(NativeComm& n, Call call) {
   return recorded(n, [&] {

@@ -60,7 +60,7 @@ void bind_shard(nb::module_& m) {
           nb::arg("quantized_state") = false);
 }
 
-// Requests huge pages for the whole pages inside; without huge pages the system uses small ones.
+// Requests huge pages for the whole pages in a range; the system may use small pages instead.
 void advise_huge_pages(uintptr_t begin, uint64_t bytes) {
   constexpr uintptr_t page = 4096;
   const uintptr_t first = (begin + page - 1) / page * page, last = (begin + bytes) / page * page;

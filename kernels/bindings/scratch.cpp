@@ -19,7 +19,7 @@ namespace ringcomm::host {
 namespace {
 
 // In a forked child the threads belong to the parent, and a thread may hold the lock, so the pool
-// is never destroyed there. Nor is it at the end of a process whose disk hangs.
+// is never destroyed there, nor at the end of a process whose disk hangs.
 struct NativeScratch {
   std::unique_ptr<ScratchPool> pool;
   pid_t pid = getpid();
@@ -95,7 +95,7 @@ NativeScratchRequest submit(const std::shared_ptr<NativeScratch>& s, bool is_wri
     const WithoutGil nogil;
     try {
       refusal = s->pool->submit({is_write, extent, at(memory), bytes}, &r.request);
-    } catch (const std::system_error& e) {  // no thread
+    } catch (const std::system_error& e) {  // no thread could start
       code = e.code().value();
     }
   }

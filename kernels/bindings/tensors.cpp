@@ -69,7 +69,7 @@ struct Torch {
   PyObject *is_neg = nullptr, *forward_ad = nullptr, *increment_version = nullptr;
   PyObject* requires_grad = nullptr;  // the property, whose getter is called
   descrgetfunc get = nullptr;
-  // Offsets of the implementation in a tensor's object, and of its keys in it; 0: unknown.
+  // Offsets of the implementation in a tensor's object, and of keys in the implementation, or 0.
   size_t impl_offset = 0, keys_offset = 0;
   uint64_t known_keys = 0;
   PyObject *int8 = nullptr, *uint8 = nullptr;
@@ -135,7 +135,7 @@ nb::object attribute(nb::handle object, PyObject* name) {
   return found;
 }
 
-// True if a negation may be pending; such a view is contiguous all the same.
+// True if a negation may be pending; a view with a pending negation can be contiguous.
 bool may_be_lazy(nb::handle tensor) {
   const Torch& t = torch();
   if (t.keys_offset != 0) {

@@ -42,8 +42,8 @@ constexpr TensorPlace kCpu{1, 0};
 // trace), since these would have to see the call. Sets no Python error.
 bool read_memory(nanobind::handle tensor, TensorMemory* result, TensorPlace place = kCpu);
 
-// The same for a tensor of the CPU that a compiled graph only reads. The tensor may require grad:
-// another graph computes the gradients.
+// Like read_memory(), for a tensor of the CPU that a compiled graph only reads. The tensor may
+// require grad: another graph computes the gradients.
 bool read_source(nanobind::handle tensor, TensorMemory* result, TensorShape* shape);
 
 // The calling thread's keys in torch's dispatcher that mean a mode, a transform or a trace; 0:

@@ -67,7 +67,7 @@ nb::dict structures() {
   return d;
 }
 
-// The same for the structures of an AdamW step.
+// Returns the offsets and sizes of the structures of an AdamW step.
 nb::dict optimizer_structures() {
   nb::dict d;
   d["shard.segments"] = offsetof(AdamWShard, segments);
