@@ -302,8 +302,8 @@ def _store(address, at, value, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
 def gradient(
     sources, at, offsets, mask, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Returns the gradients of elements ``at + offsets``, counted from the sources' first: the sum
-    of the sources in FP32, or their mean; ``at`` is a multiple of TILE_ELEMS."""
+    """Returns the gradients of elements ``at + offsets`` of the sources: the sum of the sources
+    in FP32, or their mean; ``at`` is a multiple of TILE_ELEMS."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     COUNT: tl.constexpr = len(sources)
     here = ()
@@ -382,7 +382,7 @@ def _update_segment(
     if aligned:
         for at in range(inner, end, TURN):
             _turn(dests, state, sources, random_of, factors, at, begin, low, high, KIND, False)
-    # Turns that also have elements outside [low, high): at most the first and the last.
+    # Only the first and the last turn can have elements outside [low, high).
     first = begin + (low - begin) // TURN * TURN
     last = begin + (high - 1 - begin) // TURN * TURN
     stride = tl.where(aligned, tl.maximum(last - first, TURN), TURN)

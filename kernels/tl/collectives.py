@@ -107,7 +107,7 @@ def reduce_piece(
 def reduce_scatter_one_shot(
     ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
 ):
-    """Runs the one-shot form; ``out`` is the address of this rank's result."""
+    """Runs the one-shot reduce-scatter; ``out`` is the address of this rank's result."""
     me = get(ws, RANK)
     whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], me)
     mine, mine_bytes = slice_for(ws, chunks, me, G)
@@ -237,7 +237,7 @@ def reduce_ring(
 def reduce_scatter_ring(
     ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
 ):
-    """Runs the ring form; ``out`` is the address of this rank's result."""
+    """Runs the ring reduce-scatter; ``out`` is the address of this rank's result."""
     _, status = reduce_ring(ws, chunks, out, status, status, DTYPE, store_sum, DIVISOR, G)
     return status
 
@@ -410,7 +410,7 @@ def all_gather_one_shot(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.c
 
 @triton.jit
 def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
-    """Runs the ring form; arguments as for the one-shot form."""
+    """Runs the ring all-gather; arguments as for the one-shot all-gather."""
     HOPS: tl.constexpr = G.world - 1
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     position = ring_position(ws, G)

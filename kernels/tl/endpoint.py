@@ -1,4 +1,4 @@
-"""One rank's end of all streams during a call on one channel, and the call around it."""
+"""Sends and receives items during a call on one channel, and begins and ends the call."""
 
 from collections.abc import Iterable
 
@@ -319,7 +319,7 @@ def receive(ws, stream, sender, expected_bytes, begin, size_bytes, status, G: tl
 def release_sys(ws, stream, sender, expected_bytes, end, status, G: tl.constexpr):
     """Frees the slots before ``end`` of the sender's stream, which this block has read.
 
-    For the reader of *releasing a slot*: pairs with the acquire of the sender's await_slot.
+    The reader's part of *releasing a slot*: pairs with the acquire of the sender's await_slot.
     """
     if status == 0:
         done = end // of_peer(ws, sender, ITEM_BYTES)
@@ -362,7 +362,7 @@ def tagged(numbers: Iterable[int]) -> tuple[int, ...]:
 
 @triton.jit
 def untagged(number):
-    """Returns the int64 that :func:`tagged` was given."""
+    """Returns the int64 whose tagged form is ``number``."""
     return (number + tl.full((), 0, tl.int64)) >> TAG_BITS
 
 
@@ -428,8 +428,8 @@ def end_call(ws, status, G: tl.constexpr):
     reads_peers = get(ws, READS_PEERS)
     tl.debug_barrier()
     if (status == 0) & (reads_peers != 0):
-        # Orders the block's reads of data before its reads of the words; it changes nothing. One
-        # lane does it, between barriers.
+        # Orders the block's reads of data before its reads of the words, by an addition that
+        # changes nothing. One lane does it, between barriers.
         tl.atomic_add(
             word64(ws) + READS_PEERS, tl.full((), 0, tl.int64), sem="acq_rel", scope="sys"
         )

@@ -69,8 +69,8 @@ def collect(
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """Runs a collecting block: offers this rank's rows, reads the peers' rows, and waits until the
-    peers have read this rank's, which the caller may overwrite after the kernel."""
+    """Runs a collecting block: offers this rank's rows, reads the peers' rows, and waits until
+    the peers have read this rank's rows: the caller may overwrite them after the kernel."""
     me = rank_of(ws)
     block = tl.program_id(0)
     epoch = advance_epoch(word_of(words, me, block, me, G))

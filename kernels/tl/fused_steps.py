@@ -140,7 +140,7 @@ def add_words(address, words, KIND: tl.constexpr):
 
 @triton.jit
 def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexpr):
-    """Reduces the turn ``at`` elements into the sources and ``out``, and adds its norm."""
+    """Reduces the turn from element ``at`` of the sources and ``out`` on, and adds its norm."""
     rows = tl.arange(0, 4 * TILES)[:, None]
     here = rows % TILES * TILE_ELEMS + rows // TILES * QUARTER + tl.arange(0, QUARTER)[None, :]
     mask = at + here < size
@@ -247,7 +247,7 @@ def grads_of(ws, grads, elems, rank, ITEM: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr):
-    """Sends one item to each peer: where its part of this rank's gradients is, and unless
+    """Sends one item to each peer: the address of my gradients of the peer's slice and, unless
     ``params`` is 0, the bucket in which the peer may store its results from now on."""
     my_heap = of_peer(ws, get(ws, RANK), HEAP)
     for distance in range(1, G.world):
@@ -297,8 +297,8 @@ def dests_of(ws, own, origin_bytes, G: tl.constexpr):
 
 @triton.jit
 def return_offers(ws, grads, elems, status, ITEM: tl.constexpr, G: tl.constexpr):
-    """Signals to the peers that this block has finished with their gradients and buckets, and waits
-    until the peers have finished with this rank's."""
+    """Signals to the peers that this block has finished with their gradients and buckets, and
+    waits until the peers have finished with this rank's gradients and bucket."""
     _, size_bytes = grads_of(ws, grads, elems, get(ws, RANK), ITEM, G)
     tl.debug_barrier()
     for distance in range(1, G.world):
@@ -338,7 +338,7 @@ def gather_parameters_ring(ws, shard, elems, status, KIND: tl.constexpr, G: tl.c
 
 @triton.jit
 def adamw_all_gather_one_shot(ws, shard, grad, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """Runs the one-shot form; ``grad`` is the address of the chunk's gradient."""
+    """Runs adamw_all_gather one-shot; ``grad`` is the address of the chunk's gradient."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     none = elems * 0
@@ -353,7 +353,7 @@ def adamw_all_gather_one_shot(ws, shard, grad, elems, status, KIND: tl.constexpr
 
 @triton.jit
 def adamw_all_gather_ring(ws, shard, grad, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """Runs the ring form; ``grad`` is the address of the chunk's gradient."""
+    """Runs adamw_all_gather as a ring; ``grad`` is the address of the chunk's gradient."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     _, begin, end = slice_of(ws, elems, get(ws, RANK), G)
     if status == 0:
@@ -419,7 +419,7 @@ def grad_chunks(grads, elems, ITEM: tl.constexpr, G: tl.constexpr):
 def reduce_scatter_norm_one_shot(
     ws, grads, out, elems, status, NORM: tl.constexpr, G: tl.constexpr
 ):
-    """Runs the one-shot form; returns this block's words and the status."""
+    """Runs reduce_scatter_norm one-shot; returns this block's words and the status."""
     ITEM: tl.constexpr = NORM.grad.primitive_bitwidth // 8
     words = no_words()
     status = offer(ws, grads, grads * 0, elems, status, ITEM, G)

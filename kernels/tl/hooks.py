@@ -31,7 +31,7 @@ _PAUSE_S = 2e-3
 
 
 def lives(peer: int) -> int:
-    """Returns 0, alive: the default, which takes every peer to be alive."""
+    """Returns 0, which means alive, for every peer: the default check."""
     return 0
 
 
@@ -55,7 +55,7 @@ _looked_ns, _unwatched_ns = time.monotonic_ns(), 0
 
 
 def host_clock_ns() -> int:
-    """Returns the time of a monotonic clock that stops while no kernel reads it, as Deadline's."""
+    """Returns the time of a monotonic clock that stops while no kernel reads it, like Deadline."""
     global _looked_ns, _unwatched_ns
     now_ns = time.monotonic_ns()
     if now_ns - _looked_ns > LONGEST_LOOK_S * 1e9:

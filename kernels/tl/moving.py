@@ -1,6 +1,6 @@
 """Moves and reduces elements with all lanes of a block, 16 bytes per lane if memory is aligned.
 
-Counts are of one segment, so offsets fit into 32 bits; addresses are int64.
+Counts are numbers of elements of one segment, so offsets fit into 32 bits; addresses are int64.
 """
 
 import triton
@@ -86,7 +86,7 @@ def _copy(target, source, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     whole = count // BLOCK * BLOCK
     for i in range(0, whole, BLOCK):
         tl.store(to + i + lanes, tl.load(of + i + lanes))
-    # The rest: as vectors, then the last few elements.
+    # Copies the remaining elements: as vectors, then the last few singly.
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     vectors = count // VECTOR * VECTOR
     here = whole + lanes

@@ -174,7 +174,7 @@ def _counts(elems, first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _offsets(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the offsets of the words' bytes after the values, [blocks, 4], and a mask of them."""
+    """Returns the offsets of the scales' bytes after the values, [blocks, 4], and their mask."""
     blocks = first + tl.expand_dims(tl.arange(0, BLOCKS), 1)
     which = tl.expand_dims(tl.arange(0, 4), 0)
     at = _values_bytes(elems, FORMAT) + blocks * WORD_BYTES + which

@@ -59,7 +59,7 @@ def word64(address):
 def load_acquire_sys(address):
     """Loads the 4-byte word that a peer publishes at ``address`` by :func:`exchange_release_sys`.
 
-    For the reader of *publishing* and of *releasing a slot*: afterwards this block can load what
+    The reader's part of *publishing* and of *releasing a slot*: afterwards this block can load what
     the peer stored before it raised the word. Triton lowers the addition of 0 to
     ``ld.acquire.sys``; one lane loads, and all get its value.
     """
@@ -70,7 +70,7 @@ def load_acquire_sys(address):
 def exchange_release_sys(address, value):
     """Stores ``value`` in the 4-byte word at ``address`` after all earlier stores of the block.
 
-    For the writer of *publishing* and of *releasing a slot*: pairs with the acquire of the peer
+    The writer's part of *publishing* and of *releasing a slot*: pairs with the acquire of the peer
     that polls the word. The barrier extends the release to the stores of all lanes.
     """
     tl.debug_barrier()
