@@ -1,7 +1,7 @@
 """The harness's own barrier, so that no library's timing depends on another library's barrier.
 
 Ranks leave a library's barrier at different times: a Gloo barrier takes longer than a small
-collective of any other library. Ranks of one machine wait for one word each in memory that all of
+collective of any other library. Ranks of one machine each wait on one word of memory that all of
 them map. Ranks of several nodes use the barrier of a process group, since their calls take much
 longer than a message between the nodes.
 """
@@ -103,6 +103,6 @@ def share_memory(store: dist.Store, name: str, rank: int, world: int, size_bytes
         descriptor = os.open(store.get(f"memory/{name}").decode(), os.O_RDWR)
     store.set(f"opened/{name}/{rank}", "1")
     # Other ranks find the memory through rank 0's descriptor, so rank 0 keeps it open until they
-    # have.
+    # have opened it.
     store.wait([f"opened/{name}/{peer}" for peer in range(world)])
     return descriptor

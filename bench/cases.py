@@ -36,7 +36,7 @@ OPS = tuple(REDUCTIONS)
 
 # No power-of-two chunk or segment divides this period of the inputs, so misplaced data are found.
 _PATTERN_PERIOD = 10007
-# Inputs are integers from 0 to one less than these values.
+# Inputs are integers from 0 up to, but without, these values.
 _MOVED_VALUES = 64
 _SUMMED_VALUES = 8
 # Every dtype above holds the sum of this many ranks' inputs exactly.
@@ -49,9 +49,9 @@ POISON = 113
 class Collective:
     """A collective; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
-    ``crossings`` counts how often the data without a rank's own chunk cross the busiest link; 0
-    means that all data cross it once. ``input_is_chunk`` and ``output_is_chunk`` say that this
-    buffer holds 1/world of ``size``. ``usual`` is the buffer placement in ``torch.distributed``.
+    ``crossings`` is the busiest link's traffic, in units of all data but a rank's chunk; 0: all
+    data cross it once. ``input_is_chunk`` and ``output_is_chunk`` say that this buffer holds
+    1/world of ``size``. ``usual`` is the buffer placement in ``torch.distributed``.
     """
 
     name: str
@@ -222,12 +222,12 @@ def expected_values(case: Case) -> torch.Tensor:
 
 
 def needed_buffers(collective: str, world: int) -> int | None:
-    """Counts the buffers that a collective reads and writes in the memory of a GPU with all ranks.
+    """Returns the memory traffic, in buffers, of a collective whose ranks share one GPU.
 
     The unit is the larger of a rank's two buffers. Each rank reads the data for its result once,
     and writes its result once. reduce_scatter reads a chunk of every rank and writes one chunk.
     all_gather reads and writes the same number of bytes. all_reduce, in place, is a reduce-scatter,
-    and then reads and writes the other chunks. None for any other collective.
+    and then reads and writes the other chunks. Returns None for other collectives.
     """
     counts = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
     return counts.get(collective)

@@ -77,7 +77,7 @@ def held_out_loss(module: nn.Module, corpus: Corpus) -> float:
 def _train(
     module: nn.Module, optimizer: Any, corpus: Corpus, marks: Sequence[int], rows: slice
 ) -> list[float]:
-    """Trains on ``rows`` of each batch; returns the held-out losses after steps of ``marks``."""
+    """Trains on ``rows`` of each batch; returns the held-out loss after each step in ``marks``."""
     losses = []
     for step in range(marks[-1]):
         fall = 1.0 - max(0, step - WARM_UP_STEPS) / max(1, marks[-1] - WARM_UP_STEPS)

@@ -100,7 +100,7 @@ def driver_costs(calls: int, rounds: int, device: int = 0) -> dict[str, Timing]:
     """Times entry points of the driver; returns the times by name.
 
     Raises:
-        LaunchError: no C++ compiler, or the driver refused something; the text says what.
+        LaunchError: no C++ compiler, or the driver returned an error; the message names it.
     """
     us = (ctypes.c_double * (len(DRIVER_CALLS) * rounds))()
     sizes = (ctypes.c_int * len(PARAMETER_BYTES))(*PARAMETER_BYTES)

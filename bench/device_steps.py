@@ -94,7 +94,7 @@ class Systems:
         for name, build in self._builders().items():
             self.calls[name] = build(name)
             if device.name != "cpu":
-                _cuda.empty_cache()  # free what the setup cached for its own streams
+                _cuda.empty_cache()  # free memory that torch cached for the setup's streams
         device.synchronize()
         both = zip(self.params[SUBJECT], self.params[OLDER], strict=True)
         # Compare the parameters of both kinds of loops after their first step.

@@ -112,7 +112,7 @@ def join(wanted: Wanted) -> RankInfo:
 
 
 def rank_of_harness() -> RankInfo:
-    """Returns the rank of a process that the harness started, and ties it to the harness's life."""
+    """Returns the rank of a process that the harness started, and ends it when the harness ends."""
     end_with(os.getppid())
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -153,10 +153,10 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
 
 
 def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], busy: int) -> int:
-    """Runs a command once per set of environment variables, beside ``busy`` loops."""
+    """Runs a command once per set of environment variables, while ``busy`` loops run."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory, busy_loops(busy):
-        # A job that mpiexec started may call the harness; remove the job's own variables, which are
-        # not those of a rank.
+        # The harness itself may run in a job of mpiexec: remove that job's variables, since this
+        # process is not a rank of the benchmark.
         outside = {key: os.environ[key] for key in os.environ if key not in _MPI_VARIABLES}
         shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
         ranks = [RankCommand(name, command, {**shared, **own}) for name, own in variables.items()]
@@ -185,7 +185,7 @@ def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def busy_loops(count: int) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """Runs ``count`` busy processes until the block ends, or the process that began it."""
+    """Runs ``count`` busy processes until the block or this process ends."""
     # Each loop asks the kernel to kill it when its parent ends, and then checks whether the parent
     # has ended already.
     words = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]

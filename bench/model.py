@@ -55,7 +55,7 @@ class Constants:
         torch_us: fixed time of an operation of torch.
         hand_over: cost of passing a chunk from rank to rank within a call, in reads of the chunk.
         forward: the same cost in a ring's all-gather, which forwards chunks without adding.
-        read_again: cost of reading bytes that another rank reads, too, in first reads.
+        read_again: cost of reading bytes that another rank also reads, relative to a first read.
     """
 
     memory: float

@@ -111,7 +111,7 @@ Turn = Callable[[], list[Tensor]]
 
 
 def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) -> Turn:
-    """Returns a call; the experts' results and the rows' gradient are created in advance."""
+    """Returns a call, whose inputs (experts' results, rows' gradient) are made in advance."""
     x, y, weights = (
         each.detach().requires_grad_(backward) for each in (given.x, of_experts, given.weights)
     )

@@ -1,4 +1,4 @@
-"""Times the optimizer's step on the CPU, against torch's, DeepSpeed's and its own parts.
+"""Times the optimizer's step on the CPU, against torch, DeepSpeed and separate calls of its parts.
 
 shard       one core's update of a shard: ringcomm, torch's fused AdamW, and DeepSpeed's CPUAdam if
             installed. In FP32, and with bfloat16 parameters and FP32 masters: torch casts the

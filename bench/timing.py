@@ -1,9 +1,9 @@
 """Rounds in which all systems take turns, and statistics of their times.
 
-A turn is a barrier and then a batch of calls; its time is that of the slowest rank, per call.
-Within a round the systems follow each other directly, in an order that rotates from round to round,
-so that a disturbance of the machine affects all of them. Ratios are computed within a round and
-then summarised.
+A turn is a barrier and then a batch of calls; its time is the slowest rank's time, per call. Within
+a round the systems follow each other directly, in an order that rotates from round to round, so
+that a disturbance of the machine affects all of them. Ratios are computed within a round and then
+summarised.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class TrainingOutcome(NamedTuple):
     wrong: int | None  # losses and weights that differ from the twin's; None without twin
     first_loss: float  # nats per byte, mean over ranks
     last_loss: float
-    held_bytes: int  # memory that it adds to a rank, on the rank with the most
+    held_bytes: int  # memory that training adds to a rank, on the rank with the most
 
     @property
     def text(self) -> str:
@@ -71,7 +71,7 @@ class TrainingOutcome(NamedTuple):
 def find_out(
     run: Run, trained: Mapping[str, TrainedModel], nodes: int
 ) -> dict[str, TrainingOutcome]:
-    """Compares each system with its twin; collective, with the same result on all ranks."""
+    """Compares systems with their :func:`twins`; collective, with equal results on all ranks."""
     pairs = {} if gpt.TORCH_ALONE in trained else gpt.twins(run.world, nodes)
     mine = {}
     for name, each in trained.items():

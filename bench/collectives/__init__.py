@@ -112,7 +112,7 @@ OPTIONS = (
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses options that cannot be measured; adds the tuple ``systems``, whose first is the
+    """Refuses options that cannot be measured; adds the tuple ``systems``, whose first entry is the
     subject.
     """
     known = list(cases.COLLECTIVES)
@@ -202,7 +202,7 @@ def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -
 
 
 def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
-    """Counts buffer sets to rotate: enough that twice the cache is touched between two uses."""
+    """Returns the number of buffer sets: calls touch twice the cache between two uses of a set."""
     ranks_on_device = case.world if mode in devices.ONE_GPU_MODES else 1
     set_bytes = ranks_on_device * (case.input_elems + case.output_elems) * case.dtype.itemsize
     return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))
@@ -324,7 +324,7 @@ class Walk:
         prepared: dict[str, list[Prepared]] = {}
         notes: dict[str, str] = {}
         sets = buffer_sets(case, self.run.info.mode, self.device.cache_bytes)
-        sets = min(sets, graph_calls(case, self.run.options) or sets)  # n calls use n sets
+        sets = min(sets, graph_calls(case, self.run.options) or sets)  # n calls use at most n sets
         for name, system in self.systems.items():
             try:
                 prepared[name] = [system.prepare(case) for _ in range(sets)]
@@ -349,7 +349,7 @@ class Walk:
 
 
 def _shortened(value: float) -> float:
-    """Rounds to five significant digits, so that slow calls of a few bytes keep a bandwidth."""
+    """Rounds to five significant digits, so that the bandwidth of slow, small calls is not 0."""
     return float(f"{value:.5g}")
 
 

@@ -105,7 +105,7 @@ def _compile(setup: PeerSetup) -> ctypes.CDLL:
             subprocess.run([compiler, *flags.split(), str(source), "-o", file], check=True)
             setup.store.set("bare loop", file)
         library = ctypes.CDLL(setup.store.get("bare loop").decode())
-        setup.store.set(f"bare loop {setup.rank}", "loaded")  # then the file may go
+        setup.store.set(f"bare loop {setup.rank}", "loaded")  # loaded: the file may be deleted
         setup.store.wait(["bare loop 0", "bare loop 1"])
     return library
 

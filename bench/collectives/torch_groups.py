@@ -70,7 +70,7 @@ def plain(setup: PeerSetup) -> Allocate:
 
 
 def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
-    """Returns input and output of ``case``; in place they share memory as the operation says."""
+    """Returns input and output of ``case``; in place they overlap as the operation requires."""
     if not case.in_place:
         sizes = (case.input_elems, case.output_elems)
         source, target = (allocate(elems, case.dtype).zero_() for elems in sizes)
@@ -125,7 +125,7 @@ class Gloo(System):
 
 
 class Nccl(Gloo):
-    """NCCL on a group besides the default group; if that fails, every cell says why."""
+    """NCCL on a second group; if NCCL does not start, every cell of the table says why."""
 
     def __init__(self, setup: PeerSetup) -> None:
         self.version = f"NCCL {_dotted(nccl_version()) or 'none'} of torch {torch.__version__}"

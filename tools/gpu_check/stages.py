@@ -121,7 +121,7 @@ def outcomes_of(output: str) -> dict[str, str]:
 
 
 def _turn(file: str) -> int:
-    """Returns a file's rank in the order: untried first, files of processes late, Triton's last.
+    """Returns a file's position: untried files first, multi-process late, Triton's last.
 
     On an H100 the processes took 20 to 30 s, mostly to import, and Triton compiles for minutes.
     """
@@ -328,27 +328,27 @@ def bench(check: CheckRun, limit_s: float) -> Result:
 
 
 def calls(check: CheckRun, limit_s: float) -> Result:
-    """Measures the host's cost of single calls, in the same way."""
+    """Measures the host's cost of single calls, in the same way as :func:`bench`."""
     return _run_benches("calls", benches.calls_plan(), check, limit_s)
 
 
 def grid(check: CheckRun, limit_s: float) -> Result:
-    """Times large collectives by both kinds of loops and numbers of blocks, in the same way."""
+    """Times large collectives by kind of loops and number of blocks, as :func:`bench` does."""
     return _run_benches("grid", benches.grid_plan(), check, limit_s)
 
 
 def training(check: CheckRun, limit_s: float) -> Result:
-    """Times training steps, in the same way."""
+    """Times training steps, in the same way as :func:`bench`."""
     return _run_benches("training", benches.training_plan(), check, limit_s)
 
 
 def steps(check: CheckRun, limit_s: float) -> Result:
-    """Times the optimizer's step, in the same way."""
+    """Times the optimizer's step, in the same way as :func:`bench`."""
     return _run_benches("steps", benches.optimizer_plan(), check, limit_s)
 
 
 def marked(report: Report) -> Report:
-    """Returns the report of a rehearsal with a mark in every row, which copied rows keep."""
+    """Returns a rehearsal's report with a mark in every row, so that copied rows keep the mark."""
     told = f"{MARK} {NOT_A_GPU}"
     rows = [
         replace(row, system=f"{row.system} ({MARK})", note=f"{told}. {row.note}".strip())
