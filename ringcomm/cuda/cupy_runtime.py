@@ -83,7 +83,7 @@ class CudaDriver:
             self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
 
     def make_stream(self, priority: int) -> int:
-        """Makes a stream not ordered with the legacy default stream; lower priorities go first."""
+        """Makes a stream not ordered with the legacy default stream; lower numbers go first."""
         stream = c_void_p()
         result = self._library.cuStreamCreateWithPriority(
             byref(stream), _STREAM_NON_BLOCKING, priority
@@ -231,7 +231,7 @@ class _Inside:
             except BaseException:
                 torch._C._cuda_maybeExchangeDevice(self._device_before)
                 raise
-            # Inside a context with a stream the user's code runs, which may change the device.
+            # The user's code runs inside a context with a stream, and may change the device.
             here.device = device if self._stream is None else None
         if self._stream is not None:
             self._stream_before = torch._C._cuda_getCurrentStream(device)
@@ -469,7 +469,7 @@ class _CudaMemory:
 
 
 # Pages that are pinned at a time. A driver may wait for the whole device before it pins or frees
-# host memory, but building or closing a communicator must not wait for another one's messages.
+# host memory, but building or closing a communicator must not wait for others' messages.
 _PINNED_PAGES = 256
 
 

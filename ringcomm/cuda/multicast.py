@@ -120,7 +120,7 @@ class MulticastWindow:
         self._driver = _calls(runtime)
         self._object = c_uint64()
         self._number = c_int()  # the driver's number of the device
-        self._undo = ExitStack()  # every step adds its reverse
+        self._undo = ExitStack()  # every step adds the function that undoes it
 
     @classmethod
     def create(

@@ -247,7 +247,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def stream_queues(self, device: int) -> tuple[int, int]:
-        """Returns two numbers: hardware queues for streams of usual priority, and such streams.
+        """Returns the numbers of hardware queues and of streams, both of usual priority.
 
         Only the streams of :meth:`make_stream` and the default stream count. With more streams
         than queues, work that waits for nothing may be delayed.

@@ -259,7 +259,7 @@ def source_root() -> Path:
         UnsupportedError: neither has ``kernels/``.
     """
     package = Path(__file__).resolve().parent.parent
-    # The package's own first: beside an installed package there may be a foreign "kernels".
+    # Look in the package first: beside an installed package there may be a foreign "kernels".
     candidates = (package / "_kernels" / "src", package.parent)
     for root in candidates:
         if (root / SOURCE).is_file():

@@ -64,7 +64,7 @@ ENTRY_POINTS: dict[str, list[Any]] = {
 
 
 class DriverRefusal(UnsupportedError):
-    """The driver refused a call; ``code`` is the driver's error, or 0 if it has no such call."""
+    """The driver refused a call; ``code`` is the error, or 0 if the driver has no such call."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)

@@ -17,39 +17,39 @@ from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, wher
 # NOTE [Copies without staging]
 # The copy engines take addresses from the host, which enqueues a call before it can know anything
 # of the peers' tensors. An ordinary call therefore copies each input into staging, whose addresses
-# are known. A plan tells the ranks once where their inputs lie. Its calls are a kernel that waits
-# for all ranks' inputs, a copy from each, and a kernel that waits until all ranks have copied.
+# are known. Ranks with a plan have exchanged their inputs' addresses. Its calls are a kernel that
+# waits for all ranks' inputs, a copy from each, and a kernel that waits until all have copied.
 #
 # The inputs lie in the heaps, which peers have mapped at addresses that never change. A plan keeps
-# the memory of its rank's input, and a call whose input lies elsewhere by now raises before it
-# launches anything. No peer copies before this rank's first kernel has begun.
+# the memory of its rank's input alive. If the input has other memory by now, a call raises before
+# it launches anything. No peer copies before this rank's first kernel has begun.
 #
-# The kernels compare the number of the plan with the peers', in place of a root. So a rank that
-# calls another plan, or makes a call without a plan, ends in MismatchError.
+# The kernels compare the plan's number between ranks, as other calls compare the root. So a rank
+# that calls another plan, or calls without a plan, gets MismatchError.
 
-# Marks what this file exchanges: b"ringplan" as a number.
+# Marks the messages of this file: b"ringplan" as a number.
 _MARK = int.from_bytes(b"ringplan", "little")
 _NOT_IN_HEAP = -1
 _LARGEST_NUMBER = (1 << 31) - 1
 
 
 class _Input(NamedTuple):
-    """What a rank tells its peers of its input."""
+    """The message in which a rank describes its input to its peers."""
 
     mark: int
     size_bytes: int
     dtype: int
-    offset: int  # in its heap, or _NOT_IN_HEAP
-    plans: int  # that the rank has begun to make
+    offset: int  # in its heap, in bytes, or _NOT_IN_HEAP
+    plans: int  # number of plans that the rank has begun to make
 
 
 class _InPlace:
-    """Makes a call that was prepared for :class:`Core` with the copies of a plan."""
+    """Converts a call that was prepared for :class:`Core` to a call with the copies of a plan."""
 
     def __init__(self, name: str, inputs: Sequence[int], number: int, own: torch.Tensor) -> None:
         self._name = name
         self._inputs, self._number = inputs, number
-        # An alias: the tensor itself may be given other memory.
+        # Keep an alias, since the tensor itself may later get other memory.
         self._own = own.detach()
 
     def of(self, call: Call) -> Call:
@@ -90,10 +90,10 @@ class _Copies:
 
 
 class CopyPlans:
-    """Makes the plans of a rank whose copies read the peers' inputs in place.
+    """Makes a rank's plans, whose copies read the peers' inputs in place.
 
     Args:
-        core: of the rank.
+        core: the rank's core.
     """
 
     def __init__(self, core: DeviceCore) -> None:
@@ -104,7 +104,7 @@ class CopyPlans:
         """Returns ``check`` for a plan; collective.
 
         Args:
-            engine: of the rank.
+            engine: the rank's engine.
             check: checks the tensors and returns the call, of one input.
 
         Raises:
@@ -148,7 +148,7 @@ class CopyPlans:
 
 
 def _exchange(engine: CallEngine, mine: _Input) -> list[_Input]:
-    """Returns what each rank tells, by rank."""
+    """Returns the message of each rank, by rank."""
     told = torch.tensor(mine, dtype=torch.int64, device=engine.device)
     everyone = torch.empty((engine.world_size, len(mine)), dtype=torch.int64, device=engine.device)
 

@@ -303,7 +303,7 @@ class DeviceCore:
         choice: the algorithm and the rings that "auto" and "ring" use.
         channels: blocks per collective.
         multiprocessors: each rank's share of its device's multiprocessors; equal on all ranks.
-        presence: of this rank; ends with :meth:`close`.
+        presence: this rank's presence, which ends with :meth:`close`.
 
     Attributes:
         region: offset in the heap and size, in bytes.
@@ -390,7 +390,7 @@ class DeviceCore:
         """Notes the ranks that may know this region and write into it to prove the links.
 
         Args:
-            peers: by rank, this one included; None: no rank will write.
+            peers: by rank, including this rank; None: no rank will write.
         """
         self._peers = None if peers is None else list(peers)
 
@@ -424,7 +424,7 @@ class DeviceCore:
                 f"least {2 * self.native.channels * self.world_size * 64} for {self.world_size} "
                 f"ranks and {self.native.channels} channels, got {self._multicast_bytes}"
             )
-        # All peers have mapped the heap by now; ``heap.memory`` reports what it gets later.
+        # All peers have mapped the heap by now; ``heap.memory`` reports memory that is added later.
         self._lent_bytes = self._capacities[self.rank] = self.heap.memory.reached_bytes
         table = self.native.table(
             regions=self._regions,
@@ -467,7 +467,7 @@ class DeviceCore:
         """Returns the address at which this process reaches a part of a peer's heap.
 
         Args:
-            rank: of the peer.
+            rank: the peer's rank.
             part: offset and size in bytes, as the peer announced them.
             operation: begins the error.
 

@@ -136,7 +136,7 @@ class OwnStreams:
         return StreamContext(self._device_ref, self._thread)
 
     def side_behind_current(self) -> Stream:
-        """Returns the side stream, ordered behind the current stream; the device is current."""
+        """Returns the side stream, put behind the current stream; the device must be current."""
         runtime, device = self._device_ref
         behind = runtime.record_event(device, runtime.current_stream(device))
         runtime.wait_event(device, self.side.handle, behind)
@@ -208,7 +208,7 @@ class DeviceWork(Work):
         if seconds > 0:
             self._block(seconds)
         elif self._holds and not self._runtime.is_capturing(self._device):
-            self._block(math.inf)  # as long as the kernel's own deadline lets it run
+            self._block(math.inf)  # blocks until the kernel ends, at the latest at its own deadline
 
     def _block(self, seconds: float) -> None:
         deadline = Deadline(seconds)
@@ -283,7 +283,7 @@ class DeviceWork(Work):
 
 
 class LaunchedWork(DeviceWork):
-    """A call on the devices of one node, whose tensors the communicator's native end keeps."""
+    """A call on the devices of one node, whose tensors the native module keeps."""
 
     __slots__ = ("calls",)
 
@@ -361,9 +361,9 @@ POLL_S = 0.0005
 
 
 def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
-    """Returns the function to which the native end passes the launches of an engine.
+    """Returns the function to which the native object passes the launches of an engine.
 
-    The native end keeps the function, so a bound method would make a reference cycle.
+    The native object keeps the function, so a bound method would make a reference cycle.
     """
 
     def submit() -> None:
@@ -513,7 +513,7 @@ class DeviceCallEngine(CallEngine):
         return self.started(call.name, call.outputs, done, [])
 
     def _take_side(self) -> Stream:
-        """Returns the side stream, and passes it to the native end."""
+        """Returns the side stream, and passes it to the native object."""
         side = self.streams.side
         self.calls.set_side(side.handle)
         self._side_ref = (*self.device_ref, side)

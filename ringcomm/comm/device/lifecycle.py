@@ -91,7 +91,7 @@ def watch(native: _native.DeviceComm, processes: Mapping[int, _native.Process]) 
 
     Args:
         native: the communicator whose page is marked.
-        processes: of the peers in other processes, by rank.
+        processes: the processes of peers outside this process, by rank.
 
     Raises:
         RingcommError: the watching thread cannot be started.
@@ -121,7 +121,7 @@ def unwatch(watched: Watched) -> None:
     with process.guard:
         if watched in process.watched:
             process.watched.remove(watched)
-            watched.processes.clear()  # the loop may still refer to it
+            watched.processes.clear()  # the watching loop may still refer to this object
 
 
 # A peer acknowledges data by writing into this rank's region, possibly after this rank has closed.
@@ -289,7 +289,7 @@ def abandon(
 
 
 def reclaim() -> None:
-    """Frees the entries that may go; runs before new regions are made and when a presence ends."""
+    """Frees unused regions and cores; runs before regions are made and when a presence ends."""
     process = _process
     with process.guard:
         _sift(process.abandoned)
@@ -301,7 +301,7 @@ def _sift(entries: deque[_Abandoned] | deque[_Retired]) -> None:
         try:
             entry = entries.popleft()
         except IndexError:
-            return  # the garbage collector has sifted them meanwhile
+            return  # a garbage collection has removed the last entries
         gone = False
         try:
             gone = entry.may_go()

@@ -97,7 +97,7 @@ class DeviceMessages:
     """The sends and receives of a rank on a device.
 
     Args:
-        engine: of the communicator.
+        engine: the communicator's engine.
     """
 
     def __init__(self, engine: DeviceCallEngine) -> None:

@@ -106,7 +106,7 @@ def make_window(
     runtime, device, world_size = heap.runtime, heap.device, spec.world_size
     refusal, unit_bytes = why_not(runtime, device), 0
     if not refusal:
-        # So no call loads it while a peer waits; kernels of other dtypes load at first use.
+        # Load it before a call, while no peer waits; kernels of other dtypes load at first use.
         runtime.find_kernel(device, *_PRELOADED)
         unit_bytes = granularity_bytes(runtime, device, world_size)
     inbox = DescriptorInbox()
@@ -365,10 +365,10 @@ class _DeviceInfo:
 def rendezvous_on_device(
     membership: Membership, device: int, heap_bytes: int | None, build: Callable[..., C]
 ) -> C | None:
-    """Builds this rank's communicator once the members, each with its device, have met.
+    """Holds the rendezvous of the members' devices, and builds this rank's communicator.
 
     Args:
-        membership: of the communicator; its store serves the rendezvous, too.
+        membership: the communicator's members; its store also serves the rendezvous.
         device: this rank's device, as an ordinal in this process.
         heap_bytes: capacity of the device's heap, if this is its first use.
         build: makes the communicator from the core, the membership, the device's order and, if

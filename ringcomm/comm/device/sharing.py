@@ -118,7 +118,7 @@ class DeviceOrder:
             return
         with self._guard:
             blocks = self._members.get(id(owner))
-            if blocks is None:  # it has closed
+            if blocks is None:  # the communicator has closed
                 return
             largest = max(each.collective for each in self._members.values())
             kept = self._kept()
@@ -135,7 +135,7 @@ class DeviceOrder:
             self._tell_ledger()
 
     def before(self, owner: object, blocks: int, stream: int) -> None:
-        """Makes ``stream`` wait for the launches that must end before ``blocks`` more fit."""
+        """Makes ``stream`` wait for the launches whose end makes room for ``blocks`` blocks."""
         # The launches of a graph follow each other on its streams.
         if not self._runtime.is_capturing(self._device, stream):
             self.ledger.before(id(owner), blocks, stream)

@@ -34,7 +34,7 @@ class CompiledKernels:
     """The compiled Triton kernels of a rank's calls, which the native module launches.
 
     Args:
-        native: the rank's native end, whose fast calls use these kernels.
+        native: the rank's native object, whose fast calls use these kernels.
         driver: driver of the device.
     """
 
