@@ -46,7 +46,7 @@ def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def _faults_of_host(comm: Communicator) -> Iterator[None]:
-    """Ends ``comm``, as its own fault would, if a call of its host communicator inside fails."""
+    """Ends ``comm``, as its own fault would, if a call of its host communicator fails."""
     comm.engine.raise_if_unusable("all_reduce")
     try:
         yield
@@ -137,7 +137,7 @@ def read_description(text: bytes, rank: int, operation: str) -> Any:
 
 
 class ModelRanks:
-    """The ranks that train one model together, with JSON data to exchange.
+    """The ranks that train one model together, which can exchange JSON data.
 
     Args:
         comm: the ranks with the same parts of the model; None if this rank is the only one.
@@ -450,7 +450,7 @@ def all_or_none(
     told = [] if ranks is None else outcomes(ranks, operation, error)
     if error is not None:
         raise error
-    assert ranks is not None  # otherwise this rank has failed, and has raised
+    assert ranks is not None  # if ranks is None, only this rank can have failed, and it has raised
     kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
     first = next(each for each in told if each.kind)
     failed = kinds.get(first.kind, RingcommError)(

@@ -89,7 +89,7 @@ def default_communicator(operation: str) -> Communicator:
 
 
 def default_places() -> tuple[object, dict[str, Any]]:
-    """Returns the places at which the native module reads :func:`default_communicator`.
+    """Returns the objects in which the native module looks up :func:`default_communicator`.
 
     The default of a thread is the attribute ``communicator`` of the first value; the default of
     the process has the key ``_process`` in the second.
@@ -117,7 +117,7 @@ def find_behind_by(finder: Callable[[ProcessGroup], Communicator | None]) -> Non
 def communicator_behind(group: Any) -> Communicator | None:
     """Returns the host communicator of a process group of torch, or None.
 
-    None: neither the group nor any of its backends is ringcomm's.
+    Returns None if neither the group nor any of its backends is ringcomm's.
     """
     found = getattr(group, "communicator", None)
     if isinstance(found, Communicator):

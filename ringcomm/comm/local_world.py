@@ -49,7 +49,7 @@ def make_call(
             the launch; or the algorithm "copy_engine".
     """
     if algorithm == "copy_engine":
-        # Its copies must wait for the other ranks' launches, which here come later.
+        # Copy engines would wait for the other ranks' launches, which this thread makes later.
         communicator.engine.checks(name).fail(
             'algorithm: expected any but "copy_engine" for all ranks from one thread; for it run '
             "the ranks as threads (LocalWorld.run)"
@@ -410,7 +410,7 @@ def _run_threads(
     Args:
         calls: by rank.
         on_error: called with a rank and the exception that its call raised.
-        note_end: called with an ended rank, and whether it raised; on False called again later.
+        note_end: called with an ended rank, and whether it raised; if False, called again later.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -86,10 +86,10 @@ def heap_bases(comm: Communicator) -> tuple[int, ...]:
 
 
 def awaiting_peers(comm: Communicator) -> Callable[[str], None]:
-    """Returns a function that returns when peers reach all that this rank has in the heap.
+    """Returns a function that waits until the peers have mapped all memory of this rank's heap.
 
     A device's heap may just have grown. The function takes the operation's name for errors, raises
-    HeapError where a peer did not map it in the communicator's time, and keeps no communicator.
+    HeapError if a peer does not map the memory within the timeout, and keeps no communicator alive.
     """
     if isinstance(comm.engine, DeviceCallEngine):
         return comm.engine.device_core.await_peers

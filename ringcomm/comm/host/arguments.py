@@ -89,7 +89,7 @@ _OF_TRACES = _word_of(torch._C._dispatch_key_parse("Tracer"))
 
 
 def _keys_of_torch() -> int:
-    """Returns the watched keys that this thread adds to each dispatch, by torch's own functions."""
+    """Returns the watched keys that this thread adds to each dispatch, as torch reports them."""
     included = torch._C._dispatch_tls_local_include_set() - (
         torch._C._dispatch_tls_local_exclude_set()
     )
@@ -593,7 +593,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or scratch memory of its shape; :func:`put_back` copies that back."""
+    """Returns the tensor, or scratch memory of its shape; :func:`put_back` copies it back."""
     if is_contiguous(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

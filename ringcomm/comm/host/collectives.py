@@ -40,9 +40,9 @@ _COPY_ENGINE = "copy_engine"
 class Plan:
     """A collective that was checked and prepared once, to be made many times.
 
-    Calling the plan makes the collective with the same tensors and their contents at that time. The
-    order of calls counts the call, not the making of the plan. The plan keeps the tensors alive; if
-    a tensor has other memory, another shape or dtype by then, the call is checked again.
+    Calling the plan makes the collective with the same tensors and their contents at that time.
+    Calling the plan counts in the order of calls, making it does not. The plan keeps the tensors
+    alive; if a tensor has other memory, another shape or dtype by then, the call is checked again.
 
     Args:
         engine: runs the call.
@@ -212,11 +212,11 @@ class Collectives:
         *,
         compression: str | None = None,
     ) -> Work | None:
-        """Combines ``tensor`` of all ranks into the ``tensor`` of rank ``dst``; others keep theirs.
+        """Combines ``tensor`` of all ranks into rank ``dst``'s ``tensor``; others keep their data.
 
         Args:
             tensor: as for :meth:`all_reduce`.
-            dst: the rank.
+            dst: the rank that gets the result.
             op: as for :meth:`all_reduce`.
             async_op: as for :meth:`all_reduce`.
             compression: as for :meth:`all_reduce`.
@@ -909,7 +909,7 @@ class Collectives:
     def all_gather_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False
     ) -> Work | None:
-        """Calls :meth:`all_gather_into_tensor` for each pair.
+        """Calls :meth:`all_gather_into_tensor` for each pair of output and input.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -960,7 +960,7 @@ class Collectives:
         op: Any = SUM,
         async_op: bool = False,
     ) -> Work | None:
-        """Calls :meth:`reduce_scatter_tensor` for each pair.
+        """Calls :meth:`reduce_scatter_tensor` for each pair of output and input.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.

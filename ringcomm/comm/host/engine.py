@@ -749,7 +749,7 @@ class CallEngine(ABC):
             raise self.fault(name)
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
-        """Maps the ranks among ``ranks`` that make no more calls here to the reasons.
+        """Returns the ranks among ``ranks`` that make no more calls here, with the reasons.
 
         Ranks are those of the outermost communicator; a reason is the end of a sentence. For ranks
         of other processes it also looks at ``Membership.processes``.
@@ -769,7 +769,7 @@ class CallEngine(ABC):
         if self.refuse is not None:
             raise self.refuse(call.name)
         if self.queue.inside_call():
-            # Admitted already, on the thread whose gradients and modes count.
+            # The call was admitted on the caller's thread, whose gradients and modes matter.
             if async_op:
                 return self._enqueue(lambda: self.execute(call), call.name)
             self.execute(call)
@@ -901,7 +901,7 @@ class CallEngine(ABC):
                 error = from_fault(head, fault)
                 error = from_fault(head, self._recorder.explained(fault, partial(from_fault, head)))
                 error.repeats = fault["rank"] != self.rank
-        finally:  # because a second Ctrl-C may come in between
+        finally:  # even if a second Ctrl-C interrupts the block above
             self._disable(refusal(self.rank, self.world_size, error))
             self._abort_companion(str(error))
         return error

@@ -1,4 +1,4 @@
-"""Sends and receives between two ranks, never ordered behind collectives; their host version."""
+"""Point-to-point calls, never ordered behind collectives, and their implementation on the host."""
 
 from __future__ import annotations
 

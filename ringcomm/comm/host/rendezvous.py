@@ -335,7 +335,7 @@ def _check_ids(
     unreached: list[dict[int, str]],
     spec: RendezvousSpec,
 ) -> None:
-    """Raises for nodes that contradict RINGCOMM_NODE_ID; warns if a machine is several nodes."""
+    """Raises for nodes that contradict RINGCOMM_NODE_ID; warns if a machine has several nodes."""
     for rank, reasons in enumerate(unreached):
         for peer, why in reasons.items():
             if handles[rank].node_id:

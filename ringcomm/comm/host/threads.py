@@ -23,7 +23,7 @@ _MOST_CHANNELS = 8
 
 
 class _Facts(Protocol):
-    """The facts of a rank that determine its threads; :class:`HeapHandle` has them."""
+    """The facts that determine a rank's number of threads; :class:`HeapHandle` has them."""
 
     @property
     def cpus(self) -> str: ...
@@ -40,7 +40,7 @@ class _Facts(Protocol):
 
 @dataclass(frozen=True)
 class Threads:
-    """The threads of a rank.
+    """How many threads a rank's calls use.
 
     Attributes:
         most: the largest number that a call uses.

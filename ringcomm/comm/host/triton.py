@@ -76,7 +76,7 @@ def check_triton(
     Args:
         checks: the checks of the call.
         algorithm: the algorithm's name in the call.
-        dtype: of the elements.
+        dtype: the elements' dtype code.
         reduction: None if nothing is reduced.
 
     Raises:
@@ -108,11 +108,11 @@ class Runner(Protocol):
 
 
 class TritonEnd:
-    """An end with the methods of a native communicator that Triton kernels can replace.
+    """Runs the collectives of a native communicator that Triton kernels can replace.
 
     Args:
         run: runs a plan.
-        world_size: of the communicator.
+        world_size: the communicator's number of ranks.
         family: code of the algorithm that replaces "auto".
     """
 
@@ -186,7 +186,7 @@ class HostTriton:
 
     Args:
         core: the native communicator.
-        membership: of the communicator.
+        membership: the communicator's members and options.
         checks: the checks of the first call that asks for Triton.
 
     Raises:
@@ -246,10 +246,10 @@ class KernelTarget:
 
     Attributes:
         table: bytes of a rank table of this rank.
-        geometry: of the communicator's regions.
+        geometry: the layout of the communicator's regions.
         heap_device: the device of the heap for symmetric memory, as ``ringcomm.empty`` names it.
-        most_blocks: the number of each rank's blocks that run at once whatever they need: one per
-            multiprocessor, divided among the ranks that share a device.
+        most_blocks: the number of each rank's blocks that run at once whatever resources they need:
+            one per multiprocessor, divided among the ranks that share a device.
         default_blocks: the number of blocks of a context that names none.
         health: returns the status of a peer's process, for the interpreter; GPU kernels read it
             themselves.

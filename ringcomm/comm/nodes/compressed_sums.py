@@ -145,7 +145,7 @@ class Form:
 
     @property
     def segment_elem_bytes(self) -> int:
-        """The bytes per element by which a buffer is cut into segments."""
+        """The bytes per element that determine how a buffer is cut into segments."""
         return self._elem_bytes
 
     def bytes_of(self, elems: int) -> int:
@@ -167,7 +167,7 @@ class Form:
     def finish(
         self, ptrs: list[int], out_ptr: int, out_dtype: int, elems: int, divide_by: int
     ) -> None:
-        """Adds partial sums of this form, in order, to results; then divides unless by 0."""
+        """Adds partial sums of this form, in order, to results; then divides, unless by 0."""
         self.add(ptrs, self._dtype, out_ptr, out_dtype, elems, divide_by)
 
     def add(

@@ -260,7 +260,7 @@ class NodesCore(CollectivesOverNodes):
         return list(zip([0, *ends], ends, strict=False))
 
     def _in_stages(self, count: int, *stages: Callable[[int, Any], Any]) -> None:
-        """Runs ``stages`` on ``count`` segments as a pipeline: each turn runs one stage of each."""
+        """Runs ``stages`` on ``count`` segments as a pipeline, with one segment in each stage."""
         under_way: list[dict[int, Any]] = [{} for _ in stages]
         for turn in range(count + len(stages) - 1):
             for number, stage in enumerate(stages):
@@ -465,7 +465,7 @@ class NodesCore(CollectivesOverNodes):
             begun.sent.append(self._send(on_rail.rail, exchange.peer, ptr, size_bytes, number))
 
     def _adding_stages(self, form: Form) -> Iterator[Callable[[int, _Begun], _Begun]]:
-        """Yields the stages of a reduction between the first and the last stage."""
+        """Yields all stages of a reduction except the first and the last."""
 
         def add(number: int, s: int, begun: _Begun) -> _Begun:
             for on_rail in begun.rails.values():
@@ -666,7 +666,7 @@ class NodesCore(CollectivesOverNodes):
         return Span(ptr, size_bytes)
 
     def _passing_stages(self) -> Iterator[Callable[[int, _Begun], _Begun]]:
-        """Yields the stages of a gathering between the first and the last stage."""
+        """Yields all stages of a gathering except the first and the last."""
 
         def pass_on(number: int, s: int, begun: _Begun) -> _Begun:
             self._pass_on(begun, number)

@@ -432,7 +432,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     @cached_property
     def _passing(self) -> list[list[int]]:
-        """By local rank on this node, the ranks whose data pass through it, by rail and node.
+        """Returns, by local rank here, the ranks whose data pass through it, by rail and node.
 
         Rail k carries the data of the ranks whose local rank is k.
         """
@@ -460,7 +460,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     @property
     def _quantizer(self) -> DeviceQuantizer:
-        # Not kept: it refers to this core.
+        # Not stored: it refers to this core, and a reference cycle would keep both alive.
         return DeviceQuantizer(self._within, self._room)
 
     def _quantization(self, r: Reducing, elems: int) -> str | None:

@@ -157,7 +157,7 @@ _SOURCE = re.compile(r"\[[^\]]*?[\w./-]+\.(?:cc|cpp|h|hpp):\d+\] ?")
 
 
 def told_by(error: BaseException | str) -> str:
-    """Returns a transport's error message on one line, without the lines of its sources."""
+    """Returns a transport's error message on one line, without positions in source files."""
     return printable(_SOURCE.sub("", str(error)).strip().partition("\n")[0][:200])
 
 
@@ -319,7 +319,7 @@ class Connector:
         if isinstance(error, RingcommError) or not isinstance(error, Exception | None):
             raise error
         if error is not None:
-            # A connection may break before its rank has reported the cause or counts as ended.
+            # A connection may break before its rank reports the cause or is known to have ended.
             limit = Deadline(ECHO_S)
             while not limit.is_over():
                 look()
@@ -613,7 +613,7 @@ class Rails:
     def __init__(self, layout: NodeLayout, store: Store, connector: Connector) -> None:
         self.layout = layout
         self._waiter = Waiter("ringcomm-rail")
-        self._connector = connector  # which keeps the objects that the groups need
+        self._connector = connector  # keep it: it holds objects that the groups need
         self._groups: dict[int, Any] = {
             number: connector.group(
                 PrefixStore(f"rail{number}", store), layout.node, layout.rail(number)

@@ -1,11 +1,11 @@
 """The watch over a communicator of several nodes: finds out which rank failed, informs all others.
 
 A failed rank is noticed in different ways: by the ranks of its node in the node's abort words, by
-its rail peers as a broken connection, by all others not at all. A rank that gives up breaks its own
-rails, so a fault spreads through all connections while only one rank knows its cause. So the first
-rank that knows a cause *posts* it in the store, which keeps only the first cause; a rank that
-notices a fault later takes the posted cause. Then the rank aborts its node, whose ranks read the
-cause there, and breaks its rails.
+its rail peers as a broken connection, and by all other ranks not at all. A rank that gives up
+breaks its own rails, so a fault spreads through all connections while only one rank knows its
+cause. So the first rank that knows a cause *posts* it in the store, which keeps only the first
+cause; a rank that notices a fault later takes the posted cause. Then the rank aborts its node,
+whose ranks read the cause there, and breaks its rails.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from ringcomm.rendezvous.handles import store_address
 
 
 class NodeTrace:
-    """The trace of one fault; the first rank of a node to get there leaves it.
+    """The trace of one fault; the first rank of a node that notices the fault leaves it.
 
     Args:
         recorder: reads the records of this node's ranks, by local rank.
@@ -111,7 +111,7 @@ class NodeTrace:
         self._begun.set()
 
     def told(self) -> str:
-        """Returns the sentence on the trace for an error; waits for the file, but not for long."""
+        """Returns a sentence about the trace for an error; waits for the file, but not for long."""
         if not self._begun.wait(LIMIT_S):
             return ""
         return self._trouble if self._writing is None else self._writing.told()
@@ -198,7 +198,7 @@ class Connected(Breakable, Protocol):
 
 
 class Watch:
-    """One rank's watch.
+    """One rank's watch over all ranks of a communicator of several nodes.
 
     Args:
         inner: the native communicator of this rank's node.
@@ -247,7 +247,7 @@ class Watch:
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
 
     def awaits(self, wait: RailWait | None) -> None:
-        """Notes the rank for which this rank waits on a rail, if any; does so until a fault.
+        """Notes the rank for which this rank waits on a rail, if any; does nothing after a fault.
 
         So local peers and the trace can read whom this rank awaited when it gave up.
         """
@@ -342,10 +342,10 @@ class Watch:
         return rank not in self._layout.node_ranks and rank not in self._known_ended
 
     def _tell_ends(self) -> None:
-        """Tells the ranks of other nodes, by the store, which local peers' processes have ended.
+        """Informs the ranks of other nodes, by the store, which local peers' processes have ended.
 
         An ended process is not a fault by itself: a rank may end after its last call. But ranks of
-        other nodes that build a group need not wait for it.
+        other nodes that build a group need not wait for an ended rank.
         """
         inner, node_ranks = self._inner, self._layout.node_ranks
         ended = {local_rank for local_rank in range(len(node_ranks)) if inner.health(local_rank)}

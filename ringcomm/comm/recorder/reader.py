@@ -757,7 +757,7 @@ def _outer(rank: RankRecording) -> RankRecording:
 
 
 def last_over_nodes(rank: RankRecording, now_ns: int) -> str:
-    """Describes the last call over nodes of a node's rank; "" if the rank has made none."""
+    """Describes the last multi-node call that a rank made; "" if the rank has made none."""
     last = _outer(rank).last
     return "" if last is None else _NUMBER.sub("", _in_words(last, now_ns, rank.on_device))
 

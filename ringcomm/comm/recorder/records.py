@@ -121,7 +121,7 @@ class Record:
         if self.collective != "barrier":
             tagged = self.collective in OPTIMIZERS and self.root >= 0
             rooted = self.root >= 0 and not tagged
-            # Copy engines have no root; plans of theirs have a number.
+            # Calls by copy engines have no root; calls of a plan have the plan's number.
             root = f"{'plan' if self.algorithm == 'copy_engine' else 'root'} {self.root}"
             parts = [self.dtype, self.op, root if rooted else "", size]
             parts.append(self.algorithm)
@@ -264,7 +264,7 @@ def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
 
 
 # A communicator over nodes has a communicator in each node. There the records of calls over nodes
-# precede the records of the calls within the node that they consist of. Its name tells the node.
+# precede the records of the inner calls within the node. Its name has the node's number.
 _OF_NODE = re.compile(r"(?s)(.+)/node(\d{1,9}):(\d[\d.-]{0,400})")
 
 
