@@ -81,7 +81,7 @@ class CheckpointError(RingcommError):
 
 
 class DiskError(RingcommError):
-    """State on a disk cannot be kept there, or was read back changed.
+    """State cannot be stored on a disk, or other data were read back.
 
     Attributes:
         path: the folder on the disk, if the error has one.

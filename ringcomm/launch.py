@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # the port at which rank 0 serves this launch's store
 STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # rank 0 only: the socket, already bound and listening
 POLL_S = 0.05
-SETTLE_S = 0.3  # before naming the culprit, wait for ranks that fail because another one ended
+SETTLE_S = 0.3  # before naming the culprit, wait for ranks that fail because another rank ended
 GRACE_S = 3.0
 INTERRUPTED = 130
 

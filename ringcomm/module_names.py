@@ -48,7 +48,7 @@ _NAMED = 5
 _RESERVED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 # The attribute of data parallelism's wrappers. A model may use this name itself.
 _PARALLEL = "module"
-# How many "module" parts are tried as wrappers': each doubles the number of combinations.
+# How many "module" parts are tried as wrappers' parts: each doubles the number of combinations.
 _MAX_PARALLEL = 4
 
 

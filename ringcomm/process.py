@@ -175,7 +175,7 @@ def memory_limit_bytes(process: Path = _SELF) -> int | None:
 
 
 def available_cores(process: Path = _SELF) -> int:
-    """Returns the cores of the process's affinity mask, cut to its control groups' quotas."""
+    """Returns the cores of the process's affinity mask, at most its control groups' quotas."""
     cores = len(os.sched_getaffinity(0))
     for folder in control_groups("cpu", process):
         quota, _, period = _text(folder / "cpu.max").partition(" ")

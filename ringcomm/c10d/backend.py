@@ -1,9 +1,9 @@
 """Compiles, finds and loads the C++ backend of ``torch.distributed``.
 
 A process group in Python can only serve a whole group of torch. A ``c10d::Backend`` serves some of
-a group's devices while other backends serve the rest, but only C++ can subclass it. Unlike the
-native module it depends on the versions of Python and torch, so a command builds it for the user.
-The library's name has a hash of versions and sources; no other library is loaded.
+a group's devices while other backends serve the other devices, but only C++ can subclass it. Unlike
+the native module, the C++ backend depends on the versions of Python and torch, so a command builds
+it for the user. The library's name has a hash of versions and sources; no other library is loaded.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def load(what: str, instead: str = "or leave that variable unset") -> Any:
     """Returns the class of the C++ backend.
 
     Args:
-        what: the feature that needs it; begins the error.
+        what: the feature that needs the backend; begins the error.
         instead: an alternative for the user; ends the error.
 
     Raises:
-        UnsupportedError: it is not built for this Python, this torch and these sources.
+        UnsupportedError: the backend is not built for this Python, this torch and these sources.
     """
     path = find()
     if path is None:

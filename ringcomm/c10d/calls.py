@@ -89,7 +89,7 @@ OP_TYPES = {
     "batch": int(OpType.COALESCED),
 }
 
-# A kernel that gives up reports its own fault, which says more than the timeout of its waiter.
+# Wait this much longer: a kernel that gives up reports a more exact fault than a timeout.
 KERNEL_GRACE = timedelta(seconds=5)
 
 

@@ -48,7 +48,7 @@ def sparse_all_reduce(
     rank order, so all ranks get equal bits.
 
     Args:
-        host: the group's host communicator, for the numbers, which the caller needs on the host.
+        host: the group's host communicator, for the numbers of non-zeros, which the caller needs.
         communicator: the communicator of the tensor's device; may be ``host``.
         tensor: sparse COO, of one shape and dtype on all ranks, with any number of non-zeros.
         op: only SUM.

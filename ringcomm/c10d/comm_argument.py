@@ -2,9 +2,9 @@
 
 NOTE [Groups of other backends]
 A group of another backend has no communicator. The first call for such a group builds one of the
-same ranks over the group's store, so all members must make that call; later calls find it again.
-It is dropped with the group: torch keeps a group's Python object until ``destroy_process_group()``,
-and the table below holds it weakly. An object that uses it, such as an optimizer, keeps it alive.
+same ranks over the group's store, so all members must make that call; later calls find it. It is
+dropped with the group: torch keeps a group's Python object until ``destroy_process_group()``, and
+the table's reference is weak. A user of the communicator, such as an optimizer, keeps it alive.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def find_communicator(
 ) -> Communicator | None:
     """Returns the communicator for ``comm``; collective, see NOTE [Groups of other backends].
 
-    None means ringcomm's default group, else torch.distributed's, else this rank alone.
+    ``comm=None`` means ringcomm's default group, else torch.distributed's, else this rank alone.
 
     Args:
         comm: the user's argument.

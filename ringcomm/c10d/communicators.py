@@ -99,7 +99,7 @@ class Communicators:
         """Returns the communicator for the device of a call's tensors.
 
         Raises:
-            ArgumentError: the tensors are on several devices, or on a kind that is not supported.
+            ArgumentError: the tensors are on several devices, or on an unsupported kind of device.
             UnsupportedError: this process lacks the device; says why.
             RingcommError: the members could not connect their devices.
         """

@@ -48,7 +48,7 @@ def _probes(kind: Any) -> Iterable[Any]:
 
 
 def _value_of(options: Any) -> int:
-    """Returns the address of the C++ object: a pybind11 object has it after its header."""
+    """Returns the address of the C++ object: a pybind11 object stores it after its header."""
     return ctypes.c_uint64.from_address(id(options) + object.__basicsize__).value
 
 

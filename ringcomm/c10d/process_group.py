@@ -178,7 +178,7 @@ class MonitoredBarrier:
             PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, when
                 rank 0 did not come, has ended or reported a failure.
         """
-        # Posts of an earlier attempt in the store must not count.
+        # The store may still contain posts of an earlier attempt: the prefix excludes them.
         prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
         self._round += 1
         if self._rank == 0:
@@ -190,7 +190,7 @@ class MonitoredBarrier:
         deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
         awaited = list(range(1, self._world_size))
         while awaited := self._missing(prefix, awaited):
-            # A post that a rank made before its end counts.
+            # A value that a rank posted before it ended is still valid.
             ended = self._missing(prefix, self._lookout.ended_among(awaited))
             vain = ended == awaited if wait_all_ranks else bool(ended)
             if vain or deadline.is_over():
@@ -339,7 +339,7 @@ class PeerToPeer(Calls):
         return self._communicators.is_on_host(tensor, operation)
 
     def batch(self, ops: Sequence[P2POp]) -> Work:
-        """Sends and receives between devices, none of which waits for another; returns one work.
+        """Sends and receives device messages, which do not wait for each other; returns one work.
 
         Args:
             ops: messages of this group. Messages between two ranks keep their order, which must be
@@ -353,7 +353,7 @@ class PeerToPeer(Calls):
         self._start_coalescing(device)
         try:
             for op in ops:
-                # By torch's own functions, which pass a complex tensor as real numbers.
+                # Use torch's own functions, which pass a complex tensor as real numbers.
                 peer: dict[str, Any] = {
                     "group_dst" if op.op is isend else "group_src": op.group_peer
                 }
@@ -411,7 +411,7 @@ def create_process_group(
     if native is not None and (made := _backend_behind(outer)) is not None:
         return made  # made for another device of the same group
     if others and isinstance(pg_options, BackendOfTorch.Options):
-        pg_options = None  # options for another backend: torch passes the same to each backend
+        pg_options = None  # torch passes all backends the same options
     if pg_options is not None and not isinstance(pg_options, CommOptions):
         raise ArgumentError(
             f"init_process_group on rank {group.group_rank} of {group.group_size}: pg_options of "
@@ -670,7 +670,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     def __init__(self, store: Store, communicators: Communicators) -> None:
         host = communicators.host
-        # The constructor without a store: the other makes a group that Python cannot subclass.
+        # Call the constructor without a store: with one, Python cannot subclass the group.
         super().__init__(host.rank, host.world_size)  # type: ignore[call-arg]
         read_from_memory()
         self._store = store

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reader_has_left() -> bool:
     """True if nobody reads stdout any more, as in ``ringcomm estimate | head``.
 
-    Then the rest of the buffer is discarded: otherwise the interpreter would report it at exit.
+    Then discards the rest of the buffer: otherwise the interpreter would report it at exit.
     """
     stdout = sys.stdout.fileno()
     state = select.poll()

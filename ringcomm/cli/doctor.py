@@ -208,7 +208,7 @@ def _check_nodes(machine: numa.NodeTopology) -> Finding:
 
 
 def check_heap_nodes(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
-    """Reports the nodes to which the heap is bound, or why to none, and where its pages are."""
+    """Reports the heap's NUMA nodes, or why it is bound to none, and where its pages are."""
     from ringcomm.memory.host_heap import process_heap
 
     heap = process_heap()
@@ -250,7 +250,7 @@ _OPENER = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().d
 
 
 def check_descriptor_paths() -> Finding:
-    """Checks that a process can map another one's memory through /proc/<pid>/fd, as ranks do."""
+    """Checks that a process can map another process's memory by /proc/<pid>/fd, as ranks do."""
     descriptor = os.memfd_create("ringcomm-doctor")
     try:
         os.write(descriptor, b"found")
@@ -280,7 +280,7 @@ print("found")
 
 
 def check_single_copy() -> Finding:
-    """Checks whether a process can copy out of another one (process_vm_readv)."""
+    """Checks whether a process can copy another process's memory (process_vm_readv)."""
     found = ctypes.create_string_buffer(b"found")
     reason = _refusal(_COPIER, str(os.getpid()), str(ctypes.addressof(found)))
     if not reason:
@@ -379,7 +379,7 @@ def _check_device(runtime: DeviceRuntime, device: int) -> Finding:
 
 
 def _check_device_heap(runtime: DeviceRuntime, device: int) -> Finding:
-    """Whether the heap on a device grows, or why it does not."""
+    """Reports whether the heap on a device grows, or why it does not."""
     name = f"heap on gpu {device}"
     try:
         why_fixed = why_heap_is_fixed(runtime, device)

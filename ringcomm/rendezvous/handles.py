@@ -529,7 +529,7 @@ class Rendezvous:
                     f"{theirs.pid}; this one is {mine.pid}). Give every rank a number of its own, "
                     "and every job a store of its own"
                 )
-            # Before all handles have come, since a rank that finds a difference ends at once.
+            # Compare before all handles have come: a rank that finds a difference ends at once.
             check_announced(self._spec, mine, theirs, rank)
             if (theirs.boot, theirs.pid_namespace) == (mine.boot, mine.pid_namespace):
                 self._spec.lookout.learn(rank, theirs.pid)
@@ -589,7 +589,7 @@ class Rendezvous:
                 _wait_for(spec, missing, pause_s, partial(self._came_twice, missing))
             except (PeerLost, AbortedError):
                 self._look_for_told()  # the ended rank may have posted the cause of its end
-                # A post that a rank made before its end counts.
+                # A record that a rank posted before it ended is still valid.
                 if all(self._has_posted(stage, rank) for rank in missing):
                     continue
                 raise

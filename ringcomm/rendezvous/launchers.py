@@ -165,7 +165,7 @@ def launched_world() -> str | None:
 
 def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
-    # As torch does for env://, except that the server does not wait for all others. A server of
+    # Do as torch does for env://, except that the server does not wait for all others. A server of
     # torchrun outlives the ranks.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launched.rank == 0 and not of_agent
@@ -362,7 +362,7 @@ _JOB = "OMPI_MCA_ess_base_jobid"
 def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
     """Returns mpirun's host if mpirun reports exactly one address, which is IPv4; else None.
 
-    One of several addresses may be unreachable (a bridge of containers), and none is marked so.
+    One of several addresses may be unreachable (a bridge of containers), and it is not marked.
     """
     uri = re.fullmatch(
         r"\d+\.0;tcp://(\d+\.\d+\.\d+\.\d+):\d+", variables.get(_LAUNCHER_URI, ""), re.ASCII

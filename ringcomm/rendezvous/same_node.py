@@ -57,7 +57,7 @@ class Parent(Protocol):
     def raise_if_unusable(self, name: str) -> None: ...
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
-        """Maps the ranks among ``ranks`` that make no more calls here to the reasons.
+        """Returns the ranks among ``ranks`` that make no more calls here, with the reasons.
 
         Ranks are those of the outermost communicator; a reason is the end of a sentence.
         """

@@ -221,7 +221,7 @@ class Context:
         return Symmetric(whole[: prod(shape)].view(shape), ptrs)
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
-        """Returns the result of ``make`` from the first call with ``key``; for a kernel's words.
+        """Returns the result of ``make`` from the first call with ``key``: a kernel's words.
 
         Args:
             key: names the object in this context.
