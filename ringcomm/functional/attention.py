@@ -6,8 +6,8 @@ whole sequence:
 
 * :func:`ring_attention` takes W steps. In each step a rank's queries attend to the keys and values
   of one rank, while the previous rank sends it the next keys and values. Partial results are merged
-  by their log-sum-exp, so a rank holds at most two ranks' keys and values. A rank sends W - 1 times
-  its keys and values; in backward the same again, and W times their gradients, in FP32.
+  by their log-sum-exp, so a rank holds at most two ranks' keys and values. In forward a rank sends
+  W - 1 blocks of keys and values; in backward it sends as many again, and W FP32 gradients of them.
 * :func:`ulysses_attention` uses two all-to-alls, which exchange tokens for heads: each rank
   computes some heads of the whole sequence. A rank sends (W - 1) / W of its queries, keys, values
   and results. W must divide the number of heads.
@@ -103,9 +103,9 @@ def ring_attention(
 ) -> Tensor:
     """Returns the attention of this rank's queries to the keys and values of all ranks.
 
-    It is ``torch.nn.functional.scaled_dot_product_attention`` over the whole sequence; each rank
-    passes and gets its own tokens. Partial results are merged in FP32, in an order that depends on
-    the rank alone. Gradients flow to all ranks' tensors, so all ranks must take part in backward.
+    Computes ``torch.nn.functional.scaled_dot_product_attention`` over the whole sequence. Each rank
+    passes its own tokens, and gets their results. Partial results are merged in FP32, in an order
+    that depends only on the rank. Gradients flow to all ranks, so all must take part in backward.
 
     Args:
         query: [batch, heads, n, dim]; n tokens on every rank.
@@ -141,12 +141,12 @@ def ulysses_attention(
     scale: float | None = None,
     zigzag: bool = False,
 ) -> Tensor:
-    """Returns the same as :func:`ring_attention`, by exchanging tokens for heads and back.
+    """Computes the attention of :func:`ring_attention` by two all-to-alls of tokens and heads.
 
     Args:
         query: [batch, heads, n, dim]; n tokens on every rank, heads that the world size divides.
-        key: [batch, key heads, n, dim]; the number of key heads divides the number of heads. Fewer
-            key heads than ranks must divide the world size, and are copied.
+        key: [batch, key heads, n, dim]; the number of key heads divides the number of heads. If
+            there are fewer key heads than ranks, their number must divide the world size.
         value: as ``key``.
         group: a Communicator, process group of the backend or mesh; None means the default group.
         is_causal: see :func:`ring_attention`.
@@ -177,7 +177,7 @@ def ulysses_attention(
         exchanged = exchanged.index_select(2, order.argsort())
     query, key, value = torch.split(exchanged, heads, 1)
     gqa = False
-    if heads[0] != heads[1]:  # a branch, since for torch.compile the comparison may be a symbol
+    if heads[0] != heads[1]:  # under torch.compile the comparison may be a symbol, not a bool
         gqa = True
     result = F.scaled_dot_product_attention(
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa
@@ -194,7 +194,7 @@ def _order(world_size: int, tokens: int) -> Tensor:
 
 
 def _for_all_ranks(world_size: int, tensor: Tensor) -> Tensor:
-    """Copies key or value heads so that each rank gets one, if they divide the world size."""
+    """Copies key or value heads so that each rank gets one, if their number divides W."""
     heads = tensor.size(1)
     if heads >= world_size or world_size % heads:
         return tensor
@@ -202,7 +202,7 @@ def _for_all_ranks(world_size: int, tensor: Tensor) -> Tensor:
 
 
 def _divided(tensor: Tensor, dim: int, first: int) -> Tensor:
-    """Returns a tensor with dimension ``dim`` split in two, the first of size ``first``."""
+    """Returns a view with dimension ``dim`` split in two: size ``first``, then the quotient."""
     return tensor.reshape(*tensor.shape[:dim], first, -1, *tensor.shape[dim + 1 :])
 
 
@@ -212,13 +212,13 @@ def _by_rank(tensor: Tensor, world_size: int) -> Tensor:
 
 
 def _tokens_for_heads(by_rank: Tensor, group: Group) -> Tensor:
-    """Exchanges [W, batch, heads / W, n, dim], heads by rank, to [batch, heads / W, W n, dim]."""
+    """Turns [W, batch, heads / W, n, dim] into [batch, heads / W, W n, dim] by an all-to-all."""
     came = _divided(all_to_all(by_rank.flatten(0, 1), group=group), 0, by_rank.size(0))
     return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _heads_for_tokens(tensor: Tensor, world_size: int, group: Group) -> Tensor:
-    """Exchanges [batch, heads / W, W n, dim] to [batch, heads, n, dim]."""
+    """Turns [batch, heads / W, W n, dim] into [batch, heads, n, dim] by an all-to-all."""
     by_rank = _divided(tensor, 2, world_size).movedim(2, 0)
     came = _divided(all_to_all(by_rank.flatten(0, 1), group=group), 0, world_size)
     return came.movedim(0, 1).flatten(1, 2)
@@ -274,7 +274,7 @@ def _checked(
 
 
 class _AttentionForm(NamedTuple):
-    """The group and the options of a call, which forward and backward share."""
+    """The group and the options of one attention call; forward and backward use both."""
 
     comm: Communicator
     is_causal: bool
@@ -293,8 +293,8 @@ def _form_of(
 def _check_same(form: _AttentionForm, function: str) -> None:
     """Compares the options of all ranks; collective on the host.
 
-    Otherwise ranks whose tensors have the same shapes would compute wrong results. On a device the
-    options are not compared, since the host would wait.
+    With different options but equal shapes, the ranks would compute wrong results. On a device the
+    options are not compared, since the host would have to wait for the device.
 
     Raises:
         MismatchError: on all ranks, if the options differ.
@@ -347,7 +347,7 @@ def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | No
 
 
 def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
-    """Starts sending a tensor to the next rank; call the result for the previous rank's tensor."""
+    """Starts a send to the next rank; the result awaits and returns the previous rank's tensor."""
     came = torch.empty_like(tensor)
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     works = batch_isend_irecv(
@@ -424,7 +424,7 @@ def _ring_attention_backward(
             keys = coming()
     if returning is not None:
         keys_grad = returning()
-    # Separate tensors, as an operator's results must be.
+    # Copies, since an operator's results must not share memory.
     key_grad, value_grad = (each.to(key.dtype, copy=True) for each in keys_grad)
     return query_grad.to(query.dtype), key_grad, value_grad
 
@@ -488,7 +488,7 @@ register(
 )
 
 
-# The exchanges of ulysses_attention do not see its options, so an operator compares them.
+# The all-to-alls of ulysses_attention do not know its options, so an operator compares them.
 
 
 def _same_options(query: Tensor, *form: Any) -> Tensor:
@@ -512,8 +512,8 @@ def _merge(
 
     Args:
         merged: result [batch, heads, n, dim] and log-sum-exp [batch, heads, n] so far.
-        found: the partial result and log-sum-exp of some of the queries.
-        queries: the range of these queries.
+        found: a partial result and its log-sum-exp, for the queries in the range ``queries``.
+        queries: the range of the queries that ``found`` covers.
     """
     partial, partial_logs = found
     if merged is None:
@@ -527,23 +527,23 @@ def _merge(
     return result, logs
 
 
-# The attention of one rank's queries to one rank's keys, by the kernels of
+# The attention of one rank's queries to one rank's keys uses the kernels of torch's
 # scaled_dot_product_attention, which also return the log-sum-exp. In backward the kernels get the
-# result and the log-sum-exp of the whole sequence: then the gradients that they compute for some
-# keys are exactly these keys' share.
+# result and the log-sum-exp over the whole sequence, so the gradients that they compute for one
+# rank's keys are exactly the terms of these keys in the whole gradient.
 
 _aten: Any = torch.ops.aten
 
 
 def _per_head(keys: Tensor, heads: int) -> Tensor:
-    """Copies keys and values [2, batch, key heads, n, dim] for each head that shares them."""
+    """Repeats key heads, [2, batch, key heads, n, dim] for keys and values, to ``heads`` heads."""
     return keys.repeat_interleave(heads // keys.size(2), 2)
 
 
 def _attend(
     query: Tensor, keys: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result in the query's dtype, and the log-sum-exp in FP32 or FP64."""
+    """Returns the attention in the query's dtype, and its log-sum-exp in FP32 or FP64."""
     key, value = _per_head(keys, query.size(1))
     if query.is_cpu:
         result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -576,7 +576,7 @@ class _Attended(NamedTuple):
 def _attend_backward(
     grad: Tensor, attended: _Attended, keys: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the query, and the gradients of ``keys`` in its shape."""
+    """Returns the gradient of the query, and the gradients of ``keys``, shaped like ``keys``."""
     query, result, logs = attended
     key, value = _per_head(keys, query.size(1))
     whole = (grad.contiguous(), query, key, value, result, logs.contiguous())

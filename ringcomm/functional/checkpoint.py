@@ -1,4 +1,4 @@
-"""Activation checkpoints that the ranks of a tensor-parallel group divide among themselves.
+"""Activation checkpoints whose saved inputs are divided among the ranks of a tensor-parallel group.
 
 Under tensor parallelism every rank of the group has the same inputs of a layer. A checkpoint keeps
 the inputs until backward, and then computes the layer again; here each of W ranks keeps 1 / W of
@@ -28,7 +28,7 @@ _OPERATION = named("partitioned_checkpoint")
 _WITHOUT_TRANSFORMS = (
     "call the function itself there, or torch.utils.checkpoint.checkpoint(use_reentrant=False)"
 )
-# By element size in bytes, the integer dtype in which a checksum sums the elements' bits.
+# Maps an element size in bytes to the integer dtype in which a checksum sums the elements' bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,11 +39,11 @@ def partitioned_checkpoint(
     group: Group,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Calls ``function(*args)``, and computes it again in backward, from inputs that W ranks share.
+    """Calls ``function(*args)``, and again in backward; each of W ranks keeps 1 / W of the inputs.
 
-    It is ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)``, with the same
-    rules, except that a rank keeps only 1 / W of each tensor among ``args``. So all ranks of the
-    group must call it with the same tensors, and their backwards must reach it in the same order.
+    Otherwise equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)``.
+    All ranks of the group must call this function with the same tensors, and their backwards must
+    reach the checkpoints in the same order.
 
     Args:
         function: returns a tensor or a tuple of tensors.
@@ -76,11 +76,11 @@ def partitioned_checkpoint(
 
 @dataclass(frozen=True)
 class _KeptShare:
-    """The share of a tensor that a rank keeps until backward.
+    """The shard of a tensor that this rank keeps until backward.
 
     Attributes:
-        comm: the ranks that have the other shards.
-        shard: [ceil(elements / W)], the last ones padded with zeros.
+        comm: the communicator of the ranks that have the other shards.
+        shard: [ceil(elements / W)]; zeros fill the places after the tensor's last element.
         shape: shape of the tensor.
         checksum: sum of the tensor's bits; None on a device, where the host would have to wait.
     """
@@ -121,5 +121,5 @@ def _bring(kept: Tensor | _KeptShare) -> Tensor:
 
 
 def _checksum(flat: Tensor) -> Tensor:
-    """Returns the sum of the bits as integers, int64, modulo 2^64."""
+    """Returns the sum of the elements' bits, read as integers: an int64 tensor, modulo 2^64."""
     return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)

@@ -49,7 +49,7 @@ from ringcomm.integers import MOST
 
 Tensor = torch.Tensor
 
-# Takes the arguments, the results and the arguments' tangents; returns the results' tangents.
+# A function (arguments, results, tangents of the arguments) -> tangents of the results.
 Tangent = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]
 
 # The names of all operators, in the order of their registration.
@@ -59,7 +59,7 @@ _library = torch.library.Library("ringcomm", "DEF")  # type: ignore[no-untyped-c
 
 @dataclass(frozen=True)
 class Derivatives:
-    """How an operator is differentiated.
+    """The functions that differentiate an operator in backward and forward mode.
 
     Attributes:
         backward: returns the gradients of the arguments from the context and the gradients of the
@@ -81,11 +81,11 @@ class Derivatives:
 
 @dataclass(frozen=True)
 class Batching:
-    """Where ``torch.vmap`` may put the first tensor's batch, so that one call handles all samples.
+    """The dimension of the first tensor for ``torch.vmap``'s batch: one call handles all samples.
 
     Attributes:
-        dim: the dimension of the batch: 0, or -1 for the last.
-        least_dims: dimensions that a sample must have; the kernel refuses samples with fewer.
+        dim: the dimension of the batch: 0, or -1 for the last dimension.
+        least_dims: the least number of dimensions of a sample that the kernel accepts.
     """
 
     dim: int
@@ -115,8 +115,8 @@ def register(
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     qualified = f"ringcomm::{name}"
     _library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
-    # Under a transform, a compiled function calls the operator with Dynamo on, which would compile
-    # the kernel's frames.
+    # Under a transform of torch.func, a compiled function calls the operator while Dynamo is on,
+    # and Dynamo would compile the kernel's frames.
     only_inlined(kernel)
     _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, fake, lib=_library)
@@ -133,7 +133,7 @@ def register(
 # ---- derivatives; see NOTE [Forward mode] -------------------------------------------------------
 
 
-# torch has one level of dual numbers, which nested transforms share.
+# torch has a single level of dual numbers, 0; nested transforms share it.
 _LEVEL = 0
 _STRIDED = torch.strided
 _unpack_dual: Callable[..., tuple[Tensor, Tensor | None]] = torch._VF._unpack_dual
@@ -152,7 +152,7 @@ def has_tangent(*values: Any) -> bool:
 
     Compiled graphs enter the level without calling forward_ad, so this inspects the tensors.
     """
-    for value in values:  # not by any(), which takes twice as long, and every call comes here
+    for value in values:  # every call runs this loop; any() would take twice as long
         if (
             isinstance(value, Tensor)
             and value.layout is _STRIDED
@@ -165,7 +165,7 @@ def has_tangent(*values: Any) -> bool:
 
 @contextmanager
 def _outer_levels() -> Iterator[None]:
-    """A context in which transforms outside of the current one differentiate the calls inside."""
+    """Lets the transforms outside of the current one differentiate the calls in this context."""
     if _transform() is None:
         yield
         return
@@ -213,7 +213,7 @@ def _function(operator: Any, derivatives: Derivatives) -> Any:
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         assert derivatives.tangent is not None, operator.name()
-        # The tangents of this level are unpacked, so that only outer levels differentiate.
+        # Arguments and results have no tangents of this level, so only outer levels differentiate.
         with forward_ad._set_fwd_grad_enabled(True):
             return derivatives.tangent(*_kept_for_tangent(ctx), tangents[:-1])
 
@@ -233,7 +233,7 @@ def _keep_for_tangent(ctx: Any, inputs: Sequence[Any], results: Sequence[Any]) -
 
 
 def _kept_for_tangent(ctx: Any) -> tuple[list[Any], list[Any]]:
-    """Returns arguments and results without their tangents."""
+    """Returns the arguments and results that _keep_for_tangent() stored, without tangents."""
     tensors = iter(ctx.saved_tensors)
     values = [
         _unpack_dual(next(tensors), level=_LEVEL)[0] if kept is None else kept[0]
@@ -270,7 +270,7 @@ def no_forward_mode(operation: str, advice: str) -> UnsupportedError:
 
 
 def _batched(operator: Any, batching: Batching | None) -> Callable[..., Any]:
-    """Returns the rule for ``torch.vmap``: one call for all samples, or one per sample in order."""
+    """Returns the operator's ``torch.vmap`` rule: one call for all samples, or one per sample."""
 
     def rule(info: Any, in_dims: Sequence[int | None], first: Tensor, *rest: Any) -> Any:
         others = any(dim is not None for dim in in_dims[1:])
@@ -352,17 +352,17 @@ def _in_order(operator: Any) -> Callable[..., Any]:
 
 # ---- Finding a communicator by the key that represents it in a traced graph ---------------------
 # NOTE [Group keys]
-# A graph must hold constants that are equal in all processes that may share a compile cache. So a
+# The constants in a graph must be equal in all processes that may share a compile cache. So a
 # communicator's key consists of its name, rank and world size. If several living communicators have
-# the same three, each later communicator also gets a number. The number is free again once its
-# communicator is gone, closed or aborted, so that a graph continues with the communicator that
-# replaced it.
+# the same name, rank and size, each later communicator also gets a number. The number is free again
+# once its communicator is gone, closed or aborted, so that a graph then uses the communicator that
+# replaced the old communicator.
 #
 # NOTE [The default group in a graph]
 # dynamo does not guard values from a ``threading.local``: a graph traced in one thread of a
 # LocalWorld would use that thread's communicator in the other threads. So ``group=None`` stays the
-# empty key, which means the default group of the thread that runs the operator. The operator then
-# compares the group's world size with the world size at tracing.
+# empty key, which means the default group of the thread that runs the operator. The operator
+# compares this group's world size with the world size that the group had at tracing.
 #
 # NOTE [Groups of the backend in a graph]
 # DTensor's collectives use the name that torch gave a process group. The operators that replace
@@ -391,7 +391,7 @@ def evaluated_while_tracing(fn: F) -> F:
 
 
 def not_traced(reason: str) -> Callable[[F], F]:
-    """Makes dynamo break the graph at a call, or give the reason if it must not break the graph.
+    """Makes dynamo break the graph at a call; under fullgraph=True its error names the reason.
 
     ``torch.compiler.disable`` does the same, but loads all of dynamo.
     """
@@ -418,7 +418,7 @@ def group_spec_of(group: Any, operation: str) -> GroupSpec:
     if isinstance(group, DeviceMesh):
         group = group_of_mesh(group, operation)
     if isinstance(group, ProcessGroup):
-        # dynamo sees only the group's name, and guards it.
+        # Dynamo guards the group's name, and treats the rest of the group as opaque.
         return _spec_of_group(group.group_name, operation)
     # Only id() makes dynamo guard the communicator's identity, and in torch 2.11 the functions that
     # dynamo evaluates while tracing take only constants.
@@ -452,7 +452,7 @@ def _spec_of_group(name: str, operation: str) -> GroupSpec:
 
 
 def key_of(communicator: Communicator) -> str:
-    """Returns a communicator's key, by which :func:`find` finds it; see NOTE [Group keys]."""
+    """Returns the key with which :func:`find` finds the communicator; see NOTE [Group keys]."""
     key = _keys.get(communicator)
     if key is not None and _holders.get(key) is communicator:
         return key
@@ -491,7 +491,7 @@ def groups_of_the_backend() -> tuple[str, ...]:
 
 
 def find(key: str, world_size: int, operation: str) -> Communicator:
-    """Returns the communicator that a key represents in this thread.
+    """Returns the communicator of a key; the key DEFAULT means this thread's default group.
 
     Raises:
         RingcommError: the communicator is gone, or there is no default group.
@@ -524,7 +524,7 @@ def find(key: str, world_size: int, operation: str) -> Communicator:
     return communicator
 
 
-# The operators ``torch.ops.ringcomm.*``: schemas, kernels for every device, and shapes.
+# This part has the schemas, kernels and shape functions of the operators ``torch.ops.ringcomm.*``.
 #
 # All operators take ``group``, a key from :mod:`ringcomm.functional.collectives`, and its world
 # size; ``op`` is the name of a ``ReduceOp``; ``factor`` is the factor of PREMUL_SUM, else 1;
@@ -554,12 +554,12 @@ def named(operation: str) -> str:
 
 
 def _expect(holds: bool | torch.SymBool, otherwise: str) -> None:
-    """Checks sizes that may be symbols, for which a kernel's own checks are too strict."""
+    """Raises unless a condition holds; its sizes may be symbols, which kernels' checks refuse."""
     torch._check(holds, lambda: otherwise)  # type: ignore[no-untyped-call]
 
 
 def _op_of(name: str, factor: float) -> Any:
-    # An unknown name is passed on, so that the communicator refuses it as all other bad ops.
+    # Pass an unknown name on: the communicator refuses it with the error for all bad ops.
     return premul_sum(factor) if name == PREMUL_SUM else getattr(ReduceOp, name, name)
 
 
@@ -674,7 +674,7 @@ def _reduce(input: Tensor, dst: int, group: str, world_size: int) -> Tensor:
     communicator.engine.checks(named("reduce")).tensor("tensor", input)
     root = root_of(communicator, named("reduce"), "dst", dst, None)
     if communicator.rank != root:
-        communicator.reduce(readable(input), root)  # unchanged on this rank
+        communicator.reduce(readable(input), root)  # changes the tensor only on the root
         return input.new_zeros(input.shape)
     output = _like(input).copy_(input)
     communicator.reduce(output, root)
@@ -691,7 +691,7 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-# The gradients of the operators: each is the collective that moves data in the opposite direction.
+# An operator's gradient is the collective that moves data in the opposite direction.
 #
 # NOTE [What the gradient is of] Every rank calls ``backward`` on its own scalar, and gets the
 # gradient of the sum of all ranks' scalars, as in ``torch.distributed.nn.functional``. So a loss
@@ -702,14 +702,14 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 # part, as often and in the same order as in the forward: on each rank the input must require grad,
 # and the scalar must depend on the result, even if only by ``+ 0 * result.sum()``.
 #
-# Factors are real, so an operator's transpose is its conjugate transpose, and complex gradients
-# need no special case. Each rank multiplies the gradient that it gets by its own PREMUL_SUM factor.
+# PREMUL_SUM factors are real, so an operator's transpose equals its conjugate transpose: complex
+# gradients need no special case. Each rank multiplies the gradient it receives by its own factor.
 #
-# In forward mode the tangents of the ranks' inputs go through the same collective, with the same
-# op and factor: the operators are linear. See NOTE [Tangents on all ranks].
+# The operators are linear. So in forward mode the tangents of the ranks' inputs pass through the
+# collective of the values, with the same op and factor. See NOTE [Tangents on all ranks].
 
 LINEAR = ("SUM", "AVG", PREMUL_SUM)
-# The operators as backward calls them.
+# The operators, for calls in backward.
 _duals = torch.ops.ringcomm
 
 
@@ -785,7 +785,7 @@ _BACKWARDS: dict[str, Callable[..., Any]] = {
     "reduce": _reduce_backward,
     "reduce_scatter": _reduce_scatter_backward,
 }
-# Collectives by rows change only dimension 0; the other collectives change no dimension.
+# Collectives that may change the size of dimension 0; the other collectives keep the shape.
 _BY_ROWS = ("all_gather", "all_to_all", "reduce_scatter")
 for _name in OPERATORS:
     register(
@@ -833,8 +833,8 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
 def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
     """Combines the tensors of all ranks; rank r gets the r-th of world_size equal chunks.
 
-    Its gradient is :func:`all_gather`, divided by world_size for AVG, times this rank's factor
-    for PREMUL_SUM.
+    Its gradient is :func:`all_gather`. For AVG the gradient is divided by world_size, for
+    PREMUL_SUM it is multiplied by this rank's factor.
 
     Args:
         tensor: [world_size * n, ...], of one shape and dtype on all ranks; any strides.
@@ -857,8 +857,8 @@ def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor
 def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
     """Combines the tensors of all ranks element by element.
 
-    Its gradient is :func:`all_reduce` with the same op; for PREMUL_SUM it is the SUM, times this
-    rank's factor.
+    Its gradient is :func:`all_reduce` with the same op; for PREMUL_SUM, with SUM, multiplied by
+    this rank's factor.
 
     Args:
         tensor: of one shape and dtype on all ranks; any strides.
@@ -890,9 +890,9 @@ def all_to_all(
 
     Args:
         tensor: [n, ...], of one dtype and row shape on all ranks; any strides.
-        output_splits: rows from each rank; None means equal splits, and ``input_splits`` must then
-            be None as well, since sent splits do not determine received splits.
-        input_splits: rows to each rank, with the sum n; None means equal splits.
+        output_splits: the number of rows from each rank; None means equal numbers, and needs
+            ``input_splits=None``, since the rows a rank sends do not determine those it receives.
+        input_splits: the number of rows to each rank, with the sum n; None means equal numbers.
         group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
@@ -904,7 +904,7 @@ def all_to_all(
     """
     key, world_size = enter("all_to_all", tensor, group)
     if not (torch.compiler.is_compiling() or (output_splits is None and input_splits is None)):
-        # Not the communicator's checks, which refuse transforms: the operator supports them.
+        # Do not use the communicator's checks: they refuse transforms, which the operator supports.
         communicator = communicator_of(group, named("all_to_all"))
         checks = CallChecks(named("all_to_all"), communicator.rank, communicator.world_size)
         output_splits = checks.splits("output_splits", output_splits)
@@ -917,7 +917,7 @@ def all_to_all(
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     """Returns the ``tensor`` of rank ``src`` on every rank.
 
-    Its gradient is the sum of all ranks' gradients on ``src`` and zeros elsewhere.
+    The gradient is the sum of all ranks' gradients on rank ``src``, and zeros on the other ranks.
 
     Args:
         tensor: of one shape and dtype on all ranks; any strides. Only the values of ``src``
@@ -940,7 +940,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
 
 def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[str, int]:
-    """Makes the checks that need no shape; returns the group's key and world size.
+    """Checks a call as far as no shape is needed; returns the group's key and world size.
 
     Args:
         function: the public function that is called.
@@ -971,7 +971,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
 
 
 def _callee(name: str, tensor: Tensor) -> Callable[..., Any]:
-    """Returns the operator, or its native function if torch need not see the call; traceable."""
+    """Returns the operator, or its native function if torch need not record the call; traceable."""
     seen = (
         torch.compiler.is_compiling()
         or (tensor.requires_grad and torch.is_grad_enabled())
@@ -991,7 +991,7 @@ def _name_and_factor(op: Any, function: str, group: Group) -> tuple[str, float]:
         return reduction.name, reduction.factor
     if isinstance(op, PremulSum):
         return PREMUL_SUM, op.factor
-    # Ops of torch are opaque to dynamo, except for their id, which it guards.
+    # Dynamo cannot read torch's ops, but it guards their id().
     name = _name_at(id(op))
     if not name:
         raise _bad_op(
@@ -1017,9 +1017,9 @@ def _bad_op(function: str, group: Group, text: str) -> ArgumentError:
 
 
 def _check_agreement(operation: str, differentiable: bool, has_tangent: bool, group: Group) -> None:
-    """Raises on every rank if only some ranks will make the collectives of the derivatives.
+    """Raises on every rank if only some ranks will call the collectives of the derivatives.
 
-    It costs a collective, so it runs only with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    The check costs a collective, so it runs only with TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     communicator = communicator_of(group, operation)
     with torch._C._DisableFuncTorch():

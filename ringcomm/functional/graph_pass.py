@@ -1,19 +1,19 @@
 """A pass over compiled graphs that fuses DTensor's collectives with adjacent products.
 
 Under ``parallelize_module`` a column-parallel layer gathers its input, and then multiplies; a
-row-parallel layer multiplies, and then reduce-scatters. In a graph of AOTAutograd the first is
-``wait_tensor(all_gather_into_tensor(x))``, for the second dimension followed by a split by rank and
-a ``cat``, and then ``mm`` or ``addmm`` of rows. The second has the reverse order. The pass replaces
-both by the operators of :mod:`ringcomm.functional.matmul`.
+row-parallel layer multiplies, and then reduce-scatters. In a graph of AOTAutograd the former is
+``wait_tensor(all_gather_into_tensor(x))``, then a split by rank and a ``cat`` if the input is
+gathered along dimension 1, then ``mm`` or ``addmm`` of rows. The latter has the reverse order. The
+pass replaces both patterns by the operators of :mod:`ringcomm.functional.matmul`.
 
-NOTE [The joint graph] The pass runs while forward and backward are still one graph. After the
-partition every gathered input would have another user, the gradient of the weights in the other
-graph.
+NOTE [The joint graph] The pass runs while forward and backward are still one graph. Once torch has
+split the graph, the weights' gradient, in the backward graph, also uses each gathered input; the
+pass could not replace this second user.
 
 NOTE [Gathered once or read again] Each operator reads the peers' rows itself. If a gathered tensor
-has several users, this is less work than gathering once only if rows are read in place, and if
-there are not more users than ranks: a rank copies its own rows for each user, whereas gathering
-copies the rows of all ranks. All ranks choose alike, since their sizes are equal.
+has several users, their reads are less work than one gathering only if rows are read in place and
+there are at most as many users as ranks: a rank copies its own rows for each user, but gathering
+copies the rows of all ranks. All ranks have equal sizes, so they make the same choice.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def fuse_products() -> dict[str, Any]:
     """Returns ``torch.compile`` options that fuse DTensor's collectives with adjacent products.
 
     Use ``torch.compile(model, options=fuse_products())`` for a model under ``parallelize_module``
-    with a mesh of the backend "ringcomm". Other groups, and tensors on devices, are not changed.
+    with a mesh of the backend "ringcomm". Collectives of other groups and of device tensors stay.
 
     Raises:
-        UnsupportedError: this version of torch has no such hook.
+        UnsupportedError: this version of torch has no hook for passes over the joint graph.
     """
     from torch._inductor import config
 
@@ -72,7 +72,7 @@ def fuse_products() -> dict[str, Any]:
 
 
 class ProductPass(CustomGraphPass):  # type: ignore[misc]
-    """The pass; see the top of this file.
+    """The graph pass that the top of this file describes.
 
     Attributes:
         fused: number of fused collectives by graph, in the order of compilation.
@@ -92,7 +92,7 @@ class ProductPass(CustomGraphPass):  # type: ignore[misc]
         self.fused.append(count)
 
     def uuid(self) -> Any:
-        """Returns the values that decide the outcome: this code, the backend's groups, a limit."""
+        """Returns the pass's part of torch's cache key: all values that change its results."""
         code = get_hash_for_files((__file__, matmul.__file__))
         return code, groups_of_the_backend(), matmul.READ_FROM_BYTES
 
@@ -114,7 +114,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _group_of(collective: Node, tensor: Node, world_size: int, name: str) -> _Group | None:
-    """Returns the group of the backend's collective of floating-point host tensors, else None."""
+    """Returns a collective's group if the backend runs it on floating-point host tensors."""
     value = _value(tensor)
     if collective.kwargs or value.device.type != "cpu" or not value.dtype.is_floating_point:
         return None
@@ -161,7 +161,7 @@ def _joined(wait: Node) -> tuple[Node, int]:
 
 
 def _divided(tensor: Node) -> tuple[Node, int]:
-    """Returns the tensor that is scattered, and the dimension that is divided by rank."""
+    """Returns the tensor that a reduce-scatter divides by rank, and the dimension it divides."""
     split = None if _dim_of(tensor, 1) else _split_of(tensor)
     return (tensor, 0) if split is None else (split.all_input_nodes[0], _dim_of(split, 2))
 
@@ -197,7 +197,7 @@ def _product_of(node: Node) -> tuple[Any, Any, Any] | None:
 
 
 def _call(target: Any, *args: Any, like: Node) -> Node:
-    """Inserts a call before the node ``like``, which it replaces or whose input it is."""
+    """Inserts a call before the node ``like``; the call will replace ``like`` or be its input."""
     with like.graph.inserting_before(like):
         made: Node = like.graph.call_function(target, args)
     kept = {key: of for key, of in like.meta.items() if key != "tensor_meta"}
@@ -239,12 +239,12 @@ def _erase(node: Node) -> None:
 
 @dataclass
 class _Gathered:
-    """A gathered tensor, as rows of all ranks, and its users.
+    """A gathered tensor, whose rows come from all ranks, and the nodes that use it.
 
     Attributes:
         own: this rank's rows, [n, k] or [batch, n, k].
         group: the key and the size of the operators' group.
-        users: by user, the function that makes the node to replace it.
+        users: maps each user to a function that makes the node which replaces the user.
         holders: the nodes that hold the gathered rows, in some shape.
         known: True if there is an operator for every user.
     """
@@ -256,7 +256,7 @@ class _Gathered:
     known: bool = True
 
     def read(self, holder: Node) -> None:
-        """Finds the users of a holder."""
+        """Adds the users of ``holder`` to ``users``, and follows nodes that only reshape it."""
         self.holders.add(holder)
         for user in holder.users:
             made = self._made_of(user, holder)
@@ -281,7 +281,7 @@ class _Gathered:
             return self._gradient if bias is None else None
         return self._turned_gradient if bias is None and not turned and right is holder else None
 
-    # Factors are read when a node is made, since an earlier replacement may have changed them.
+    # These methods read a product's factors late: an earlier replacement may have changed them.
 
     def _product(self, user: Node) -> Node:
         found = _product_of(user)
@@ -303,7 +303,7 @@ class _Gathered:
         return _call(_ops.weight_gradient.default, *operands, like=user)
 
     def _sum(self, user: Node) -> Node:
-        """Makes the sum of the ranks' sums, which are not rounded to 16 bits before."""
+        """Makes the sum of all ranks' rows; a 16-bit sum is rounded once, at the end."""
         dtype = _value(self.own).dtype
         wide = torch.promote_types(dtype, torch.float32)
         dims = list(range(_value(self.own).dim() - 1))
@@ -318,7 +318,7 @@ class _Gathered:
         return _call(torch.ops.prims.convert_element_type.default, node, dtype, like=user)
 
     def is_less_work(self) -> bool:
-        """True if operators are less work; see NOTE [Gathered once or read again]."""
+        """True if fused operators are less work; see NOTE [Gathered once or read again]."""
         made = list(self.users.values())
         products = len(made) - made.count(self._sum)
         value = _value(self.own)

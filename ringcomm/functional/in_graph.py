@@ -18,7 +18,7 @@ from ringcomm.comm.functions import default_places
 
 __all__ = ["FUNCTIONS", "describe", "name_in_graph", "serve"]
 
-# The attribute of torch.ops through which inductor's code, which imports torch, finds them.
+# The attribute of torch.ops where inductor's generated code finds the native functions.
 _PLACE = "ringcomm_in_graph"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_gather": _native.graph_all_gather,
@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reduce": _native.graph_reduce,
     "reduce_scatter": _native.graph_reduce_scatter,
 }
-# Makes a tensor of sizes, strides and a dtype, for inductor.
+# torch's function that makes an uninitialized tensor from sizes, strides and a dtype.
 _EMPTY = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
@@ -53,7 +53,7 @@ def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
 
 
 def name_in_graph(operator: str) -> str | None:
-    """Returns the name of the function that replaces an operator in inductor's code, or None."""
+    """Returns the name of the native function for an operator in inductor's code, or None."""
     name = operator.removeprefix("ringcomm::")
     if name not in FUNCTIONS or _EMPTY is None:
         return None
@@ -61,7 +61,7 @@ def name_in_graph(operator: str) -> str | None:
 
 
 def describe() -> tuple[str, str]:
-    """Returns how graphs call collectives, and advice; the advice may be empty."""
+    """Returns a text on how compiled graphs call collectives, and advice, which may be empty."""
     lacks = ""
     if _EMPTY is None:
         lacks = "has no empty_strided_cpu for inductor"

@@ -8,9 +8,9 @@ Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matr
   rank's n rows of the sum over all ranks. On the host it computes the products in the heap, where
   the peers read them.
 
-Each function computes the other's gradient. :func:`_weight_gradient` computes the gradient of the
-weights, and the two functions compute its gradients in turn. Between nodes and on devices the
-collectives of ``ringcomm.functional`` do the work, with a gathered copy.
+Each function computes the other's gradient with respect to the rows. :func:`_weight_gradient`
+computes the gradient of the weights; the two functions compute the gradients of this gradient. On
+several nodes and on devices the collectives of ``ringcomm.functional`` are used instead.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models" (ASPLOS 2023), has the decomposition by ranks; Korthikanti et al., "Reducing
@@ -41,23 +41,23 @@ from ringcomm.functional.collectives import (
 from ringcomm.memory import empty
 
 # ---- Sequence parallelism: splits a sequence that all ranks have, and joins it again ------------
-# The two functions are each other's gradient. :func:`split_sequence` gathers gradients, so that
-# operations before it get the same, whole gradients on all ranks. :func:`join_sequence` takes this
-# rank's part of gradients that are equal on all ranks, so that a loss that all ranks compute
-# equally counts once.
+# The two functions are each other's gradient. The gradient of :func:`split_sequence` gathers, so
+# operations before it get the gradient of the whole sequence on all ranks. The gradient of
+# :func:`join_sequence` is this rank's part of a gradient that is equal on all ranks, so a loss that
+# all ranks compute counts once.
 
 Tensor = torch.Tensor
 
 
 def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
-    """Returns this rank's tokens of a sequence that all ranks have whole; gathers gradients.
+    """Returns this rank's part of a sequence that is equal on all ranks; gathers the gradients.
 
     Args:
         tensor: [..., world_size * n, k], equal on all ranks.
         group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
-        [..., n, k]: the tokens from rank * n on.
+        [..., n, k]: the n tokens that begin at rank * n.
 
     Raises:
         ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -68,8 +68,8 @@ def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
 def join_sequence(tensor: Tensor, group: Group = None) -> Tensor:
     """Returns the tokens of all ranks; the gradient is this rank's part of the result's gradient.
 
-    So all ranks must compute the same from the result. If ranks compute different values from it,
-    ``all_gather`` has the right gradient.
+    So all ranks must compute the same values from the result. If they compute different values, use
+    ``all_gather``, whose gradient is the sum over the ranks.
 
     Args:
         tensor: [..., n, k], of one shape and dtype on all ranks.
@@ -165,17 +165,17 @@ _register("join_sequence", _join, _shape_of_whole, _gradient_of_whole)
 
 Bias = Tensor | None
 
-# Choices by size. They depend only on values that are equal on all ranks, so all ranks choose
-# alike. Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch
-# 2.13, 2 ranks of one thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k
-# and m of 256 to 4096 (docs/performance.md). 4 ranks on the two cores had the same bounds: reading
-# was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
+# Choices by size. They depend only on values that are equal on all ranks, so all ranks make the
+# same choice. Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512,
+# torch 2.13, 2 ranks of one thread each in float32, interleaved, medians of ratios; n of 64 to
+# 4096, k and m of 256 to 4096 (docs/performance.md). For 4 ranks on the two cores the bounds are
+# the same: reading was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 #
-# Rows of at least READ_FROM_BYTES are read in place; smaller ones are gathered. Compared to
-# all-gather and one product, reading in place, where each product packs the weights again, was 0.6
+# A rank's rows of at least READ_FROM_BYTES are read in place; smaller ones are gathered. In place,
+# each rank's product packs the weights again. Compared to all-gather and one product, this was 0.6
 # to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to 1.13 at 4 MiB
 # with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and
-# 1.6 to 1.8 at 16 MiB, where the pages of a gathered copy are new.
+# 1.6 to 1.8 at 16 MiB, where a gathered copy needs new pages.
 READ_FROM_BYTES = 4 << 20
 # Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to product and
 # reduce-scatter this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2
@@ -191,8 +191,8 @@ def all_gather_matmul(
 ) -> Tensor:
     """Multiplies the rows of all ranks, one rank after the other, by this rank's ``weight``.
 
-    Its gradients are :func:`matmul_reduce_scatter` for ``tensor``, and for ``weight`` the product
-    of the gathered rows and the gradient; so all ranks must take part in backward.
+    The gradient of ``tensor`` is computed by :func:`matmul_reduce_scatter`, the gradient of
+    ``weight`` from the gathered rows; so all ranks must take part in backward.
 
     Args:
         tensor: [n, k] or [batch, n, k], of one shape and dtype on all ranks; any strides. On the
@@ -216,9 +216,9 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Returns this rank's rows of the sum over all ranks of ``tensor @ weight``.
 
-    The products are rounded to their dtype, and summed as by ``reduce_scatter``. The gradients are
-    :func:`all_gather_matmul` for ``tensor``, and for ``weight`` the product of ``tensor`` and the
-    gathered gradient; so all ranks must take part in backward.
+    The products are rounded to their dtype, and then summed as by ``reduce_scatter``. The gradient
+    of ``tensor`` is computed by :func:`all_gather_matmul`, the gradient of ``weight`` from
+    ``tensor`` and the gathered gradient; so all ranks must take part in backward.
 
     Args:
         tensor: [world_size * n, k] or [batch, world_size * n, k]; k may differ between ranks, the
@@ -240,7 +240,7 @@ def matmul_reduce_scatter(
 
 def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: Bias) -> Tensor:
     key, world_size = enter(function, tensor, group)
-    # Each tensor must need a gradient on all ranks or on none; enter() may compare that.
+    # Each tensor must need a gradient on all ranks or on no rank; enter() may check this.
     enter(function, weight, group)
     if bias is not None:
         enter(function, bias, group)
@@ -257,7 +257,7 @@ def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: B
 
 
 def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Communicator:
-    """Checks the tensors, of which the ranks share the first; returns the communicator."""
+    """Checks two tensors, the first with its rows divided over ranks; returns the communicator."""
     communicator = find(group, world_size, named(function))
     checks = communicator.engine.checks(named(function))
     (_, first), (name, second) = tensors.items()
@@ -288,7 +288,7 @@ def _check_bias(communicator: Communicator, operation: str, bias: Tensor, weight
 
 
 def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
-    """True if the ranks' rows are read in place, and not gathered."""
+    """True if this rank reads its peers' rows in their heaps instead of gathering them."""
     return (
         not communicator.launches
         and communicator.num_nodes == 1
@@ -302,7 +302,7 @@ def _rows_of(tensor: Tensor, rank: int, rows: int) -> Tensor:
 
 
 def _own_first(communicator: Communicator) -> Iterator[int]:
-    """Yields ranks in this rank's order of reading: no two ranks read from one peer at once."""
+    """Yields all ranks, this rank first, so that no two ranks read from one peer at once."""
     world_size = communicator.world_size
     return ((communicator.rank + step) % world_size for step in range(world_size))
 
@@ -322,7 +322,7 @@ def _product_into(out: Tensor, rows: Tensor, weight: Tensor, bias: Bias) -> None
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Bias, out: Tensor) -> None:
-    """Writes the product to ``out``, in which each sequence is contiguous, but not the batch."""
+    """Writes the product to ``out``, whose sequences, but not the whole batch, are contiguous."""
     if rows.dim() == 2:
         _product_into(out, rows, weight, bias)
     elif rows.size(-2) < ROWS_OF_A_PRODUCT:
@@ -395,7 +395,7 @@ def _shape_of_scattered(
 
 
 def _weight_gradient(tensor: Tensor, grad: Tensor, group: str, world_size: int) -> Tensor:
-    """Returns all ranks' rows, transposed, times ``grad``: [n, k] and [W n, m] give [k, m]."""
+    """Returns (rows of all ranks)^T @ ``grad``: tensor [n, k] and grad [W n, m] give [k, m]."""
     operation = "weight_gradient"
     communicator = _find(operation, group, world_size, tensor=tensor, grad=grad)
     # In 16-bit dtypes a sum of separately rounded products is less exact than one product.
@@ -467,7 +467,7 @@ def _gradients_of_weights(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )
 
 
-# The operators are linear in each matrix, and bias= is added to the product of the first tensor.
+# The operators are linear in each matrix. In a tangent, bias= belongs to the first term only.
 
 
 def _tangent_of_product(name: str) -> Tangent:

@@ -1,8 +1,8 @@
 """Tensors in the symmetric heap: memory of this process that its peers map.
 
-``host_heap`` has the heap in host memory and maps other processes' heaps; ``device_heap`` has the
-heap on each GPU and maps those of other ranks' GPUs; ``numa`` chooses the nodes of the heap.
-``ringcomm.offload.scratch`` has a rank's file on a disk.
+Read ``host_heap`` first: it makes the heap in host memory, and maps other processes' heaps.
+``device_heap`` makes a heap on each GPU, and maps the heaps of other ranks' GPUs. ``numa`` chooses
+the NUMA nodes of the host heap.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
 
     Args:
         size: the shape, as integers or one sequence: ``empty(2, 3)`` or ``empty((2, 3))``.
-        dtype: any torch dtype; None: ``torch.get_default_dtype()``.
-        device: the heap's device: None or "cpu" for the host, "cuda", "cuda:1" or a torch.device
-            for a GPU, whose heap is made at its first use and grows up to
+        dtype: any torch dtype; None means ``torch.get_default_dtype()``.
+        device: the heap's device: None or "cpu" for the host; "cuda", "cuda:1" or a torch.device
+            for a GPU. The heap of a GPU is made at its first use, and grows up to
             ``RINGCOMM_CUDA_HEAP_BYTES``.
 
     Returns:
-        A contiguous tensor. Its memory is reused once the tensor and all its views are gone and,
-        on a GPU, the current stream's work from before that moment is done. A GPU tensor that is
-        used on other streams must outlive that use.
+        A contiguous tensor. Its memory is reused once the tensor and all its views are gone. On a
+        GPU, the current stream must then also finish the work it has at that time; a tensor that
+        other streams use must live until they are done with it.
 
     Raises:
         ArgumentError: the shape, dtype or device is not usable.
-        HeapError: the heap has too little free memory; names need, free memory and remedy.
-        UnsupportedError: there is no such device here, or its current stream is capturing a graph.
+        HeapError: the heap has too little free memory; names needed and free bytes, and a remedy.
+        UnsupportedError: this machine lacks the device, or its current stream is capturing a graph.
     """
     return _tensor(size, dtype, device, "ringcomm.empty")
 
@@ -80,7 +80,7 @@ def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
     """Returns a tensor as :func:`empty` does, filled with zeros."""
     tensor = _tensor(size, dtype, device, "ringcomm.zeros")
     if tensor.numel():
-        # As bytes: not every dtype has a fill kernel, and all zero bits are zero in each of them.
+        # Zero the bytes: some dtypes have no fill kernel, and zero bytes are 0 in every dtype.
         tensor.view(-1).view(torch.uint8).zero_()
     return tensor
 
@@ -89,7 +89,7 @@ def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
 def normal_tensors() -> Iterator[None]:
     """Turns gradients and inference mode off: tensors made inside can be changed in place later.
 
-    torch refuses in-place writes to a tensor made under ``torch.inference_mode()`` outside of it.
+    torch refuses to change a tensor from inside ``torch.inference_mode()`` in place outside of it.
     """
     # Leaving inference mode turns gradients on, so turn them off after it.
     with torch.inference_mode(False), torch.no_grad():
@@ -97,7 +97,7 @@ def normal_tensors() -> Iterator[None]:
 
 
 def heap_stats(device: object = None) -> dict[str, int]:
-    """Returns the state of this process's heap in bytes; makes the heap if there is none yet.
+    """Returns the sizes of this process's heap in bytes; makes the heap if it does not exist yet.
 
     Args:
         device: the heap's device, as in :func:`empty`.

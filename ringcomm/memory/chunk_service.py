@@ -5,7 +5,7 @@ one message per chunk with the chunk's file descriptor; it sends the next chunk 
 mapped and acknowledged the previous one. The connection lasts as long as the mapping. Later chunks
 of the heap are sent in the same way, and a thread of each reader maps them, so no rank waits for
 another rank's call. A slow reader, or a busy driver, only costs time: until all readers have
-acknowledged a chunk, kernels do not lend its memory to peers, and copy instead.
+acknowledged a chunk, peers do not access its memory directly, and kernels copy its data instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OfferedHeap(Protocol):
         ...
 
     def set_reached(self, size_bytes: int) -> None:
-        """Called when all readers map the first ``size_bytes`` of the heap."""
+        """Records that all readers have mapped the first ``size_bytes`` of the heap."""
         ...
 
 
@@ -65,7 +65,7 @@ class _Reader:
 
 
 class ChunkService:
-    """The sockets of this process, and the thread that serves them."""
+    """This process's socket, its connections, and the thread that answers them."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -129,7 +129,7 @@ class ChunkService:
             self._end_if_idle()
 
     def _hear(self, connection: socket.socket) -> None:
-        """Receives a reader's message: first the heap's token, later the bytes that it maps."""
+        """Receives a reader's message: first a heap's token, later the bytes it has mapped."""
         try:
             text = connection.recv(_HELLO.size)
         except BlockingIOError:
@@ -171,11 +171,11 @@ class ChunkService:
         try:
             size_bytes, descriptor = heap.export_after(reader.sent_bytes)
         except RingcommError:
-            return  # the driver refuses: kernels keep copying
+            return  # the driver cannot export the chunk: kernels keep copying its data
         try:
             text = _CHUNK.pack(reader.sent_bytes, size_bytes, heap.committed_bytes)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            with suppress(OSError):  # the reader has gone; the end of its connection is handled
+            with suppress(OSError):  # the reader has gone; _hear() sees its connection's end
                 connection.sendmsg([text], [rights])
             reader.sent_bytes += size_bytes
         finally:
@@ -203,7 +203,7 @@ class ChunkService:
     def await_readers(self, heap: OfferedHeap, size_bytes: int, timeout_s: float) -> bool:
         """Waits until all readers have mapped the first ``size_bytes`` of ``heap``.
 
-        Returns False at the timeout, which does not count time in which this process was stopped.
+        Returns False at the timeout. Time in which this process was stopped does not count.
         """
         deadline = Deadline(timeout_s)
         with self._acknowledged:
@@ -258,7 +258,7 @@ class ChunkService:
             _service = None
 
     def forget_in_child(self) -> None:
-        """Closes a forked child's copies of the sockets, so that peers notice the parent's end."""
+        """Closes a forked child's copies of the sockets, so that peers notice the parent's exit."""
         for each in (self._listener, *self._readers, *self._followed):
             each.close()
         self._selector.close()
@@ -303,7 +303,7 @@ def offer(heap: OfferedHeap) -> ChunkService:
 
 
 def follow(connection: socket.socket, map_next: Callable[[], bool]) -> ChunkService:
-    """Has the service's thread call ``map_next`` for each chunk that arrives, until it is False.
+    """Lets the service's thread call ``map_next`` at each arriving chunk, until it returns False.
 
     Raises:
         RingcommError: the service's thread cannot be started.
@@ -312,14 +312,14 @@ def follow(connection: socket.socket, map_next: Callable[[], bool]) -> ChunkServ
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Returns the process id and the user id at the other end."""
+    """Returns the process id and the user id of the process at the connection's other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
 
 
 def connect(name: bytes, pid: int, token: int, timeout_s: float) -> socket.socket:
-    """Connects to the service ``name`` of process ``pid``, and requests the heap of that token.
+    """Connects to the service ``name`` of process ``pid``, and requests the heap with ``token``.
 
     Raises:
         OSError: this network namespace has no such service, or another process serves it.
@@ -338,7 +338,7 @@ def connect(name: bytes, pid: int, token: int, timeout_s: float) -> socket.socke
 
 
 def receive(connection: socket.socket) -> Sent | None:
-    """Returns the next chunk; None: the other process has closed the connection.
+    """Returns the next chunk; None if the other process has closed the connection.
 
     Raises:
         OSError: no message arrived within the socket's timeout, or it is not a chunk.

@@ -1,4 +1,4 @@
-"""The memory of a device heap: chunks that are added as the heap fills, or one allocation.
+"""The memory of a device heap: chunks that are added when the heap is full, or one allocation.
 
 Chunks use the CUDA driver's virtual memory: the heap reserves addresses for its largest size, and
 maps memory to them from the start, chunk by chunk. So an address and its offset from the base stay
@@ -30,12 +30,12 @@ from ringcomm.memory.chunk_service import (
 from ringcomm.process import Deadline
 
 # A smaller heap doubles when it grows, so that a single communicator takes little memory; a larger
-# heap grows by at least this size. A choice, not measured on a GPU.
+# heap grows by at least this size. The size is not measured on a GPU.
 GROWTH_BYTES = 256 << 20
-# How long an allocation waits until all processes have mapped the heap's new chunks. This takes a
-# message each way unless a process's driver is busy; until then kernels copy data in these chunks.
+# Seconds for which an allocation waits until all processes have mapped the heap's new chunks. It
+# takes one message each way if no driver is busy. Until then kernels copy data in these chunks.
 GROWTH_WAIT_S = 2.0
-# How long a process waits for the chunks of a running peer.
+# Seconds for which a process waits for the chunks of a running peer.
 MAPPING_WAIT_S = 30.0
 
 
@@ -61,7 +61,7 @@ class FixedMemory:
         """Does nothing: all memory is allocated already."""
 
     def export(self) -> tuple[str, str, str]:
-        """Returns the IPC handle, "" as the service's name, and the error if it has no handle."""
+        """Returns the IPC handle ("" on error), "" as the service's name, and the error or ""."""
         try:
             return self._runtime.export_handle(self._device, self.base_ptr).hex(), "", ""
         except UnsupportedError as error:
@@ -92,8 +92,8 @@ class GrowingMemory:
 
     Attributes:
         base_ptr, capacity_bytes: first address and size of the range.
-        committed_bytes, reached_bytes: bytes from the start that have memory, and that all
-            processes which map this heap have mapped.
+        committed_bytes: bytes from the start that have memory.
+        reached_bytes: bytes from the start that all readers of this heap have mapped.
 
     Raises:
         UnsupportedError: the driver refuses the range.
@@ -171,7 +171,7 @@ class GrowingMemory:
         told(self.reached_bytes)
 
     def set_reached(self, size_bytes: int) -> None:
-        """Records that all processes map the first ``size_bytes``; they never unmap a chunk."""
+        """Records that all readers map the first ``size_bytes``; they never unmap a chunk."""
         with self._guard:
             told = list(self._told) if size_bytes > self.reached_bytes else []
         for each in told:
@@ -180,11 +180,11 @@ class GrowingMemory:
             except ReferenceError:
                 with self._guard, suppress(ValueError):
                     self._told.remove(each)
-        with self._guard:  # last: a waiting thread may then launch kernels that need these calls
+        with self._guard:  # set last: it lets waiting threads launch kernels, which need the calls
             self.reached_bytes = max(self.reached_bytes, size_bytes)
 
     def await_peers(self, timeout_s: float) -> bool:
-        """Waits until peers map all of the memory; returns False if the time is over first."""
+        """Waits until peers map all of the memory; returns False after ``timeout_s`` seconds."""
         service = self._service
         if service is None or self.reached_bytes >= self.committed_bytes:
             return True
@@ -193,7 +193,7 @@ class GrowingMemory:
     def close(self) -> None:
         if self._service is not None:
             self._service.withdraw(self)
-        # Unlike cudaFree, the driver does not wait for work that uses the memory.
+        # Unlike cudaFree, the driver's unmapping does not wait for work that uses the memory.
         with suppress(RuntimeError):  # a kernel failed
             self._runtime.synchronize(self._device)
         self._range.close()
@@ -292,13 +292,13 @@ class PeerChunks:
             except BlockingIOError:
                 return True
             except (OSError, RingcommError):
-                # The owner does not lend this process memory without an acknowledgement. Keep the
-                # connection open: its end would mean that this process maps no chunk.
+                # Without an acknowledgement the owner does not use this chunk for this process.
+                # Keep the connection open: the owner takes its end as the end of all mappings.
                 return False
             return sent is not None
 
     def await_bytes(self, size_bytes: int, timeout_s: float) -> bool:
-        """Waits until the first ``size_bytes`` are mapped; returns False if the time is over."""
+        """Waits until the first ``size_bytes`` are mapped; returns False after ``timeout_s``."""
         deadline = Deadline(timeout_s)
         while self._range.mapped_bytes < size_bytes:
             if deadline.is_over():
@@ -319,10 +319,10 @@ class PeerChunks:
             self._range.close()
 
     def _await_readers(self) -> None:
-        """Waits until the current stream no longer uses this memory, since the driver does not.
+        """Waits until the current stream no longer uses this memory; unmapping does not wait.
 
-        Communicators' kernels have ended already. This does not wait for other streams, since
-        their work may wait for this thread.
+        Communicators' kernels have ended already. This method does not wait for other streams,
+        since their work may wait for this thread.
         """
         runtime, device = self._runtime, self._device
         stream = runtime.current_stream(device)

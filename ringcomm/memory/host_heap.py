@@ -27,18 +27,17 @@ from ringcomm.rendezvous.launchers import read_environment
 
 # NOTE [Freed memory]
 # A backward frees a gradient as soon as it is reduced, and stage 3 frees a unit's parameters as
-# soon as they were used. glibc's malloc returns such memory to the system once the top of the heap
-# has more free memory than twice the largest allocation that was ever freed, and the system zeroes
-# it page by page when it is allocated again. With that, a step of a GPT of 25 M FP32 parameters
-# takes 2,500 to 10,000 page faults, 3 us each on a virtual machine, and 1.06 (stage 2) to 1.18
-# (stage 3) times as long.
-#
-# The rule counts allocations of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So one allocation
-# of that size is made and freed, without touching its pages, which sets the limit to its maximum:
-# at most 64 MiB more stay with the process. A threshold set in the environment or by mallopt()
-# turns the rule off and stays in force; other allocators are not affected.
+# soon as they were used. glibc's malloc returns freed memory to the system once the top of malloc's
+# heap has more free memory than a limit: twice the largest allocation that was ever freed. The
+# system zeroes returned memory page by page when it is allocated again. Because of this, a step of
+# a GPT of 25 M FP32 parameters takes 2,500 to 10,000 page faults, 3 us each on a virtual machine,
+# and 1.06 (stage 2) to 1.18 (stage 3) times as long.
+# The limit depends only on allocations of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So
+# keep_freed_memory() makes and frees one of nearly this size, without touching its pages, which
+# sets the limit to its maximum: the process keeps at most 64 MiB more. If the environment or
+# mallopt() sets a threshold, glibc uses it instead; other allocators are not affected.
 
-# The largest allocation that glibc's rule counts, less the overhead that malloc and torch add.
+# The largest allocation that raises glibc's limit, less the overhead that malloc and torch add.
 _LARGEST_BYTES = (32 << 20) - (64 << 10)
 
 
@@ -48,11 +47,11 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed() -> None:
-    """Returns to the system freed memory that the C library keeps for later.
+    """Returns freed memory from the C library to the system.
 
     The library keeps freed allocations of less than 32 MiB for the thread that made them, and
-    gradients are made in autograd's threads: for a GPT of 202 M bfloat16 parameters on 2 ranks that
-    cost 470 MiB per rank. C libraries other than glibc have no such call; nothing is done then.
+    autograd's threads make the gradients: a GPT of 202 M bfloat16 parameters on 2 ranks kept 470
+    MiB per rank. C libraries without malloc_trim() keep their memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -62,13 +61,13 @@ def give_back_freed() -> None:
 # The heap of this process, and tensors in it.
 #
 # A process has one heap, made at first use and shared by all its communicators. Its capacity is
-# only address space: pages are committed when memory is allocated. The file behind it never has a
-# name, so nothing is left behind, however the process ends.
+# only address space: pages are committed when memory is allocated. The file that holds the heap has
+# no name, so the system frees it however the process ends.
 
 HEAP_BYTES_VARIABLE = "RINGCOMM_HEAP_BYTES"
 HEAP_DIR_VARIABLE = "RINGCOMM_HEAP_DIR"
 SMALLEST_HEAP_BYTES = 2 << 20
-# 47 bits of addresses, the most that the kernel maps.
+# The largest size that the kernel can map: user addresses have 47 bits.
 LARGEST_HEAP_BYTES = 1 << 47
 MOST_DIGITS = 20
 _SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -101,7 +100,7 @@ def parse_bytes(text: str, name: str) -> int:
     """Reads a size such as ``1073741824``, ``512M`` or ``8GiB``.
 
     Raises:
-        ArgumentError: the text is not a size; names ``name``.
+        ArgumentError: the text is not a size; the message contains ``name``.
     """
     stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
     digits = stripped.rstrip("kmgt")
@@ -117,14 +116,14 @@ def parse_bytes(text: str, name: str) -> int:
 def default_heap_bytes(world_size: int = 1) -> int:
     """Returns the default size of the heap: half of the memory that this process may use.
 
-    The limit is the machine's memory or that of the process's control groups. Under a limit of the
-    address space (``ulimit -v``) the ranks of the node share the half, since each of them maps all
-    heaps. A limit on the size of files (``ulimit -f``) and the size of the file system of
-    ``RINGCOMM_HEAP_DIR`` limit the whole heap.
+    The process may use the machine's memory, or the smaller limit of its control groups. Under an
+    address-space limit (``ulimit -v``) the ranks of the node share half of the address space, since
+    each rank maps all heaps. The heap also stays below a file size limit (``ulimit -f``), and below
+    the size of the file system of ``RINGCOMM_HEAP_DIR``.
 
     Args:
-        world_size: ranks of the communicator that needs the heap, used if no launcher says how many
-            ranks run on this node.
+        world_size: ranks of the communicator that needs the heap; used as the number of ranks on
+            this node if no launcher gives this number.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sizes = [min(memory_bytes, memory_limit_bytes() or memory_bytes) // 2]
@@ -139,7 +138,7 @@ def default_heap_bytes(world_size: int = 1) -> int:
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
     if directory:
         sizes += _size_of(directory)
-    # Round to whole pages, since a limit need not be a multiple.
+    # Round down to a multiple of the smallest heap, since a limit may have any size.
     whole = min(sizes) // SMALLEST_HEAP_BYTES * SMALLEST_HEAP_BYTES
     return max(whole, SMALLEST_HEAP_BYTES)
 
@@ -174,12 +173,12 @@ def process_heap(heap_bytes: int | None = None, world_size: int = 1) -> _native.
     """Returns the heap of this process; makes it at the first use.
 
     Args:
-        heap_bytes: capacity in bytes; None: ``RINGCOMM_HEAP_BYTES``, else
+        heap_bytes: capacity in bytes; None means ``RINGCOMM_HEAP_BYTES`` if set, else
             :func:`default_heap_bytes`.
         world_size: ranks of the communicator that needs the heap.
 
     Raises:
-        HeapError: it cannot be made, or it exists already and is smaller than requested.
+        HeapError: the heap cannot be made, or the existing heap is smaller than requested.
         ArgumentError: the size is not usable.
     """
     process = _process
@@ -215,7 +214,7 @@ def _make_heap(capacity_bytes: int) -> _native.Heap:
 
 
 def _advice(code: int | None, directory: str) -> str:
-    """Returns advice for a heap that could not be made, by the error's cause."""
+    """Returns the remedy for error ``code``, with which making a heap in ``directory`` failed."""
     if code in (errno.EMFILE, errno.ENFILE):
         return _NO_DESCRIPTOR
     if code == errno.EFBIG:
@@ -249,7 +248,7 @@ def allocate(size_bytes: int, operation: str) -> _native.Allocation:
     """Returns an allocation of the process's heap, which is freed when the object dies.
 
     Raises:
-        HeapError: too little free memory; names ``operation``, need, free memory and remedy.
+        HeapError: too little free memory; names ``operation``, needed and free bytes, and a remedy.
     """
     heap = process_heap()
     try:
@@ -264,7 +263,7 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
     Args:
         operation: the operation that allocates.
         heap: the heap that is full.
-        error: the error of the native allocation; its text names the need.
+        error: the error of the native allocation; its text names the needed bytes.
     """
     free_bytes = heap.capacity_bytes - heap.used_bytes
     head = f"{operation}: {error.strerror}; {free_bytes} of the heap's {heap.capacity_bytes} bytes "
@@ -286,11 +285,11 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
     return HeapError(f"{head}are free. {advice}")
 
 
-# The heaps of other processes, each mapped once, however many communicators use it.
+# The heaps of other processes. This process maps each heap once; all its communicators share it.
 
 
 class HeapAddress(Protocol):
-    """The address of a rank's heap: its process, the descriptor there, and a proof of identity."""
+    """The address of a rank's heap: the process id, a descriptor in that process, and a token."""
 
     @property
     def rank(self) -> int: ...
@@ -305,10 +304,10 @@ class HeapAddress(Protocol):
 
 
 class MappedHeap:
-    """One peer's heap as mapped in this process; unmapped when its last user is gone.
+    """One peer's heap, mapped in this process until its last user is gone.
 
-    ``mapping`` is the native object, ``base_ptr`` its address in this process; ``pid`` is 0 if the
-    peer is a thread of this process.
+    ``mapping`` is the native object, ``base_ptr`` the heap's address in this process; ``pid`` is 0
+    if the peer is a thread of this process.
     """
 
     __slots__ = ("__weakref__", "base_ptr", "mapping", "pid")
@@ -345,7 +344,7 @@ def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHe
 
     Raises:
         UnsupportedError: the kernel does not let this process map the peer's memory.
-        RendezvousError: the peer is gone, or its identity is not as announced.
+        RendezvousError: the peer is gone, or another process now has its process id.
     """
     if handle.token == own.token:
         return MappedHeap(own, pid=0)
@@ -374,7 +373,7 @@ def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHe
 
 
 def _mapping_advice(code: int | None) -> str:
-    """Returns advice for a peer's heap that could not be mapped, by the error's cause."""
+    """Returns the remedy for error ``code``, with which mapping a peer's heap failed."""
     if code in (errno.EMFILE, errno.ENFILE):
         return _NO_DESCRIPTOR
     if code == errno.ENOMEM:

@@ -1,9 +1,9 @@
 """The NUMA nodes of this machine, and the nodes to which this process's heap is bound.
 
 A processor reaches the memory of its own node faster than other memory. Linux allocates a page on
-the node of the thread that touches it first. Mostly that is a thread of the heap's own rank, but a
-peer that reads memory before it is written also touches it first. So if a process may only use the
-cores of some nodes, its heap is bound to these nodes (mbind(2)) before any touch.
+the node of the thread that touches the page first. Mostly this is a thread of the heap's own rank,
+but it may be a peer that reads the page before this rank writes it. So if a process may only use
+the cores of some nodes, its heap is bound to these nodes (mbind(2)) before any page is touched.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class NodeTopology:
     """The NUMA nodes of a machine that are online.
 
     Attributes:
-        cpus: by node, its online CPUs; a node with only memory has none.
+        cpus: maps a node to its online CPUs; the set is empty for a node that has only memory.
         with_memory: the nodes that have memory.
-        distances: by node, the relative access time to each node (10: its own memory).
+        distances: maps a node to its relative access times to each node's memory (10: its own).
     """
 
     cpus: Mapping[int, frozenset[int]]
@@ -78,7 +78,7 @@ def read_topology(folder: Path = SYSTEM_FOLDER) -> NodeTopology:
 
 
 def _numbers(path: Path) -> frozenset[int]:
-    """Returns the numbers of a list such as ``0-3,8``; an empty list is an empty file.
+    """Returns the numbers in a file with a list such as ``0-3,8``; none if the file is empty.
 
     Raises:
         OSError: the file cannot be read.
@@ -100,8 +100,8 @@ class NodeBinding:
     """The nodes to which this process's heap is bound.
 
     Attributes:
-        nodes: the nodes; none: the first touch of each page determines its node.
-        reason: why there are none, as the end of a sentence.
+        nodes: the nodes; empty if the first touch of each page chooses its node.
+        reason: why ``nodes`` is empty, as the end of a sentence.
     """
 
     nodes: tuple[int, ...]
@@ -109,10 +109,10 @@ class NodeBinding:
 
 
 def own_binding(folder: Path = SYSTEM_FOLDER) -> NodeBinding:
-    """Returns the nodes for the heap of this process, from its current affinity mask.
+    """Returns the nodes for the heap of this process, from its current CPU affinity mask.
 
-    A process whose CPUs are on all nodes with CPUs is not bound: its threads run anywhere, and each
-    touches the memory that it works on. Nor is a process whose user has set a memory policy.
+    The heap is not bound if the process may run on all nodes that have CPUs: each thread then
+    touches the memory that it works on. It is also not bound if the user has set a memory policy.
     """
     try:
         machine = read_topology(folder)
@@ -131,7 +131,7 @@ def own_binding(folder: Path = SYSTEM_FOLDER) -> NodeBinding:
 
 
 def bytes_by_node(ptr: int, maps: Path = _MAPS) -> dict[int, int]:
-    """Returns the bytes of a mapping that this process has touched, by node.
+    """Returns by NUMA node how many bytes of a mapping this process has touched.
 
     Args:
         ptr: the beginning of the mapping.

@@ -1,1 +1,1 @@
-"""Scratch files: a rank's unnamed file on a disk, and memory whose content is kept in the file."""
+"""Scratch files: a rank's unnamed file on a disk, and memory chunks whose content it holds."""

@@ -1,8 +1,8 @@
-"""State on a disk: one unnamed file per rank, in extents that bypass the page cache.
+"""State on a disk: one unnamed file per rank, divided into extents; I/O bypasses the page cache.
 
-Only this process uses the file's content, and only while it runs. So the file never has a name:
-however the process ends, the disk's space is free again. Threads read and write the extents. Every
-extent has checksums in RAM (``kernels/host/scratch.h``), and every failure of a disk ends in a
+Only this process uses the file's content, and only while it runs. So the file never has a name, and
+its space on the disk is freed however the process ends. Threads read and write the extents. RAM
+holds checksums of every extent (``kernels/host/scratch.h``), and every failure of a disk raises a
 :class:`DiskError`.
 """
 
@@ -29,10 +29,10 @@ from ringcomm.integers import integer, real
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-# Codes of statfs(2) for file systems that keep files in RAM, which offloading is meant to save.
+# statfs(2) codes of file systems in RAM, which are refused: offloading is meant to save RAM.
 _IN_RAM = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
-# Seconds that a rank waits for a transfer if no other rank waits for this rank.
+# Seconds for which a rank waits for a transfer if no other rank waits for this rank.
 DEFAULT_TIMEOUT_S = 900.0
 
 _OTHER_FOLDER = "Name a folder on a local disk, with ext4 or XFS"
@@ -40,16 +40,16 @@ _OTHER_FOLDER = "Name a folder on a local disk, with ext4 or XFS"
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder on a disk for a rank's state, and the RAM that is used with it.
+    """Options of offloading to a disk: the folder for a rank's state, and limits of RAM and time.
 
     Attributes:
         path: a folder on a disk. Each rank has an unnamed file in it, which vanishes with the
             process.
         buffer_bytes: a rank's RAM for data on the way to or from the disk.
         resident_bytes: how much of a rank's state stays in RAM.
-        timeout_s: seconds that a rank waits for one transfer. None: half of the time for which the
-            other ranks wait for this one (:attr:`Communicator.timeout`), so that they learn of a
-            hanging disk by its error; 15 minutes if there are no other ranks.
+        timeout_s: seconds for which a rank waits for one transfer. None means half of the time for
+            which the other ranks wait for this rank (:attr:`Communicator.timeout`), so that a
+            hanging disk raises its own error first; 15 minutes if there are no other ranks.
     """
 
     path: str | os.PathLike[str]
@@ -85,8 +85,7 @@ class PagedBuffer:
         size_bytes: the size; pages are allocated when they are first touched.
 
     Attributes:
-        memory: uint8 [size_bytes], starts at a page boundary; no other object uses the rest of its
-            last page.
+        memory: uint8 [size_bytes], starts at a page boundary; no other object is in its last page.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -105,17 +104,17 @@ class PagedBuffer:
         _native.advise_huge_pages(self.memory.data_ptr(), size_bytes)
 
     def drop_pages(self) -> None:
-        """Returns its pages to the system; the memory then reads as zeros again."""
+        """Returns the buffer's pages to the system; the memory then reads as zeros again."""
         self._mapped.madvise(mmap.MADV_DONTNEED, self._begin, rounded_up(self.memory.nbytes))
 
 
 def aligned_buffer(size_bytes: int) -> torch.Tensor:
-    """Returns the memory of a :class:`PagedBuffer`: uint8 [size_bytes]."""
+    """Returns the memory of a new :class:`PagedBuffer`: uint8 [size_bytes]."""
     return PagedBuffer(size_bytes).memory
 
 
 def rounded_up(size_bytes: int) -> int:
-    """Returns ``size_bytes`` rounded up to whole pages, in memory and in the file."""
+    """Returns ``size_bytes`` rounded up to a multiple of PAGE_BYTES."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -133,7 +132,7 @@ def _refused(what: str, path: str, reason: str, advice: str) -> DiskError:
 
 
 def _why_not_opened(path: str, error: OSError) -> tuple[str, str]:
-    """Returns why a folder does not support an unnamed file for direct I/O, and what to do."""
+    """Returns why ``path`` does not support an unnamed file for direct I/O, and the remedy."""
     cause = error.strerror or str(error)
     if error.errno in {errno.ENOENT, errno.ENOTDIR}:
         return cause, "Make the folder before"
@@ -187,7 +186,7 @@ class _Hang:
 
 
 class _File:
-    """The resources that a :class:`ScratchFile` must close, and the memory that threads use."""
+    """The resources of a :class:`ScratchFile` that outlive it while one of its transfers hangs."""
 
     def __init__(self, descriptor: int, timeout_s: Callable[[], float]) -> None:
         self.descriptor = descriptor
@@ -201,18 +200,18 @@ class _File:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a transfer is waited for: 0 while a transfer hangs."""
+        """Seconds for which to wait for a transfer: 0 while another transfer hangs."""
         return 0.0 if self.hang is not None else self._timeout_s()
 
     @property
     def hang(self) -> _Hang | None:
-        """The first transfer that was late, until it is done."""
+        """The first transfer that was late; None once it is done."""
         if self._hang is not None and self._hang.request.done():
             self._hang = None
         return self._hang
 
     def is_late(self, request: _native.ScratchRequest, after_s: float) -> None:
-        """Notes that a transfer hangs, unless another transfer already does."""
+        """Records that a transfer hangs, unless another transfer is already recorded."""
         if self.hang is None:
             self._hang = _Hang(request, after_s)
 
@@ -256,8 +255,8 @@ class _File:
 
 
 _files: weakref.WeakSet[_File] = weakref.WeakSet()
-# Files that were closed while a transfer hung. Until it is done, nothing else may use its memory or
-# the number of its descriptor.
+# Files that were closed while a transfer hung. Until the transfer is done, nothing else may use its
+# memory or the number of the file's descriptor.
 _hanging: set[_File] = set()
 
 
@@ -276,23 +275,23 @@ os.register_at_fork(after_in_child=_leave_files_to_parent)
 
 
 class ScratchFile:
-    """One unnamed file of this rank on a disk, in extents.
+    """One unnamed file of this rank on a disk, divided into extents.
 
     Transfers that share an extent, or bytes of memory, run in the order of their submission; all
-    others run in parallel. After a fault on an extent every later transfer of it raises the first
-    fault. A forked child cannot use it. It is closed by its ``with`` statement, by :meth:`close`,
-    or by the garbage collector.
+    others run in parallel. After a fault on an extent every later transfer of the extent raises the
+    first fault. A forked child cannot use the file. The ``with`` statement, :meth:`close` or the
+    garbage collector closes the file.
 
-    A system call that a disk does not answer cannot be ended. A wait for it raises after
-    ``timeout_s``; until it ends all other waits raise at once, and its memory is kept.
+    A system call that a disk does not answer cannot be ended. A wait for its transfer raises after
+    ``timeout_s``. Until the call ends, all other waits raise at once, and its memory is kept.
 
     Args:
         folder: a folder on a disk; a folder in RAM is refused.
         what: the name of the content, for errors: "optimizer state of rank 3".
-        timeout_s: returns how many seconds a transfer is waited for.
+        timeout_s: returns the seconds for which to wait for a transfer.
 
     Raises:
-        DiskError: the folder does not support such a file; says why, and what to do.
+        DiskError: the folder does not support such a file; names the cause and a remedy.
     """
 
     def __init__(
@@ -312,7 +311,7 @@ class ScratchFile:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return sum(self._extent_bytes)
 
     @property
@@ -345,7 +344,7 @@ class ScratchFile:
         return aligned_buffer(size_bytes)
 
     def add_extent(self, size_bytes: int) -> int:
-        """Adds an extent, with space reserved on the disk; it reads as zeros until it is written.
+        """Adds an extent, and reserves its disk space; it reads as zeros until it is written.
 
         Args:
             size_bytes: rounded up to pages of 4096 bytes.
@@ -390,8 +389,8 @@ class ScratchFile:
     def close(self) -> None:
         """Cancels transfers that have not begun, waits for the others, and frees the disk's space.
 
-        It waits for at most ``timeout_s``, and not at all if a transfer already hangs. A hanging
-        transfer keeps its memory and the disk's space until it ends or the process ends.
+        It waits for at most ``timeout_s``, and not at all if a transfer already hangs. The memory
+        and the disk space of a hanging transfer are freed once it ends or the process ends.
         """
         if self._file.inherited:
             return
@@ -496,10 +495,10 @@ class Transfer:
         return self._request.done()
 
     def wait(self) -> None:
-        """Returns when the transfer has succeeded; may be called again.
+        """Waits until the transfer has succeeded; may be called again.
 
         Raises:
-            DiskError: it failed; names operation, path, extent, offset, cause and what to do.
+            DiskError: it failed; names operation, path, extent, offset, cause and remedy.
         """
         scratch = self._scratch
         scratch._expect_owner(f"{self._operation} of extent {self._extent}")
@@ -542,7 +541,7 @@ class Transfer:
 
 
 def _cause(result: dict[str, Any]) -> tuple[str, str]:
-    """Returns the cause of a failed transfer, and what to do."""
+    """Returns the cause of a failed transfer, and the remedy."""
     health = "Look at the disk's health (dmesg, smartctl), and name a folder on another one"
     end = result["end"]
     if end == "failed":
@@ -562,16 +561,15 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
 
 
 # ---- Chunks whose content is in a scratch file while they are not needed ------------------------
-# A chunk keeps its range of addresses, so that its content is always found there while it is in
-# memory; but only then the range has pages. A chunk takes its pages from a chunk that leaves, by
-# moving them between ranges of addresses (mremap): a page that is freed and allocated again must be
-# zeroed, which made reads of 4 MiB 0.75 times as fast (Xeon family 6 model 207, 2 virtual cores, a
-# disk of 2 GB/s).
-#
+# A chunk has the same range of addresses at all times, but the range has pages only while the
+# chunk's content is in memory. A chunk that enters memory takes its pages from a chunk that leaves:
+# mremap(2) moves pages between ranges of addresses. If pages were freed and allocated again, the
+# system would zero them, which made reads of 4 MiB 0.75 times as fast (Xeon family 6 model 207, 2
+# virtual cores, a disk of 2 GB/s).
 # Order. :meth:`DiskChunks.here` reads a chunk and keeps it while the context lasts; changes are
 # written in the background when the context ends. Used chunks stay until others need the memory;
-# the least recently used leaves first. :meth:`DiskChunks.expect` gets the order in which chunks
-# will be needed next, and reads ahead as many as fit.
+# the least recently used chunk leaves first. :meth:`DiskChunks.expect` gets the order in which
+# chunks will be needed next, and reads ahead as many as fit.
 
 Tensor = torch.Tensor
 
@@ -580,13 +578,13 @@ _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 
 
 class DiskChunk:
-    """Memory of one chunk.
+    """One chunk: a range of addresses, and its pages while its content is in memory.
 
     Attributes:
         size_bytes: the bytes of the chunk, in whole pages.
         memory: uint8 [bytes]; its content is valid while :attr:`in_use`.
-        users: the number of contexts that keep it in memory.
-        is_resident: True if it never leaves memory.
+        users: the number of contexts that keep the chunk in memory.
+        is_resident: True if the chunk never leaves memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -595,32 +593,32 @@ class DiskChunk:
         self.memory = self._buffer.memory
         self.users = 0
         self.is_resident = False
-        #: The extent with its content; None before it has one, and for a resident chunk.
+        #: The extent for the content; None before there is an extent, and for a resident chunk.
         self.extent: int | None = None
-        #: True once the extent has content; before, the content is zeros.
+        #: True once the extent was written; before, the chunk's content is zeros.
         self.written = False
-        #: True if it has pages with its content, which may still be under way.
+        #: True if the chunk has pages; a read may still be filling them.
         self.has_pages = False
         self.changed = False
-        #: False from :meth:`DiskChunks.expect` until it is used.
+        #: False from the time that :meth:`DiskChunks.expect` reads it ahead until it is used.
         self.was_used = True
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
 
     @property
     def in_use(self) -> bool:
-        """True while a context keeps it in memory."""
+        """True while a context keeps the chunk in memory."""
         return self.users > 0
 
     def take_pages(self, other: DiskChunk) -> bool:
-        """Takes the pages of ``other`` if the sizes match; ``other`` then has none."""
+        """Takes all pages of ``other`` if the sizes match; returns True if it took them."""
         if other.size_bytes != self.size_bytes or not _moved(other.memory, self.memory):
             return False
         other.has_pages = False
         return True
 
     def give_pages_back(self) -> None:
-        """Returns its pages to the system."""
+        """Returns the chunk's pages to the system."""
         self._buffer.drop_pages()
         self.has_pages = False
 
@@ -630,7 +628,7 @@ _mremap.restype = ctypes.c_void_p
 
 
 def _moved(source: Tensor, target: Tensor) -> bool:
-    """Moves pages between address ranges of equal size; False if this system cannot."""
+    """Moves pages between address ranges of equal size; returns False if this system cannot."""
     size = ctypes.c_size_t(source.nbytes)
     flags = ctypes.c_int(_MAYMOVE | _FIXED | _DONTUNMAP)
     there = ctypes.c_void_p(target.data_ptr())
@@ -639,15 +637,15 @@ def _moved(source: Tensor, target: Tensor) -> bool:
 
 
 class DiskChunks:
-    """The chunks of one rank, in a scratch file.
+    """The chunks of one rank: a scratch file holds the contents of chunks that are not in memory.
 
     Args:
         disk: the folder of the file, and the RAM to use.
         what: the name of the content, for errors.
 
     Attributes:
-        fault: the first error of the disk; after it nothing is read any more.
-        held_bytes: the RAM of chunks that are not resident.
+        fault: the first error of the disk, after which nothing is read; None before.
+        held_bytes: the bytes of RAM that non-resident chunks take now.
         most_held_bytes: the largest value of ``held_bytes`` so far.
     """
 
@@ -665,7 +663,7 @@ class DiskChunks:
         self.most_held_bytes = 0
 
     def reserve(self, chunks: Sequence[DiskChunk]) -> None:
-        """Reserves space for chunks; the last ones become resident if they fit.
+        """Reserves disk space for chunks; as many of the last chunks as fit become resident.
 
         Raises:
             DiskError: the disk has too little space.
@@ -688,11 +686,11 @@ class DiskChunks:
 
         Args:
             chunk: the chunk.
-            write: changes made inside are kept.
-            anew: the chunk is completely overwritten inside, so it need not be read.
+            write: True to keep changes made inside.
+            anew: True if the chunk is completely overwritten inside, so that it need not be read.
 
         Raises:
-            DiskError: it cannot be read, or an earlier fault; not in :meth:`keeping_faults`.
+            DiskError: a read failed, now or earlier; inside :meth:`keeping_faults` none is raised.
         """
         self._enter(chunk, write, anew)
         try:
@@ -701,10 +699,10 @@ class DiskChunks:
             self._leave(chunk, write)
 
     def expect(self, chunks: Iterable[DiskChunk]) -> None:
-        """Keeps the chunks that will be needed next, and begins to read them.
+        """Begins to read the chunks that will be needed next, and keeps them in memory.
 
         Args:
-            chunks: in the order of need; only as many as fit into the buffers are read ahead.
+            chunks: in the order of need; only as many as fit into memory are read ahead.
         """
         with self._lock:
             if self.fault is not None:
@@ -728,10 +726,10 @@ class DiskChunks:
 
     @contextmanager
     def keeping_faults(self) -> Iterator[None]:
-        """Stores errors of the disk in :attr:`fault`, and raises none on this thread inside.
+        """Stores errors of the disk in :attr:`fault`; this thread does not raise them inside.
 
-        So the rank can continue the calls for which others wait, without the lost data. After a
-        fault it writes nothing.
+        So this rank can continue the calls for which other ranks wait, without the lost data. After
+        a fault nothing is written.
         """
         before = self._keeps_faults
         self._keeping.on = True
@@ -773,7 +771,7 @@ class DiskChunks:
                         self._begin(chunk, reads=chunk.written and not anew)
                     self._touch(chunk, was_used=True)
                     if write:
-                        # Memory that is being written must not change.
+                        # Memory that is being written to the disk must not change.
                         self._end_write(chunk)
             except BaseException:
                 chunk.users -= 1
@@ -826,7 +824,7 @@ class DiskChunks:
 
         Args:
             chunk: the chunk that needs memory.
-            must: also wait for writes, and drop chunks that were read ahead.
+            must: True to also wait for writes, and drop chunks that were read ahead.
         """
         leaving: list[DiskChunk] = []
         left = self.held_bytes + chunk.size_bytes
@@ -851,10 +849,10 @@ class DiskChunks:
         return True
 
     def _may_leave(self, must: bool) -> Iterator[list[DiskChunk]]:
-        """Yields the chunks that may leave, those first that are needed least."""
+        """Yields lists of the chunks that may leave memory, the least needed chunks first."""
         idle = [each for each in self._present if not each.in_use]
         used = [each for each in idle if each.was_used]
-        # Queried once: a write may end at any moment.
+        # Compute the set once: a write may end at any moment, and each chunk must be in one list.
         writing = {each for each in used if each.going is not None and not each.going.done()}
         yield [each for each in used if each not in writing]
         if must:
