@@ -2,13 +2,13 @@
 
 The update of an element needs sums over its row, its column and the whole parameter, so each
 parameter has an owner (``optim/muon.py``). The state of an m x n matrix is m + n numbers, few
-compared to its m n elements. So every rank keeps all of them, and a single rank can save and load
-them. The state of a parameter that is not a matrix, such as a bias, is its variance.
+compared to its m n elements. So every rank keeps the whole state, and a single rank can save and
+load it. The state of a parameter that is not a matrix, such as a bias, is its variance.
 
 W ranks that share the state exchange W buckets at a time, so that each rank owns about one bucket:
-a step needs memory for two buckets of float32 in addition to one bucket of gradients. For each
-element of a parameter in pieces 12 bytes travel: gradient and value to the owner, and the new value
-back.
+a step needs memory for two float32 buckets in addition to one bucket of gradients. If several ranks
+have pieces of a parameter, 12 bytes per element are sent: the gradient and the value to the owner,
+and the new value back.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def take_step(
     Args:
         value: float32, of the parameter's shape.
         grad: as ``value``.
-        kept: the state's tensors by name, changed in place.
+        kept: the parameter's state tensors by name, changed in place.
         step: number of this step, from 1 on.
         group: hyper-parameters.
     """
@@ -91,7 +91,7 @@ def take_step(
 
 
 def kept_of(spec: ParamSpec, device: torch.device) -> dict[str, Tensor]:
-    """Returns zeros for the state's tensors of a parameter."""
+    """Returns a parameter's initial state by name: tensors of zeros."""
     shape = list(spec.shape)
     if len(shape) < 2:
         return {VARIANCE: torch.zeros(shape, device=device)}
@@ -104,7 +104,7 @@ def kept_of(spec: ParamSpec, device: torch.device) -> dict[str, Tensor]:
 class AdafactorRule(TensorRule):
     """The update rule of ``torch.optim.Adafactor``, with FP32 state.
 
-    It updates W buckets at a time, each parameter by its owner.
+    It updates W buckets at a time; each parameter's owner updates the parameter.
     """
 
     elementwise = False
@@ -204,7 +204,7 @@ class AdafactorRule(TensorRule):
             self._update_waiting(run)
 
     def _owning(self, run: TensorBackend) -> Communicator | None:
-        """Returns the ranks that divide the work; None at stage 0, where doing all costs less."""
+        """Returns the ranks that divide the updates; None at stage 0: every rank updates all."""
         return None if self.is_replicated else run.sharers
 
     def _update_waiting(self, run: TensorBackend) -> None:
@@ -249,7 +249,7 @@ def _is_number(value: object) -> bool:
 
 
 def _values_of(bucket: Bucket) -> Tensor:
-    """Returns the values that a step updates in this rank's chunk: float32 [chunk elements]."""
+    """Returns the masters of this rank's chunk, else its parameters: float32 [chunk elements]."""
     if bucket.state.master is None:
         with bucket.params_here():
             return bucket.own_params.to(torch.float32, copy=bucket.may_be_away)
@@ -269,7 +269,7 @@ def _piece(
 
 
 class Adafactor(ShardedOptimizer):
-    """Adafactor, which keeps a row and a column per matrix, sharded over a communicator.
+    """Adafactor, which keeps one row and one column of moments per matrix; ranks share the work.
 
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
     as in ``torch.optim.Adafactor``. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
@@ -279,8 +279,8 @@ class Adafactor(ShardedOptimizer):
         params: as torch takes them; of any shape.
         lr: upper bound of the relative step.
         beta2_decay: exponent of the step number in the second moment's weight.
-        eps: lower bound of the second moment's root, None for the machine precision of float32; and
-            lower bound of a parameter's root mean square, which scales its step.
+        eps: two numbers: the lower bound of the second moment's root (None means the machine
+            precision of float32), and of a parameter's root mean square, which scales its step.
         d: root mean square above which an update is scaled down.
         weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         foreach: accepted and ignored: the results have the bits of foreach=False.

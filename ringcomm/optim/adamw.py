@@ -37,11 +37,11 @@ class AdamW(ShardedOptimizer):
         comm: the ranks that share the work: a Communicator, a ProcessGroup of
             ``torch.distributed`` or a one-dimensional DeviceMesh. None takes ringcomm's default
             group, else the default group of ``torch.distributed``, else this rank alone. "alone"
-            is this rank alone even if groups exist, as under DDP, which reduces gradients itself.
+            means this rank alone even if groups exist: use it with DDP, which reduces gradients.
         options: options that torch's optimizer does not have.
         loss_scaler: the loss scaler, whose scale each step updates.
         mesh: instead of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
-            is the ``comm``; norms are taken over all axes, including all stages of "pp".
+            replaces ``comm``; norms are taken over all axes, including all stages of "pp".
 
     Raises:
         ArgumentError: a hyper-parameter or parameter cannot be used; ``comm`` does not contain this
@@ -86,7 +86,7 @@ class AdamW(ShardedOptimizer):
 
 
 class Adam(ShardedOptimizer):
-    """Adam, which adds weight decay to the gradient (L2); all else is as in :class:`AdamW`.
+    """Adam, which adds weight decay to the gradient (L2); otherwise equal to :class:`AdamW`.
 
     Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """
@@ -129,11 +129,11 @@ class Adam(ShardedOptimizer):
 
 
 class AdamW8bit(ShardedOptimizer):
-    """AdamW whose moments are quantized to 8 bits; all else is as in :class:`AdamW`.
+    """AdamW whose moments are quantized to 8 bits; otherwise equal to :class:`AdamW`.
 
     The moments take 2.03 bytes per parameter instead of 8; masters, if any, take additional memory.
     The method follows Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022,
-    but stores small floats, which a step rounds stochastically by ``options.seed``.
+    but stores 8-bit floats, which a step rounds stochastically with ``options.seed``.
     ``docs/optimizer.md`` states the accuracy. Saved moments are FP32, so AdamW and AdamW8bit load
     each other's state.
 
@@ -180,15 +180,15 @@ class AdamW8bit(ShardedOptimizer):
         super().__init__(params, defaults, sharing, AdamW8bitRule())
 
 
-# ---- SGD with torch's arguments, and Lion, sharded over a communicator --------------------------
+# ---- SGD, which takes torch's arguments, and Lion ------------------------------------------------
 
 
 class SGD(ShardedOptimizer):
     """SGD with FP32 momentum, sharded over a communicator.
 
     Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
-    2013, as implemented by ``torch.optim.SGD``: the same bits as with ``foreach=False`` on a CPU
-    with AVX2. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
+    2013. The results have the bits of ``torch.optim.SGD`` with ``foreach=False`` on a CPU with
+    AVX2. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
     :class:`ringcomm.optim.AdamW`.
 
     Args:
@@ -196,8 +196,8 @@ class SGD(ShardedOptimizer):
         lr: learning rate; a tensor of one element is read on its device at each step.
         momentum: decay of the momentum; 0 for no momentum, which takes no memory.
         dampening: fraction of each gradient after the first that is not added to the momentum.
-        weight_decay: weight_decay times the parameter is added to the gradient.
-        nesterov: step along Nesterov's momentum.
+        weight_decay: a step adds weight_decay times the parameter to the gradient.
+        nesterov: use Nesterov's momentum.
         maximize: maximize the objective.
         foreach: accepted and ignored, as is ``fused``: every step is fused.
         differentiable: must be False.
@@ -208,7 +208,7 @@ class SGD(ShardedOptimizer):
         mesh: see there.
 
     Raises:
-        ArgumentError: see there; or ``nesterov`` without momentum, or with dampening.
+        ArgumentError: see there; or ``nesterov`` is used without momentum or with dampening.
         UnsupportedError: ``differentiable=True``.
     """
 
@@ -249,14 +249,14 @@ class Lion(ShardedOptimizer):
     """Lion with an FP32 moment, sharded over a communicator.
 
     Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2. A step
-    moves each element by lr, however large its gradient is; the paper uses 3 to 10 times less lr
-    than AdamW, and 3 to 10 times more weight decay. It takes ``comm``, ``options``, ``loss_scaler``
-    and ``mesh`` as :class:`ringcomm.optim.AdamW`.
+    moves each element by lr, however large its gradient is. Compared to AdamW, the paper divides lr
+    by 3 to 10, and multiplies weight decay by 3 to 10. It takes ``comm``, ``options``,
+    ``loss_scaler`` and ``mesh`` as :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks.
         lr: learning rate; a tensor of one element is read on its device at each step.
-        betas: the moment's weight in a step's direction, and the moment's decay.
+        betas: the weight of the moment in a step's direction, and the decay of the moment.
         weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         maximize: maximize the objective.
         comm: see :class:`ringcomm.optim.AdamW`.

@@ -1,9 +1,9 @@
 """Shards any elementwise torch optimizer: a trial of its class, its state, and its step.
 
-An optimizer can be sharded if the update of an element depends on that element alone: on its value,
-its gradients, and numbers such as the step that are the same for all elements. A class does not
-declare this. So a trial steps a small parameter whole, and in pieces as on different ranks, each by
-its own instance of the class; the whole and the pieces must end with the same bits.
+An optimizer can be sharded if the update of an element depends only on the element's value, its
+gradients, and numbers that are equal for all elements, such as the step. A class does not declare
+this. So a *trial* steps a small parameter with one instance of the class, and pieces of the same
+parameter with an instance each; the pieces must end with the bits of the whole parameter.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
 Tensor = torch.Tensor
 
 _SHAPE = (8, 12)
-# Parameters begin at multiples of 64 elements in their buckets, and chunks at multiples of 512, so
-# a piece begins at a multiple of 64 of its parameter. A rank may also have no element of a
-# parameter.
+# The pieces of the trial's parameter. In a bucket a piece begins at a multiple of 64 elements of
+# its parameter, since parameters begin at multiples of 64 and chunks at multiples of 512. The last
+# piece is empty, like the piece of a rank that has no element of a parameter.
 _CUTS = (slice(0, 64), slice(64, 96), slice(96, 96))
-# Magnitudes of the steps' gradients, so that values cross thresholds in both directions.
+# Magnitudes of the trial's gradients, by step. They rise and fall, so that values cross thresholds.
 _MAGNITUDES = (1.0, 1e-3, 64.0, 1.0, 1e-6)
 # Keys of a group that are not hyper-parameters.
 NOT_HYPER = frozenset({"params", "param_names"})
@@ -54,21 +54,21 @@ def hyper_of(group: Group) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OptimizerClass:
-    """A class of optimizers, and the arguments that its instances are made with."""
+    """A class of optimizers, and the arguments with which its instances are made."""
 
     kind: type[Optimizer]
     settings: Mapping[str, Any]
 
     def make(self, groups: Sequence[Group]) -> Optimizer:
-        """Makes an instance on groups with all their hyper-parameters."""
+        """Makes an instance for param groups, which have all hyper-parameters."""
         make: Any = self.kind
         made: Optimizer = make([dict(group) for group in groups], **self.settings)
         return made
 
     def checked(self, hyper: Group, value: Tensor) -> None:
-        """Makes the class check hyper-parameters, by passing those that it takes as arguments.
+        """Makes an instance, whose constructor checks the hyper-parameters that are its arguments.
 
-        Most classes check their arguments, but not the entries of a group.
+        Most classes check the arguments of the constructor, but not the entries of a group.
         """
         known = inspect.signature(self.kind).parameters
         given = {name: each for name, each in hyper.items() if name in known}
@@ -79,7 +79,7 @@ class OptimizerClass:
         """Returns the default hyper-parameters of a group.
 
         Raises:
-            ArgumentError: the class does not take the arguments.
+            ArgumentError: the class does not accept ``settings``.
         """
         param = torch.zeros(_SHAPE, device="cpu", requires_grad=True)
         try:
@@ -95,8 +95,8 @@ class StateKinds:
     """The state that a class keeps for a parameter.
 
     Attributes:
-        tensors: names of FP32 tensors of the parameter's shape.
-        numbers: by name, an example of a number, which may be a tensor of one element.
+        tensors: names of the FP32 tensors that have the parameter's shape.
+        numbers: maps the name of each number to an example, perhaps a tensor of one element.
         writes_gradients: True if a step changes the gradients.
     """
 
@@ -106,7 +106,7 @@ class StateKinds:
 
 
 class Trial:
-    """One instance of a class on one parameter: a whole one, or a piece."""
+    """One instance of a class that steps one tensor: the whole parameter of a trial, or a piece."""
 
     def __init__(self, made: OptimizerClass, hyper: Group, value: Tensor) -> None:
         self.param = value.clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -116,7 +116,7 @@ class Trial:
         self.writes_gradients = False
 
     def _facts(self) -> dict[str, Any]:
-        """Returns values that an instance must not change, since checkpoints do not save them."""
+        """Returns values that steps must not change, since checkpoints do not save these values."""
         facts = {
             f"the entry {name!r} of its param group": value
             for name, value in hyper_of(self.optimizer.param_groups[0]).items()
@@ -137,12 +137,12 @@ class Trial:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The parameter's state."""
+        """The parameter's state, without entries that are None."""
         state = self.optimizer.state.get(self.param, {})
         return {name: value for name, value in state.items() if value is not None}
 
     def complaint(self) -> str:
-        """Returns which change by the instance cannot be sharded, or "" if there is none."""
+        """Returns a change by the instance that cannot be sharded; "" if it made no such change."""
         if self.param.data_ptr() != self._address:
             return "it replaces a parameter's memory by another tensor"
         if any(key is not self.param for key in self.optimizer.state):
@@ -153,7 +153,7 @@ class Trial:
 
 
 def try_class(made: OptimizerClass, hyper: Group, device: torch.device) -> StateKinds:
-    """Tries a class with some hyper-parameters.
+    """Runs the trial of a class with some hyper-parameters; returns the kinds of its state.
 
     Args:
         made: the class.
@@ -220,7 +220,7 @@ def _refuse(made: OptimizerClass, seen: str) -> NoReturn:
 
 
 def _sorted(made: OptimizerClass, whole: Trial) -> tuple[list[str], dict[str, Any]]:
-    """Returns the names of tensors in the state of the whole parameter, and examples of numbers."""
+    """Divides the whole parameter's state into names of tensors and examples of numbers."""
     tensors: list[str] = []
     numbers: dict[str, Any] = {}
     for name, value in whole.state.items():
@@ -241,7 +241,7 @@ def _sorted(made: OptimizerClass, whole: Trial) -> tuple[list[str], dict[str, An
 def _compare(
     made: OptimizerClass, trials: Sequence[Trial], tensors: list[str], numbers: dict[str, Any]
 ) -> None:
-    """Compares the whole parameter, the first of the trials, with its pieces."""
+    """Raises if the first trial (the whole parameter) and the others (its pieces) differ."""
     whole, *pieces = trials
     if not _same(whole.param, [trial.param for trial in pieces]):
         _refuse(made, "a parameter in parts gets other values than the whole one")
@@ -266,7 +266,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """True if the pieces together have the bits of the whole."""
+    """True if the joined pieces have the shape and bits of the flattened whole tensor."""
     joined = torch.cat([piece.detach().reshape(-1) for piece in pieces])
     flat = whole.detach().reshape(-1)
     return joined.shape == flat.shape and torch.equal(
@@ -275,7 +275,7 @@ def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """Returns the part of a hyper-parameter on which the kinds of state and step can depend."""
+    """Returns a key for a hyper-parameter's value; values with equal keys share one trial."""
     if isinstance(value, float):
         return "a number" if value else 0
     if isinstance(value, (int, str, type(None))):
@@ -286,12 +286,12 @@ def _key(value: Any) -> Any:
 
 
 class TriedClass:
-    """A class that is tried with each kind of hyper-parameters that it is used with.
+    """A class of optimizers, with one trial for each kind of hyper-parameters in use.
 
-    All numbers other than 0 are of the same kind, so that a schedule does not cause more trials.
+    All nonzero numbers are of one kind, so a learning-rate schedule does not cause more trials.
 
     Attributes:
-        numbers: by name, examples of the numbers in a parameter's state.
+        numbers: maps the names of the numbers in a parameter's state to examples.
         writes_gradients: True if a step changes gradients.
     """
 
@@ -306,7 +306,7 @@ class TriedClass:
         return self._made.kind
 
     def make(self, groups: Sequence[Group]) -> Optimizer:
-        """Makes an instance on groups with all their hyper-parameters."""
+        """Makes an instance for param groups, which have all hyper-parameters."""
         return self._made.make(groups)
 
     def kinds(self, group: Group, device: torch.device) -> StateKinds:
@@ -324,12 +324,12 @@ class TriedClass:
         return self._tried[key]
 
 
-# ---- Instances of an optimizer's class on this rank's segments of parameters, and their state
+# ---- Instances of an optimizer's class that step this rank's segments of parameters --------------
 
 
 @dataclass(frozen=True)
 class ChunkSegment:
-    """Elements [begin, end) of a chunk that parameter ``index`` of param group ``group`` fills."""
+    """Elements [begin, end) of a chunk, filled by parameter ``index`` of param group ``group``."""
 
     index: int
     group: int
@@ -340,7 +340,7 @@ class ChunkSegment:
 def segments_of(
     layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]
 ) -> list[ChunkSegment]:
-    """Returns this rank's segments of the parameters of a bucket."""
+    """Returns the segments of a bucket's parameters that are in this rank's chunk."""
     segments = []
     for begin, end, index in layout.segments:
         low, high = max(begin, chunk.begin), min(end, chunk.end)
@@ -352,7 +352,7 @@ def segments_of(
 
 
 def to_number(example: Any, number: float) -> Any:
-    """Returns a number of a state in the type of an example, which may be a tensor."""
+    """Converts a number to the type of ``example``, which may be a tensor."""
     if isinstance(example, Tensor):
         return torch.full_like(example, number)
     return type(example)(number)
@@ -361,8 +361,8 @@ def to_number(example: Any, number: float) -> Any:
 class Instance:
     """An instance of a class that steps this rank's segments of some parameters.
 
-    The tensors of its state are views of flat tensors, which are saved, loaded and resharded. Call
-    :meth:`take_states` before any other method.
+    The tensors of its state are views of flat tensors [chunk elements], and the flat tensors are
+    saved, loaded and resharded. Call :meth:`take_states` before any other method.
 
     Args:
         tried: the class.
@@ -387,7 +387,7 @@ class Instance:
         self._params = [values[p.begin : p.end].detach().requires_grad_() for p in segments]
         self._numbers = sorted({segment.group for segment in segments})
         self._optimizer = self._make()
-        # By segment and name, the state's view of a flat tensor.
+        # For each segment, the state's views of flat tensors, by name.
         self._views: list[dict[str, Tensor]] = [{} for _ in segments]
 
     def _make(self) -> torch.optim.Optimizer:
@@ -412,7 +412,7 @@ class Instance:
         for param, segment in zip(self._params, self._segments, strict=True):
             param.grad = grad[segment.begin : segment.end] if active[segment.index] else None
         for inner, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
-            # Users and their schedulers change the groups of the whole optimizer.
+            # Copy the hyper-parameters: users and schedulers change the sharded optimizer's groups.
             inner.update(hyper_of(self._groups[number]))
         self._optimizer.step()
         for param in self._params:
@@ -420,7 +420,7 @@ class Instance:
         self._keep()
 
     def _keep(self) -> None:
-        """Moves new tensors of the state into the flat tensors."""
+        """Replaces state tensors that the instance has made by copies in the flat tensors."""
         for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
             state = self._optimizer.state.get(param, {})
             for name, value in state.items():
@@ -449,9 +449,9 @@ class Instance:
         return found
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        """Continues from the states of all parameters; the flat tensors have the elements.
+        """Continues from the states of all parameters, whose elements are in the flat tensors.
 
-        A parameter without state gets the state that the class gives it at the beginning.
+        A parameter without state gets the initial state that the class makes.
         """
         fresh, examples = self._make(), self._tried.numbers
         for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
@@ -468,10 +468,10 @@ class Instance:
         self._keep()
 
 
-# ---- ``Sharded``, for any elementwise optimizer: instances of its class step the shards ---------
+# ---- ``Sharded``: instances of any elementwise optimizer's class step the shards ----------------
 
 
-# Options that need AdamW's kernels, with the only values that other optimizers take.
+# Options whose other values need AdamW's kernels, and the values that ``Sharded`` accepts.
 _OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
 
 
@@ -487,7 +487,7 @@ def refuse_kernels_of_adamw(options: AdamWOptions | None) -> None:
 
 
 class TorchRule(TensorRule):
-    """A class of torch optimizers, whose instances step the segments of parameters in each bucket.
+    """The update rule of ``Sharded``: one instance of a torch optimizer's class steps each bucket.
 
     Args:
         made: the class, with its arguments.
@@ -499,7 +499,7 @@ class TorchRule(TensorRule):
         self.name = name_of(made.kind)
         self._tried = TriedClass(made)
         self._device = torch.device("cpu")
-        # Instances by the key of a bucket or piece; and one of parameters without elements here.
+        # Instances by the key of a bucket or piece; _bare steps parameters without elements here.
         self._instances: dict[tuple[int, int], Instance] = {}
         self._bare: Instance | None = None
         self._buckets: Sequence[Bucket] = ()
@@ -540,13 +540,13 @@ class TorchRule(TensorRule):
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
-        # Tensors that only earlier hyper-parameters needed stay, as in torch.
+        # Accept tensors that only earlier hyper-parameters needed, as torch does.
         return ""
 
     def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
     ) -> Backend:
-        # Checked again, since a sharded module's precision has chosen some of the options.
+        # Check the options again, since a sharded module's precision may have changed some of them.
         refuse_kernels_of_adamw(options)
         return TensorBackend(comm, options, table, self)
 
@@ -571,7 +571,7 @@ class TorchRule(TensorRule):
             if segments:
                 made = self._instances[bucket.key] = self._instance(groups, bucket, segments)
                 made.take_states(states)
-        # Every rank counts the steps of these parameters, though it has no elements of them.
+        # Every rank counts the steps of parameters of which it has no elements.
         bare = [
             ChunkSegment(index, spec.group)
             for index, spec in enumerate(layout.params)
@@ -654,10 +654,10 @@ def _told(value: Any) -> Any:
 
 
 class Sharded(ShardedOptimizer):
-    """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
+    """Any elementwise optimizer, sharded: an instance of its class steps FP32 shards on each rank.
 
-    The results have the bits of the class in one process, on the mean of the ranks' gradients;
-    16-bit parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
+    The results have the bits of one process that steps the class with the mean of the ranks'
+    gradients. 16-bit parameters are rounded FP32 masters. Otherwise equal to :class:`AdamW`::
 
         optimizer = Sharded(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
 

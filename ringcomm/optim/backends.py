@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# These mirror the structures in ``kernels/include/ringcomm/optimizer/adamw.h``.
-
-# Columns of AdamWControl.
+# The columns of StepTable.control, which is AdamWControl in
+# ``kernels/include/ringcomm/optimizer/adamw.h``.
 INV_SCALE, CLIP, FOUND_INF, STEPS, SKIPPED = range(5)
 
 
@@ -50,23 +49,24 @@ class StepTable:
 
     Attributes:
         layout: layout of the parameters.
-        control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken, skipped.
+        control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken and
+            skipped.
         hyper: float64 [groups, columns]: the hyper-parameters that kernels read, lr first. AdamW's
             columns are lr, beta1, beta2, eps, weight decay, flags.
         group: int64 [params]: param group of each parameter.
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
         factors: uint8 [params, bytes]: factors that the kernels compute from the other tensors.
-        told: float64 [params, or params + 2 on the host]: ``active``, reduced over all ranks to its
-            maximum; on the host followed by the digest of the hyper-parameters and its negative.
-            See NOTE [Hyper-parameters are compared at each step].
+        told: float64 [params], on the host [params + 2]: the maximum of ``active`` over all ranks;
+            on the host then the maxima of the hyper-parameters' digest and of its negative: see
+            NOTE [Hyper-parameters are compared at each step].
 
     NOTE [Hyper-parameters are compared at each step]
     Ranks with different hyper-parameters would step their shards differently, and no kernel would
-    notice. So a digest and its negative travel with ``active``: the maxima of the two are opposite
-    exactly if the ranks' digests are equal. The digest also covers the bound of a norm. A rank that
-    refuses the step sends infinity, so that the other ranks do not wait for it. On a GPU there is
-    no comparison, since reading the maxima would wait for the device.
+    notice. So a digest and its negative are reduced together with ``active``: their maxima add up
+    to 0 exactly if the ranks' digests are equal. The digest also covers the bound of a norm. A rank
+    that refuses the step sends infinity, so that the other ranks do not wait for it. On a GPU the
+    ranks do not compare, since reading the maxima would wait for the device.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StepTable:
         self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
         self.hyper = torch.zeros(hyper_shape, dtype=torch.float64, device=device)
         self.group = layout.group_table(device)
-        # A bytearray, since struct writes two numbers in far less time than a tensor op does.
+        # A bytearray: struct writes two numbers into it far faster than a tensor operation would.
         self._memory = None if launches else bytearray(8 * (params + 2))
         if self._memory is None:
             self._here = torch.zeros(params, dtype=torch.float64, device=device)
@@ -110,7 +110,7 @@ class StepTable:
         return self._memory is not None
 
     def write_active(self, active: list[float], digest: float) -> None:
-        """Writes which parameters have a gradient here, and the digest of hyper-parameters."""
+        """Writes which parameters have a gradient on this rank, and a hyper-parameter digest."""
         params = len(active)
         if active != self._given:
             self._given = active
@@ -118,8 +118,8 @@ class StepTable:
             self._here[:params].copy_(given)
         if self._memory is not None:
             struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)
-        # Copied at each step, since the ranks reduce ``told`` in place. On a device this usually
-        # copies nothing from the host, so that a graph can capture the step.
+        # Copy at each step, since the ranks reduce ``told`` in place. On a device the copy is
+        # usually within the device, so that a graph can capture the step.
         self.told.copy_(self._here)
 
     @property
@@ -134,9 +134,9 @@ class StepTable:
 class Backend(ABC):
     """Updates the buckets of one optimizer on one rank, with one kind of kernel.
 
-    A fused backend reduces, updates and gathers in one call. Other backends make three calls, with
-    the same bits, and update a bucket's state piece by piece. They are needed if the state is
-    offloaded, or if gathering quantizes the parameters.
+    A fused backend reduces, updates and gathers in one call. Other backends make three calls, which
+    give the same bits, and update a bucket's state piece by piece. Steps need separate calls if the
+    state is offloaded, or if gathering quantizes the parameters.
 
     Args:
         alone: True in a world of one rank.
@@ -146,8 +146,8 @@ class Backend(ABC):
         fused: False if the machine has no fused calls for the update.
     """
 
-    #: True if updates need several buckets, so that they may wait for :meth:`end`. Such a backend
-    #: itself loads parameters that are not in memory.
+    #: True if an update needs several buckets, so that it may happen in :meth:`end`. The backend
+    #: then loads parameters that are not in memory itself.
     defers = False
 
     def __init__(
@@ -164,12 +164,12 @@ class Backend(ABC):
         self.fused = (
             fused and options.offload_state is None and not options.compression.quantizes_parameters
         )
-        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        # float32 [elements of the largest chunk so far]: memory for one bucket's reduced gradients.
         self._own: Tensor | None = None
 
     @abstractmethod
     def forget(self) -> None:
-        """Drops cached addresses, since tensors of some bucket's state were replaced."""
+        """Drops cached addresses; called after state tensors of a bucket were replaced."""
 
     @abstractmethod
     def begin(self, table: StepTable) -> None:
@@ -204,7 +204,7 @@ class Backend(ABC):
             gather_params(bucket, self.sharers)
 
     def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        """Reduces a bucket's gradients, updates and gathers; collective.
+        """Reduces a bucket's gradients, updates the chunk, and gathers the chunks; collective.
 
         Args:
             bucket: bucket whose parameters are written.
@@ -236,7 +236,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates the chunk of a bucket, or of a piece of a bucket, whose state is in memory."""
+        """Updates the chunk of a bucket or piece whose state is in memory."""
 
     def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         """Runs :meth:`update_gather` among several ranks in one call; only in fused backends."""
@@ -247,7 +247,7 @@ class Backend(ABC):
         raise NotImplementedError
 
 
-# ---- The plan of a step: how a ZeRO stage reduces and updates its buckets -----------------------
+# ---- The plan of a step: the way in which a ZeRO stage reduces and updates its buckets ----------
 
 
 class StagePlan(ABC):
@@ -255,7 +255,7 @@ class StagePlan(ABC):
 
     Attributes:
         backend: updates the buckets.
-        reducer: reduces gradients; also in a world of one, if the plan reduces there.
+        reducer: reduces gradients; some plans also use it in a world of one.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer) -> None:
@@ -271,7 +271,7 @@ class StagePlan(ABC):
         return
 
     def begin(self, table: StepTable) -> None:
-        """Begins the updates of a step, whose numbers are in the table."""
+        """Begins the updates of a step, for which ``table`` has the numbers."""
         self.backend.begin(table)
 
     def end(self) -> None:
@@ -283,18 +283,17 @@ class StagePlan(ABC):
         """Reduces a bucket's gradients to shards, and sums this rank's chunk for the norm.
 
         Args:
-            bucket: bucket whose gradient :meth:`reduced` then returns.
+            bucket: the bucket; :meth:`reduced` returns its reduced gradient afterwards.
             kind: "l2", "l1" or "inf".
-            words: int64 [24], overwritten.
+            words: int64 [24], overwritten with the norm words.
         """
 
     @abstractmethod
     def reduced(self, bucket: Bucket) -> Tensor:
-        """Returns the gradient that :meth:`update` will read, after :meth:`reduce_norm`.
+        """Returns the reduced gradient of this rank's chunk; call it after :meth:`reduce_norm`.
 
-        The update uses values that callers write to it. It covers this rank's chunk, with the
-        bucket divided among all ranks that share the state, even if each rank keeps the whole
-        state.
+        :meth:`update` reads this tensor, so callers may write to it. The bucket is divided into one
+        chunk per rank that shares the state, even if each rank keeps the whole state.
 
         Returns:
             [chunk elements], float32 or a 16-bit dtype.
@@ -316,12 +315,12 @@ class StagePlan(ABC):
 
 
 class OwnPlan(StagePlan):
-    """The plan for parameters and gradients that every rank has whole, as at stage 1.
+    """The plan if every rank has all parameters and all its gradients, as at stage 1.
 
     Args:
         backend: updates the buckets.
-        reducer: reduces gradients; None for the backend's reducer, which is unused in a world of
-            one.
+        reducer: reduces gradients; None takes the backend's reducer. A world of one does not use
+            the backend's reducer.
         rounded: maps the parameters' dtype to the 16-bit dtype of their reduced gradients; None to
             keep reduced gradients in float32.
     """
@@ -334,7 +333,7 @@ class OwnPlan(StagePlan):
     ) -> None:
         super().__init__(backend, backend.reducer if reducer is None else reducer)
         self._rounded = rounded
-        # By bucket number, the reduced gradients that are not in ``Bucket.grad_shard``.
+        # Maps bucket numbers to reduced gradients that are not in ``Bucket.grad_shard``.
         self._apart: dict[int, Tensor] = {}
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
@@ -357,8 +356,7 @@ class OwnPlan(StagePlan):
         if self._rounded is None and not self.backend.alone:
             return bucket.ensure_grad_shard()
         if bucket.number not in self._apart:
-            # A copy, since ``grads`` may be 16-bit and values that callers write must not be
-            # rounded.
+            # Copy: ``grads`` may be 16-bit, and values that callers write must not be rounded.
             own = bucket.grads[: bucket.chunk.elems]
             self._apart[bucket.number] = own.to(torch.float32, copy=True)
         return self._apart[bucket.number]
@@ -388,13 +386,13 @@ def shard_of(
         bucket: the bucket.
         factors_ptr: address of :attr:`StepTable.factors`.
         options: options of the optimizer.
-        moments: names of the state tensors in the places of AdamW's three moments.
+        moments: names of the state tensors that the kernels use as AdamW's three moments.
     """
     state = bucket.state
     tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
-        # For FP32 parameters the kernel updates the masters in place; gathering quantizes them.
+        # FP32 parameters: the kernel updates the masters as parameters; gathering quantizes them.
         before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
         params_ptr, master = master.data_ptr() - before_bytes, None
 
@@ -425,8 +423,8 @@ def shard_of(
 class HostBackend(Backend):
     """Updates buckets by the native kernels on the CPU.
 
-    In a world of one they run on the caller's thread, else in the communicator's order of calls.
-    ``moments`` is as in :func:`shard_of`.
+    In a world of one the kernels run on the caller's thread, else in the communicator's order of
+    calls. For ``moments`` see :func:`shard_of`.
     """
 
     def __init__(
@@ -512,12 +510,12 @@ class _Shard:
 
 
 class _Repeated(NamedTuple):
-    """A call that is the same in each step.
+    """A call that is repeated unchanged in each step.
 
     Attributes:
         call: the call.
         again: repeats the prepared call; see :meth:`CallEngine.planned`.
-        grad: address and dtype of the gradient that it reads.
+        grad: address and dtype of the gradient that the call reads.
     """
 
     call: Call
@@ -528,10 +526,10 @@ class _Repeated(NamedTuple):
 class DeviceBackend(Backend):
     """Updates buckets by the native kernels on a device.
 
-    They run in the communicator's order of calls, on the caller's current stream.
+    The kernels run in the communicator's order of calls, on the caller's current stream.
 
     Args:
-        comm: communicator of the device, also in a world of one.
+        comm: communicator of the device; a world of one has one as well.
         options: options of the optimizer.
         table: table of the optimizer.
         moments: see :func:`shard_of`.
@@ -585,7 +583,7 @@ class DeviceBackend(Backend):
     def begin(self, table: StepTable) -> None:
         known, memory = self._prepare, self._memory
         if memory.reached_bytes < memory.committed_bytes:
-            # Peers take buckets from where they lie, and bring parameters there.
+            # Peers read this rank's buckets in place, and write parameters into them.
             self._engine.device_core.await_peers("step")
         if known is None:
             run = methodcaller("prepare_adamw", self._table.data_ptr())
@@ -631,11 +629,11 @@ class DeviceBackend(Backend):
         return shard
 
 
-# ---- Triton's kernels, which replace the native ones that compute and communicate ---------------
-# On the host they run in Triton's interpreter, for tests. The native kernels still begin a step.
+# ---- Triton's kernels, which replace the native kernels that compute and communicate ------------
+# On the host they run in Triton's interpreter, for tests. A native kernel still begins each step.
 
 
-# Parameters of failed steps, kept alive since a peer may store there until it notices the failure.
+# The parameters of failed steps stay alive: a peer may write to them until it notices the failure.
 _abandoned: list[Tensor] = []
 
 
@@ -675,7 +673,7 @@ class TritonCalls:
         descriptor: Tensor,
         stored: Tensor | None = None,
     ) -> None:
-        """Runs the collective that ``make`` plans; peers store to ``stored``."""
+        """Runs the collective that ``make`` plans; peers write their results to ``stored``."""
         comm = self._comm
         if comm is None:
             return
@@ -700,7 +698,7 @@ class TritonReducer(Reducer):
         self._triton = triton
         self._comm = comm
         self._op = op
-        # By output address: the addresses that kernels read, followed by the norm words.
+        # Maps an output's address to a tensor: the addresses that kernels read, then norm words.
         self._descriptors: dict[int, Tensor] = {}
 
     def forget(self) -> None:
@@ -711,10 +709,10 @@ class TritonReducer(Reducer):
         from ringcomm._tl.adamw_launch import launch_grad_norm
 
         if self._comm is not None:
-            # A world of one on a device: the reduction stores nothing, and only sums for the norm.
+            # In a world of one on a device the reduction writes no output; it only sums norm words.
             self._run(grads, grads, kind, words)
             return
-        words.zero_()  # blocks add to it
+        words.zero_()  # the kernel's blocks add to it
         dtype = DTYPE_NAMES[grads.dtype]
         launch_grad_norm(grads.data_ptr(), dtype, grads.numel(), kind_code(kind), words.data_ptr())
 
@@ -725,7 +723,7 @@ class TritonReducer(Reducer):
                 'kernels="native"'
             )
         words = into.words
-        if words is None:  # the kernels always sum for the norm
+        if words is None:  # the kernels always write norm words
             words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
         self._run(grads, into.out, into.kind, words)
         return None
@@ -736,7 +734,7 @@ class TritonReducer(Reducer):
         world_size = self._triton.checks.world_size
         descriptor = self._descriptor(out)
         found = descriptor[2:]
-        found.zero_()  # blocks add to it
+        found.zero_()  # the kernel's blocks add to it
         self._triton.run(
             "reduce_scatter_norm",
             lambda algorithm: plan_reduce_scatter_norm(
@@ -766,7 +764,7 @@ class TritonReducer(Reducer):
 class TritonBackend(Backend):
     """Updates buckets by AdamW in Triton's kernels.
 
-    They run on the caller's thread, or with a communicator in its order of calls.
+    The kernels run on the caller's thread, or with a communicator in its order of calls.
 
     Args:
         comm: the communicator, or None for a world of one on the host.
@@ -799,7 +797,7 @@ class TritonBackend(Backend):
         self._moments = moments
         self._factors_ptr = table.factors.data_ptr()
         self._device = table.control.device if comm is None else comm.device
-        # By bucket key, the description of the bucket's shard that kernels read.
+        # Maps a bucket's key to the description of its shard, which kernels read.
         self._shards: dict[tuple[int, int], Tensor] = {}
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory of buckets: parameters and gradients in the heap, and state of this rank's chunk."""
+"""Buckets on one rank: parameters and gradients in the heap, and the state of the rank's chunk."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
 # ---- 8-bit moments in torch: the kernels' number format, and conversions to and from FP32 -------
-# This mirrors ``kernels/include/ringcomm/optimizer/quantized_moments.h``, which explains the format
-# and its rounding. Checkpoints use this code, and tests compare the kernels with it.
+# This code mirrors ``kernels/include/ringcomm/optimizer/quantized_moments.h``, which explains the
+# format and its rounding. Checkpoints use this code, and tests compare the kernels with it.
 
 Tensor = torch.Tensor
 
-#: Elements that share an exponent.
+#: The number of elements in a quantization block, which share one exponent.
 MOMENT_BLOCK = _native.MOMENT_BLOCK_ELEMS
 
 _CUT_BITS = 20
@@ -41,7 +41,7 @@ _LEAST_EXPONENT = 36
 _NOT_FINITE = 255 - _LEAST_EXPONENT
 _WORD = (1 << 32) - 1
 
-#: Passed in place of random bits: rounds to nearest, and ties to the larger magnitude.
+#: A value for random bits that rounds to nearest, and ties to the larger magnitude.
 TO_NEAREST = 1 << (_CUT_BITS - 1)
 
 
@@ -58,7 +58,7 @@ class MomentFormat:
     signed: bool
 
     def least_normal(self, exponents: Tensor) -> Tensor:
-        """Returns the bits of the smallest normal numbers of quantization blocks: int32."""
+        """Returns each quantization block's smallest normal number, as the int32 bits of FP32."""
         return (exponents.to(torch.int32) + (_LEAST_EXPONENT - self.below)) << 23
 
     def dequantize(self, values: Tensor, exponents: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class MomentFormat:
 
         Args:
             numbers: float32 [blocks, MOMENT_BLOCK].
-            random: int32 of the shape of ``numbers``, each of 20 bits; or one integer for all.
+            random: 20 random bits per element, int32 of ``numbers``' shape; or one int for all.
 
         Returns:
             uint8 [blocks, MOMENT_BLOCK] and uint8 [blocks].
@@ -127,7 +127,7 @@ class QuantizedMoment:
 
     @staticmethod
     def size_bytes(elems: int) -> int:
-        """Returns the bytes of a moment of ``elems`` elements, in whole quantization blocks."""
+        """Returns the bytes of a moment of ``elems`` elements, a multiple of MOMENT_BLOCK."""
         return elems + elems // MOMENT_BLOCK
 
     def _values_and_exponents(self) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ class QuantizedMoment:
         return self.memory[:elems].view(-1, MOMENT_BLOCK), self.memory[elems:]
 
     def wide(self) -> Tensor:
-        """Returns a copy in FP32: float32 [elements]."""
+        """Returns an FP32 copy of the moment: float32 [elements]."""
         return self._format.dequantize(*self._values_and_exponents()).view(-1)
 
     def take(self, numbers: Tensor) -> None:
@@ -146,7 +146,7 @@ class QuantizedMoment:
 
 
 def random_bits(seed: int, param: int, step: int, elems: int) -> tuple[Tensor, Tensor]:
-    """Returns the random bits by which a step rounds the two moments of a parameter.
+    """Returns the random bits with which a step rounds the two moments of a parameter.
 
     Args:
         seed: seed in the optimizer's options.
@@ -155,7 +155,7 @@ def random_bits(seed: int, param: int, step: int, elems: int) -> tuple[Tensor, T
         elems: number of the parameter's elements, below 2^32.
 
     Returns:
-        Two tensors, int32 [elems], each element of 20 bits.
+        Two tensors, int32 [elems], with 20 random bits in each element.
     """
     key, twist = _philox(seed, param, step)[:2]
     x = _times(torch.arange(elems, dtype=torch.int64, device="cpu") ^ key, 0x7FEB352D)
@@ -166,7 +166,7 @@ def random_bits(seed: int, param: int, step: int, elems: int) -> tuple[Tensor, T
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Returns the low 32 bits of a product, computed in halves since torch has no uint64."""
+    """Returns the low 32 bits of x * factor, computed in halves: torch has no uint64 product."""
     low, high = factor & 0xFFFF, factor >> 16
     return (x * low + (((x * high) & 0xFFFF) << 16)) & _WORD
 
@@ -186,17 +186,17 @@ def _philox(seed: int, counter: int, step: int) -> list[int]:
 
 
 def count_change(params: Sequence[Tensor]) -> None:
-    """Counts a change of values in the versions of parameters, as torch's in-place operations do.
+    """Increments the versions of parameters, as torch's in-place operations do.
 
-    A kernel changes memory behind autograd's back. With the version advanced, the backward of a
-    graph that has saved such a parameter raises instead of using the new values.
+    Autograd does not see that a kernel changes memory. With the version incremented, the backward
+    of a graph that has saved a changed parameter raises instead of using the new values.
     """
     with without_torch_function():
         increment_version(with_local(params))
 
 
 def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns parameters, followed by the DTensors' local tensors, which have separate versions."""
+    """Returns the parameters and the DTensors' local tensors, which have versions of their own."""
     if TORCH_CLASSES.issuperset(map(type, params)):
         return params
     others = [param for param in params if type(param) not in TORCH_CLASSES]
@@ -206,10 +206,10 @@ def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
 class OutsideWrites:
     """Detects in-place writes to parameters between steps, and copies them to the masters.
 
-    A step stores the rounded masters in the parameters, so it would otherwise silently undo a
-    ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which
-    writes through ``.data`` do not change. Under stochastic rounding masters are not updated, since
-    the values do not show which elements were written.
+    A step stores the rounded masters in the parameters. Without this class it would silently undo a
+    ``load_state_dict()`` of the module. A write is detected if it changes a parameter's version;
+    writes through ``.data`` do not. Under stochastic rounding masters are not updated, since the
+    values do not show which elements were written.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class OutsideWrites:
         followed_params = [
             params[each.param] for bucket in followed for each in bucket.layout.segments
         ]
-        # Parameters in no group lie in the same buckets, and so do their masters.
+        # Parameters that are in no group, and their masters, are in the same buckets.
         followed_params += left_out if followed else []
         # A write to a local tensor does not change the version of its DTensor.
         self._params = with_local(followed_params)
@@ -252,14 +252,14 @@ class OutsideWrites:
             return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
-        """Expects the version change of a step that writes parameters and masters together."""
+        """Ignores the next version change: a step writes parameters and masters together."""
         if self._params:
             for at in map(self._index_of.get, map(id, with_local(written))):
                 if at is not None:
                     self._versions[at] += 1
 
     def take_over(self) -> None:
-        """After writes, sets each master that does not round to its parameter to the parameter."""
+        """After writes to parameters, sets masters that do not round to them to the parameters."""
         versions = self._read()
         if versions != self._versions:
             for bucket in self._buckets:
@@ -267,15 +267,15 @@ class OutsideWrites:
             self._versions = versions
 
 
-# ---- Parameters that are sent between nodes quantized, and their FP32 masters -------------------
+# ---- Parameters that nodes exchange in quantized form, and their FP32 masters -------------------
 # NOTE [Quantized parameters] With ``Compression(parameters=)`` every rank, including the rank that
-# updates a parameter, computes with its FP32 master quantized, dequantized, and rounded to the
+# updates a parameter, computes with its quantized FP32 master: dequantized, and then rounded to the
 # parameter's dtype. So all nodes have equal bits, whichever rank updates. As in mixed precision the
-# parameters are rounded masters, but the rounding works on quantization blocks of 128 elements,
-# counted from the bucket's begin. Chunks begin at block boundaries, so the rounding does not depend
-# on the world size. Quantizing dequantized values again would change them, so the masters are kept
-# for as long as the module is sharded: ``ParamBucket.wide`` is their memory, which an optimizer's
-# state shares.
+# parameters are rounded masters, but blocks of 128 elements, counted from the bucket's begin, are
+# quantized together. Chunks begin at block boundaries, so the rounding does not depend on the world
+# size. Quantizing dequantized values again would change them, so the masters are kept for as long
+# as the module is sharded. They are in ``ParamBucket.wide``, which is also the master in an
+# optimizer's state.
 #
 # Masters follow outside writes to parameters: a master whose dequantized value differs from its
 # parameter is set to the parameter. The block is then quantized again, which changes its other
@@ -303,12 +303,12 @@ def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
 
 
 def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor:
-    """Returns the masters, but the parameter where the master does not round to it.
+    """Returns the masters; where a master does not round to its parameter, returns the parameter.
 
     Args:
         master: float32 [elements]; the first element begins a quantization block.
         params: [elements].
-        compression: see :func:`dequantized`; None if parameters are masters rounded to their dtype.
+        compression: see :func:`dequantized`; None if parameters are just rounded to their dtype.
     """
     rounded = (
         master.to(params.dtype)
@@ -321,12 +321,12 @@ def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """Returns FP32 masters, joined from bfloat16 parameters and their remainders (int16).
 
-    It mirrors join_master() in ``kernels/include/ringcomm/optimizer/adamw_element.h``.
+    This function mirrors join_master() in ``kernels/include/ringcomm/optimizer/adamw_element.h``.
     """
     low = remainder.to(torch.int64) & 0xFFFF
     high = (param.view(torch.int16).to(torch.int64) - (low >> 15)) & 0xFFFF
     bits = (high << 16) | low
-    # Mapped to the signed range, so that the conversion to 32 bits is exact.
+    # Map the bits to the signed range, so that the conversion to 32 bits is exact.
     return (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
 
 
@@ -346,7 +346,7 @@ def _int16(wide: Tensor) -> Tensor:
 def empty_for_streams(elems: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns uninitialised memory for tensors that a step reads and writes from end to end.
 
-    On the CPU it lies in huge pages: a step of 16 Mi FP32 parameters takes 9.0 ms with them and
+    On the CPU it is in huge pages: a step of 16 Mi FP32 parameters takes 9.0 ms with huge pages and
     10.3 ms without (Zen 4, one core), since the prefetchers stop at the end of a page.
     """
     tensor = torch.empty(elems, dtype=dtype, device=device)
@@ -364,14 +364,14 @@ def master_dtype(layout: BucketLayout, master: str) -> torch.dtype | None:
 
 @dataclass
 class ShardState:
-    """The optimizer's state of a rank's chunk: tensors [chunk elements], zero in the padding.
+    """The optimizer state of this rank's chunk: tensors [chunk elements]; padding is zero.
 
     Attributes:
-        moments: float32, by the names that torch gives them; see :meth:`Bucket.ensure`.
-        quantized: the 8-bit moments, by the same names.
+        moments: float32 moments, by torch's names; see :meth:`Bucket.ensure`.
+        quantized: the 8-bit moments, by torch's names.
         quantized_state: True if moments are quantized to 8 bits.
         master: float32; None for float32 parameters, or if the options keep no masters. Parameters
-            that are sent between nodes quantized always have masters; see NOTE [Quantized
+            that nodes exchange in quantized form always have masters; see NOTE [Quantized
             parameters] in ``optim/buckets.py``.
         remainder: the low 16 bits of the master as int16, or None.
     """
@@ -386,7 +386,7 @@ class ShardState:
     def zeros(
         cls, layout: BucketLayout, chunk: Chunk, master: str, device: torch.device
     ) -> ShardState:
-        """Returns the state before the first step; ``master`` is as in :class:`AdamWOptions`."""
+        """Returns the state before the first step; for ``master`` see :class:`AdamWOptions`."""
 
         def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
             return empty_for_streams(chunk.elems, dtype, device).zero_()
@@ -430,7 +430,7 @@ class ShardState:
         return self.moments.get(name) if found is None else found.memory
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets existing tensors; 8-bit moments are rounded to nearest."""
+        """Copies ``tensors`` into the existing tensors; 8-bit moments are rounded to nearest."""
         here = {**self.moments, **self.masters()}
         for name, tensor in tensors.items():
             if name in self.quantized:
@@ -446,7 +446,7 @@ class ShardState:
 
 
 def heap_device_of(comm: Communicator | None) -> torch.device:
-    """Returns the device of buckets for :func:`ringcomm.zeros`; the CPU without a communicator."""
+    """Returns the heap device for a communicator's buckets; the CPU without a communicator."""
     return torch.device("cpu") if comm is None else comm.heap_device
 
 
@@ -459,7 +459,7 @@ class ParamHolder(Protocol):
         ...
 
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
-        """Returns a context with the chunk in memory; see :meth:`Bucket.params_here`."""
+        """Returns a context that keeps the chunk in memory; see :meth:`Bucket.params_here`."""
         ...
 
 
@@ -469,14 +469,14 @@ class BucketMemory:
 
     Attributes:
         own_params: [chunk elements], this rank's chunk of the parameters, in the heap.
-        params: [elements], in the heap; ``own_params`` is a part of it. None if each rank keeps
-            only its own chunk.
-        grads: [elements], in the heap; of the parameters' dtype, or float32; None if gradients are
-            reduced before the step.
+        params: [elements], in the heap: all parameters, of which ``own_params`` is a view. None if
+            each rank keeps only its own chunk.
+        grads: [elements], in the heap, in the parameters' dtype or float32: all gradients of this
+            rank. None if gradients are reduced before the step.
         wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
             if they were not rounded. With ``compression`` these are the masters.
         compression: format in which the parameters are sent between nodes; None if not quantized.
-        holder: owner of ``own_params``, if these may be out of memory; None if they never are.
+        holder: owner of ``own_params``; None if they are always in memory.
     """
 
     own_params: Tensor
@@ -488,9 +488,9 @@ class BucketMemory:
 
 
 class StateOffload:
-    """The place of buckets' state; in this class the whole state stays in memory.
+    """The place where buckets' state is kept; in this class the whole state stays in memory.
 
-    A subclass keeps state elsewhere, and loads it into memory in pieces.
+    A subclass keeps state on a disk or in host memory, and loads it into memory in pieces.
     """
 
     #: True if accesses never move state, so that no access can fail on this rank alone.
@@ -529,10 +529,10 @@ class StateOffload:
         find_active: Callable[[], Sequence[float] | None],
         order: Iterable[int] | None = None,
     ) -> None:
-        """Plans the visits of a step, if visits move state; see ``PiecedOffload``."""
+        """Plans the visits of a step, if visits load state; see ``PiecedOffload``."""
 
     def update_only(self, active: Sequence[float]) -> None:
-        """Limits the later visits of a step to the state of active parameters."""
+        """Limits the step's later visits to the state of active parameters."""
 
     def end_step(self) -> None:
         """Ends the visits of a step."""
@@ -554,22 +554,22 @@ class Bucket:
     Attributes:
         number: number of the bucket in its layout.
         layout: layout of the bucket.
-        chunk: the part that this rank keeps state for.
+        chunk: the elements for which this rank keeps state.
         segments: int64 [segments, 3], for the kernels.
         device: device of all tensors.
         state: the optimizer's state of the chunk; if it is offloaded, a placeholder, whose elements
             :meth:`pieces` loads.
         offload: the place of the state.
-        is_piece: True if another bucket's :meth:`piece` made it, so that the other bucket allocates
-            its state.
-        grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
-            second; None until the first such step.
+        is_piece: True if another bucket's :meth:`piece` made this bucket; the other bucket then
+            allocates the state.
+        grad_shard: float32 [chunk elements], the reduced gradient between the two passes of a step;
+            None until the first step with two passes.
         error_feedback: buffer of the quantization errors of gradients, or None.
         tag: returns a number that distinguishes reductions of this bucket's gradients from other
-            reductions of the same size; 0 for no number.
-        share: collective function that updates the other nodes' copies of ``own_params`` if no rank
-            keeps all parameters; with :attr:`compression` it is always called, and shares the
-            masters, quantized and dequantized.
+            reductions of equal size; 0 means no number.
+        share: collective function that updates the other nodes' copies of ``own_params``. It is
+            called if no rank keeps all parameters, and always with :attr:`compression`; it then
+            sends the quantized masters, and all nodes dequantize them.
     """
 
     def __init__(
@@ -603,7 +603,7 @@ class Bucket:
 
     @property
     def own_memory(self) -> Tensor:
-        """The memory of :attr:`own_params`, whatever it holds now."""
+        """The memory of :attr:`own_params`, even while the parameters are not in it."""
         return self._memory.own_params
 
     @property
@@ -617,11 +617,11 @@ class Bucket:
         return self._memory.holder is not None
 
     def params_here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
-        """Returns a context with the chunk's parameters in memory, in a step or between steps.
+        """Returns a context that keeps the chunk's parameters in memory.
 
         Args:
             write: True to keep changes made inside.
-            anew: True if all parameters are overwritten inside, so that none is loaded.
+            anew: True if all parameters are overwritten inside, so that they need not be loaded.
 
         Raises:
             DiskError: the parameters are on a disk, which has failed.
@@ -632,7 +632,7 @@ class Bucket:
     def keep_state(
         self, master: str, quantized_state: bool, offload: StateOffload = NO_OFFLOAD
     ) -> None:
-        """Allocates masters, of zeros; :meth:`ensure` later allocates the moments.
+        """Allocates masters, as zeros; :meth:`ensure` later allocates the moments.
 
         Args:
             master: as in :class:`AdamWOptions`.
@@ -652,7 +652,7 @@ class Bucket:
         """Yields the pieces of the bucket one after the other, each with its state in memory.
 
         Without offload the only piece is the bucket itself. With offload a piece is a bucket whose
-        chunk is a part of this bucket's chunk, and its state is in memory until the next piece.
+        chunk is a part of this bucket's chunk; its state is in memory until the next piece's is.
 
         Args:
             begin: skip pieces that end at or before this element of the bucket.
@@ -662,11 +662,11 @@ class Bucket:
         return self.offload.visit(self, begin, self.chunk.end if end is None else end, write)
 
     def within(self, begin: int, end: int) -> tuple[slice, slice]:
-        """Returns the positions of those bucket elements [begin, end) that are in the chunk.
+        """Returns where the chunk and the bucket elements [begin, end) overlap.
 
         Returns:
-            Positions in a tensor [chunk elements], and in a tensor [end - begin]; empty if there
-            are none.
+            Slices of a tensor [chunk elements] and of a tensor [end - begin]; both are empty if
+            there is no overlap.
         """
         low, high = max(begin, self.chunk.begin), min(end, self.chunk.end)
         if low >= high:
@@ -678,7 +678,7 @@ class Bucket:
         """Returns a copy of the state of bucket elements [begin, end), all in this rank's chunk.
 
         Args:
-            name: name of a moment; or "master" for the FP32 masters, or parameters without masters.
+            name: name of a moment; or "master" for the FP32 masters, else the parameters.
             begin: the first element.
             end: one after the last element.
 
@@ -744,7 +744,7 @@ class Bucket:
         return made
 
     def lay_out(self, layout: BucketLayout) -> None:
-        """Changes to a layout of the same elements in which parameters have other indices."""
+        """Replaces the layout by a layout of the same elements with other parameter indices."""
         self.layout = layout
         self.segments = layout.segment_table(self.device)
 
@@ -760,7 +760,7 @@ class Bucket:
 
     @property
     def has_grads(self) -> bool:
-        """True if there is memory for this rank's own gradients of all elements."""
+        """True if the bucket has memory for this rank's gradients of all elements."""
         return self._memory.grads is not None
 
     @property
@@ -792,7 +792,7 @@ class Bucket:
         return self.grad_shard
 
     def write_params(self, begin: int, values: Tensor) -> None:
-        """Writes the bucket's elements from ``begin`` on, or the part that this rank keeps."""
+        """Writes parameters from element ``begin`` on, as far as this rank keeps them."""
         if self.has_all_params:
             self.params[begin : begin + values.numel()].copy_(values)
             return
@@ -827,10 +827,10 @@ class Bucket:
             )
 
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
-        """Sets the master of the bucket's elements [begin, end), or of all, to the parameters.
+        """Sets the masters of bucket elements [begin, end), by default of all, to the parameters.
 
-        Masters of quantized parameters change only where they do not yield their parameter, inside
-        and outside of [begin, end).
+        With quantized parameters, it instead sets all masters that do not yield their parameters,
+        inside and outside of [begin, end).
         """
         if self.compression is not None:
             self.follow_params()
@@ -853,7 +853,7 @@ class Bucket:
 def make_bucket(
     number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, device: torch.device
 ) -> Bucket:
-    """Makes a bucket on a heap device; every rank keeps its parameters and gradients whole."""
+    """Makes a bucket on a heap device; every rank keeps all its parameters and gradients."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
     params = zeros(layout.elems, dtype=layout.dtype, device=device)
     grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=device)
@@ -865,8 +865,8 @@ class Buckets(list[Bucket]):
     """All buckets of a layout on one rank, with a view of each parameter in them.
 
     Attributes:
-        params: by parameter index, the parameter's view into its bucket, if this rank has it whole.
-        grads: by parameter index, the view into the bucket's gradients, if there are any.
+        params: maps a parameter's index to its view into its bucket, if this rank keeps all of it.
+        grads: maps a parameter's index to the view of its gradient, if this rank keeps all of it.
     """
 
     def __init__(self, layout: ShardLayout, buckets: Sequence[Bucket]) -> None:
@@ -890,7 +890,7 @@ class Buckets(list[Bucket]):
     ) -> Buckets:
         """Makes all buckets of a layout, with new memory on a heap device.
 
-        This rank has state for chunk ``shard_index``.
+        This rank keeps state for chunk ``shard_index``.
         """
         return cls(
             layout,
@@ -901,14 +901,14 @@ class Buckets(list[Bucket]):
         )
 
     def adopt(self, params: list[Tensor]) -> None:
-        """Moves parameters into their buckets: each becomes a view, and keeps its value."""
+        """Moves parameters into their buckets: each becomes a view of its bucket."""
         for index, view in self.params.items():
             view.copy_(local_of(params[index]).detach())
             set_local(params[index], apart(params[index], view))
 
 
 def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
-    """Returns the ranks that share a copy of the state: all, or with "node" this rank's node."""
+    """Returns the ranks that share one copy of the state; with "node", the ranks of this node."""
     return comm.node if comm is not None and state == "node" else comm
 
 

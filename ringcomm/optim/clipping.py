@@ -1,10 +1,10 @@
 """Clips reduced gradients: by the norm of all parameters or of some, and by value.
 
 NOTE [What clipping writes]
-Clipping by the norm of the whole gradient yields one coefficient, by which the kernels of the step
-multiply, so nothing is written. Clipping some parameters, or each element, writes to the reduced
-shards. A norm of some parameters is summed over a copy of a chunk with zeros in place of other
-parameters, so that the tiles of 512 elements are the same in every world.
+Clipping by the norm of the whole gradient writes no gradient: it yields one coefficient, by which
+the kernels of the step multiply. Clipping some parameters, or each element, writes to the reduced
+shards. The norm of some parameters is summed over a copy of a chunk that has zeros in place of the
+other parameters, so that the tiles of 512 elements are the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NormBound:
     Attributes:
         max_norm: the bound.
         kind: "l2", "l1" or "inf".
-        error_if_nonfinite: read the norm on the host, and raise if it is not finite.
+        error_if_nonfinite: True to read the norm on the host, and raise if it is not finite.
     """
 
     max_norm: float
@@ -71,12 +71,12 @@ class NormBound:
     def coefficient(self, norm: Tensor) -> Tensor:
         """Returns the factor by which to multiply the gradient, float32.
 
-        It is computed in FP32 and in the order of ``torch.nn.utils.clip_grad_norm_``.
+        It is computed in FP32, by the operations of ``torch.nn.utils.clip_grad_norm_``.
         """
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def check(self, norm: Tensor, sharded: ShardedStep) -> None:
-        """Raises RingcommError if the norm must be finite and is not."""
+        """Raises RingcommError if the norm is not finite and ``error_if_nonfinite`` is set."""
         if self.error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RingcommError(
                 f"{sharded.setting.where('clip_grad_norm_')}: the gradient's norm of type "
@@ -92,9 +92,9 @@ def _bound(name: str, value: Any) -> float:
 
 
 def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor:
-    """Makes the next step scale the whole gradient down, and returns its norm; collective.
+    """Makes the next step scale down the whole gradient; returns its norm; collective.
 
-    On a CPU the ranks compare the bound together with hyper-parameters, in the same message.
+    On a CPU the ranks compare the bound in the message in which they compare hyper-parameters.
 
     Args:
         sharded: the step.
@@ -129,12 +129,12 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
 
 @dataclass(frozen=True)
 class NormTerm:
-    """One term of a joint norm: an optimizer of some of a model's parameters.
+    """One term of a joint norm: the gradient that one of a model's optimizers steps.
 
     Attributes:
         step: the optimizer's step.
-        others: the ranks that have other parameters in place of this rank's, such as other experts;
-            or None.
+        others: the ranks whose optimizers step other parameters, such as other experts; or None if
+            all ranks have the same parameters.
     """
 
     step: ShardedStep
@@ -144,10 +144,10 @@ class NormTerm:
 def clip_joint_norm(
     terms: Sequence[NormTerm], stages: Communicator | None, bound_of: Callable[[], NormBound]
 ) -> Tensor:
-    """Makes the next steps of all terms scale their gradients down to one norm; collective.
+    """Makes the next steps of all terms scale their gradients by one joint norm; collective.
 
     Args:
-        terms: the terms; all ranks of a stage share the first, which passes on a rank's refusal.
+        terms: the terms; all ranks of a stage share the first, whose messages report refusals.
         stages: the ranks with other stages of the model, or None.
         bound_of: returns the bound, or raises.
 
@@ -199,7 +199,7 @@ def clip_joint_norm(
 
 
 def agree_on_finite(terms: Sequence[NormTerm], stages: Communicator | None) -> None:
-    """Makes the steps of all terms skip if the gradient of any is not finite; collective.
+    """Makes the steps of all terms skip if the gradient of a term is not finite; collective.
 
     Callers need this only if steps can be skipped (``two_passes``).
     """
@@ -223,7 +223,7 @@ def agree_on_finite(terms: Sequence[NormTerm], stages: Communicator | None) -> N
 
 
 def _of_all(term: NormTerm, words: Tensor, kind: str) -> Tensor:
-    """Returns norm words that include the parameters of ``term.others``."""
+    """Returns norm words combined over the ranks of ``term.others``; collective if not None."""
     if term.others is None:
         return words
     words = words.clone()
@@ -232,10 +232,10 @@ def _of_all(term: NormTerm, words: Tensor, kind: str) -> Tensor:
 
 
 def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormBound]) -> Tensor:
-    """Scales the reduced gradients of some parameters down to a norm; collective.
+    """Scales down the reduced gradients of some parameters to a bounded norm; collective.
 
     Args:
-        params: a parameter, or several of them.
+        params: one parameter or several.
         bound_of: returns the bound of their norm, or raises.
 
     Returns:
@@ -265,8 +265,8 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
     """Limits each element of the reduced gradient to a magnitude; collective.
 
     Args:
-        value: the bound of the unscaled gradient.
-        params: a parameter, or several of them; None for all.
+        value: the largest magnitude of an element of the unscaled gradient.
+        params: one parameter or several; None for all.
 
     Raises:
         See :func:`clip_norm_of`.
@@ -277,13 +277,13 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
         told.update(clip_value=limit, parameters=None if params is None else sorted(chosen))
     before = _reduced(sharded, _VALUE)
     if before.written and sharded.two_passes:
-        before = sharded.reduce("l2")  # the norm words after the writes
+        before = sharded.reduce("l2")  # sums the norm words of the written gradients
     if before.clipped:
-        # Clipping by value follows clipping by norm, so apply the coefficient first, as torch does.
+        # The gradients were clipped by norm before, so multiply by the coefficient, as torch does.
         factor = before.clip.to(torch.float32)
         _write(sharded, range(len(sharded.params)), lambda piece: piece.mul_(factor))
         before = replace(before, clip=torch.ones_like(before.clip))
-    # Clipping makes overflowed elements finite, but the step must still be skipped.
+    # Clipping makes infinite elements finite, but the step must still be skipped.
     overflowed = found_non_finite(before.words) if sharded.two_passes else None
     if before.overflowed is not None:
         overflowed = before.overflowed if overflowed is None else overflowed + before.overflowed
@@ -293,7 +293,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 
 
 def _check_step(sharded: ShardedStep, operation: str) -> None:
-    """Raises if the step cannot be taken, or cannot sum norms of shards that were written to."""
+    """Raises if the step cannot be taken, or cannot sum norms of gradients after writes to them."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
     sharded.refuse_in_backward(name)
     sharded.refuse_if_partly_updated(name)
@@ -314,11 +314,11 @@ def _reduced(sharded: ShardedStep, operation: str) -> FirstPass:
 
 @contextmanager
 def _agreed(sharded: ShardedStep, operation: str) -> Iterator[dict[str, Any]]:
-    """A context that compares the arguments put into its dict on all ranks; collective.
+    """Yields a dict for the call's arguments, and compares it on all ranks at exit; collective.
 
     It sends the same message as clipping by the norm of all parameters, so that ranks that clip in
-    different ways find out. On a device the host would have to wait for the other ranks, so each
-    rank checks alone.
+    different ways raise. On a device each rank checks only its own arguments, since the host would
+    have to wait for the other ranks.
     """
     told: dict[str, Any] = {"parameters": None}
     if sharded.setting.comm is None or not sharded.table.compares:
@@ -366,7 +366,7 @@ def _told(param: Any) -> str:
 
 
 def _only(sharded: ShardedStep, bucket: Bucket, chosen: Container[int]) -> Tensor | None:
-    """Returns this rank's gradient of a bucket, zero for parameters not chosen, or None."""
+    """Returns a bucket's reduced gradient with zeros for other parameters; None if all are zero."""
     segments = [each for each in bucket.layout.segments if each.param in chosen]
     if not segments:
         return None
@@ -380,7 +380,7 @@ def _only(sharded: ShardedStep, bucket: Bucket, chosen: Container[int]) -> Tenso
 
 
 def _write(sharded: ShardedStep, chosen: Container[int], write: Callable[[Tensor], object]) -> None:
-    """Calls a function with this rank's piece of each reduced gradient, which it writes to."""
+    """Calls ``write``, which changes its argument, on this rank's piece of each chosen gradient."""
     for bucket in sharded.buckets:
         chunk = bucket.layout.chunk(*sharded.setting.shard_of)
         for segment in bucket.layout.segments:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-#: A context in which sharded and resharded parameters behave like others, and as fast. Outside of
-#: it torch calls ``__torch_function__`` of their class, which takes 0.1 us per attribute.
+#: A context in which torch does not call ``__torch_function__`` of the classes of sharded and
+#: resharded parameters. Each call takes 0.1 us per attribute.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 #: Classes known not to be DTensors, since looking up an absent attribute is slow.
@@ -34,7 +34,7 @@ TORCH_CLASSES: set[type] = {Tensor, torch.nn.Parameter}
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a DTensor, whose data differs between ranks."""
+    """True if a tensor is a DTensor."""
     return type(tensor) not in TORCH_CLASSES and getattr(tensor, "device_mesh", None) is not None
 
 
@@ -47,9 +47,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def set_local(param: Tensor, local: Tensor) -> None:
-    """Gives a parameter other memory, perhaps of another dtype; the object stays the same.
+    """Replaces a parameter's memory by ``local``, perhaps of another dtype; keeps the object.
 
-    A view of other lasting memory must first pass through :func:`apart`.
+    If ``local`` is a view, pass it through :func:`apart` first.
     """
     if not is_distributed(param):
         param.data = local
@@ -63,20 +63,20 @@ def set_local(param: Tensor, local: Tensor) -> None:
 
 
 def apart(param: Tensor, view: Tensor) -> Tensor:
-    """Returns a view for a DTensor's local tensor, with a storage of its own.
+    """Returns ``view``, for a DTensor with a storage of its own in the same memory.
 
-    The memory stays the same. Dynamo cannot trace two DTensors that share a storage.
+    Dynamo cannot trace two DTensors whose local tensors share a storage.
     """
     return with_own_storage(view) if is_distributed(param) else view
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """Returns a tensor in the memory of a view, whose storage has only this memory."""
+    """Returns a tensor in the memory of ``view``, with a storage that covers only this memory."""
     return torch.from_dlpack(view) if view.numel() else view
 
 
 def distributed_as(param: Tensor, local: Tensor) -> Tensor:
-    """Returns ``local`` as a DTensor with the placements of ``param``, if that is a DTensor."""
+    """Returns ``local`` as a DTensor with the placements of ``param`` if ``param`` is a DTensor."""
     if not is_distributed(param):
         return local
     there: Any = param
@@ -88,7 +88,7 @@ def _spec_of_dtype(param: Any, dtype: torch.dtype) -> Any:
 
 
 def _dtensor(local: Tensor, spec: Any) -> Tensor:
-    # Imported here, since the import is slow, and is done already if there is a DTensor.
+    # Import here: the import is slow, but programs that have a DTensor have already done it.
     from torch.distributed.tensor import DTensor
 
     made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def _dtensor(local: Tensor, spec: Any) -> Tensor:
 
 
 def lies_alike(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are both whole, or DTensors with equal meshes and placements."""
+    """True if neither tensor is a DTensor, or both are, with equal meshes and placements."""
     if is_distributed(one) != is_distributed(other):
         return False
     if not is_distributed(one):
@@ -111,7 +111,7 @@ class Sharding:
 
     Attributes:
         shape: shape of the whole parameter.
-        offsets: by dimension, the first index that this rank has.
+        offsets: the first index that this rank has, for each dimension.
         mesh_dims: the dimensions of the mesh along which the parameter is sharded.
     """
 
@@ -146,7 +146,7 @@ class Sharding:
         return cls(shape, offsets, dims)
 
     def local_tensor_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns this rank's shard, of the given shape, of a tensor of the parameter's shape."""
+        """Returns this rank's shard, which has ``shape``, of a tensor of the parameter's shape."""
         if not prod(shape):
             return whole.new_empty(tuple(shape))
         begins = zip(self.offsets, shape, strict=True)
@@ -178,11 +178,11 @@ def of_fully_shard() -> Iterator[Tensor]:
 
 
 def check_placements(param: Tensor, called: str) -> None:
-    """Checks that a parameter can be trained: whole, or a DTensor of tensor parallelism.
+    """Checks that a parameter can be trained: if it is a DTensor, it must be tensor-parallel.
 
     Raises:
-        ArgumentError: a DTensor of FSDP2, with a partial placement, or on other ranks.
-        UnsupportedError: a DTensor whose shards are not in the default order of its placements.
+        ArgumentError: the DTensor belongs to FSDP2, has a partial placement, or is on other ranks.
+        UnsupportedError: the DTensor's shards are not in the default order of its placements.
     """
     if not is_distributed(param):
         return
@@ -236,8 +236,8 @@ def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
     """Checks that a gradient fits its parameter.
 
     Raises:
-        UnsupportedError: it is sparse.
-        ArgumentError: it has another shape, dtype, device or mesh.
+        UnsupportedError: the gradient is sparse.
+        ArgumentError: its shape, dtype, device or mesh is not the parameter's.
     """
     if grad.layout is not torch.strided:
         raise UnsupportedError(
@@ -256,7 +256,7 @@ def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
 
 
 def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
-    """Returns the error for a gradient that has another shape than its segment in the bucket.
+    """Returns the error for a gradient whose shape is not the shape of its segment in the bucket.
 
     Args:
         called: names the parameter.
@@ -272,7 +272,7 @@ def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
 
 
 def align_gradient(param: Tensor) -> None:
-    """Redistributes ``p.grad`` to its parameter's placements; collective if they differ.
+    """Redistributes ``p.grad`` to the parameter's placements; collective if placements differ.
 
     For instance, the gradient of a replicated weight with a sharded input is a partial sum.
     """
@@ -299,7 +299,7 @@ def local_gradient(param: Tensor, called: str) -> Tensor:
     aligned = grad_of(param)
     assert aligned is not None
     local = local_of(aligned.detach())
-    wait = getattr(local, "wait", None)  # a functional collective's result may be on its way
+    wait = getattr(local, "wait", None)  # the result of a functional collective may not be ready
     return local if wait is None else wait()
 
 
@@ -315,7 +315,7 @@ class MeshView:
 
     @property
     def dims(self) -> list[int]:
-        """The dimensions that have several ranks."""
+        """The dimensions of the mesh that have several ranks."""
         return [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
 
     @property
@@ -351,8 +351,8 @@ class MeshView:
         """Returns the text of every rank of the mesh; collective on it.
 
         Args:
-            text: text of this rank; the results may have blanks at their ends.
-            device: device of the tensors to gather by.
+            text: text of this rank; the results may end with blanks.
+            device: device of the tensors that are gathered.
         """
         texts = [text]
         for dim in reversed(self.dims):
@@ -375,7 +375,7 @@ class MeshView:
 
 
 def find_mesh(params: Iterable[Tensor], operation: str) -> MeshView | None:
-    """Returns the mesh of the DTensors among parameters; None if none is on several ranks.
+    """Returns the mesh of the DTensors among parameters; None if no mesh has several ranks.
 
     Raises:
         UnsupportedError: the DTensors are on different meshes.
