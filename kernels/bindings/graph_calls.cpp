@@ -2,8 +2,8 @@
 // without a Python frame between the graph and the call.
 //
 // NOTE [Calls of a graph]
-// inductor's code calls these functions in place of torch's operators of the same names, with the
-// same arguments (ringcomm/functional/in_graph.py); so do eager calls without a gradient. A
+// inductor's code, and eager calls without a gradient, call these functions in place of torch's
+// operators of the same names, with the same arguments (ringcomm/functional/in_graph.py). A
 // function leaves these calls to the operator: an op with a factor, a tensor that cannot be read
 // directly, a communicator that is not the host's on one node or has queued calls, an unknown key.
 // The operator raises the errors.

@@ -1,6 +1,6 @@
-// Reads torch's tensors without torch. Reading a tensor takes tens of nanoseconds, while each
-// question asked in Python (is it on the CPU, is it contiguous, ...) takes a hundred nanoseconds,
-// and there are eight questions.
+// Reads torch's tensors without torch. Reading a tensor takes tens of nanoseconds, while one check
+// in Python (is it on the CPU, is it contiguous, ...) takes a hundred nanoseconds, and eight checks
+// are needed.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -21,7 +21,7 @@ struct HostPage {
   alignas(64) Fault fault;
 };
 
-// Constant while a communicator lives; in device memory, in the rank's region after its words.
+// A rank's fixed addresses during a communicator's life; in device memory after the region's words.
 struct RankTable {
   int32_t rank, world, rings;
   Layout layout;

@@ -212,21 +212,21 @@ RC_TEAM_FN void step_kernel(Team team, const LaunchParams& p, int rank_in_launch
   leave_call(e, return_offers(e, w.bucket));
 }
 
-// For two ranks, or for gradients that are reduced already.
+// The one-shot step for two ranks, or for gradients that are reduced already.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
   step_kernel<G, P, UpdateKind::kPair>(team, p, rank_in_launch, w);
 }
 
-// For more ranks; loading their gradients takes more registers.
+// The one-shot step for more ranks; loading their gradients takes more registers.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_many_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
   step_kernel<G, P, UpdateKind::kMany>(team, p, rank_in_launch, w);
 }
 
-// For rings, which update at two places and need more registers for their copies.
+// The step for rings, which update at two places and need more registers for their copies.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {

@@ -64,7 +64,7 @@ inline Algorithm chosen(Algorithm asked) {
   return asked == Algorithm::kAuto ? Algorithm::kOneShot : asked;
 }
 
-// The gradients of a bucket, or of one chunk of a bucket.
+// The gradients that a call reduces: of a bucket, or of one chunk of a bucket.
 struct GradCall {
   char* ptr;
   DType dtype;
@@ -181,7 +181,7 @@ class Comm {
   // the region's. `most`, `is_exact`: see ThreadShare; `is_crowded`: the ranks have more threads
   // than the machine has cores. Throws as start_workers() does.
   void use_threads(int most, bool is_exact, int channels, bool is_crowded);
-  // Called before activate(), on all ranks or none: the groups of sums are on different NUMA nodes.
+  // The groups of sums are on different NUMA nodes. Called before activate(), on all ranks or none.
   void sum_in_levels() { levels_ = true; }
   bool sums_in_levels() const { return levels_; }
   int threads() const { return threads_ ? threads_->threads() : 1; }

@@ -16,7 +16,7 @@ GradKind kind_of(const GradCall& grads, int world, int sum_group_size) {
   return {grads.dtype, grads.op == RedOp::kAvg ? world : 0, sum_group_size};
 }
 
-// The loop that makes the ring's partial sums; the last hop divides them for a mean.
+// Returns the loop that makes the ring's partial sums; the last hop divides them for a mean.
 ReduceFn partial_sum(const GradCall& grads) {
   return kernels().reduce[int(grads.dtype)][int(RedOp::kSum)];
 }

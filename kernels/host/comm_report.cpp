@@ -101,7 +101,7 @@ void Comm::set_left(bool left) {
   store_release_sys(&reinterpret_cast<ControlPage*>(mine)->left, left ? 1 : 0);
 }
 
-// Another thread may close the communicator during this; the heap keeps the memory.
+// Another thread may close the communicator now; the heap keeps the region's memory.
 View Comm::own_region(std::vector<char*>* regions) const {
   regions->assign(size_t(view_.world), regions_[view_.rank]);
   View v = view_;
@@ -151,7 +151,7 @@ bool Comm::aborted() const {
 
 bool Comm::has_failed() const {
   if (regions_[view_.rank] == nullptr) return true;
-  // A call that failed has claimed the record, or has found it claimed, on the calling thread.
+  // If this thread has seen a call fail, the call has claimed the record or has found it claimed.
   if (load_relaxed_sys(&view_.control(view_.rank)->claimed) == 0) return false;
   await_own_word();
   return true;

@@ -90,7 +90,7 @@ int open_backing(const std::string& directory) {
                               (directory.empty() ? "memory" : directory) + ": " +
                               std::strerror(code));
   }
-  // Peers require the same of the file: a file that can shrink would raise SIGBUS in them.
+  // Peers require a file with sealed size: a file that can shrink would raise SIGBUS in them.
   if (fcntl(fd, F_GET_SEALS) < 0) {
     close(fd);
     throw HeapError(ENOTSUP, directory + " is not on a tmpfs or hugetlbfs");

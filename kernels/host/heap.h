@@ -91,7 +91,7 @@ class Heap {
   Heap(uint64_t capacity_bytes, const std::string& directory,
        std::vector<std::string> memory_groups = {}, std::vector<int> nodes = {});
 
-  // Returns an offset of at least `bytes`; throws HeapError. Large tensors get huge pages.
+  // Allocates `bytes` and returns their offset; throws HeapError. Large tensors get huge pages.
   enum class Purpose { kTensor, kRegion };
   uint64_t allocate(uint64_t bytes, Purpose purpose);
   void free(uint64_t offset);

@@ -75,8 +75,8 @@ inline void copy_streaming(void* dst, const void* src, uint64_t bytes) {
 }
 
 // The source of a loop: an array of T, widened element by element in registers. The result may
-// overlap a source exactly (in place): element i of the result depends on element i alone. The
-// vectoriser needs to know no more, so the pointer is marked as unaliased.
+// overlap a source exactly (in place): element i of the result depends on element i alone. So the
+// pointer may be marked as unaliased for the vectoriser.
 template <class T>
 struct Elements {
   const T* RC_RESTRICT ptr;

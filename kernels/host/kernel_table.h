@@ -22,7 +22,7 @@ struct ReduceJob {
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
-// Indices in a table of the types that accumulate in another one; -1 of every other type.
+// The number of types that accumulate in another type, and their indices in tables; others have -1.
 constexpr int kHalves = 2;
 constexpr int half_index(DType type) {
   switch (type) {

@@ -35,7 +35,7 @@ void Messenger::kick() {
   Waiter::wake(&kick_);
 }
 
-// The lock is held. See unwatched_ns() (signal.h).
+// Notes that a thread looks at the clock; the lock is held. See unwatched_ns() (signal.h).
 void Messenger::note_look() {
   const uint64_t now_ns = Waiter::now_ns();
   if (driving_ || waiters_ > 0 || looking_ > 0) unwatched_ns_ += unwatched_ns(looked_ns_, now_ns);
@@ -111,7 +111,7 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
   --looking_here;
   changed_.notify_all();
   if (status == Status::kOk || stopping_) return;
-  progress();  // items that the peer published before it ended count
+  progress();  // items that the peer published before it ended are valid
   if (r->done()) return;
   SoloTeam team{{&comm_.waiter()}};
   if (Fault* record = claim_fault(comm_.view())) {

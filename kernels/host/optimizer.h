@@ -11,7 +11,7 @@ void prepare_adamw(const AdamWTable& table);
 // Updates a shard. grad: the gradient of this rank's chunk, from element 0 on.
 void adamw_shard(const AdamWShard& shard, const GradCall& grad);
 
-// words: overwritten with the norm of the first `elems` elements.
+// Overwrites `words` with the norm of the first `elems` elements.
 void grad_norm(const GradCall& grad, uint64_t elems, NormKind kind, NormWords* words);
 
 }  // namespace ringcomm::host

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kLook{10};  // the longest delay until Ctrl-C is noticed
 constexpr ScratchPool::Limit kNoLimit{1e6};
-// System calls that move less than a page, after which a transfer counts as stalled.
+// After this many system calls that move less than a page, a transfer counts as stalled.
 constexpr int kMaxStalls = 8;
 
 bool overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {

@@ -45,7 +45,7 @@ RC_TEAM_FN Span piece_of(const E& e, const Groups& g, const Chunks& in, int owne
   return {bytes == 0 ? chunk.ptr : chunk.ptr + begin, bytes};
 }
 
-// The number of pieces of the longest chunk; every rank counts the same rounds.
+// Returns the number of pieces of the longest chunk, so that all ranks count the same rounds.
 template <class E>
 RC_TEAM_FN uint32_t rounds_of(const E& e, const Groups& g, const Chunks& in) {
   uint64_t most = 1;

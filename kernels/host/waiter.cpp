@@ -93,7 +93,7 @@ void cpu_relax() {
 #endif
 }
 
-// The number of polls of a word that take this time. A pause instruction takes 4 ns on one
+// Returns how many polls of a word take `ns` nanoseconds. A pause instruction takes 4 ns on one
 // processor and 60 ns on another.
 uint32_t polls_of(double ns) {
   static const double poll_ns = [] {
@@ -249,7 +249,7 @@ void Process::drop_descriptor() {
 }
 
 bool Process::has_ended() const {
-  // Pairs with the release in Comm::set_left(): items that the thread published before count.
+  // Pairs with the release in Comm::set_left(): items that the thread published before are valid.
   if (left_ != nullptr) return load_acquire_sys(left_) != 0;
   if (pid_ == 0) return false;
   if (pidfd_ >= 0) {

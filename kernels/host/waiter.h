@@ -107,8 +107,8 @@ class Waiter {
   std::vector<Process> forget_all();
 
   bool pause(const Pause& pause) const;
-  // For a thread that is about to sleep until a peer wakes it; `peer_core`: a word of the peer's
-  // control page, or null. Does nothing if ranks outnumber cores.
+  // Keeps a thread that is about to sleep off the core of the peer that will wake it. `peer_core`:
+  // a word of the peer's control page, or null. Does nothing if ranks outnumber cores.
   SleepsApart sleep_apart(const uint32_t* peer_core) const;
   // Lets another rank run. False, without a yield, if each rank has a core or other programs want
   // this core. Measures how long the yield takes; a call of more bytes may take longer.

@@ -341,7 +341,7 @@ def await_slowly(ws, word, stream, peer, on_consumed, item, want, G: tl.constexp
                 theirs = other_call_seen(ws, peer, G)
                 if theirs != 0:
                     status = tl.full((), MISMATCH, tl.int32)
-            # The peer may have published and then ended; the published item counts.
+            # The peer may have published and then ended; the published item is valid.
             if (status != 0) & (status != ABORTED):
                 if reached(load_acquire_sys(word), want):
                     status = tl.full((), 0, tl.int32)

@@ -5,8 +5,8 @@
 // which is a square), and a mantissa of 3 bits. All bit patterns are numbers: exponent field 0
 // marks a subnormal number, and the largest field means the block's exponent. Every such number is
 // an FP32 number, and a block with a smaller exponent has all the numbers of a block with a larger
-// one, up to its own largest. So the state is its values: dequantized to FP32 and quantized again,
-// it stays the same.
+// exponent, up to its own largest. So moments that are dequantized to FP32 and quantized again stay
+// the same.
 //
 // A step dequantizes a block, updates it in FP32, and rounds it stochastically. Rounding to nearest
 // would drop changes below half a spacing, and the second moment changes by a thousandth. The 20

@@ -91,8 +91,8 @@ struct Layout {
   RC_FN constexpr uint64_t channel_offset(int channel) const {
     return kPageBytes + (3 * links() + channel) * kLineBytes;
   }
-  // The header of an item that `peer` publishes to me: one header for each slot of each link. Near
-  // the signals, so that both are in one page in a small world.
+  // The header of an item that `peer` publishes to me: one for each slot of (stream, channel,
+  // peer). Near the signals, so that both are in one page in a small world.
   RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t lines = (3 * links() + channels + 1) / 2 * 2;
     return kPageBytes + lines * kLineBytes + (link(s, channel, peer) * slots + slot) * kHeaderBytes;

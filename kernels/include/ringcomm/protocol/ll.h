@@ -166,7 +166,7 @@ RC_TEAM_FN LLLane lane_of(const Team& team, const char* in, uint32_t stride, int
           uint32_t(extent.end_bytes)};
 }
 
-// Loaded together with the words at the beginning of a call, so this costs no trip of its own.
+// Loads payload together with the words at the beginning of a call: this takes no extra trip.
 RC_TEAM_FN FirstWords load_first(const LLLane& lane, int world) {
   FirstWords words;
   const char* const from = lane.in + lane.at;

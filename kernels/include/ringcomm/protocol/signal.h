@@ -130,7 +130,7 @@ RC_TEAM_FN bool abort_seen(const View& v) {
   return false;
 }
 
-// The peer closed the communicator: it will publish and acknowledge nothing more.
+// True if the peer has closed the communicator: it will publish and acknowledge nothing more.
 // model: has_detached (tests/proof/model/signal.pml)
 RC_TEAM_FN bool has_detached(const View& v, int peer) {
   // Pairs with the release with which the peer detaches (kernels/host/comm.cpp).
@@ -148,8 +148,8 @@ RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_
   return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;
 }
 
-// The header of a peer's item `next`, if it has arrived and belongs to another call than mine, with
-// my sequence number or an earlier one. Null: no such header.
+// Returns the header of a peer's item `next` if it has arrived and belongs to another call than
+// mine, with my sequence number or an earlier one; else null.
 RC_COLD const CallHeader* other_call_in(const View& v, Stream s, int channel, int peer,
                                         uint32_t next) {
   const CallId& mine = v.mine->id;
@@ -265,7 +265,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
       if (theirs != nullptr) status = Status::kMismatch;
     }
     if (status == Status::kOk) continue;
-    // The peer may have published and then continued or ended; items that it published count.
+    // The peer may have published and then continued or ended; its published items are valid.
     if (status != Status::kAborted && reached(load_acquire_sys(word), want)) break;
     return give_up(team, v, site, status, want, pause.seen, now - started, theirs);
   }
@@ -295,7 +295,7 @@ RC_TEAM_FN Status await(Team& team, const View& v, const Site& site, uint32_t wa
 // model: wake (tests/proof/model/sleep.pml)
 template <class Team>
 RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
-  if constexpr (Team::kSleeps) {  // else nobody needs the fence
+  if constexpr (Team::kSleeps) {  // else no thread sleeps
     // Store the epoch, then look at the flag: see NOTE [signals].
     team.fence_as_writer();
     if (load_relaxed_sys(sleeping) != 0) team.wake(word);

@@ -23,8 +23,8 @@ struct PeerState {
   bool in_process;
 };
 
-// Loads the state of a link at the beginning of a call. No load depends on another load, so all
-// take one trip to memory.
+// Loads the state of a peer on one stream and channel when a call begins. No load depends on
+// another load, so all take one trip to memory.
 RC_TEAM_FN PeerState find_link(const char* region, const Layout& layout, Stream s, int channel,
                                int peer) {
   const auto* epochs =
