@@ -85,7 +85,7 @@ def reached(seen, want):
 
 @triton.jit
 def link_line(region, table, stream, channel, peer, G: tl.constexpr):
-    """Returns the line of (stream, channel, peer): signals (``table`` 0) or epochs (``table`` 2)."""
+    """Returns a link's line: its signals (``table`` 0) or its epochs (``table`` 2)."""
     links: tl.constexpr = STREAM_COUNT * G.channels * G.world
     link = (stream * G.channels + channel) * G.world + peer
     return region + CONTROL_PAGE + (table * links + link) * LINE
