@@ -45,9 +45,9 @@ Tensor = torch.Tensor
 def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     """Returns a parameter's gradient, reduced over the ranks; collective, also with ``local``.
 
-    It is the gradient that the next step uses, before clipping by the norm of all parameters and
-    after any other clipping; the gradient of a scaled loss is still scaled. Gradients that were not
-    reduced yet are reduced now; at stages 0 and 1 these are all gradients.
+    The result is the gradient that the next step uses, before clipping by the norm of all
+    parameters and after any other clipping. The gradient of a scaled loss is still scaled. The call
+    reduces all gradients that were not reduced yet; at stages 0 and 1 these are all gradients.
 
     Args:
         param: a trainable parameter of a sharded module.
@@ -84,8 +84,8 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
 def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's reduced gradient for the next step; collective, also with ``local``.
 
-    It cancels an earlier clipping by norm. If a backward or a GradScaler changes the gradient
-    afterwards, it is reduced again at stages 0 and 1; at stages 2 and 3 backwards add to ``value``.
+    The call cancels an earlier clipping by norm. If a backward or a GradScaler changes the gradient
+    later, stages 0 and 1 reduce the gradient again; at stages 2 and 3 backwards add to ``value``.
 
     Args:
         param: a trainable parameter of a sharded module.
@@ -222,8 +222,8 @@ def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
 
     The hook is called with a parameter's name, a view of this rank's local shard of the flattened
     gradient, and the index of the shard's first element. The step uses the values that the hook
-    writes there. If any rank has a gradient, the hooks of one rank (with ``state="node"``, of one
-    rank per node) see each of its elements.
+    writes there. If any rank has a gradient of a parameter, each element of the gradient goes to
+    the hooks of one rank; with ``state="node"``, of one rank per node.
 
     The calls come in the layout's order, in the thread that steps, once all gradients are reduced:
     in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then use the
@@ -261,9 +261,9 @@ def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
 def _on_all(
     param: Any, operation: str, *, reads: bool = False, local: bool = False
 ) -> Iterator[None]:
-    """Raises on all ranks that the operation needs if the body raises on one of them; collective.
+    """Raises on all ranks that take part in an operation if one raises in the body; collective.
 
-    If ``param`` belongs to no sharded module, these ranks are unknown, and only this rank raises.
+    If ``param`` is in no sharded module, these ranks are unknown, and only this rank raises.
 
     Args:
         param: the argument that was passed as a parameter.
@@ -283,7 +283,7 @@ def _on_all(
 
 @dataclass(frozen=True)
 class _Access:
-    """The place of a parameter's state.
+    """Locates a parameter's gradient, master and optimizer state, for one call of this file.
 
     Attributes:
         operation: name of the function that was called.
@@ -348,7 +348,7 @@ class _Access:
         return self.sharded.rule.kept_whole(self.index)
 
     def gathers(self, local: bool) -> bool:
-        """True if a read gathers from several ranks, which must all read the same."""
+        """True if a read gathers from several ranks, which must all name one tensor."""
         return not local and self.sharded.shard_of[1] > 1
 
     def all_or_none(self) -> Any:
@@ -356,7 +356,7 @@ class _Access:
         return all_or_none(self.comm, self.operation, self.sharded.mesh)
 
     def agree(self, told: dict[str, Any]) -> None:
-        """Checks that all ranks do the same to the same parameter; collective."""
+        """Checks that all ranks made the same call for the same parameter; collective."""
         if self.comm is not None:
             said = {"parameter": self.name, **told}
             check_agreement(self.comm, self.operation, {"options": said})
@@ -403,7 +403,7 @@ class _Access:
         return whole
 
     def _shards_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
-        """Returns the sharers' shards of ``flat``, by rank; ``first`` is its first element."""
+        """Returns the sharers' shards of ``flat``; ``first`` is the bucket index of ``flat[0]``."""
         sharers = self.sharded.setting.sharers
         assert sharers is not None and self.bucket is not None
         everything = Chunk(first, first + flat.numel())
@@ -415,7 +415,7 @@ class _Access:
         return shards
 
     def shown(self, flat: Tensor, local: bool) -> Tensor:
-        """Returns a flattened tensor as it is, or with the parameter's shape and distribution."""
+        """Returns ``flat`` if ``local``, else with the parameter's shape and distribution."""
         if local:
             return flat
         with without_torch_function():
@@ -513,7 +513,7 @@ class _Access:
 
 
 def write_master(bucket: Bucket, own: Chunk, shard: Tensor) -> None:
-    """Writes masters of this rank's chunk, and the parameters that belong to them."""
+    """Writes a shard of masters in this rank's chunk, and the parameters rounded from it."""
     if bucket.state.remainder is None:
         first = bucket.chunk.begin
         with bucket.params_here(write=True):

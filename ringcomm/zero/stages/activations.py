@@ -1,11 +1,11 @@
 """Activations on a disk: tensors that autograd saves in forward, until backward needs them.
 
 NOTE [What stays where it is]
-Parameters, buffers and their views are not written: they are in memory anyway, or are unsharded by
-stage 3, which restores the values of their memory. Small tensors are not written either, since a
-transfer would cost more than their memory is worth. Tensors that are saved while a backward runs,
-by a checkpoint that computes its layer again, are needed at once and also stay in memory, as do
-tensors that are not dense.
+Parameters, buffers and their views are not written: they are in memory anyway, or stage 3 unshards
+them again, in the same memory. Small tensors are not written either, since their transfer would
+cost more than their memory is worth. Tensors that are saved while a backward runs, by a checkpoint
+that computes its layer again, are needed at once and also stay in memory, as do tensors that are
+not dense.
 
 NOTE [Changes in place]
 With hooks, torch does not check whether a saved tensor has changed. So an alias of each saved
@@ -82,7 +82,7 @@ Storage = torch.UntypedStorage
 PIECE_BYTES = 2 << 20
 
 # The number of receipts that are searched for contents to read ahead, and the number of turns for
-# which such a content stays although backward has moved elsewhere.
+# which a content that backward has skipped stays. A turn begins when backward takes a receipt.
 LOOK_AHEAD = 64
 PATIENCE = 32
 
@@ -106,11 +106,11 @@ class Content:
         begin: offset of the first byte in the storage.
         size_bytes: number of bytes.
         version: version of the tensor that was saved first.
-        held: the storage with the bytes, while only this object keeps it in memory; or None.
+        held: the storage with the bytes, while this object keeps it in memory; or None.
         extents: the extents of its pieces on the disk; empty if it was not written.
-        coming: the reads under way.
-        ahead: number of receipts read ahead that refer to it.
-        ahead_bytes: bytes of the buffers that it takes while it is read ahead.
+        coming: the reads of this content that are under way.
+        ahead: number of receipts read ahead that refer to this content.
+        ahead_bytes: bytes of the buffers that this content takes while it is read ahead.
     """
 
     def __init__(self, number: int, storage: Storage, begin: int, end: int, version: int) -> None:
@@ -124,7 +124,7 @@ class Content:
         self.lies_in(storage, begin)
 
     def lies_in(self, storage: Storage, at: int) -> None:
-        """Notes the storage and offset of the bytes; valid while some object keeps the storage."""
+        """Notes the bytes' storage and offset; valid as long as an object keeps the storage."""
         self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
 
     def find_storage(self) -> Storage | None:
@@ -152,9 +152,9 @@ class Receipt:
 
     Attributes:
         number: number in the order of saving.
-        content: the bytes; None if the disk had failed before.
+        content: the content with the tensor's bytes; None if the disk had failed before.
         offset_bytes: offset of the tensor's first element in the content.
-        shape, stride, dtype: the tensor's.
+        shape, stride, dtype: shape, stride and dtype of the tensor.
         watch: an object of the caller that checks whether the tensor has changed.
         taken_in: number of the backward that last took the receipt.
     """
@@ -177,7 +177,7 @@ class _Ahead:
         receipt: the receipt whose turn is expected.
         content: its content.
         storage: the storage that has the content.
-        turn: the last turn in which it was among the contents expected next.
+        turn: the last turn in which this content was among the contents expected next.
     """
 
     receipt: weakref.ref[Receipt]
@@ -209,7 +209,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Gone(NamedTuple):
-    """The data of a freed content, of which no graph has a receipt any more."""
+    """Identifies a freed content, of which no graph has a receipt any more."""
 
     key: Key
     number: int
@@ -217,7 +217,7 @@ class _Gone(NamedTuple):
 
 
 class ActivationStore:
-    """The contents of one rank. Calls must come from one thread at a time.
+    """Stores the contents of one rank, in memory and on a disk. Not thread-safe.
 
     Args:
         disk: the folder, and how much memory the store may use.
@@ -238,8 +238,8 @@ class ActivationStore:
         self._turn = 0
         self._numbers = itertools.count()
         self._receipts: list[tuple[int, weakref.ref[Receipt]]] = []
-        # Contents whose storages may still exist. A content's weak reference keeps its storage's
-        # address from being used again; when the reference is dropped, the key is dropped.
+        # Contents whose storages may still exist. A content's weak reference to its storage keeps
+        # the storage's address from being used again; the key is removed with this reference.
         self._known: dict[Key, weakref.ref[Content]] = {}
         self._resident: dict[int, tuple[weakref.ref[Content], int]] = {}
         self._resident_bytes = 0
@@ -300,12 +300,12 @@ class ActivationStore:
         if content.size_bytes == storage.nbytes():
             self._keep(content, storage)
         else:
-            # Holding it in memory would also hold the rest of the storage.
+            # To hold this content in memory would keep the whole storage in memory.
             self._write(content, storage)
         return content
 
     def _keep(self, content: Content, storage: Storage) -> None:
-        """Holds the newest content in memory, and writes the oldest ones if they do not fit."""
+        """Holds a new content in memory, and writes the oldest contents if not all fit."""
         content.held = storage
         self._resident[content.number] = (weakref.ref(content), content.size_bytes)
         self._resident_bytes += content.size_bytes
@@ -322,7 +322,7 @@ class ActivationStore:
         self._resident_bytes -= size_bytes
 
     def _write(self, content: Content, storage: Storage) -> None:
-        """Submits the writes of a content; the storage's bytes were copied when this returns."""
+        """Submits the writes of a content, after the storage's bytes were copied into slots."""
         whole = _bytes_of(storage, content.begin, content.size_bytes)
         for at in range(0, content.size_bytes, self._piece_bytes):
             piece = whole[at : at + self._piece_bytes]
@@ -354,14 +354,14 @@ class ActivationStore:
                 transfer.wait()  # a slot whose write hangs must not be used again
                 self._idle.append(slot)
             else:
-                # Contents read ahead fill the buffers: a forward runs between parts of a backward.
+                # Contents read ahead fill the buffers: this forward runs amid a backward.
                 number, last = self._ahead.popitem()
                 self._ahead[number] = last
                 last.content.wait()
                 self._let_go(number)
 
     def _reap(self) -> None:
-        """Makes the slots of finished writes free again."""
+        """Frees the slots of finished writes."""
         while self._writing and self._writing[0][1].done():
             slot, transfer = self._writing.popleft()
             self._idle.append(slot)
@@ -388,7 +388,7 @@ class ActivationStore:
     # ---- backward -------------------------------------------------------------------------------
 
     def bring(self, receipt: Receipt, backward: int) -> tuple[Storage, int]:
-        """Returns a storage that has a receipt's content, and the content's offset in bytes.
+        """Returns a storage that has a receipt's content, and the content's byte offset there.
 
         Args:
             receipt: the receipt that a node of the graph takes.
@@ -408,7 +408,7 @@ class ActivationStore:
         return storage, content.at
 
     def _memory_of(self, content: Content) -> Storage:
-        """Returns the storage of a content; submits reads if there is none, without waiting."""
+        """Returns the storage of a content; if there is none, submits reads into a new storage."""
         storage = content.find_storage()
         if storage is not None:
             return storage
@@ -460,7 +460,7 @@ class ActivationStore:
         return True
 
     def _let_go(self, number: int) -> None:
-        """Ends the hold on the content that was read ahead for a receipt, if there is one."""
+        """Releases the content that was read ahead for receipt ``number``, if there is one."""
         item = self._ahead.pop(number, None)
         if item is not None:
             content = item.content
@@ -508,14 +508,14 @@ def activations_on(
     module: nn.Module | Iterable[nn.Module] | None = None,
     least_bytes: int = LEAST_BYTES,
 ) -> Activations:
-    """Keeps tensors that forwards save on a disk, within ``with``; see ``docs/disk.md``.
+    """Returns a context that keeps tensors saved for backward on a disk; see ``docs/disk.md``.
 
     Args:
         disk: the folder, the memory for transfers, and how many bytes of the tensors saved last
             stay in memory.
-        module: the modules that run; sharded or not. Their buffers, and all tensors that share
-            memory with their parameters and buffers, are not written. Without ``module`` this is
-            ensured only for parameters and their views.
+        module: the modules that run, sharded or not. Their buffers, and all tensors that share
+            memory with their parameters and buffers, stay in memory. Without ``module`` only
+            parameters and their views surely stay in memory.
         least_bytes: smaller tensors stay in memory.
 
     Returns:
@@ -620,7 +620,7 @@ class Activations(AbstractContextManager[None]):
         return _DTensorOnDisk(tensor, self._save(local, _watch_dtensor(tensor)))
 
     def _goes(self, tensor: Tensor, local: Tensor) -> bool:
-        """True if a tensor goes to the disk; see NOTE [What stays where it is]."""
+        """True if a tensor is to be written to the disk; see NOTE [What stays where it is]."""
         if torch._C._current_graph_task_id() != -1 or not _is_dense(local):
             return False
         if self._residents.have(tensor, local):
@@ -675,7 +675,7 @@ class Activations(AbstractContextManager[None]):
             engine.placement.lost = self._fault
         if backward != self._raises_in:
             self._raises_in = backward
-            # After all callbacks that are queued when the last node has run, such as reductions.
+            # Queued by a callback, to run after all callbacks of nodes, such as reductions.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(partial(queue, partial(_raise, self._fault)))
 
@@ -705,14 +705,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _view(receipt: Receipt, storage: torch.UntypedStorage, at: int) -> Tensor:
-    """Returns a tensor like the saved one, in a storage with its content from byte ``at`` on."""
+    """Returns a receipt's tensor, in a storage that has the content from byte ``at`` on."""
     offset = (at + receipt.offset_bytes) // receipt.dtype.itemsize
     empty = torch.empty(0, dtype=receipt.dtype, device="cpu")
     return empty.set_(storage, offset, receipt.shape, receipt.stride)
 
 
 def _nothing_for(receipt: Receipt) -> Tensor:
-    """Returns a tensor like the saved one, filled with NaN, or with zeros for integers."""
+    """Returns a tensor with the shape of a receipt's tensor, all NaN, or zeros for integers."""
     dtype = receipt.dtype
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     flat = torch.full((reach_of(receipt.shape, receipt.stride),), value, dtype=dtype, device="cpu")
@@ -720,11 +720,11 @@ def _nothing_for(receipt: Receipt) -> Tensor:
 
 
 class _Residents:
-    """The memory that is not written: that of parameters and buffers."""
+    """Finds tensors in the memory of parameters and buffers, which are not written to the disk."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        # By address, which is not used again while the weak reference exists.
+        # By address; an address is not used again as long as the weak reference exists.
         self._storages: dict[int, StorageWeakRef] = {}
         self._engines: weakref.WeakSet[ShardEngine] = weakref.WeakSet()
         #: True if parameters may have moved since :meth:`have` last noted their storages.
@@ -747,7 +747,7 @@ class _Residents:
         return next((engine.comm.rank for engine in self.engines), None)
 
     def have(self, tensor: Tensor, local: Tensor) -> bool:
-        """True if a tensor, whose local tensor is ``local``, shares memory with these."""
+        """True if a tensor with local tensor ``local`` is in parameters' or buffers' memory."""
         for each in (tensor, tensor._base):
             if each is not None and (
                 isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad)
@@ -774,7 +774,7 @@ class _Residents:
         if not self.outdated:
             return
         self.outdated = False
-        # Built apart, since the forward of another thread may read the table now.
+        # A new dict, since the forward of another thread may read the old dict now.
         storages: dict[int, StorageWeakRef] = {}
         with without_torch_function():
             for module in self._modules:
@@ -848,7 +848,7 @@ class _DTensorOnDisk:
 
 
 class _InMemory:
-    """A tensor that stays in memory: an alias, since a node must not refer to its own output."""
+    """An alias of a saved tensor that stays in memory; a node must not refer to its own output."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._watch = _VersionWatch(tensor, tensor.detach())

@@ -182,7 +182,7 @@ def sync_buffers(module: nn.Module, how: str = "mean") -> None:
 
 
 def _mean(comm: Communicator, own: Tensor) -> Tensor:
-    """Returns the mean over the ranks; equal elements are kept, as their sum could round."""
+    """Returns the mean over the ranks; elements equal on all ranks are kept, without rounding."""
     wide = own.to(torch.promote_types(own.dtype, torch.float32))
     least, most, mean = wide.clone(), wide.clone(), wide.clone()
     for tensor, op in ((least, ReduceOp.MIN), (most, ReduceOp.MAX), (mean, ReduceOp.AVG)):
@@ -199,10 +199,10 @@ def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 # ---- Ranks with different numbers of batches -----------------------------------------------------
 # NOTE [No shadow] In ``torch.distributed.algorithms.Join`` a rank without batches repeats the
-# collectives of the others. This is not enough with sharded state: such a rank still updates its
-# shards, so it has to clip, scale, and follow learning rates as the others do between their
-# collectives. So the training loop itself continues on all ranks, and the results of a rank without
-# batches have the weight 0. This works at every stage and with every model.
+# collectives of the others. This is not enough with sharded state: a rank without batches still
+# updates its shards, so between the collectives it must also clip, scale, and change learning rates
+# as other ranks do. So the training loop itself continues on all ranks, and the results of a rank
+# without batches have the weight 0. This works at every stage and with every model.
 
 Batch = TypeVar("Batch")
 
@@ -223,8 +223,8 @@ def uneven(
         batches: this rank's batches; at least one, unless no rank has any.
         comm: the ranks that share the work, as for :func:`shard`.
         divide_by_initial_world_size: as for ``DistributedDataParallel.join()``. True: the gradient
-            is the sum divided by the number of all ranks; a weight is 1 or 0. False: it is the mean
-            over the ranks that still have batches, whose weight grows as their number falls.
+            is the sum divided by the number of all ranks; a weight is 1 or 0. False: the gradient
+            is the mean over the ranks that still have batches; fewer ranks have larger weights.
 
     Raises:
         ArgumentError: on all ranks: one rank has no batch at all, and others have.
@@ -255,7 +255,7 @@ def uneven(
 
 
 def _agree(comm: Communicator, here: bool, has_any: bool, error: BaseException | None) -> int:
-    """Returns the number of ranks that have a batch; collective."""
+    """Returns the number of ranks that still have a batch; collective."""
     told = torch.tensor([here, not has_any, error is not None], dtype=torch.int64, device="cpu")
     told = told.to(comm.device)
     comm.all_reduce(told, ReduceOp.SUM)

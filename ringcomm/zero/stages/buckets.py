@@ -1,4 +1,4 @@
-"""The buckets of a sharded module, and the memory that this rank keeps of each."""
+"""The buckets of a sharded module, and the memory that this rank has for each bucket."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _version_of: Callable[[Tensor], int] = torch._C.TensorBase._version.__get__  # t
 _address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
-#: The most bytes that a device moves on the caller's stream: of a unit's parameters, or of a
-#: bucket's gradients. A choice: over NVLink this takes some microseconds; a side stream would cost
-#: four driver calls and two waits of the device, which take as long.
+#: A device moves a unit's parameters, or a bucket's gradients, on the caller's stream if they have
+#: at most this number of bytes. A choice: over NVLink the move takes some microseconds, as long as
+#: the four driver calls and two waits of the device that a side stream would cost.
 SMALL_BYTES = 1 << 20
 #: The most bytes of units that a device unshards ahead, beyond ``ZeroOptions.prefetch``. A choice:
-#: little beside the memory of a GPU, and over NVLink this takes some 50 microseconds.
+#: 16 MiB is a small part of a GPU's memory, and takes some 50 microseconds over NVLink.
 AHEAD_BYTES = 1 << 24
 
 
@@ -89,11 +89,11 @@ class ParamBucket(ABC):
             ``chunk``, and is equal to ``chunk`` unless other ranks have copies of the state.
         params: the parameters and their positions, in the order of the bucket.
         tensors: the parameters themselves.
-        has_dtensors: True if a parameter is a DTensor; if not, no code has to test each parameter.
+        has_dtensors: True if a parameter is a DTensor; if False, no code tests each parameter.
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None if they
             were not rounded, or if an optimizer has taken this tensor over. With
-            :attr:`compression` it holds the masters, also for an optimizer; see
+            :attr:`compression` the tensor holds the masters, also for an optimizer; see
             NOTE [Quantized parameters] in ``optim/buckets.py``.
         compression: format in which the parameters cross between nodes; None if they cross
             unquantized.
@@ -132,8 +132,8 @@ class ParamBucket(ABC):
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
         """Keeps this rank's part of the parameters in memory inside the context.
 
-        Code outside of the module's calls may read or write the part only there. Parts that are
-        always in memory need nothing.
+        Code outside of the module's calls may read or write the part only inside. For parts that
+        are always in memory the context does nothing.
 
         Args:
             write: True if changes made inside are to be kept.
@@ -148,7 +148,7 @@ class ParamBucket(ABC):
         """Maps the peers' chunks, if this kind of bucket reads them; collective."""
 
     def give_back(self) -> None:
-        """Releases all memory, even if for example a traceback still refers to the bucket."""
+        """Releases all memory, even if other objects, such as a traceback, refer to the bucket."""
         vars(self).clear()
 
     @abstractmethod
@@ -157,7 +157,7 @@ class ParamBucket(ABC):
 
         Args:
             values: one per parameter, of any floating-point dtype.
-            keeps_wide: keep the unrounded values in ``wide`` where the bucket's dtype rounds them.
+            keeps_wide: keep the unrounded values in ``wide`` if the bucket's dtype rounds them.
         """
 
     def _fill(self, values: Sequence[Values], flat: Tensor, held: Chunk, keeps_wide: bool) -> None:
@@ -181,7 +181,7 @@ class ParamBucket(ABC):
 
     @abstractmethod
     def settle(self, async_op: bool = False) -> Work | None:
-        """Sends this rank's part of the parameters to all copies of it; collective.
+        """Sends this rank's part of the parameters to all ranks with copies of it; collective.
 
         With :attr:`compression`, all copies, also this rank's, get the masters quantized and
         dequantized.
@@ -250,8 +250,8 @@ class ShardedBucket(ParamBucket):
     """A bucket that is sharded over the ranks, and unsharded and resharded as a whole.
 
     Over several nodes each node has a copy of all parameters, and a rank keeps a chunk of the copy.
-    If the state is sharded over all ranks, it is the chunk of the rank's rail, which contains the
-    part that the rank updates; see NOTE [A copy on each node].
+    If the state is sharded over all ranks, ranks of one rail keep the same chunk, and each of them
+    updates a part of this chunk; see NOTE [A copy on each node].
 
     Attributes:
         kept_chunk: the part of the bucket that this rank keeps.
@@ -263,8 +263,8 @@ class ShardedBucket(ParamBucket):
     NOTE [Unsharding is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
     rank may unshard in any order and at any time, or not at all: calls cannot be mismatched, and no
-    rank waits. Chunks change only in an optimizer's step, between two barriers: at the first all
-    ranks have finished reading, at the second all have finished writing.
+    rank waits. Chunks change only in an optimizer's step, between two barriers: at the first
+    barrier all ranks have finished reading, at the second all ranks have finished writing.
 
     NOTE [A copy on each node]
     Memory can be mapped only within a node. So with N nodes of L ranks, a rank keeps 1/L of the
@@ -279,12 +279,12 @@ class ShardedBucket(ParamBucket):
 
     NOTE [Memory that others hold]
     Memory that a NumPy array shares cannot be freed, and views that the user took in
-    ``unsharded()`` would refer to freed memory. Such memory is left to its holders, with its
-    values, and the bucket takes other memory the next time.
+    ``unsharded()`` would refer to freed memory. Resharding leaves such memory and its values to the
+    array or view, and the next unsharding allocates other memory.
     """
 
-    #: Called when a resharded parameter is used; returns True if it has unsharded the bucket. The
-    #: default, also after give_back(), refuses.
+    #: Called when a resharded parameter is used; returns True if the call has unsharded the bucket.
+    #: The default, also after give_back(), refuses to unshard.
     asked: Callable[[ShardedBucket], bool] = staticmethod(_refuse)
 
     def __init__(
@@ -315,13 +315,13 @@ class ShardedBucket(ParamBucket):
         self._placeholder_storages = [each.untyped_storage()._cdata for each in self._placeholders]
         # Weak, since parameters hold this callback and may outlive the bucket.
         self._ask = partial(_ask, weakref.ref(self))
-        # Addresses and versions of the parameters as this bucket last set them. torch has no
-        # address for resharded parameters; addresses of their storages take its place.
+        # Addresses and versions of the parameters as this bucket last set them. For resharded
+        # parameters, which have no data_ptr(), the addresses of their storages.
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_unsharded = False
-        # True while code outside of the module sees the values and may write through ``.data``.
+        # True while the user sees the values, and may write to them through ``.data``.
         self._in_the_open = False
 
     def _make_shard(self) -> Tensor:
@@ -393,7 +393,7 @@ class ShardedBucket(ParamBucket):
             # A parameter keeps its version when it gets other memory. A DTensor's local tensor gets
             # a version of its own here, which does not count the writes of unsharding to ``flat``.
             views = [entry.view(self.flat) for entry in self.params]
-            #: For each rank of this node, the part that comes from that rank.
+            #: For each rank of this node, the part of ``flat`` that is copied from the rank.
             self.chunks_of_flat = torch.split(self.flat, self._kept_elems)
             self._views = [
                 view.data if is_dtensor else view
@@ -407,8 +407,8 @@ class ShardedBucket(ParamBucket):
         self.flat.untyped_storage().resize_(0)
 
     def _leave_memory(self) -> None:
-        """Leaves the memory to other holders; see NOTE [Memory that others hold]."""
-        advance_versions(self._local_views, -1)  # their holders have the values of this version
+        """Leaves ``flat``'s memory to other holders; see NOTE [Memory that others hold]."""
+        advance_versions(self._local_views, -1)  # undo the advance: the views stay valid
         self._make_flat()
 
     def fill(self) -> None:
@@ -457,7 +457,7 @@ class ShardedBucket(ParamBucket):
 
     @property
     def is_used(self) -> bool:
-        """True if graphs may have saved parameters, or views of them, since they were unsharded."""
+        """True if graphs may have saved the parameters, or views, since the last unsharding."""
         with without_torch_function():
             return sum(map(_count_uses, self.tensors)) > self._uses_at_first
 
@@ -465,10 +465,10 @@ class ShardedBucket(ParamBucket):
         """Reshards the parameters.
 
         Args:
-            keeps_views: leave the memory to views that were taken since it was unsharded.
+            keeps_views: leave the memory to views that were taken since the bucket was unsharded.
 
         Raises:
-            ArgumentError: a parameter was written to since it was unsharded; the change is lost.
+            ArgumentError: the user has written to an unsharded parameter; the change is lost.
         """
         try:
             with without_torch_function():
@@ -539,7 +539,7 @@ class ShardedBucket(ParamBucket):
                 param._local_tensor if is_dtensor else param  # type: ignore[attr-defined]
                 for param, is_dtensor in zip(self.tensors, self._are_dtensors, strict=True)
             ]
-        # Compares all at once first: nearly always nothing has changed.
+        # First compares all addresses at once: nearly always none has changed.
         if is_sharded:
             found_at = list(map(_address_of, map(Tensor.untyped_storage, here)))
         else:
@@ -557,7 +557,7 @@ class ShardedBucket(ParamBucket):
                 raise self._changed(entry)
 
     def _is_equal_copy(self, entry: BucketParam) -> bool:
-        """True if a frozen parameter has other memory, with the values that are unsharded.
+        """True if a frozen parameter has other memory, with the bucket's unsharded values.
 
         Layers with quantized weights assign ``weight.data`` in forward.
         """
@@ -581,7 +581,7 @@ class ShardedBucket(ParamBucket):
         self._leave()
 
     def keep_own(self, begin: int = 0, end: int | None = None) -> None:
-        """Copies this rank's part of elements [begin, end) from ``flat``; of all by default."""
+        """Copies from ``flat`` this rank's part of elements [begin, end), by default of all."""
         first, last = self.kept_chunk
         low, high = max(begin, first), last if end is None else min(end, last)
         if low < high:
@@ -621,7 +621,7 @@ def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
 
 
 class WorldBucket(ShardedBucket):
-    """A sharded bucket with one chunk per rank of all nodes, and no whole copy on a node.
+    """A sharded bucket with one chunk per rank of all nodes, so that no node has all chunks.
 
     Other nodes' memory cannot be mapped, so unsharding is a collective of all ranks. A tag tells
     the unshardings of different buckets apart.
@@ -697,7 +697,7 @@ class WorldBucket(ShardedBucket):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the elements of a tensor as bytes."""
+    """Returns a flat view of a tensor's memory as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -728,7 +728,7 @@ def make_store(disk: Disk, comm: Communicator) -> DiskChunks:
 def reserve(
     store: DiskChunks, stored: Sequence[ParamBucket], frozen: Sequence[ParamBucket]
 ) -> None:
-    """Reserves space for the chunks of buckets; the last trained buckets stay in memory.
+    """Reserves disk space for the chunks of buckets; the last trained buckets stay in memory.
 
     Raises:
         DiskError: the disk is full.
@@ -831,7 +831,7 @@ class DiskBucket(WorldBucket):
                 if fault is not None:
                     raise fault
         if set(tags) != {self._tag}:
-            # A tag that differs does not tell this rank which parameter the other rank unshards.
+            # This rank does not know which parameters belong to another rank's tag.
             names = [self.params[0].name if tag == self._tag else "another one" for tag in tags]
             raise unequal(
                 where("zero", comm.rank, comm.world_size),

@@ -55,7 +55,7 @@ Tensor = torch.Tensor
 
 
 class _ParamSlot(NamedTuple):
-    """The slot of a parameter: ``module._parameters[key] is param``; ``name`` is its full name."""
+    """A slot: ``module._parameters[key] is param``; ``name`` is the parameter's full name."""
 
     name: str
     module: nn.Module
@@ -64,7 +64,7 @@ class _ParamSlot(NamedTuple):
 
 
 class Slots:
-    """The slots of a module's parameters that are in buckets.
+    """The slots of a module's parameters in buckets; a slot is a module and a key of its table.
 
     NOTE [Replaced parameters]
     A tensor that replaces a parameter after ``shard()`` would never be trained: hooks, buckets and
@@ -88,7 +88,7 @@ class Slots:
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """Yields the table entries of all modules; while they are unchanged, check() is short."""
+        """Yields the table entries of all modules; check() has little to do if none has changed."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -132,7 +132,7 @@ class Slots:
         for part in slot.name.split(".")[:-1]:
             owner = vars(owner)["_modules"].get(part)
             if owner is None:
-                return False  # deleted, so nothing uses it
+                return False  # the module was deleted, so nothing uses the slot
             if isinstance(owner, torch.jit.ScriptModule):
                 raise UnsupportedError(
                     f"{self._head}: parameter {unwrapped_name(self._root, slot.name)}: a "
@@ -198,8 +198,8 @@ class Unconverted:
     Attributes:
         module: the module.
         head: the start of a message: operation and rank.
-        alive: returns None once the module is no longer sharded, for example because the whole
-            module, of which it is a part, was freed.
+        alive: returns None once the module is no longer sharded, for example because the sharded
+            module that contains it was freed.
     """
 
     def __init__(self, module: nn.Module, head: str, alive: Callable[[], object | None]) -> None:
@@ -326,9 +326,9 @@ def allow_conversions(modules: list[nn.Module]) -> None:
     modules.clear()
 
 
-# Returns None when it is called, like a weak reference to a backward that has ended.
+# NoneType: a call returns None, like the call of a weak reference to a backward that has ended.
 _NOTHING = type(None)
-#: Called with the name of a parameter, a shard of its gradient, and the first element of the shard.
+#: A hook that gets a parameter's name, a shard of its gradient, and the shard's first index.
 GradientHook = Callable[[str, Tensor, int], object]
 # The engine of each parameter, trainable or frozen. Keys are weak and compared by id(). Values are
 # weak, since they refer to the keys. torch's class is not typed.
@@ -359,7 +359,7 @@ class EngineSetup:
         number: stages 2 and 3: the module's number; see ``ModuleOrder.join``.
         others: the mesh of other stages and shards of the model, or None.
         ignored: the ``id`` of each parameter in ``ZeroOptions.ignored``.
-        store: the disk that has this rank's chunks of the parameters; None for memory.
+        store: this rank's chunks of the parameters on a disk; None if they are in memory.
     """
 
     module: nn.Module
@@ -385,9 +385,9 @@ class ShardEngine:
     The hook of a gradient notes the parameter and counts. The engine looks at a bucket when the
     bucket's last gradient has arrived, when its waiting gradients reach ``BATCH_BYTES``, and at
     stage 3 when backward no longer needs its parameters. The first gradient of a backward decides
-    for the whole module whether this backward reduces it, and whether gradients may update
+    for the whole module whether this backward reduces the module, and whether gradients may update
     parameters. Two kinds of gradients must not wait: with sums in FP32, the accumulator would add a
-    waiting gradient to its sum; and after the turn of its bucket, a gradient is left over.
+    waiting gradient to its sum; and a gradient that comes after its bucket's turn is left over.
 
     Attributes:
         setup: the parts of the engine.
@@ -420,13 +420,13 @@ class ShardEngine:
         self._watched: list[nn.Module] = []
         self.closed = False
         self.exchanged = False
-        #: Shards by name while they are written to, where parameters are on a disk.
+        #: With parameters on a disk: copies of the shards by name, while they are written to.
         self.shard_copies: dict[str, Tensor] | None = None
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
-        # _running() is None unless the module takes part in a running backward; _counting() is None
-        # unless this backward has brought it a gradient. No cheaper test notices a raised backward.
+        # _running() is None unless a backward through the module runs; _counting() is None unless
+        # this backward has brought a gradient. No cheaper test notices that a backward raised.
         self._running: Callable[[], object | None] = _NOTHING
         self._counting: Callable[[], object | None] = _NOTHING
         # Whether the backward that _counting refers to reduces the module's gradients.
@@ -452,7 +452,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # At stage 3 a step unshards nothing, and one pass would not round a gradient to 16 bits.
+        # A step in one pass is for stage 2, which gathers, and cannot round gradients to 16 bits.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches
@@ -493,13 +493,13 @@ class ShardEngine:
                 yield name, param
 
     def names(self) -> dict[int, str]:
-        """Returns parameters' names by ``id``; a parameter that is gone has its last name."""
+        """Returns parameters' names by ``id``; a removed parameter keeps its last name."""
         buckets = (*self.setup.stored, *self.setup.stored_frozen)
         had = {id(entry.param): entry.name for bucket in buckets for entry in bucket.params}
         return {**had, **{id(param): name for name, param in self.named_parameters()}}
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Keeps the handle of a hook, to remove the hook when the engine is closed."""
+        """Registers the handle of a hook; :meth:`close` removes the hook."""
         self._handles.append(handle)
 
     def watch(self, module: nn.Module, params: dict[str, Any]) -> None:
@@ -515,10 +515,10 @@ class ShardEngine:
         return ModelRanks(self.comm, self.mesh)
 
     def _align_gradients(self) -> None:
-        """Aligns the gradients of DTensors as they arrive, so that all ranks do so in one order.
+        """Gives gradients of DTensors their parameters' placements as they arrive, in one order.
 
-        Later work on a gradient may depend on which buffers are free, and ranks that have no
-        elements of the parameter skip it. See also NOTE [Sums to come] in ``zero/stages/order.py``.
+        It may be collective. Later work on a gradient differs between ranks: it depends on free
+        buffers and on local elements. See also NOTE [Sums to come] in ``zero/stages/order.py``.
         """
         for param in self.trainable.params:
             if is_distributed(param):
@@ -560,7 +560,7 @@ class ShardEngine:
         self._counting = self._running
 
     def _look(self, bucket: GradientBucket) -> None:
-        """Called when a bucket's count has run out: takes the bucket's waiting gradients."""
+        """Called when a bucket's count has reached zero: takes the bucket's waiting gradients."""
         assert self.reduction is not None
         arrived, bucket.waiting = bucket.waiting, []
         if self._reduces and self.reduction.arrived(bucket, arrived):
@@ -624,14 +624,14 @@ class ShardEngine:
         if not set_to_none or of_module is not nn.Module.zero_grad:
             self._zero_grad_of_module(set_to_none)
             return
-        # As that method does, but the gradients of ``own`` are dropped already.
+        # As nn.Module.zero_grad() does, except for ``own``, whose gradients are dropped already.
         own = self._trained
         for param in self.setup.module.parameters():
             if id(param) not in own and param.grad is not None:
                 param.grad = None
 
     def forget_gradients(self, set_to_none: bool) -> None:
-        """Drops all gradients, reduced or not, at stages 2 and 3."""
+        """Drops all gradients of the reduction, reduced or not, at stages 2 and 3."""
         self.placement.lost = None
         if self.reduction is None:
             return
@@ -687,14 +687,14 @@ class ShardEngine:
         """Checks that the parameters are in their slots, with their own values.
 
         Raises:
-            ArgumentError: the module has another tensor in a parameter's slot; or it is in
-                ``exchanged()``, or no longer sharded.
+            ArgumentError: the module has another tensor in a parameter's slot, is no longer
+                sharded, or is in ``exchanged()``.
         """
         self.check_values(operation)
         self.check_slots(operation)
 
     def check_slots(self, operation: str) -> None:
-        """Does what :meth:`check` does, but allows other values, as inside ``exchanged()``."""
+        """Checks as :meth:`check` does, but allows other values, as inside ``exchanged()``."""
         if self.closed:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters belong "
@@ -732,13 +732,13 @@ class ShardEngine:
         with all_or_none(self.comm, operation, self.mesh):
             self.check(operation)
             for bucket in self.stored:
-                # A sharded bucket checks this when it is resharded; its memory may be in use now.
+                # A sharded bucket makes this check when it is resharded.
                 if isinstance(bucket, ReplicatedBucket):
                     bucket.check()
 
     @contextmanager
     def together(self, operation: str) -> Iterator[None]:
-        """Raises on all ranks, at the end, if the disk of one rank fails inside; collective."""
+        """Raises on all ranks at the end of the context if one rank's disk failed; collective."""
         store = self.setup.store
         if store is None:
             yield
@@ -757,20 +757,20 @@ class ShardEngine:
         self.reshard_for_change("optimizer.step")
 
     def reshard_for_change(self, operation: str) -> None:
-        """Does what :meth:`reshard_for_step` does, for another operation."""
+        """Reshards as :meth:`reshard_for_step` does, for any operation that changes values."""
         self.refuse_unsharded(operation)
         if self.unsharder is not None:
             self.unsharder.reshard_for_change()
 
     def change(self, operation: str) -> None:
-        """Calls :meth:`reshard_for_change`, and counts the change of all parameters."""
+        """Calls :meth:`reshard_for_change`, and advances the versions of all parameters."""
         self.reshard_for_change(operation)
         self.count_change()
 
     def count_change(self, params: Sequence[Tensor] | None = None) -> None:
         """Advances the versions of parameters whose values change.
 
-        The backward of a graph that was built before then raises, instead of using other values.
+        The backward of a graph that was built earlier then raises, instead of using new values.
 
         Args:
             params: the parameters that all ranks have changed, or are about to; None for all.
@@ -807,8 +807,7 @@ class ShardEngine:
             self.reduction.wait()
         if self.unsharder is not None:
             self.unsharder.close()
-        # After the unsharder, which puts back tables that were plain dicts while their parameters
-        # were unsharded.
+        # After close() of the unsharder, which puts back the watched tables of modules.
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()
@@ -829,7 +828,7 @@ class ShardEngine:
 
 def _brings_gradient(param: Tensor) -> bool:
     """True if the running backward will add to a parameter's gradient."""
-    # The autograd node is not kept: it remembers the stream on which it was made.
+    # The autograd node is looked up each time: a node keeps the stream on which it was made.
     try:
         with without_torch_function():
             node = get_gradient_edge(param).node

@@ -115,7 +115,7 @@ class GraphedStep:
                 taken the step.
             RingcommError: a fault in an earlier call or replay; see ``ringcomm.errors``.
         """
-        self._calls.check_usable(OPERATION)  # replays of an unusable communicator do nothing
+        self._calls.check_usable(OPERATION)  # a replay would silently do nothing
         leaves, structure = tree_flatten((args, kwargs))
         if self._inputs is not None:
             self._inputs.check(leaves, structure)
@@ -174,7 +174,7 @@ class GraphedStep:
     def _capture(self) -> None:
         """Captures the step on all ranks, or raises on all; collective."""
         captured = _Captured(self._optimizer)
-        captured.begin_replay(self._engine)  # takes over writes; the graph unshards by itself
+        captured.begin_replay(self._engine)  # takes over writes and reshards; the graph unshards
         with all_or_none(self._optimizer.communicator, OPERATION):
             try:
                 with self._runtime.capture_on(self._stream) as graph:
@@ -190,7 +190,7 @@ class GraphedStep:
         self._graph, self._outputs, self._captured = graph, outputs, captured
 
     def _replay(self) -> None:
-        """Replays the graph, and does the host's part of a step for later eager work."""
+        """Replays the graph, and updates host state as an eager step would."""
         assert self._captured is not None
         assert self._graph is not None
         self._captured.begin_replay(self._engine)
@@ -207,14 +207,14 @@ class GraphedStep:
     # ---- learning rates -------------------------------------------------------------------------
 
     def _rate_of(self, rate: float | Tensor) -> Tensor:
-        """Returns the device tensor from which a step reads a group's learning rate."""
+        """Returns a device tensor with a group's learning rate, which the graph reads."""
         if isinstance(rate, Tensor) and rate.device == self._torch_device:
             return rate
         return torch.tensor(float(rate), dtype=torch.float64, device=self._torch_device)
 
     @torch.no_grad()
     def _take_rates(self) -> None:
-        """Copies rates that were assigned to param groups into the rates' tensors."""
+        """Copies learning rates that were assigned to param groups into the graph's tensors."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
             given = group["lr"]
             if given is not rate:
@@ -313,7 +313,7 @@ class _Captured:
 
 
 def _capturable_engine(optimizer: ShardedOptimizer) -> DeviceCallEngine:
-    """Returns the engine of the calls of an optimizer's communicator.
+    """Returns the engine that runs the device calls of an optimizer's communicator.
 
     Raises:
         UnsupportedError: a graph cannot capture the optimizer's steps.

@@ -30,7 +30,7 @@ from ringcomm.zero.stages.unshard import Unsharder, stays_after_forward
 F = TypeVar("F", bound=Callable[..., Any])
 # torch's bindings are not typed.
 functorch: Any = torch._C._functorch
-# The running transforms, or None: hooks call this first, since it runs no Python code.
+# Returns the running transforms, or None. Hooks call this first: it runs no Python code.
 _transforms: Callable[[], Any] = functorch.get_interpreter_stack
 _DIFFERENTIATES = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
 
@@ -51,8 +51,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def in_transform() -> bool:
     """True if ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
 
-    These return gradients instead of accumulating them in parameters, so that there is nothing to
-    reduce; and inside them torch refuses writes to outside memory, which unsharding makes.
+    These functions return gradients instead of accumulating them in parameters, so no gradient is
+    reduced; and inside them torch refuses writes to outside memory, which unsharding makes.
     """
     stack = _transforms()
     return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
@@ -119,7 +119,7 @@ def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_inner = any(each is module for each in running)
         if is_inner and not torch.compiler.is_dynamo_compiling() and not _calls_itself(module):
-            # An exception has left the module, such as the end of a checkpoint's recomputation.
+            # An exception ended the earlier call, as at the end of a checkpoint's recomputation.
             running[:] = [each for each in running if each is not module]
             is_inner = False
         running.append(module)
@@ -155,15 +155,15 @@ class _ShowValues:
     """A hook that makes a module's own values in its state dict safe to save.
 
     Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
-    storage, and ``torch.save()`` would write the whole bucket. Frameworks also call this at stage 3
-    outside of ``unsharded()``, for the names of a part's tensors; there placeholders are shown.
+    storage, and ``torch.save()`` would write the whole bucket. Outside of ``unsharded()`` stage 3
+    shows placeholders, since frameworks call ``state_dict()`` of a part there, for its names.
     """
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = weakref.ref(engine)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a part of the module is not sharded.
+        # A copy of a part of the module is not sharded, so its hook does nothing.
         return partial, (_leave_as_it_is,)
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
@@ -194,11 +194,11 @@ def _leave_as_it_is(*_: Any) -> None:
 
 def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
     """Makes ``state_dict()`` return unwrapped names and values that can be saved, and
-    ``load_state_dict()`` accept unwrapped and other names.
+    ``load_state_dict()`` accept names with and without wrappers.
 
     Args:
         engine: the engine of the module.
-        outer: the module that the caller of ``shard()`` has, perhaps with wrappers around it.
+        outer: the module that was passed to ``shard()``, perhaps a wrapper around the root.
     """
     root = engine.setup.module
     show = _ShowValues(engine)
@@ -208,7 +208,7 @@ def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
     around = [] if outer is root else [outer]
     for module in (*around, *root.modules()):
         key = wrapped_key(module)
-        # Wrappers of activation checkpoints remove themselves from names by hooks of this kind.
+        # Wrappers of activation checkpoints have such hooks, which remove the wrappers' names.
         if key is not None and not hasattr(type(module), "_post_state_dict_hook"):
             engine.keep(module.register_state_dict_post_hook(partial(_leave_out, key)))  # type: ignore[no-untyped-call]
             engine.keep(module.register_load_state_dict_pre_hook(partial(_put_in, key)))  # type: ignore[no-untyped-call]
@@ -286,13 +286,13 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
-    """Has ``hook`` called before a backward reaches the code that made ``output``.
+    """Registers ``hook`` to be called before a backward reaches the code that made ``output``.
 
     Returns whether any tensor got the hook. Leaves get none: they would keep it for ever.
     """
     watched = False
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        # A view that is changed in place gets another path in backward, through its base.
+        # After a change in place, a view's gradient comes through its base.
         for each in (tensor, tensor._base):
             if each is not None and each.grad_fn is not None:
                 each.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -406,7 +406,7 @@ class _UnitHooks:
             if not bucket.is_unsharded:
                 self._touched = False
                 break
-        # need() leaves out updated buckets: a part that backward runs again might not use them.
+        # need() leaves out updated buckets: code that backward runs again may not use them.
         unsharder.need(self._unit)
         if self._has_frozen and torch.is_grad_enabled():
             self._watch_inputs((args, kwargs))
@@ -470,8 +470,8 @@ class _UnitHooks:
         """Called when the gradient of one of the unit's outputs arrives; unshards the unit."""
         self._engine.begin_backward()
         self._engine.expect_gradients(self.buckets)
-        # The gradient of an inner call's output, or of a second output, may arrive when parameters
-        # that the unit used after that output have their gradients, and are resharded.
+        # The unit may use parameters after it has made an output. Their gradients may arrive before
+        # the output's gradient, so that these parameters are already resharded here.
         if _transforms() is None:
             self._unsharder.need(self._unit)
         else:
@@ -519,8 +519,8 @@ class _AllArrived:
 def _calls_itself(module: nn.Module) -> bool:
     """True if the module's call that has just begun is inside another call of the same module.
 
-    If it is not, a module that is marked as running was left by Ctrl-C: torch then calls no forward
-    hook (it catches Exception, which does not include KeyboardInterrupt).
+    If False although the module is marked as running, Ctrl-C ended an earlier call: torch then
+    calls no forward hook (it catches Exception, which does not include KeyboardInterrupt).
     """
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None and calls < 2:
@@ -577,7 +577,7 @@ class _WatchedTable:
 
 
 def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
-    """Switches modules between their two tables, when a bucket was unsharded or resharded."""
+    """Switches modules between their two tables after a bucket was unsharded or resharded."""
     for each in tables:
         table, watched = each.attributes["_parameters"], each.watched
         for bucket in each.buckets:
@@ -589,8 +589,8 @@ def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
             continue
         if table is watched:
             continue
-        # Parameters may have been registered or replaced since then. Values are compared by
-        # identity, since resharded parameters raise when they are compared.
+        # The plain dict may have got new or other parameters. They are compared by identity, since
+        # resharded parameters raise in a comparison of values.
         unchanged = list(table) == list(watched)
         if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
             watched.clear()

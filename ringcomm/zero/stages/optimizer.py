@@ -71,7 +71,7 @@ Tensor = torch.Tensor
 
 
 class ReplicatedPlan(StagePlan):
-    """The step of stage 0: an all-reduce, and the whole update on every rank.
+    """The step of stage 0: an all-reduce of gradients, and the whole update on every rank.
 
     The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
     update reads the same bits as at the other stages.
@@ -86,7 +86,7 @@ class ReplicatedPlan(StagePlan):
         self._sums: dict[int, Tensor] = {}
 
     def _sum(self, bucket: Bucket) -> Tensor:
-        """Returns this rank's chunk of the sum: [largest chunk elements], in the heap."""
+        """Returns heap memory for this rank's chunk of the sum: [largest chunk elements]."""
         if bucket.number not in self._sums:
             elems = bucket.layout.chunk(0, self._comm.world_size).elems
             dtype = self._precision.reduced_dtype(bucket.layout.dtype)
@@ -174,7 +174,7 @@ class SplitPlan(ReducedPlan):
     Args:
         backend, reduction: as for :class:`ReducedPlan`.
         engine: the engine of the module.
-        disk: brings chunks of parameters into memory for updates; None if they are in memory.
+        disk: reads chunks of parameters into memory for updates; None if they are in memory.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class SplitPlan(ReducedPlan):
         reduced = self._reduction.buckets[bucket.number]
         assert isinstance(reduced.stored, ShardedBucket)
         self._update_shard(bucket, reduced.shard)
-        # end() waits for work on another thread, which is hidden behind computation.
+        # Another thread may do this work while this thread updates buckets; end() waits for it.
         work = reduced.stored.settle(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
@@ -235,7 +235,7 @@ class SplitPlan(ReducedPlan):
 
 
 class DiskUpdates:
-    """The chunks of parameters on a disk, which pass through memory for their updates.
+    """Reads chunks of parameters from a disk, updates them in memory, and writes them back.
 
     Args:
         reduction: the reduction of the buckets.
@@ -256,7 +256,7 @@ class DiskUpdates:
         self._active = table.active.tolist()
 
     def update_shard(self, backend: Backend, bucket: Bucket, grad: Tensor) -> None:
-        """Updates a chunk with a backend; brings its parameters into memory if they are needed."""
+        """Updates a chunk with a backend; reads its parameters from the disk if they are needed."""
         # Faults raise at the step's end, since the other ranks wait for this rank's calls.
         with self.store.keeping_faults():
             if self._skips or backend.defers:
@@ -289,7 +289,7 @@ class DiskUpdates:
             engine.unsharder.expect_first()
 
 
-# Where shard() takes an option that ZeroOptions does not have as a field.
+# For options that are not fields of ZeroOptions: where shard() takes them, in words.
 _IN_PRECISION = dict.fromkeys(("master", "rounding"), ", in its Precision, or leave it away there")
 
 
@@ -328,7 +328,7 @@ class ReducedGradients(Gradients):
         return active
 
     def end_step(self) -> None:
-        """Ends a step that backward has taken in part or as a whole; collective."""
+        """Ends a step of which backward has updated some or all buckets; collective."""
         updates = self._reduction.updates
         assert updates is not None
         self._engine.reshard_for_step()
@@ -384,15 +384,15 @@ class ReducedGradients(Gradients):
 
 @dataclass(eq=False)
 class _Arrivals:
-    """The gradients of one bucket that backward has brought, and that were not moved yet.
+    """Counts the gradients of one bucket that have arrived and were not moved yet.
 
     Attributes:
         slots: the bucket's slots whose gradients are counted.
         sizes: for each slot, the bytes of its gradient.
         waiting: positions in ``slots`` of gradients that have arrived.
         trained: number of gradients that a backward brings.
-        left: number of further gradients after which all waiting gradients move.
-        room: bytes of further gradients after which all waiting gradients move.
+        left: all waiting gradients move after this number of further gradients,
+        room: or after this number of further bytes of gradients.
     """
 
     slots: list[Slot]
@@ -410,13 +410,13 @@ class BucketedGradients(Gradients):
     cache. If all gradients moved at the step, a step of a GPT of 25 M FP32 parameters would take
     1.15 times as long (2 ranks on 2 Zen 4 cores), and need memory for all gradients twice.
 
-    The hook of each gradient counts. The gradients of a bucket move in one operation once all have
-    arrived, or once those that wait have ``BATCH_BYTES``. Gradients that still wait at the step,
-    because other parameters got none, move then.
+    A hook counts each gradient. The gradients of a bucket move in one operation once all have
+    arrived, or once the waiting gradients have ``BATCH_BYTES``. Gradients that still wait at the
+    step, because other parameters got no gradient, move in the step.
     """
 
     def watch(self, engine: ShardEngine) -> None:
-        """Moves gradients from now on, for as long as the engine lives."""
+        """Registers hooks that move gradients from now on, as long as the engine lives."""
         me = weakref.ref(self)
         by_bucket: dict[int, list[Slot]] = {}
         for number, slot in enumerate(self._slots):
@@ -445,7 +445,7 @@ class BucketedGradients(Gradients):
                 arrivals.room = BATCH_BYTES
 
     def _keep_hook(self, engine: ShardEngine, slot: Slot, hook: Callable[[Tensor], None]) -> None:
-        # torch allows such hooks only where a gradient is required, and this may be frozen now.
+        # torch allows such hooks only if a gradient is required, and slot.param may be frozen now.
         requires = slot.param.requires_grad
         slot.param.requires_grad_(True)
         engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -540,7 +540,7 @@ def _count_gradient(
 
 
 class ModulePlacement(Placement):
-    """The trainable parameters of one engine."""
+    """The trainable parameters of one engine, as its optimizer sees them."""
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = self.module = engine
@@ -625,7 +625,7 @@ class ModulePlacement(Placement):
         made = []
         reduction = self._engine.reduction
         if reduction is None:
-            # From here on the gradients compare addresses with the addresses that they find now.
+            # From here on the gradients check the parameters' addresses against those of now.
             self._engine.check_all("optimizer.prepare")
         else:
             early = options.update == "in_backward"
@@ -751,7 +751,7 @@ def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> 
     if owner is None:
         return
     for bucket, stored in zip(owner.buckets, engine.stored, strict=True):
-        # Masters of quantized parameters are the module's, with or without an optimizer.
+        # The module keeps the masters of quantized parameters, with or without an optimizer.
         for entry in stored.params if stored.compression is None else ():
             if only is None or id(entry.param) in only:
                 bucket.refresh_master(entry.begin, entry.end)
@@ -799,7 +799,7 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def set_placements(engine: ShardEngine) -> None:
-    """Lets ringcomm's optimizers find an engine's parameters, and makes others refuse them."""
+    """Lets ringcomm's optimizers find an engine's parameters, and other optimizers refuse them."""
     engine.placement = ModulePlacement(engine)
     watch_optimizers()
     for param in engine.trainable.params:

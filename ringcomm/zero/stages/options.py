@@ -109,12 +109,12 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, *, keep_fp32: tuple[str, ...] = ()) -> Precision:
-        """Returns the preset of a name; ``docs/precision.md`` has the table.
+        """Returns the preset called ``name``; ``docs/precision.md`` lists the presets.
 
         Args:
             name: a key of :data:`PRESETS`: "fp32", "bf16-mixed", "bf16-remainder", "bf16-pure-sr"
                 or "fp16-scaled".
-            keep_fp32: as the attribute.
+            keep_fp32: see the attribute.
 
         Raises:
             ArgumentError: ``name`` is not a preset, or ``keep_fp32`` is not a tuple of names.
@@ -190,7 +190,7 @@ class ModuleDtypes:
         Args:
             root: the root module.
             precision: the precision options.
-            units: the dtype of each unit that has one of its own, by the unit's name.
+            units: by unit name, the dtype of each unit that has a dtype of its own.
 
         Raises:
             ArgumentError: a pattern matches no module, or modules that share a parameter get
@@ -238,7 +238,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _dtypes_inside(
     root: nn.Module, inside: Mapping[int, torch.dtype]
 ) -> dict[int, torch.dtype | None]:
-    """Returns dtypes by ``id`` of parameters; raises if modules that share one get two dtypes."""
+    """Returns parameters' dtypes by ``id``; raises if a shared parameter would get two dtypes."""
     owners: dict[int, tuple[str, torch.dtype | None]] = {}
     for prefix, module in named_modules(root, remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -253,9 +253,9 @@ def _dtypes_inside(
     return {key: dtype for key, (_, dtype) in owners.items() if dtype is not None}
 
 
-# Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, sizes of 0.5, 1, 2, 4 and
-# 16 Mi in one run: all are within 4 % at stage 2; at stage 3 the others take 1.1 to 1.3 times as
-# long as 2 Mi.
+# Measured with steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, and 0.5, 1,
+# 2, 4 and 16 Mi elements: at stage 2 all sizes are within 4 %; at stage 3 the other sizes take 1.1
+# to 1.3 times as long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _CHOICES = {
     "algorithm": ("auto", "one_shot", "ring"),
@@ -332,7 +332,7 @@ class ZeroOptions:
         in_flight: stages 2 and 3: number of whole gradient buckets that a rank holds beside its
             shards.
         prefetch: stage 3: number of units unsharded before they are needed; only with ``overlap``.
-            A device unshards further units of more than 1 MiB ahead, to at most 16 MiB in total.
+            A device unshards further units larger than 1 MiB ahead, at most 16 MiB in total.
         reshard_after_forward: stage 3: parameters are resharded after forward, and unsharded again
             in backward. With False they stay unsharded, which is faster and takes more memory.
         reduce: "avg" averages the ranks' gradients, as DDP does; "sum" adds them.
@@ -346,7 +346,7 @@ class ZeroOptions:
             sharded over the node's ranks, so that unsharding uses no network and is no collective.
             "world" shards them over all ranks: a rank keeps the least memory, but forward and
             backward unshard over the network, and all ranks must unshard the same units in the same
-            order. On one node both are the same, and each rank reads its peers' shards.
+            order. On one node both choices mean that each rank reads its peers' shards.
         state: stages 1 to 3, over several nodes: "world" shards reduced gradients and the
             optimizer's state over all ranks, and the step sends updated parameters between nodes.
             "node" shards them over the ranks of each node, so that each node does the whole update:
@@ -446,8 +446,8 @@ class ZeroOptions:
     def for_nodes(self, stage: int, comm: Communicator) -> ZeroOptions:
         """Returns these options with ``params``, ``state`` and ``compression`` set for a stage.
 
-        An option that makes no difference, with one node or where every rank has everything, gets
-        its default.
+        An option that makes no difference, because there is one node or because every rank has all
+        data, gets its default.
 
         Raises:
             ArgumentError: ``offload_params`` does not fit the stage or ``params``; or parameters

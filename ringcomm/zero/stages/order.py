@@ -135,7 +135,7 @@ class StepProfile:
             self.spans.append(TimedSpan(name, kind, begin_us, end_us, thread, size_bytes))
 
     def hidden_share(self) -> float:
-        """Returns the fraction of the communication time that no caller waited for.
+        """Returns the fraction of the communication time in which no caller waited.
 
         NaN if there was no communication. Communication on the caller's own thread also counts as
         waiting.
@@ -149,7 +149,7 @@ class StepProfile:
 
         Args:
             path: path of the JSON file.
-            rank: this rank, which is displayed as the process.
+            rank: this rank, displayed as the number of the process.
         """
         events = [
             {
@@ -186,7 +186,7 @@ class ModuleReduction(Protocol):
         """Called once all modules have reduced this backward's gradients; collective."""
 
     def abandon(self) -> None:
-        """Called when a backward has raised, before this rank makes up for its reductions."""
+        """Called after a backward raised, before this rank makes the missing reductions."""
 
 
 class ReducingModule(Protocol):
@@ -214,7 +214,7 @@ class ReducingModule(Protocol):
 
 
 class _Backward:
-    """The callback at the end of a backward, which autograd drops if the backward raises."""
+    """A callback at the end of a backward; autograd drops the callback if the backward raises."""
 
     def __init__(self, order: ModuleOrder) -> None:
         self._order = order
@@ -242,8 +242,8 @@ class ModuleOrder:
             weakref.WeakValueDictionary()
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
-        # The state of the running backward; hooks read ``backward`` first.
-        #: Returns None once the last backward is over; is None itself once this was noticed.
+        # The state of the running backward; hooks first read ``backward``.
+        #: A weak reference, dead once the last backward is over; None once its end was noticed.
         self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
@@ -262,7 +262,7 @@ class ModuleOrder:
 
     @property
     def has_several(self) -> bool:
-        """True if a backward may have to find out which of several modules it reduces."""
+        """True if there are several modules, so that ranks must agree on the modules to reduce."""
         return len(self._numbers) > 1
 
     def join(self) -> int:
@@ -292,7 +292,7 @@ class ModuleOrder:
         self._paused.append(number)
 
     def resume(self, number: int) -> None:
-        """Ends one call of :meth:`pause`."""
+        """Undoes one call of :meth:`pause`."""
         self._paused.remove(number)
 
     def runs(self, number: int) -> None:
@@ -310,7 +310,7 @@ class ModuleOrder:
 
     @property
     def in_backward(self) -> bool:
-        """True while a backward runs that at least one of the modules takes part in."""
+        """True while a backward through at least one of the modules runs."""
         return self.backward is not None and self.backward() is not None
 
     def take_part(self, module: ReducingModule) -> None:
@@ -327,7 +327,7 @@ class ModuleOrder:
     def _begin(self) -> None:
         """Determines which modules this backward reduces, and in which order; collective."""
         if in_pipeline():
-            # All numbers, since some modules may be alive only on some ranks.
+            # All numbers, since some modules may be garbage-collected on some ranks only.
             self._pipelined.update(self._numbers)
             for module in list(self._modules.values()):
                 _reduction_of(module).has_left_over = True
@@ -350,7 +350,7 @@ class ModuleOrder:
         try:
             self._begin_reducing(self._sequence)
         except BaseException:
-            self._reduces = False  # there is no reduction to make up for
+            self._reduces = False  # so settle() makes no reductions
             raise
 
     def _begin_reducing(self, numbers: Iterable[int]) -> None:
@@ -358,7 +358,7 @@ class ModuleOrder:
             self._module(number).begin_reducing()
 
     def _waits(self, number: int) -> bool:
-        """True if a module's gradients are not to be reduced yet."""
+        """True if a module's gradients must not be reduced yet."""
         return number in self._paused or number in self._pipelined
 
     def _module(self, number: int) -> ReducingModule:
@@ -441,7 +441,7 @@ class ModuleOrder:
     def _end_reducing(self, left: Iterable[int], all_of_them: Iterable[int]) -> None:
         for number in left:
             _reduction_of(self._module(number)).reduce_rest()
-        # Ranks finish a module's turns at different times, so all modules end here, in one order.
+        # Ranks finish a module's turns at different times, so all modules end the backward here.
         for number in all_of_them:
             _reduction_of(self._module(number)).end_backward()
 

@@ -1,14 +1,14 @@
-"""``p.grad`` of sharded parameters: the reduced gradient, of which each rank has a part.
+"""``p.grad`` of sharded parameters: a gradient that is reduced and sharded over the ranks.
 
 NOTE [What p.grad is]
-With several ranks autograd accumulates this rank's own gradient, and at stages 2 and 3 a reduction
-takes it out of ``p.grad``. A training loop, which clips, logs and clears ``p.grad``, expects
-neither. So a sharded parameter has a class with a property ``grad``, whose value is None or a
-:class:`ParamGradient`: a tensor without memory that represents the reduced gradient.
+A training loop clips, logs and clears ``p.grad``, and expects the reduced gradient there. But
+autograd accumulates this rank's own gradient in ``p.grad``, and at stages 2 and 3 a reduction moves
+this gradient out. So a sharded parameter has a class with a property ``grad``, whose value is None
+or a :class:`ParamGradient`: a tensor without memory that represents the reduced gradient.
 
 * Clearing, scaling and adding need no other rank: all parts of the gradient that this rank has,
   reduced or not, are changed in place. ``zero_grad()`` of any container uses only these.
-* Norms and clamping use the reduced gradient, and so are collective, as for FSDP2's DTensors.
+* Norms and clamping need the reduced gradient. They are collective, as for FSDP2's DTensors.
   ``torch.nn.utils.clip_grad_norm_()`` and ``clip_grad_value_()`` use only these.
 * Every other read of the values raises. A read must not communicate, since a program may log on one
   rank alone.
@@ -142,7 +142,7 @@ class ParamGradient(Tensor):
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Returns the name of a function, or of the attribute that the function gets or sets."""
+    """Returns a function's name; for a getter or setter, the name of its attribute."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__"):
         name = str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -185,7 +185,7 @@ class _Reduced:
         return within(self.sharded.plan.reduced(bucket), chunk, segment)
 
     def power_sum(self, kind: float) -> Tensor | float:
-        """Returns this rank's term of a norm, float64; each element counts on one rank."""
+        """Returns this rank's term of a norm, float64; one rank counts each element."""
         bucket_number, segment = self.sharded.layout.locations[self.index]
         bucket = self.sharded.buckets[bucket_number]
         own = within(self.sharded.own_gradient(bucket), self.sharded.own_chunk(bucket), segment)
@@ -209,11 +209,11 @@ class ModuleGradients:
         # Weak, since parameters may outlive the module.
         self._engine_ref = weakref.ref(engine)
         self._warned = False
-        # Norms by (kind, index in the optimizer), of the reduced gradients of one first pass.
+        # Norms by (kind, index in the optimizer), of the gradients that the pass _norms_of reduced.
         self._norms: dict[tuple[float, int], Tensor] = {}
         self._norms_of: object = None
         self._one: Tensor | None = None
-        # The optimizer's step, and the index of each parameter there, by ``id``.
+        # An optimizer's step, and each parameter's index in this optimizer, by the parameter's id.
         self._indices: tuple[object, dict[int, int]] = (None, {})
 
     @property
@@ -235,7 +235,7 @@ class ModuleGradients:
     # ---- the property ---------------------------------------------------------------------------
 
     def shown(self, own: ParamGradient, grad: Tensor | None) -> Tensor | None:
-        """Returns ``p.grad`` of a parameter in which autograd has accumulated ``grad``."""
+        """Returns the value of ``p.grad``, if autograd has accumulated ``grad`` in parameter p."""
         engine = self._engine_ref()
         if engine is None or engine.closed or in_pipeline():
             return grad
@@ -246,7 +246,7 @@ class ModuleGradients:
         return grad if engine.comm.world_size == 1 else own
 
     def clear(self, own: ParamGradient, for_another: bool = False) -> None:
-        """Drops all parts of a gradient outside of the parameter itself.
+        """Drops all parts of a gradient that are stored outside of the parameter.
 
         Args:
             own: the gradient.
@@ -291,7 +291,7 @@ class ModuleGradients:
             self._wrote(reduced)
 
     def _are_in_params(self, engine: ShardEngine) -> bool:
-        """Returns whether all gradients are in their parameters and nowhere else; a quick check."""
+        """Returns whether all gradients are in their parameters only; a quick check."""
         if engine.closed or engine.reduction is not None or in_pipeline():
             return False
         placement = engine.placement
@@ -316,7 +316,7 @@ class ModuleGradients:
         return reduced if current else None
 
     def _forget_loss(self, engine: ShardEngine, own: ParamGradient) -> None:
-        """Drops the reason why gradients are wrong, once the last one of them is cleared."""
+        """Drops the reason why gradients are wrong, once the last wrong gradient is cleared."""
         if engine.placement.lost is None:
             return
         there = (param for param in engine.trainable.params if param.grad is not None)
@@ -330,7 +330,7 @@ class ModuleGradients:
         return found if isinstance(found, ShardedOptimizer) else None
 
     def _has_sum(self, own: ParamGradient) -> bool:
-        """True if an accumulator has a sum of the gradient, at stages 0 and 1."""
+        """True if the optimizer's accumulator has a sum of this gradient, at stages 0 and 1."""
         optimizer, param = self._optimizer(), own._param()
         if optimizer is None or optimizer.accumulator is None or param is None:
             return False
@@ -435,7 +435,7 @@ class ModuleGradients:
     # ---- functions that need no other rank -------------------------------------------------------
 
     def _terms(self, own: ParamGradient) -> list[Tensor]:
-        """Returns all parts of the gradient on this rank; the sum over ranks is the gradient."""
+        """Returns this rank's parts of the gradient; all ranks' parts add up to the gradient."""
         engine, param = self._engine, own._param()
         engine.order.settle()
         terms: list[Tensor] = []
@@ -521,7 +521,7 @@ class ModuleGradients:
     # ---- collective functions --------------------------------------------------------------------
 
     def _step(self, called: str) -> ShardedStep:
-        """Returns the step of the module's optimizer, which the first call makes; collective."""
+        """Returns the step of the module's optimizer; the first call makes it; collective."""
         engine = self._engine
         owner = engine.placement.owner
         if isinstance(owner, ShardedStep):
@@ -548,7 +548,7 @@ class ModuleGradients:
         )
 
     def _checked(self, own: ParamGradient, called: str) -> _Reduced:
-        """Returns the reduced gradient that a call may read or clamp; may be collective."""
+        """Returns the reduced gradient for a call that reads or clamps it; may be collective."""
         param = own._param()
         sharded = self._step(called)
         sharded.refuse_in_backward(f"p.grad.{called}")
@@ -603,7 +603,7 @@ class ModuleGradients:
         every = self._all(sharded)
         if any(known == kind for known, _ in self._norms):
             every = [shown for shown in every if shown[0].index == index]
-        # Per gradient: this rank's term, 1 if p.grad shows it on this rank, and 1 if it does not.
+        # Per gradient: this rank's term, then (1, 0) if p.grad shows it on this rank, else (0, 1).
         told = torch.zeros(3, len(every), dtype=torch.float64, device=sharded.setting.device)
         for at, (reduced, shows) in enumerate(every):
             told[0, at] = reduced.power_sum(kind)
@@ -626,7 +626,7 @@ class ModuleGradients:
             self._norms[kind, reduced.index] = norm
 
     def _all(self, sharded: ShardedStep) -> list[tuple[_Reduced, bool]]:
-        """Returns the gradients of all parameters in buckets, and whether ``p.grad`` shows them."""
+        """Returns each bucketed parameter's gradient, and whether ``p.grad`` shows it."""
         found = []
         for index in sharded.layout.locations:
             with without_torch_function():
@@ -702,7 +702,7 @@ def _own_of(param: nn.Parameter) -> ParamGradient | None:
 
 
 def _get(param: nn.Parameter) -> Tensor | None:
-    """The reduced gradient, or None; see ``ringcomm.zero``."""
+    """The gradient, reduced over the ranks, or None; see ``docs/zero.md``."""
     own = _own_of(param)
     with without_torch_function():
         grad = grad_of(param)
@@ -748,7 +748,7 @@ _GRAD = property(_get, _set, _delete)
 
 @cache
 def _kind_showing(kind: type) -> type:
-    """Returns the class of sharded parameters that were of class ``kind``."""
+    """Returns the subclass of ``kind`` that sharded parameters of class ``kind`` get."""
     attributes = {
         "grad": _GRAD,
         "detach": _detach,
@@ -763,7 +763,7 @@ def _kind_showing(kind: type) -> type:
 
 
 def prepare_params(params: Iterable[nn.Parameter]) -> None:
-    """Gives parameters that have values the class whose ``grad`` :func:`show` decides."""
+    """Gives parameters that have values the class with the property ``grad``; see :func:`show`."""
     for param in params:
         if is_distributed(param):
             kind: Any = type(param)
@@ -782,7 +782,7 @@ def restore_params(params: Iterable[nn.Parameter]) -> None:
 
 
 def unshow(params: Iterable[nn.Parameter]) -> None:
-    """Undoes :func:`show`, whose weak references keep torch from swapping parameters."""
+    """Undoes :func:`show`: torch cannot swap parameters to which weak references refer."""
     for param in params:
         if is_distributed(param):
             _distributed.pop(param, None)

@@ -20,8 +20,8 @@ had its turn, even a bucket without gradients, since another rank may have some.
 NOTE [What is left over]
 A gradient stays in ``p.grad`` if no backward has reduced it: it came under ``no_sync``, or after
 its bucket's turn (a reentrant checkpoint runs backwards inside backwards). The next backward, or at
-the latest the step, also reduces such gradients. ``has_left_over``, which is equal on all ranks,
-tells whether there may be some; then the ranks agree on the buckets that have some.
+the latest the step, also reduces these gradients. ``has_left_over``, equal on all ranks, is True if
+a rank may have left-over gradients; the ranks then agree on the buckets that have some.
 
 NOTE [Sums in FP32]
 With ``accumulate_dtype``, a gradient that is left over does not stay in ``p.grad``: the optimizer's
@@ -38,8 +38,8 @@ buckets first. The bits are the same.
 
 NOTE [Gradients cleared one by one]
 ``p.grad = None``, and so ``zero_grad()`` of a container or of a part of the module, clears the
-gradient of one parameter on this rank. It must not change which collectives follow, since another
-rank may have no gradient of that parameter and clear nothing. So the cleared parameter's part of
+gradient of one parameter on this rank. The clearing must not change which collectives follow: other
+ranks may have no gradient of this parameter and clear nothing. So the cleared parameter's part of
 the shard, and of a bucket kept for the step, is filled with zeros before its next use, and the
 bucket still counts as holding a gradient.
 """
@@ -89,8 +89,8 @@ Tensor = torch.Tensor
 
 
 #: The most bytes of a bucket's gradients, apart from the last gradient, that wait in ``p.grad``
-#: before they move into the buffer. A choice: so few bytes are still in a core's caches and add
-#: little to the buffers' memory, and the small gradients of a typical layer move at once.
+#: before they move into the buffer. The value is a choice: 1 MiB still fits in a core's caches and
+#: needs little memory beside the buffers, and the small gradients of a typical layer move at once.
 BATCH_BYTES = 1 << 20
 
 
@@ -120,11 +120,11 @@ class GradientBucket:
         shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
         error_feedback: the quantization errors of gradients; None if errors are not kept.
-        holds: True if a reduction has written to the shard.
+        holds: True if the shard has a gradient, since a reduction has written to the shard.
         active: for each parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         waiting: indices of parameters whose gradients have arrived, and are still to be processed.
-        left: number of further gradients after which the engine looks at the bucket.
-        room: bytes of further gradients after which the engine looks at the bucket.
+        left: the engine looks at the bucket after this number of further gradients,
+        room: or after this number of further bytes of gradients.
         missing: indices of parameters whose gradients had not arrived in this backward when the
             engine last looked at the bucket.
         trained: number of parameters for which this backward may bring gradients.
@@ -134,10 +134,10 @@ class GradientBucket:
         cleared: indices of parameters whose gradients have to be filled with zeros; see NOTE
             [Gradients cleared one by one].
         zeroed: indices of parameters whose gradients were set to zero since a step used them.
-        brought: with ``update="in_backward"``, a copy of ``active`` from the bucket's update.
+        brought: with ``update="in_backward"``, a copy of ``active`` made at the bucket's update.
         buffer: the buffer into which gradients move while the bucket is being filled.
         accumulator: see NOTE [Sums in FP32]; None without ``accumulate_dtype``.
-        gone: True if the bucket has had its turn in this backward.
+        gone: True if the bucket has had its turn to be reduced in this backward.
         summed: True if the last reduction computed ``words``.
         version: version of ``shard`` after the last reduction.
         params: the parameters.
@@ -268,7 +268,7 @@ class GradientBucket:
         return None if self.accumulator is None else self.accumulator()
 
     def fill_up(self, buffer: BufferView) -> Tensor:
-        """Moves all gradients into ``buffer``, fills the rest with zeros; returns its memory."""
+        """Moves all gradients into ``buffer``, and zeros elsewhere; returns the buffer's memory."""
         self.buffer = buffer
         self.take(range(len(self.params)), with_gaps=True)
         for index in self.taken:
@@ -296,7 +296,7 @@ class GradientBucket:
 
     @property
     def is_active(self) -> bool:
-        """True if a gradient was reduced that was neither cleared nor set to zero."""
+        """True if a reduced gradient was neither cleared nor set to zero since."""
         return any(on and index not in self.zeroed for index, on in enumerate(self.active))
 
     def local_shard_of(self, index: int) -> Tensor:
@@ -315,7 +315,7 @@ class GradientBucket:
             sums.take(param)
 
     def unreduced(self, index: int) -> Iterator[Tensor]:
-        """Yields this rank's parts of a parameter's gradient outside ``p.grad`` and the shard."""
+        """Yields this rank's parts of a gradient that are not in ``p.grad`` or the shard."""
         sums, entry = self._sums, self.stored.params[index]
         if sums is not None and sums.has(entry.param):
             yield sums.sum_of(entry.param)
@@ -323,7 +323,7 @@ class GradientBucket:
             yield self.buffer.views[index]
 
     def drop(self) -> None:
-        """Drops the gradients that were not reduced."""
+        """Drops the bucket's unreduced gradients."""
         self.taken.clear()
         self.cleared.clear()
         with without_torch_function():
@@ -364,7 +364,7 @@ class Buffers:
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
         # All buffers by address, and their views by (address, bucket number).
         self._whole: dict[int, Tensor] = {}
-        # More zeros than a gap has elements.
+        # Zeros by dtype, at least as many as the largest gap has elements; gaps share them.
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, int], BufferView] = {}
 
@@ -393,7 +393,7 @@ class Buffers:
         return self._views[key]
 
     def give(self, buffer: Tensor) -> None:
-        """Makes a buffer free again."""
+        """Returns a buffer to the free buffers."""
         self._free[buffer.dtype].append(self._whole[buffer.data_ptr()])
 
 
@@ -446,7 +446,7 @@ class Reduction:
         #: int64 [buckets, 24], the norm words of all buckets.
         self._words = torch.zeros(len(stored), NORM_WORDS, dtype=torch.int64, device=comm.device)
         # The device whose reductions follow the caller's work and free their buffers at once,
-        # because they send little or nothing. Other reductions run beside the caller's work.
+        # because they send little or nothing; otherwise None. Other reductions overlap this work.
         engine: object = comm.engine
         self._device_ref: tuple[DeviceRuntime, int] | None = None
         is_small = comm.world_size == 1 or max(sizes_bytes, default=0) <= SMALL_BYTES
@@ -455,7 +455,7 @@ class Reduction:
         # The stream of these reductions, until wait() has made the current stream follow it. With
         # overlap=False it is None: the caller orders the streams of its backwards and steps.
         self._stream: int | None = None
-        # The numbers of buckets whose norm words are zeros.
+        # Numbers of the buckets whose norm words are zeros now.
         self._zeroed: set[int] = set()
         self.buckets = [
             GradientBucket(
@@ -480,8 +480,8 @@ class Reduction:
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
-        # Whether a norm was requested since the gradients were last dropped, and in the period
-        # before. A program that clips requests one at each step; others need no sums of squares.
+        # Whether a norm was requested since the gradients were last dropped, and whether one was in
+        # the period before. A program that clips requests one per step; others need no such sums.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
@@ -557,7 +557,7 @@ class Reduction:
             bucket.zeroed.clear()
 
     def _begin(self) -> None:
-        """Marks all buckets as unreduced in this backward."""
+        """Resets all buckets for a new backward, which has reduced none of them yet."""
         with without_torch_function():
             for bucket in self.buckets:
                 bucket.missing.clear()
@@ -577,7 +577,7 @@ class Reduction:
 
         Args:
             reduces: False if this backward leaves the gradients in ``p.grad``.
-            to_reshard: also stop where backward no longer needs a bucket's parameters.
+            to_reshard: also look at a bucket when backward no longer needs its parameters.
         """
         if not (reduces and self._begun):
             self._begin()
@@ -614,7 +614,7 @@ class Reduction:
                 return True  # advance() takes the gradients
         # Later buckets would take buffers from the buckets whose turn comes first.
         if bucket.buffer is None and bucket.number in turns:
-            # A gradient that moves now is still in the cache, and its memory is free for the next.
+            # A gradient that moves now is still in the cache, and the next can reuse its memory.
             # A device's events are not queried: that is an error while a graph is captured.
             if self._flying and not self._launches:
                 self._land_ended()
@@ -657,7 +657,7 @@ class Reduction:
             self.updates.end_backward()
 
     def abandon(self) -> None:
-        """Called when a backward has raised, before this rank makes up for its reductions."""
+        """Called after a backward raised, before this rank makes the missing reductions."""
         if self.updates is not None:
             self.updates.abandon()
 
@@ -710,7 +710,7 @@ class Reduction:
         return None
 
     def _reduce(self, bucket: GradientBucket, buffer: Tensor, tag: int) -> Work | None:
-        # The norm is of the FP32 sum: a shard that was rounded to 16 bits has another norm.
+        # The norm must be the FP32 sum's norm, which differs from the norm of a rounded shard.
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._launches
         words = bucket.words if bucket.summed else None
@@ -741,7 +741,7 @@ class Reduction:
         return None
 
     def _follow(self) -> None:
-        """Makes the current stream wait for reductions that may run on another stream."""
+        """Makes the current stream wait for this module's reductions on another stream, if any."""
         assert self._device_ref is not None and self._stream is not None
         runtime, device = self._device_ref
         current, last = runtime.current_stream(device), self._stream
@@ -767,7 +767,7 @@ class Reduction:
             self._land()
 
     def _land(self) -> None:
-        """Waits for the oldest reduction."""
+        """Waits for the oldest running reduction, and frees its buffer."""
         bucket, buffer, work = self._flying.popleft()
         if work is not None:
             with self._profile.span("wait for reduce_scatter", kind="wait"):
@@ -806,8 +806,8 @@ class Reduction:
         """Updates, in the step, all buckets that no backward has updated yet; collective.
 
         Raises:
-            ArgumentError, RingcommError: see :meth:`BackwardUpdates.begin`, or a backward has
-                failed, which all ranks know.
+            ArgumentError, RingcommError: see :meth:`BackwardUpdates.begin`; or a backward has
+                failed on a rank, and all ranks raise.
         """
         updates = self.updates
         assert updates is not None
@@ -847,7 +847,7 @@ class Reduction:
             self.reducer.norm(bucket.stored.own_chunk_of(bucket.shard), kind, words)
 
     def wrote(self, number: int, index: int) -> None:
-        """Notes that a bucket's shard was written to, in the part of parameter ``index``.
+        """Notes that the user wrote to the part of parameter ``index`` in a bucket's shard.
 
         From now on the bucket holds a gradient, even if no backward has brought one.
         """
@@ -894,9 +894,9 @@ class Reduction:
         self.buckets[number].zeroed.add(index)
 
     def terms(self, number: int, index: int) -> list[Tensor]:
-        """Returns all parts of a parameter's gradient that this rank has outside of ``p.grad``.
+        """Returns this rank's parts of a parameter's gradient, except ``p.grad``.
 
-        Each element is in one shard, so the sum of the parts over all ranks is the gradient.
+        Each element is in one rank's shard: the parts of all ranks add up to the gradient.
         """
         self._fill_cleared()
         self.wait()

@@ -3,9 +3,9 @@
 NOTE [Resharded parameters]
 A parameter of stage 3 has no values while its unit is resharded. A computation with its
 placeholder, such as an average of weights, would silently give NaN, and a write to it would be
-lost. So the parameter then has a class of its own, whose tensor functions raise, except those that
-read its shape, its gradient or similar facts, those that give another tensor its shape, dtype or
-device (``_MAKERS``, ``_LIKE_ANOTHER``), and conversions that change nothing (``_CONVERSIONS``).
+lost. So the parameter then has a class whose tensor functions raise, except functions that read
+the shape, the gradient or similar facts; functions that give another tensor this shape, dtype or
+device (``_MAKERS``, ``_LIKE_ANOTHER``); and conversions that change nothing (``_CONVERSIONS``).
 
 Autograd's nodes work below Python and do not call methods of the class. So a resharded parameter
 also has another version than the unsharded parameter had, and gets the old version back with its
@@ -56,7 +56,7 @@ _FACTS = """
     register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset
     stride untyped_storage _is_view _use_count __hash__ __len__
 """
-# Functions, and methods of the same names, that return a fact.
+# Functions, and methods of the same names, that read no values.
 _FUNCTIONS = """
     get_device is_complex is_conj is_distributed is_floating_point is_inference is_neg is_same_size
     is_signed numel result_type
@@ -94,14 +94,14 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 FACTS = frozenset(_allowed())
 # Facts that differ for a placeholder, because all its elements share one unreadable element.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
-# Only the first argument of these may be resharded: the other arguments give values.
+# Functions that read values of all arguments but the first: only the first may be resharded.
 _MAKERS = frozenset(
     [
         *(getattr(torch, name) for name in _LIKES.split()),
         *(getattr(Tensor, name) for name in _NEWS.split()),
     ]
 )
-# Only the second argument of these may be resharded.
+# Functions that read values of the first argument: only the second may be resharded.
 _LIKE_ANOTHER = frozenset(getattr(Tensor, name) for name in _LIKE_ANOTHER_NAMES.split())
 _CONVERSIONS: dict[Callable[..., Any], str] = {
     getattr(Tensor, name): name for name in ("cpu", "cuda", "to", "type", *_DTYPE_OF)
@@ -182,8 +182,8 @@ def _flags_at() -> int | None:
 def _refuse_access(tensor: Tensor) -> None:
     """Makes torch raise RuntimeError when code reads or writes the tensor's memory.
 
-    The storage still returns its address, by which the bucket and frameworks recognize it, and
-    still answers that it is not shared: otherwise torch would end the process at these calls.
+    The storage still returns its address, by which the bucket and frameworks recognize it, and can
+    still be asked whether it is shared: otherwise torch would end the process at these calls.
     """
     at = _flags_at()
     if at is None:
@@ -206,7 +206,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def void(stand_in: Tensor) -> None:
-    """Discards writes to a :func:`stand_in`, if this torch lets its memory be written."""
+    """Discards what was written to a :func:`stand_in`, if torch could not refuse the write."""
     if _flags_at() is None:
         _fill(stand_in)
 
@@ -219,7 +219,7 @@ def _fill(tensor: Tensor) -> None:
 
 
 class Resharded:
-    """The class that is mixed into a parameter's class while the parameter is resharded."""
+    """A mixin that a parameter's class has while the parameter is resharded."""
 
     # True if detach() returns a ReshardedValue.
     _detaches = True
@@ -322,12 +322,12 @@ class Updated(Resharded):
 
 
 class ReshardedDTensor(Resharded):
-    """The :class:`Resharded` of DTensors, some of whose methods are not tensor functions."""
+    """A :class:`Resharded` mixin for DTensors, which have methods that are no tensor functions."""
 
     _detaches = False
 
     def _in_layout(self: Any) -> Tensor:
-        whole: Tensor = self  # the strides are the whole tensor's, whatever its local tensor is
+        whole: Tensor = self  # a DTensor's strides do not depend on its local tensor
         return whole
 
     def to_local(self, **_: Any) -> NoReturn:
@@ -380,7 +380,7 @@ def _resharded_in(value: Any) -> Iterator[Any]:
 
 
 class UpdatedDTensor(Updated, ReshardedDTensor):
-    """The :class:`Updated` of DTensors."""
+    """An :class:`Updated` mixin for DTensors."""
 
 
 @cache
@@ -464,7 +464,7 @@ def make_unsharded(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
-    """Changes the versions of DTensors' local tensors, which autograd may have saved as well.
+    """Changes the versions of DTensors' local tensors, which autograd may have saved.
 
     Args:
         tensors: local tensors of unsharded memory, or of placeholders.

@@ -171,7 +171,7 @@ def check_batch_norm(root: nn.Module, comm: Communicator) -> None:
     """Checks that each ``torch.nn.SyncBatchNorm`` of the module, if there is one, can work.
 
     Raises:
-        UnsupportedError: it would fail in forward, or normalize over this rank's batch alone.
+        UnsupportedError: a SyncBatchNorm would fail in forward, or use this rank's batch alone.
     """
     works = comm.device.type != "cpu" and dist.is_available() and dist.is_initialized()
     if comm.world_size == 1 or works:
@@ -217,18 +217,18 @@ class Rollback:
         self._undo.callback(undo, *args)
 
     def keep_data(self, param: nn.Parameter) -> None:
-        """Keeps the memory of a parameter that is about to get other memory."""
+        """Keeps a parameter's memory for the rollback, before the parameter gets other memory."""
         if id(param) not in self.meta:
             self.call(_put_back, param, local_of(param).data)
 
     def keep_values(self, tensor: Tensor) -> None:
-        """Keeps a copy of a tensor that is about to be written to."""
+        """Keeps a copy of a tensor for the rollback, before the tensor is written to."""
         if id(tensor) not in self.meta:
             there = local_of(tensor).detach()
             self.call(there.copy_, there.clone())
 
     def keep_entry(self, table: dict[str, Any], key: str) -> None:
-        """Keeps ``table[key]``, which is about to be replaced."""
+        """Keeps ``table[key]`` for the rollback, before it is replaced."""
         self.call(table.__setitem__, key, table[key])
 
     @contextmanager
@@ -239,7 +239,7 @@ class Rollback:
             self._undo.pop_all()
 
 
-# Fills the parameters and buffers that a module has itself, not those of its children.
+# A function that fills a module's own parameters and buffers, not those of its children.
 Initialize: TypeAlias = "Callable[[nn.Module], None]"
 # Where a module's values come from: a function, a source such as files, or (None) the module.
 Init: TypeAlias = "Initialize | WeightSource | None"
@@ -303,7 +303,7 @@ def _has_all(source: WeightSource, module: nn.Module) -> bool:
 
 
 def _make_room(module: nn.Module, device: torch.device, rollback: Rollback, held: bool) -> None:
-    """Gives a module's own meta tensors memory, and keeps the values of the others if ``held``.
+    """Gives a module's own meta tensors memory; ``rollback`` keeps the other tensors if ``held``.
 
     Without ``held`` a parameter gets the memory of one element, expanded to the parameter's shape,
     until it has moved into its bucket.
@@ -339,7 +339,7 @@ def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, 
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
-    """Returns a unit's module and the modules inside it, by unwrapped name, without other units."""
+    """Returns the modules of a unit, without units inside it, each with its unwrapped name."""
     found = [(name, module)]
     for key, child in module.named_children():
         if id(child) not in others:
@@ -390,7 +390,7 @@ def make_bucket(setup: EngineSetup, assignment: BucketAssignment, number: int) -
 def _compression_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
     """Returns the format in which a bucket's parameters cross between nodes, or None.
 
-    Frozen parameters never cross. Parameters that stay FP32 in a 16-bit model are to stay exact.
+    Frozen parameters never cross. Parameters that stay FP32 in a 16-bit model must cross exactly.
     """
     kept = layout.dtype is torch.float32 and options.precision.param not in (None, torch.float32)
     quantized = options.compression.quantizes_parameters and trains and not kept
@@ -433,8 +433,8 @@ def _depth(unit: Unit) -> int:
 def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> dict[int, Values]:
     """Returns the values of a unit's parameters that move into buckets, by ``id``; collective.
 
-    With ``broadcast``, the unit's other parameters get rank 0's values in place. Each rank reads
-    for itself the values that a source has.
+    With ``broadcast``, parameters that move into no bucket get rank 0's values in place. If a
+    source has a parameter's values, each rank reads them itself.
     """
     comm, broadcast = setup.comm, setup.options.broadcast
     takes = broadcast and comm.rank != 0
@@ -486,7 +486,7 @@ def _read_whole(like: Tensor, values: Values) -> Tensor:
 
 
 def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> None:
-    """Fills the buffers whose values a source has."""
+    """Reads the module's buffers from a source, as far as the source has their values."""
     for owner in root.modules():
         for key, buffer in owner._buffers.items():
             values = source.values_of_buffer(owner, key)
@@ -502,10 +502,10 @@ def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> 
 
 
 def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
-    """Settles parameters without a bucket, and buffers; collective.
+    """Casts and broadcasts buffers, and casts parameters without a bucket; collective.
 
-    Such parameters are cast and made contiguous: a checkpoint reads into a view of each as one row,
-    which only a contiguous parameter has. Buffers are broadcast and cast.
+    Such parameters also become contiguous: a checkpoint reads into a flat view of each, which only
+    a contiguous parameter has.
 
     Args:
         setup: the engine's setup, after :func:`move_in`.
@@ -523,8 +523,8 @@ def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
         if dtype is not None or not local.is_contiguous():
             rollback.keep_data(param)
             set_local(param, local.to(dtype or param.dtype).contiguous())
-    # Modules that share a buffer share it afterwards, unless they need it in two dtypes. The ids
-    # are ids of the old buffers, which ``rollback`` keeps alive.
+    # Modules that share a buffer still share it afterwards, unless they need it in two dtypes. The
+    # keys are ids of the old buffers, which ``rollback`` keeps alive.
     settled: dict[tuple[int, torch.dtype | None], Tensor] = {}
     for owner in setup.module.modules():
         dtype = dtypes.of_buffers(owner)
@@ -582,10 +582,10 @@ def shard(
         options: the options, equal on all ranks.
         init: called with each module that has parameters or buffers of its own on the meta device,
             and fills these; None calls the module's ``reset_parameters()``. With a result of
-            :func:`pretrained`, each rank reads its shards from files, whatever the device was.
+            :func:`pretrained`, each rank reads its shards from files, for parameters on any device.
         mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
-            is the ``comm``. An optimizer's norms are taken over all axes, thus over all stages of
-            "pp", some of which may have no parameters.
+            is the ``comm``. An optimizer computes norms over all axes, thus over all stages of
+            "pp", even if a stage has no parameters.
 
     Returns:
         ``module``.
@@ -598,7 +598,7 @@ def shard(
             DTensor parameters; ranks of a launcher without a group; a ``mesh`` without an axis
             "dp"; a name in ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,
-            which is sparse or of a class whose tensors hold others; DTensors on several meshes, or
+            which is sparse or of a class whose tensors wrap others; DTensors on several meshes, or
             with other placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or
             without ``torch.distributed``; nodes with different numbers of ranks, if each node is to
             have a copy.
@@ -615,7 +615,7 @@ def shard(
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, eager)
     options = ZeroOptions() if options is None else options
-    # If one rank refuses its arguments, all ranks raise: they would wait for it in _check_alike().
+    # If one rank refuses its arguments, all raise: the others would wait for it in _check_alike().
     with all_or_none(ranks, "shard", None if others is None else MeshView(others)):
         _check_arguments(eager, stage, ranks)
         stage = int(stage)
@@ -650,9 +650,9 @@ class _Trainers:
 
     Attributes:
         comm: the ranks that share the module.
-        others: the mesh of other stages and shards of the model, or None.
+        others: the mesh of the model's other pipeline stages and shards, or None.
         parted: the mesh of the module's DTensors, or None.
-        over: the mesh of ``others`` and ``parted``, or None.
+        over: the mesh that joins ``others`` and ``parted``, or None.
     """
 
     comm: Communicator
@@ -666,11 +666,11 @@ class _Trainers:
         return cls(comm, others, parted, over_mesh(others, parted, "shard"))
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """Raises on all of these ranks if the body raises on one of them; collective."""
+        """Returns a context that raises on all these ranks if one raises in it; collective."""
         return all_or_none(self.comm, "shard", self.over)
 
 
-# The right call of each function that takes a module or a path, for arguments in another order.
+# For functions that take a module or a path: the right call, shown if arguments are in wrong order.
 _CALLS = {
     "save": "save(root, step, module, optimizer)",
     "load": "load(root, module, optimizer)",
@@ -752,7 +752,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def forget_engine(module: nn.Module) -> None:
-    """Detaches the engine from a module, which is no longer sharded."""
+    """Removes the engine from a module that is no longer sharded."""
     engine_of(module, "remove_sharding").own(False)
     object.__delattr__(module, _ENGINE)
 
@@ -793,7 +793,7 @@ def _assign(
 
 
 def _open(init: Init, module: nn.Module, trainers: _Trainers, rollback: Rollback) -> None:
-    """Opens the source of a module's values, if it has one, on all ranks or none; collective."""
+    """Opens the source of the values, if ``init`` is one, on all ranks or none; collective."""
     if isinstance(init, WeightSource):
         rollback.call(init.close)
         with trainers.all_or_none():
@@ -850,7 +850,7 @@ def _attach(setup: EngineSetup, outer: nn.Module, rollback: Rollback) -> None:
 
     Args:
         setup: the engine's setup.
-        outer: the module that the caller has, perhaps a wrapper of ``torch.compile()``.
+        outer: the module that the caller passed, perhaps a wrapper of ``torch.compile()``.
         rollback: collects the actions that undo this call.
     """
     engine = ShardEngine(setup)
@@ -915,7 +915,7 @@ def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
 
 
 def _join(comm: Communicator, rollback: Rollback) -> int:
-    """Returns the module's number among the modules that the communicator reduces; collective."""
+    """Returns the module's number among the communicator's sharded modules; collective."""
     order = module_order(comm)
     number = order.join()
     rollback.call(order.leave, number)
@@ -927,7 +927,7 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
         # A device overlaps on other streams and with copy engines, which need no host core.
         return replace(options, overlap=options.overlap is not False)
     if comm.num_nodes > 1:
-        # A wait for the network needs no core. All ranks decide equally, so calls have one order.
+        # A wait for the network needs no core. All ranks must decide alike, to keep calls in order.
         return replace(options, overlap=options.overlap is not False)
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
@@ -937,7 +937,7 @@ def _check_alike(trainers: _Trainers, setup: EngineSetup, reads: bool) -> None:
 
     Args:
         trainers: the ranks.
-        setup: this rank's plan.
+        setup: this rank's engine setup.
         reads: True if a source reads values from files.
     """
     comm, others, parted = trainers.comm, trainers.others, trainers.parted
@@ -970,7 +970,7 @@ def _check_devices(units: Sequence[Unit], comm: Communicator) -> None:
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Keeps backwards from reducing: they add to this rank's gradients, at any stage.
+    """Returns a context in which backwards do not reduce, but add to this rank's own gradients.
 
     The next backward outside of the context, or the step, reduces all gradients. At stages 2 and 3
     the full gradients stay in ``p.grad`` until then, which takes memory. At stages 0 and 1 only the
@@ -1001,7 +1001,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 
 @normal_tensors()
 def remove_sharding(module: nn.Module) -> nn.Module:
-    """Undoes ``shard()``: removes its hooks, and gives the parameters back whole; collective.
+    """Undoes ``shard()``: removes hooks, and gives each rank all parameters whole; collective.
 
     Parameters keep the values and dtypes of the last step. An optimizer that was built on them can
     no longer be used.

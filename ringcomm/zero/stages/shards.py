@@ -4,9 +4,9 @@ NOTE [What a rank keeps]
 At stage 3 a rank keeps its share of each parameter. At stages 1 and 2 every rank has whole
 parameters, and its shard is the share whose optimizer state it keeps, so that data which a program
 computes from its shards (an average, a second set of weights) takes a share of the memory also at
-these stages. At stage 0 a shard is the whole parameter, as it is for parameters that were frozen
-when stages 0 to 2 were sharded, which are in no bucket. If parameters are on a disk, ``values`` of
-a shard is a new copy at each access; copies of :func:`writing_shards` are written at its end.
+these stages. At stage 0 a shard is the whole parameter. At stages 0 to 2 this also holds for
+parameters that were frozen at ``shard()``, which are in no bucket. If parameters are on a disk,
+``values`` is a new copy at each access; :func:`writing_shards` writes its copies at its end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Tensor = torch.Tensor
 
 
 def own_of(bucket: ParamBucket) -> Tensor:
-    """Returns the part of a bucket for which a rank keeps state: [state chunk elements]."""
+    """Returns the parameters for which this rank keeps state: [state chunk elements]."""
     if isinstance(bucket, ShardedBucket):
         return bucket.own
     assert isinstance(bucket, ReplicatedBucket)
@@ -96,8 +96,8 @@ class LocalShard:
     def values(self) -> Tensor:
         """[end - begin], in the parameter's dtype: a view of this rank's memory.
 
-        The view is the same as long as the module is sharded. For parameters on a disk it is a copy
-        of the current values, and inside :func:`writing_shards` the copy that will be written.
+        The view stays valid as long as the module is sharded. For parameters on a disk the result
+        is a copy of the values; inside :func:`writing_shards`, the copy that will be written.
         """
         return self._values()
 
@@ -129,10 +129,10 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
 
 @contextmanager
 def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
-    """Takes the values written to shards inside over into parameters and masters; collective.
+    """Returns a context in which a program may write to its shards; collective.
 
-    At its end all ranks have the new values, and so have the masters of elements that were written.
-    The module must not run inside. If several ranks keep the same elements (stage 0, frozen
+    At its end all ranks get the new values, and masters of elements that have changed are set to
+    them. The module must not run inside. If several ranks keep the same elements (stage 0, frozen
     parameters below stage 3, and ``state="node"``), all must write the same values.
 
     Args:
@@ -180,7 +180,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     memory = _Memory(engine, "exchanged")
     with memory.changing() as told:
         memory.check_values(values)
-        # If one rank left a parameter out, it would mix two sets of weights.
+        # If one rank left a parameter out, the parameter would mix old and other values.
         told["parameters"] = sorted(values)
         for name, value in values.items():
             with normal_tensors():
@@ -339,7 +339,7 @@ class _Memory:
 
     @normal_tensors()
     def _write_chunks(self, values: Mapping[str, Tensor]) -> None:
-        """Writes values, by name, to the chunks on this rank's disk; its faults raise later."""
+        """Writes values, by name, to the chunks on this rank's disk; disk faults raise later."""
         engine = self._engine
         if engine.setup.store is None:
             return
@@ -356,7 +356,7 @@ class _Memory:
 
     @normal_tensors()
     def follow(self) -> None:
-        """Sets the masters of those elements of the parameters that were written to."""
+        """Sets the masters of all elements that have changed inside the context."""
         engine = self._engine
         owner, names = engine.placement.owner, engine.names()
         for number, bucket in enumerate(engine.stored):
@@ -377,7 +377,7 @@ class _Memory:
 
 
 def _follow(master: Tensor, values: Tensor, same: Tensor) -> None:
-    """Sets masters to the new values, except where these are the same as before."""
+    """Sets masters to the new values, except at elements that have not changed (``same``)."""
     master.copy_(torch.where(same, master, values.to(master.dtype)))
 
 
@@ -393,7 +393,7 @@ def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tenso
 
 
 def publish(engine: ShardEngine) -> None:
-    """Sends the values that ranks have written to all copies of the parameters; collective."""
+    """Sends the values that ranks have written to all ranks with copies of them; collective."""
     sharers = sharers_of(engine.comm, engine.options.state)
     assert sharers is not None
     for bucket in _buckets(engine):
@@ -482,7 +482,7 @@ def _check_writing(engines: _Engines, write_from: int) -> None:
 def _engines_and_params(
     module: nn.Module | Tensor | Iterable[Tensor],
 ) -> list[tuple[ShardEngine, frozenset[int] | None]]:
-    """Returns the engines, each with the ``id`` of its chosen parameters, or None for all of them.
+    """Returns the engines, each with the ``id`` of its chosen parameters; None for all parameters.
 
     A module that was added to a sharded module may be sharded by itself.
 
@@ -566,7 +566,7 @@ def _take_changes(engine: ShardEngine, rank: int, only: frozenset[int] | None) -
 
 
 def _unshard_again(engine: ShardEngine) -> None:
-    """Unshards unsharded buckets again, since their chunks have changed; may be collective."""
+    """Updates unsharded buckets, whose chunks have changed; may be collective."""
     for bucket in engine.stored:
         if isinstance(bucket, ShardedBucket) and bucket.is_unsharded:
             bucket.fill()
@@ -596,7 +596,7 @@ def _broadcast(
 
 
 def _changed_in(bucket: ParamBucket, only: frozenset[int] | None) -> list[tuple[int, int]]:
-    """Returns the ranges of a bucket that the parameters with these ``id`` fill; None for all."""
+    """Returns the ranges of a bucket of the parameters whose ``id`` is in ``only``; None: all."""
     chosen = [each for each in bucket.params if only is None or id(each.param) in only]
     if len(chosen) == len(bucket.params):
         return [(0, bucket.layout.elems)]

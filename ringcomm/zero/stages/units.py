@@ -1,4 +1,4 @@
-"""The units of a module: the modules that are unsharded as a whole, and their parameters."""
+"""Units: the modules inside a module that are each unsharded as a whole, with their parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 
 
 class Values(Protocol):
-    """The values of a rank's part of a parameter, which can be read piece by piece.
+    """The values of this rank's local tensor of a parameter, which can be read piece by piece.
 
     Attributes:
         dtype: the parameter's dtype in the module, before it moves into a bucket.
@@ -94,7 +94,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def initialize(self, module: nn.Module) -> None:
-        """Fills a module's own parameters and buffers if the source lacks some of their values.
+        """Initializes a module's own parameters and buffers, some of which the source lacks.
 
         Raises:
             ArgumentError: the source does not define how to initialize the module.
@@ -170,7 +170,7 @@ def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions)
 
 
 def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> frozenset[int]:
-    """Takes ignored parameters out of their units; returns the ``id`` of each of them.
+    """Removes ignored parameters from their units; returns the ``id`` of each of them.
 
     Raises:
         ArgumentError: a name matches no parameter, and no module that has one.
@@ -220,7 +220,7 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
 def _by_function(
     root: nn.Module, rule: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that a function selects; a selected wrapper selects the module inside."""
+    """Yields the modules that ``rule`` selects, without modules inside a selected wrapper."""
     done: set[int] = set()
     for name, module in named_modules(root):
         if id(module) not in done and rule(name, module):
@@ -247,7 +247,7 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
-    """Returns the units around all modules with a parameter, root first, by its first name."""
+    """Returns, by parameters' first names, the units around all modules that have the parameter."""
     first: dict[int, str] = {}
     around: dict[str, list[Unit]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -288,7 +288,7 @@ def aliases(root: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class BucketAssignment:
-    """The layout of a module's trainable parameters, or of its frozen ones; equal at every stage.
+    """Assigns a module's trainable, or its frozen, parameters to buckets; equal at every stage.
 
     Attributes:
         names: the parameters' names, by parameter index.
@@ -343,10 +343,10 @@ def assign_buckets(
 
 
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
-    """Returns the spec of a parameter in its bucket: cast, contiguous, and present even if frozen.
+    """Returns the spec of a parameter in its bucket: cast, contiguous, and listed even if frozen.
 
-    It is contiguous so that, in checkpoints, a shard of a bucket is a shard of the flattened
-    parameter.
+    The parameter is contiguous so that, in checkpoints, a shard of a bucket is a shard of the
+    flattened parameter.
     """
     shape = tuple(local_of(param).shape)
     if param.dtype not in DTYPE_NAMES:

@@ -29,7 +29,7 @@ _flat_of: Callable[[ShardedBucket], torch.Tensor] = attrgetter("flat")
 
 
 class Copier(ABC):
-    """The base of the classes that fill buckets, if possible while the caller computes."""
+    """A base class of copiers, which fill buckets, if possible while the caller computes."""
 
     #: True if several large units are begun together; see NOTE [Units begun together].
     joins_units = False
@@ -40,7 +40,7 @@ class Copier(ABC):
 
     @abstractmethod
     def end(self, bucket: ShardedBucket) -> None:
-        """Waits for :meth:`begin`: the caller's next operation finds the bucket filled."""
+        """Waits until ``bucket``, which :meth:`begin` started to fill, is filled."""
 
     @abstractmethod
     def close(self) -> None:
@@ -137,7 +137,7 @@ class _Copies:
     Attributes:
         stream: the stream on which they run.
         done: an event after them; None if it was not recorded yet.
-        awaited_by: the stream that waited for them last.
+        awaited_by: the last stream that waited for them.
     """
 
     stream: int
@@ -207,8 +207,8 @@ class DeviceCopier(Copier):
 class Unsharder:
     """Unshards the buckets of a module's units when needed or ahead, and reshards them afterwards.
 
-    It expects the units in the order in which the last iteration needed them. A wrong guess costs a
-    copy.
+    It expects that an iteration needs the units in the order of the last iteration. A wrong guess
+    costs a copy.
 
     NOTE [Graphs without a hook]
     In backward, hooks on the outputs of a unit's module unshard the unit again. No such hook covers
@@ -219,14 +219,14 @@ class Unsharder:
     NOTE [Units begun together]
     A unit of more than ``SMALL_BYTES`` is copied on a side stream, between two events that are each
     recorded and awaited: four driver calls. So further units are begun together with it, as long as
-    all units ahead have at most ``AHEAD_BYTES``. The next ones are begun when less than half of
-    this is on its way.
+    all units ahead have at most ``AHEAD_BYTES``. The next units are begun when less than half of
+    ``AHEAD_BYTES`` is being copied.
 
     Args:
         units: the units, each with its buckets.
         comm, options, profile: the engine's.
-        tell_expected: called with the buckets that will be unsharded next, if their chunks have to
-            be read from a disk first.
+        tell_expected: called with the buckets that will be unsharded next, so that their chunks are
+            read from the disk in time; None without a disk.
     """
 
     def __init__(
@@ -271,11 +271,11 @@ class Unsharder:
         self._pins = 0
         # Buckets that a forward with gradients has used inside unsharded().
         self._ran: set[ShardedBucket] = set()
-        # See NOTE [Graphs without a hook]; True for buckets whose views keep their memory.
+        # See NOTE [Graphs without a hook]; the value is True if views keep the bucket's memory.
         self._unhooked: dict[ShardedBucket, bool] = {}
-        # Ranks that unshard together must reshard the same buckets, whatever graphs each rank has.
+        # If unsharding is collective, ranks must reshard the same buckets, whatever graphs exist.
         self._together = options.params == "world" or options.offload_params is not None
-        #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
+        #: True if a graph of create_graph=True may refer to buckets, which must stay unsharded.
         self.held = False
         #: Number of units that are running now, nested in each other.
         self.running = 0
@@ -360,12 +360,12 @@ class Unsharder:
                 self._end_coming(bucket)
 
     def unshard_for_schedule(self, bucket: ShardedBucket) -> None:
-        """Unshards a bucket, and keeps it unsharded until :meth:`reshard_for_change`."""
+        """Unshards a bucket for a pipeline schedule, until :meth:`reshard_for_change`."""
         self._unshard([bucket])
         self._for_schedule.add(bucket)
 
     def open(self, unit: Unit | None = None) -> None:
-        """Marks unsharded buckets, of one unit or all, as open to writes from outside."""
+        """Marks the unsharded buckets, of one unit or of all, as open to writes by the user."""
         for bucket in self._unsharded if unit is None else self._buckets[id(unit)]:
             bucket.open()
 
@@ -418,7 +418,7 @@ class Unsharder:
         return self._last[at:] if self._last[at - 1 : at] == self._now[-1:] else []
 
     def reshard(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
-        """Reshards a bucket, if it is unsharded and nothing is pinned or held."""
+        """Reshards a bucket, unless a pin, a pipeline schedule or a graph keeps it unsharded."""
         if self._pins and torch.is_grad_enabled():
             self._ran.add(bucket)
         stays = self._pins or bucket in self._for_schedule or (self.held and bucket.is_in_graph)
@@ -433,16 +433,16 @@ class Unsharder:
                     self._told[bucket]()
 
     def reshard_used(self, bucket: ShardedBucket) -> None:
-        """Reshards a bucket in backward, unless a part of a graph still needs its memory."""
+        """Reshards a bucket in backward, unless a graph still needs the bucket's memory."""
         if bucket.is_referred_to:
             return
-        # No graph can wait for any other bucket; see _is_awaited().
+        # Graphs need only these two kinds of buckets later; see _is_awaited().
         may_wait = bucket in self._unhooked or bucket in self._staying
         if not may_wait or not self._is_awaited(bucket):
             self.reshard(bucket)
 
     def close_bucket(self, bucket: ShardedBucket) -> None:
-        """Refuses to unshard a bucket until :meth:`reopen`, as ranks will change its chunks.
+        """Refuses to unshard a bucket until :meth:`reopen`, since ranks will change its chunks.
 
         If the bucket is unsharded, it stays so with its old values, for the rest of this backward.
 
@@ -459,7 +459,7 @@ class Unsharder:
         self._closed.clear()
 
     def release(self) -> None:
-        """Called after a backward that made no graph; ends ``held`` if no graph needs a bucket."""
+        """Called after a backward that made no graph; clears ``held`` if no graph has a bucket."""
         self.held = self.held and any(bucket.is_in_graph for bucket in self._unsharded)
 
     def keep_for_graph(self, unit: Unit) -> None:
@@ -476,7 +476,7 @@ class Unsharder:
         self._reshard_others({bucket for bucket in self._unsharded if self._is_awaited(bucket)})
 
     def reshard_for_change(self) -> None:
-        """Reshards all buckets, whatever graph refers to them, since their values will change.
+        """Reshards all buckets, even if graphs refer to them, since their values will change.
 
         Raises:
             ArgumentError: a parameter was written to. All buckets are resharded even so.
@@ -499,7 +499,7 @@ class Unsharder:
     def _reshard_others(
         self, kept: Container[ShardedBucket], viewed: Container[ShardedBucket] = ()
     ) -> None:
-        """Reshards all buckets except ``kept``; leaves the memory of ``viewed`` to their views."""
+        """Reshards all buckets except ``kept``; views of the buckets in ``viewed`` stay valid."""
         failed: ArgumentError | DiskError | None = None
         for bucket in [*self._coming, *self._unsharded]:
             try:
@@ -547,7 +547,7 @@ class Unsharder:
 
     @contextmanager
     def pin(self) -> Iterator[None]:
-        """Keeps buckets from being resharded; those unsharded inside are resharded at the end."""
+        """Reshards nothing inside the context; at its end, reshards buckets unsharded inside."""
         # A forward or backward may be running that needs the buckets that are unsharded now.
         kept = set(self._unsharded)
         self._pins += 1
@@ -580,8 +580,8 @@ class Unsharder:
     def is_repeated(self, unit: Unit) -> bool:
         """True if a call of a unit, outside of a call of the root, begins an iteration.
 
-        It does so after a backward. Otherwise it does so when the unit began the current iteration
-        or, without gradients, when the iteration has called the unit before.
+        After a backward any call does. Otherwise a call of the unit that began this iteration does;
+        or, without gradients, a second call of any unit in this iteration.
         """
         key = id(unit)
         again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now

@@ -78,15 +78,15 @@ class BackwardUpdates:
         self._step: ShardedStep | None = None
         # Numbers of the buckets whose update this step has begun.
         self._closed: set[int] = set()
-        # By bucket, its parameters' indices in the optimizer; None for a parameter in no group.
+        # By bucket, the parameters' indices in the optimizer; None for a parameter in no group.
         self._indices: list[list[int | None]] = []
         self._frozen: list[int] = []
         self._asked = Asked(_OPERATION)
         self._digest = 0.0
-        # Per parameter, 1.0 if it takes this step, as far as known, and if it took the last step.
+        # Per parameter, 1.0 if it takes this step, as far as known; and 1.0 if it took the last.
         self._active: list[float] = []
         self._last_active: list[float] | None = None
-        # This rank's failure; _all_failed: all ranks failed, which they notice at the same bucket.
+        # This rank's failure. _all_failed: some rank failed, and all noticed it at the same bucket.
         self._failure: Exception | None = None
         self._all_failed = False
         self._counted = False
@@ -118,7 +118,7 @@ class BackwardUpdates:
         return self.under_way and number in self._closed
 
     def begin(self, operation: str, order: Sequence[int]) -> None:
-        """Begins a step, and decides all that holds for every bucket.
+        """Begins a step, and decides everything that is equal for all buckets.
 
         Args:
             operation: name of the operation in errors.
@@ -151,7 +151,7 @@ class BackwardUpdates:
         owner.offload.begin_step(lambda: self._last_active, order)
 
     def _find_indices(self, owner: ShardedStep) -> None:
-        """Finds the indices of the buckets' parameters in the optimizer, which may have grown."""
+        """Finds the parameters' indices in the optimizer, which may have got more parameters."""
         self._active = [0.0] * len(owner.params)
         if self._last_active is not None and len(self._last_active) != len(owner.params):
             self._last_active = None
@@ -173,7 +173,7 @@ class BackwardUpdates:
         )
 
     def abandon(self) -> None:
-        """Called when this rank's backward raised, before the rank makes up for its reductions."""
+        """Called after this rank's backward raised, before the rank makes missing reductions."""
         if self.under_way and len(self._closed) < len(self._stored):
             comm = self._stored[0].comm
             refusal = RingcommError(
@@ -262,7 +262,7 @@ class BackwardUpdates:
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        # The other ranks learn of the failure at the next bucket, if they do not know it yet.
+        # The agreement before the next bucket reports the failure to the other ranks.
         self._asked = Asked(_OPERATION, refusal=self._failure)
 
     def _agree(self, owner: ShardedStep, wanted: Sequence[float], asked: Asked) -> list[float]:
@@ -297,7 +297,7 @@ class BackwardUpdates:
         owner.plan.reduce_update_from(owner.buckets[number], grads)
 
     def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
-        """Advances parameters' step numbers and, in a step's first call, the optimizer's."""
+        """Advances the step numbers of parameters; the first call also advances the optimizer's."""
         table = owner.table
         table.active.copy_(torch.tensor(active, dtype=torch.float64, device="cpu"))
         if self._counted:
@@ -313,7 +313,7 @@ class BackwardUpdates:
     # ---- its end --------------------------------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raises a failure that all ranks know of, and ends the step."""
+        """If all ranks have noticed a failure, ends the step and raises it."""
         failure = self._failure
         if failure is not None and (self._all_failed or self._stored[0].comm.aborted):
             self.reset()
@@ -323,7 +323,7 @@ class BackwardUpdates:
         """Returns the numbers of the buckets that the step still has to update.
 
         Args:
-            some: numbers of the buckets for which some rank has gradients.
+            some: numbers of the buckets for which at least one rank has gradients.
         """
         if any(number in self._closed for number in some):
             try:
@@ -407,7 +407,7 @@ class BackwardUpdates:
         self.end_backward()
         if self._step is not None:
             if self._unsharder is not None:
-                # At stage 2, close() has counted each update already.
+                # At stage 2, close() has advanced the parameters' versions already.
                 active = zip(self._step.params, self._active, strict=True)
                 self._step.count_change([param for param, steps in active if steps])
             self._step.under_way = False
