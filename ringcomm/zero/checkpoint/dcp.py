@@ -73,9 +73,9 @@ from ringcomm.zero.checkpoint.format import (
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's planner, but values that are not tensors must be data, and are saved as JSON.
+    """torch's planner for saves, except that values other than tensors are saved as JSON.
 
-    Data are None, bools, ints, floats, strings, and lists, tuples and dicts of these. Other values
+    These are None, bools, ints, floats, strings, and lists, tuples and dicts of these. Other values
     raise UnsupportedError before anything is written. Arguments: as for ``DefaultSavePlanner``.
     """
 
@@ -93,7 +93,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, which loads into a state dict what :class:`SavePlanner` has saved.
+    """torch's planner for loads, which also reads the JSON values of :class:`SavePlanner`.
 
     Arguments: as for ``DefaultLoadPlanner``.
     """
@@ -105,7 +105,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # For names that were saved with other wrappers: the name in the checkpoint, by name here.
+        # For names that were saved with other wrappers: by name here, the name in the checkpoint.
         self._saved_as: dict[str, str] = {}
         if self.metadata is not None:
             self.metadata = self._with_unwrapped_names(self.metadata)
@@ -143,7 +143,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Metadata]:
-    """Cuts shards and saved parts in the same way, flat or as boxes; see :class:`DTensorShard`."""
+    """Makes shards and saved pieces match, both flat or both boxes; see :class:`DTensorShard`."""
     state, described = dict(state), dict(saved.state_dict_metadata)
     for name, wanted in state.items():
         there = described.get(name)
@@ -151,7 +151,7 @@ def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Meta
             continue
         shape = wanted.param_shape
         if wanted.size() == there.size or prod(shape) != prod(there.size):
-            continue  # already the same, or a different tensor, which torch refuses
+            continue  # sizes are equal already, or numbers of elements differ (torch will raise)
         if isinstance(wanted, DTensorShard):
             described[name] = replace(there, size=torch.Size(shape), chunks=_boxes(there, shape))
         else:
@@ -170,7 +170,7 @@ def _boxes(flat: TensorStorageMetadata, shape: Sequence[int]) -> list[ChunkStora
 
 
 def _own_key(container: Any, key: str | int) -> Any:
-    """Returns the key of a container that torch's flattening has turned into a string."""
+    """Returns a container's own key, for a key that torch's flattening may have made a string."""
     if isinstance(container, dict) and key not in container:
         return next(each for each in container if str(each) == key)
     return key
@@ -180,12 +180,12 @@ def _own_key(container: Any, key: str | int) -> Any:
 
 
 class StorageReader(storage.StorageReader):
-    """Loads a state dict from a checkpoint folder, whichever function has saved it.
+    """Loads a state dict from a checkpoint folder that any of ringcomm's functions has saved.
 
     ``dcp.load(state_dict, storage_reader=StorageReader(path), planner=LoadPlanner())``
 
-    Tensors must have the dtypes that were saved. An error on any rank is raised on all ranks as
-    torch's ``CheckpointException``, which has the original error in ``failures``.
+    Tensors in the state dict must have the saved dtypes. An error on any rank is raised on all
+    ranks as torch's ``CheckpointException``, which has the original error in ``failures``.
 
     Args:
         path: the folder.
@@ -203,7 +203,7 @@ class StorageReader(storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder from which it loads."""
+        """The folder from which this reader loads."""
         return self.path
 
     @classmethod
@@ -318,17 +318,17 @@ class _Wrote:
 
 
 class StorageWriter(storage.StorageWriter):
-    """Saves a state dict as a checkpoint folder, which is seen whole or not at all.
+    """Saves a state dict as a checkpoint folder, which appears whole or not at all.
 
     ``dcp.save(state_dict, storage_writer=StorageWriter(path), planner=SavePlanner())``
 
     An error on any rank is raised on all ranks as torch's ``CheckpointException``, which has the
-    original error in ``failures``. The remains of a failed save are hidden, and are removed with
-    the coordinator's writer, or by the next save to ``path``.
+    original error in ``failures``. The files of a failed save are hidden; they are removed when the
+    coordinator's writer is freed, or by the next save to ``path``.
 
     Args:
         path: the folder; it must not exist, and all ranks must see its parent folder.
-        data: JSON data of the user; the coordinator's data are saved.
+        data: JSON data of the user; only the coordinator's data are saved.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, data: Any = None) -> None:
@@ -343,7 +343,7 @@ class StorageWriter(storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder to which it saves."""
+        """The folder to which this writer saves."""
         return self.path
 
     @classmethod
@@ -379,7 +379,7 @@ class StorageWriter(storage.StorageWriter):
         for each in commit.leftovers(self.path.parent, self.path.name):
             commit.discard(each)
         self._partial = commit.begin(self.path)
-        # torch reports its ranks' errors to the coordinator, but not to this object.
+        # torch does not report ranks' errors to this object, so a finalizer cleans up.
         self._clean_up = weakref.finalize(self, _discard, self._partial, os.getpid())
         name = self._partial.name
         return [replace(plan, storage_data=(name, rank)) for rank, plan in enumerate(plans)]
@@ -408,7 +408,7 @@ def _nothing() -> None:
 
 
 def _discard(partial_folder: Path, process: int) -> None:
-    """Removes the remains of a failed save, unless a forked child calls this as it ends."""
+    """Removes the hidden folder of a failed save, unless a forked child calls this at its end."""
     if os.getpid() == process and partial_folder.exists():
         with contextlib.suppress(OSError):
             commit.discard(partial_folder)

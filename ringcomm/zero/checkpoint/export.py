@@ -1,10 +1,10 @@
 """Exports weights of a checkpoint or a sharded module to files for Hugging Face's libraries.
 
 NOTE [Every rank writes its own]
-Names, shapes and dtypes determine the place of each element in the files. So each rank of a sharded
-module writes the contiguous elements that it owns at their offsets, at the same time as the others,
-and nothing is gathered. The first rank makes the files and their headers before, and gives the
-folder its name after all ranks have synced their data.
+Names, shapes and dtypes determine the place of each element in the files. So all ranks of a sharded
+module write at the same time, each the contiguous elements that it owns at their offsets, and
+nothing is gathered. Before this the first rank makes the files and their headers, and after all
+ranks have synced their data it gives the folder its name.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Weight:
     """A tensor to be written.
 
     Attributes:
-        key: its name in the model, and in the file.
-        saved: the name of the source tensor, which aliases share.
+        key: its name in the model and in the file.
+        saved: the name of its source tensor; aliases have the same source tensor.
         dtype, size: dtype and size in the file.
     """
 
@@ -94,7 +94,7 @@ def export_safetensors(
 
     Args:
         folder: the folder of a checkpoint. If its data are a dict with an entry "tied", this entry
-            is a dict from aliases to weights, both with their names in the model.
+            is a dict from names of aliases in the model to names of weights in the model.
         path: the folder to write; it must not exist.
         max_file_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
         dtype: dtype to which floating-point weights are converted; default as saved.
@@ -155,7 +155,7 @@ def _check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: o
 
 
 def _tied(reader: Reader) -> dict[str, str]:
-    """Returns the aliases in the model, with the names whose tensors they share, as saved."""
+    """Returns the model's aliases, each with the saved name of the tensor that it shares."""
     tied = reader.data.get("tied", {}) if isinstance(reader.data, dict) else {}
     saved = set(reader.names())
     for alias, name in tied.items() if isinstance(tied, dict) else [(tied, None)]:
@@ -184,7 +184,7 @@ def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | Non
 
 
 def _kind(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype of a weight in the file."""
+    """Returns the dtype that a weight of dtype ``saved`` gets in the file."""
     return wanted if wanted is not None and saved.is_floating_point else saved
 
 
@@ -224,7 +224,7 @@ def _metadata(weights: Sequence[Weight], tied: Mapping[str, str]) -> dict[str, s
 
 
 def _index_of(files: Mapping[str, Sequence[Weight]]) -> bytes:
-    """Returns the index of each weight's file, in the form of Hugging Face's libraries."""
+    """Returns an index with the file of each weight, in the form of Hugging Face's libraries."""
     total = sum(weight.size_bytes for run in files.values() for weight in run)
     weight_map = {weight.key: name for name, run in files.items() for weight in run}
     return text_of({"metadata": {"total_size": total}, "weight_map": weight_map}).encode()
@@ -258,9 +258,9 @@ def save_pretrained(
     """Writes a sharded module's weights as safetensors files; collective.
 
     The files are like the files of :func:`export_safetensors`. A model of the transformers library
-    also gets its configuration, so that ``from_pretrained()`` reads the folder. Each rank writes
-    the elements that it owns, and holds at most one slice besides. The folder appears whole or not
-    at all. Inside :func:`ringcomm.zero.exchanged` the exchanged values are written.
+    also gets its configuration, so that ``from_pretrained()`` can read the folder. Each rank writes
+    the elements that it owns, and copies at most one slice at a time. The folder appears whole or
+    not at all. Inside :func:`ringcomm.zero.exchanged` the exchanged values are written.
 
     Args:
         module: the module that ``shard()`` returned.
@@ -274,7 +274,7 @@ def save_pretrained(
 
     Raises:
         ArgumentError: the module is not sharded, or a parameter was replaced since ``shard()``.
-        CheckpointError: files cannot be written; on all ranks, and nothing is left.
+        CheckpointError: files cannot be written; raised on all ranks, and no files remain.
         MismatchError: the ranks pass different arguments.
     """
     engine = engine_of(module, "save_pretrained")
@@ -288,7 +288,7 @@ def save_pretrained(
     told = {"path": str(path), "max_file_bytes": most_bytes, "dtype": str(dtype)}
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
     parts = {part.name: part for part in model_shards(engine)}
-    # Buckets differ between the ranks of a mesh, but all ranks have the module's own order.
+    # The order of buckets differs between ranks of a mesh, but the order in the module does not.
     named = [*dict(named_parameters(engine.setup.module)), *buffers_of(engine.setup.module)]
     homes = {name: parts[f"{MODEL_PREFIX}{name}"] for name in named}
     tied = aliases_of(engine.setup.module)
@@ -358,7 +358,7 @@ def _write_run(out: int, at: int, slices: Iterator[Tensor], dtype: torch.dtype) 
 
 
 def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """Yields this rank's contiguous parts of a flattened tensor, and where each begins."""
+    """Yields this rank's contiguous parts of a flattened tensor, each after its first index."""
     for box in shard.boxes():
         if not box.local.numel():
             continue
@@ -368,7 +368,7 @@ def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tenso
         whole = len(shape)
         while whole and box.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1
-        # Loop over dimensions before ``outer``; from it on, elements are contiguous.
+        # Loop over the dimensions before ``outer``; elements of the later ones are contiguous.
         outer = max(0, whole - 1)
         for at in product(*(range(size) for size in box.sizes[:outer])):
             index = [o + a for o, a in zip(box.offsets, at, strict=False)]
@@ -438,7 +438,7 @@ def _save_config(root: Any, folder: Path, dtypes: Sequence[torch.dtype]) -> None
 
 @contextmanager
 def _writing(operation: str, target: Path) -> Iterator[None]:
-    """Raises CheckpointError for an OSError inside."""
+    """Raises CheckpointError if the body raises OSError."""
     try:
         yield
     except OSError as error:

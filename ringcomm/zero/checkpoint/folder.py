@@ -53,7 +53,7 @@ class Reader:
     Args:
         folder: the folder of a finished checkpoint.
         verify: check a file's checksum before its first element is read.
-        rounds: convert floating-point numbers to the dtype of the tensor that they are read into.
+        rounds: convert floating-point numbers to the dtype of the tensor into which they are read.
 
     Attributes:
         folder: as given.
@@ -108,11 +108,11 @@ class Reader:
         return DTYPE_OF_NAME[self._saved(name).dtype]
 
     def rank_data(self, rank: int) -> Any:
-        """Returns the data that ``rank`` of the world that saved gave as its own."""
+        """Returns the data that rank ``rank`` saved as its own."""
         return self._rank(rank).data
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
-        """Returns the tensors that ``rank`` gave as its own, in host memory.
+        """Returns the tensors that rank ``rank`` saved as its own, in host memory.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -125,7 +125,7 @@ class Reader:
         return tensors
 
     def read(self, name: str, begin: int, out: Tensor) -> None:
-        """Fills ``out`` with elements from ``begin`` on of the flattened tensor.
+        """Fills ``out`` with the elements of the flattened tensor from ``begin`` on.
 
         Reads only the parts of files that hold these elements, once the files are verified.
 
@@ -156,8 +156,8 @@ class Reader:
 
         Args:
             name: name of a tensor.
-            offsets: offsets of the box in the dimensions of the tensor's ``size`` in the manifest,
-                or, if it was saved flat, of its shape.
+            offsets: offsets of the box in the tensor's ``size`` in the manifest, or in the tensor's
+                shape if the tensor was saved flat; by dimension.
             out: [box], of the saved dtype, on any device.
         """
         saved = self._saved(name)
@@ -169,7 +169,7 @@ class Reader:
         return None
 
     def _read_slabs(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Fills ``out`` with a box of a tensor that was saved flat; reads whole rows of it."""
+        """Fills ``out`` with a box of a tensor that was saved flat; reads whole rows."""
         saved = self._saved(name)
         if saved.size == saved.shape:
             raise ArgumentError(f"read {name}: expected a box in size {saved.size}, got {offsets}")
@@ -191,7 +191,7 @@ class Reader:
         Files that were verified before are skipped.
 
         Args:
-            files: their names; default all.
+            files: names of the files; default all.
 
         Raises:
             CheckpointError: a file is damaged; the message names it.
@@ -284,12 +284,12 @@ class Reader:
                 target.copy_(self._stored(saved, piece, box))
 
     def _stored(self, saved: SavedTensor, piece: Piece, box: Bounds) -> Tensor:
-        """Returns the elements of a piece's box, as they are in the file."""
+        """Returns the elements of ``box`` in a piece, in the saved dtype and in host memory."""
         if self._verify:
             self.verify([piece.file])
         try:
             stored = self._slice(saved, piece)
-            # safetensors makes the tensor on torch's default device.
+            # Without this, safetensors would make the tensor on torch's default device.
             with torch.device("cpu"):
                 taken: Tensor = (
                     stored[_within(box, piece.offsets)]
@@ -341,7 +341,7 @@ def _within(box: Bounds, offsets: Sequence[int]) -> tuple[slice, ...]:
 
 # ---- A folder of checkpoints: saved together, seen whole or not at all, removed when old ---------
 
-# The ranks that save together, and their agreement.
+# The ranks that save together, and the way in which they agree.
 
 
 class OneRank:
@@ -359,7 +359,7 @@ class OneRank:
 
 
 def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
-    """Runs ``work`` on each rank; all ranks continue, or none; collective.
+    """Runs ``work`` on each rank; if it fails on one rank, all ranks raise; collective.
 
     Returns:
         The results of ``work``, JSON data, by rank.
@@ -400,8 +400,8 @@ class Checkpoints:
     """The checkpoints of one training run, in ``root``/step-00000100 and so on.
 
     A checkpoint is complete once its folder has its final name. If a save ends early, at any
-    moment, earlier checkpoints are intact; its remains are hidden, are never loaded, and are
-    removed by the next save. One run at a time saves into ``root``.
+    moment, earlier checkpoints are intact; the files of the save are hidden, are never loaded, and
+    are removed by the next save. Only one run at a time may save into ``root``.
 
     Args:
         root: the folder, made by the first save, on a file system that all ranks see.
@@ -440,7 +440,7 @@ class Checkpoints:
         """Returns the steps that have a complete checkpoint, sorted.
 
         Raises:
-            CheckpointError: the folder exists and cannot be read; so for all methods that read it.
+            CheckpointError: the folder exists and cannot be read; other methods also raise this.
         """
         with _reading(self.root):
             return [step for step, folder in self._visible() if (folder / MANIFEST_NAME).is_file()]
@@ -463,7 +463,7 @@ class Checkpoints:
         """Opens a checkpoint, by default the latest.
 
         Raises:
-            CheckpointError: there is none, or it is damaged. No other checkpoint is used instead.
+            CheckpointError: no checkpoint exists, or it is damaged; no other one is opened instead.
         """
         if step is None:
             step = self.latest()
@@ -497,15 +497,15 @@ class Checkpoints:
         ``keep`` are then removed.
 
         Args:
-            step: a number after all saved steps; equal on all ranks.
+            step: a number greater than all saved steps; equal on all ranks.
             tensors: by name, this rank's shards of flat tensors. Each element is on one rank.
             data: None, bools, ints, floats, strings, and lists, tuples and dicts of these; equal on
                 all ranks.
-            rank_data: data of the same types, of this rank.
+            rank_data: this rank's own data, of the types of ``data``.
             rank_tensors: small tensors of this rank, of any shape, such as generators' states.
 
         Raises:
-            ArgumentError, MismatchError, UnsupportedError: no rank has written anything.
+            ArgumentError, MismatchError, UnsupportedError: bad arguments; no rank wrote anything.
             CheckpointError: the save failed; on all ranks, and earlier checkpoints are intact.
         """
         contents = Contents(tensors, data, rank_data, rank_tensors or {})
@@ -526,7 +526,7 @@ class Checkpoints:
 
 @contextmanager
 def _reading(root: Path) -> Iterator[None]:
-    """Raises CheckpointError if a run's folder cannot be read."""
+    """Raises CheckpointError if the body cannot read a run's folder."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -534,7 +534,7 @@ def _reading(root: Path) -> Iterator[None]:
 
 
 class _Save:
-    """One save: all ranks complete a phase before any rank begins the next."""
+    """One save, in phases: all ranks complete a phase before any rank begins the next phase."""
 
     def __init__(
         self, checkpoints: Checkpoints, step: int, contents: Contents, ranks: Ranks
@@ -543,7 +543,7 @@ class _Save:
         self._step = step if number is None else number  # describe() refuses invalid steps
         self._checkpoints, self._contents = checkpoints, contents
         self._ranks = ranks
-        # The folder shows which stage of a pipeline saves.
+        # Stages of a pipeline save in folders of their own, so the folder names the stage.
         self._operation = f"save step {step} in {checkpoints.root}"
         self._partial: Path | None = None  # the hidden folder, on rank 0 while it exists
 
@@ -613,7 +613,7 @@ class _Save:
         self._partial = None
 
     def _clean_up(self) -> None:
-        """Runs after a failure; a folder that cannot be removed now is removed by the next save."""
+        """Removes a failed save's folder; if this fails, the next save removes the folder."""
         if self._partial is None or not self._partial.exists():
             return
         try:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: tensors, the manifest, and the commit that shows all of them at once.
+"""The files of a checkpoint: tensors, the manifest, and the rename that shows all files at once.
 
 A file has 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
 (https://huggingface.co/docs/safetensors). The library's own writer first copies all tensors into
@@ -57,12 +57,12 @@ DTYPES: dict[torch.dtype, tuple[str, str]] = {
 }
 DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 
-# The limit of NumPy and of torch's operators.
+# The most dimensions that NumPy and torch's operators accept.
 MOST_DIMS = 64
-# Small enough that a slice is still in the cache when it is written after its checksum.
+# Small enough that a slice is still in the cache when it is written, right after its checksum.
 SLICE_BYTES = 1 << 20
-# The size of slices when a file is only summed: large enough for the rank's threads to take part
-# (``worker_pool.h``).
+# The size of slices when only a file's checksum is computed: large enough for the rank's threads to
+# share the work (``worker_pool.h``).
 _SUMMED_BYTES = 8 << 20
 _HEADER_ALIGN = 8
 
@@ -169,7 +169,7 @@ def write_tensor_file(
 
 
 def in_order(entries: Sequence[T]) -> list[T]:
-    """Returns entries in a file's order: larger dtypes first, so that all tensors are aligned."""
+    """Returns entries in the order of a file: wider dtypes first, so that tensors are aligned."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -194,7 +194,7 @@ def crc32_of(path: Path) -> str:
 
 
 def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
-    """Returns the bytes of a file that come before the elements of its entries, in this order."""
+    """Returns the first bytes of a file, before the elements; the entries are in file order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for entry in entries:
@@ -224,7 +224,7 @@ def _check_size(path: Path, entry: TensorEntry, size_bytes: int) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns a contiguous host tensor's memory. Not by numpy(): torch runs without NumPy."""
+    """Returns a contiguous host tensor's memory; without numpy(), since NumPy may be missing."""
     size_bytes = tensor.numel() * tensor.dtype.itemsize
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -244,11 +244,11 @@ Bounds = tuple[tuple[int, int], ...]  # [begin, end) by dimension
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, and the place of its elements in a file.
+    """A box of a tensor, and the place of the box's elements in a file.
 
     Attributes:
         offsets, sizes: the box in the tensor, by dimension; sizes are positive.
-        file, key: the file and the key of the box.
+        file, key: the file, and the key in the file, that have the box.
     """
 
     offsets: tuple[int, ...]
@@ -321,7 +321,7 @@ def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
 
 
 def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
-    """True if boxes with as many elements as a tensor cover the tensor; in O(n) time.
+    """True if boxes, which have as many elements as a tensor, cover the tensor; in O(n) time.
 
     The indicator function of a box is determined by its corners, with signs. So boxes cover the
     tensor without overlap exactly if, for all functions g of the coordinates, the sum over boxes of
@@ -375,7 +375,7 @@ def _check_apart(pieces: Sequence[Piece]) -> None:
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = "ringcomm checkpoint"
 VERSION = 1
-# No model needs more. A sparse file could claim any size.
+# No model needs a larger manifest. Without a limit, a sparse file could claim any size.
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_EXTENT = 1 << 62
 # Only files with such names are opened, so that no manifest can refer outside of its folder.
@@ -432,10 +432,10 @@ class Manifest:
 
     Attributes:
         tensors: the tensors, by name.
-        files: the files by name, "rank-00000.safetensors" and so on.
+        files: the files, by name: "rank-00000.safetensors" and so on.
         ranks: the ranks' own data, by rank of the world that saved.
         data: the user's data, as accepted by ``json_reader.encode``.
-        values: the values that are not tensors, by name, of torch.distributed.checkpoint's states.
+        values: by name, values of torch.distributed.checkpoint's states that are not tensors.
     """
 
     tensors: Mapping[str, SavedTensor]
@@ -502,7 +502,7 @@ class Manifest:
         """Reads the output of :meth:`to_text`, and checks the manifest.
 
         Raises:
-            CheckpointError: the text is damaged, of another version, or impossible.
+            CheckpointError: the text is damaged, has another version, or is invalid.
         """
         try:
             body = json.loads(text)
@@ -533,7 +533,7 @@ def piece_key(name: str, offsets: Sequence[int]) -> str:
 
 
 def rank_key(name: str) -> str:
-    """Returns the key, in a rank's file, of a tensor of the rank's own; pieces have other keys."""
+    """Returns the key, in a rank's file, of a rank's own tensor; no piece has such a key."""
     return f"{name}@rank"
 
 
@@ -555,7 +555,7 @@ def _describe(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _crc32(body: Mapping[str, Any]) -> str:
-    """Returns the CRC-32 of the data, which does not depend on order and layout in the file."""
+    """Returns the CRC-32 of JSON data, which does not depend on key order and white space."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -617,8 +617,8 @@ def _rank(described: Any) -> SavedRank:
 # ---- Folders that appear whole or not at all ----------------------------------------------------
 # A folder is written under a hidden name next to its final name. Every file and then the folder
 # itself is synced, and one rename gives the folder its final name. POSIX rename() is atomic for all
-# observers. After a machine crash, the file system determines what is left of it, as of all data
-# that was not synced: Pillai et al., "All File Systems Are Not Created Equal" (OSDI'14).
+# observers. After a machine crash, the file system determines what is left of a rename, as of all
+# unsynced data: Pillai et al., "All File Systems Are Not Created Equal" (OSDI'14).
 
 # Hidden names: a "partial" folder was never renamed, a "removed" folder is being removed.
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
@@ -626,7 +626,7 @@ _NONCE_BYTES = 8
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Waits until the names of a folder's files are on the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -675,7 +675,7 @@ def commit(partial: Path, target: Path) -> None:
 
 @contextmanager
 def whole(target: Path) -> Iterator[Path]:
-    """Yields the hidden folder that becomes ``target`` at the end, or is removed on an error."""
+    """Yields a hidden folder, which becomes ``target`` at the end, or is removed on an error."""
     partial = begin(target)
     try:
         yield partial
@@ -688,7 +688,7 @@ def whole(target: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder, which is never visible half removed."""
+    """Removes a folder; renames it first, so that no half-removed folder is visible."""
     if not folder.name.startswith(_REMOVED):
         removed = folder.with_name(f"{_REMOVED}{secrets.token_hex(_NONCE_BYTES)}")
         os.rename(folder, removed)
@@ -701,7 +701,7 @@ def leftovers(parent: Path, name: str | None = None) -> list[Path]:
 
     Args:
         parent: the folder to search; need not exist.
-        name: name of the folder that was to be saved; default all, including removals.
+        name: final name of the interrupted save; default all saves, and removals.
     """
     if not parent.is_dir():
         return []
@@ -716,11 +716,11 @@ def leftovers(parent: Path, name: str | None = None) -> list[Path]:
 
 # ---- The contents of each rank in a save: described, put together, and written -------------------
 
-# The form in which a checkpoint accepts a part of a flat tensor.
+# A checkpoint accepts a part of a flat tensor as a FlatShard, which it saves as boxes.
 
 
 class Box(NamedTuple):
-    """A box of a tensor as saved, and this rank's memory of it."""
+    """A box of a saved tensor, and this rank's memory with the box's elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -730,8 +730,8 @@ class Box(NamedTuple):
 class FlatShard(torch.Tensor):
     """Elements [begin, begin + data.numel()) of a flat tensor of ``elems`` elements.
 
-    For ``torch.distributed.checkpoint`` it is a tensor of size [elems] of which this rank has a
-    part, with any planner, since torch asks only for parts of tensors. It cannot be computed with.
+    ``torch.distributed.checkpoint`` handles it, with any planner, as a tensor of size [elems] of
+    which this rank has a part. Tensor operations on a shard are not possible.
 
     Args:
         elems: number of elements of the whole flat tensor: a parameter, a master weight, a moment.
@@ -789,7 +789,7 @@ class FlatShard(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.new_empty.default:
-            # torch's staging of background saves makes such tensors, and fills their ``local``.
+            # For background saves torch makes such shards, and then fills their ``local``.
             like, device = args[0], (kwargs or {}).get("device")
             return like.with_memory(torch.empty_like(like.local, device=device))
         raise UnsupportedError(
@@ -803,7 +803,7 @@ class FlatShard(torch.Tensor):
 
     def boxes(self) -> list[Box]:
         """Returns this rank's boxes of the saved tensor, which has the size ``self.size()``."""
-        # An empty part may begin where another rank's part does, and torch keeps only one of them.
+        # An empty part may begin where another rank's part begins; torch would keep only one part.
         if self.elems and not self.local.numel():
             return []
         return [Box((self.begin,), tuple(self.local.shape), self.local)]
@@ -844,7 +844,7 @@ class FlatShard(torch.Tensor):
 
 
 class DTensorBox(NamedTuple):
-    """The box of a whole tensor that a rank's local tensor of a DTensor covers.
+    """The box of the whole tensor that a DTensor's local tensor on this rank covers.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -859,8 +859,8 @@ class DTensorBox(NamedTuple):
 class DTensorShard(FlatShard):
     """Elements [begin, begin + data.numel()) of a flattened local tensor of a DTensor.
 
-    It is saved as boxes of the tensor in its real shape, since contiguous elements of a box are not
-    contiguous in the tensor.
+    A shard is saved as boxes of the whole tensor in its real shape: contiguous elements of the
+    local tensor are not contiguous in the whole tensor.
 
     Args:
         box: the local tensor's box in the whole tensor.
@@ -912,7 +912,7 @@ def _check(elems: int, begin: int, data: Tensor, shape: Sequence[int] | None) ->
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents that one rank saves.
+    """The tensors and data that one rank saves.
 
     Attributes:
         tensors: this rank's shards, by name.
@@ -927,7 +927,7 @@ class Contents:
     rank_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Returns JSON types: all contents but the elements, and a checksum of ``data``.
+        """Returns all contents except the elements, and a checksum of ``data``, as JSON types.
 
         Raises:
             ArgumentError: a name or a tensor is invalid.

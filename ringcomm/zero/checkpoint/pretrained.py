@@ -2,9 +2,9 @@
 
 NOTE [Every rank reads its own]
 A safetensors file has a tensor's elements in order, and a rank keeps contiguous parts of flattened
-parameters. So each rank reads the parts that it keeps, and nothing else: no rank has a whole model,
-or a whole parameter, and no values pass between ranks. At stages 0 to 2 a rank keeps all elements
-of the parameters, and its share of the FP32 values before rounding.
+parameters. So each rank reads only the parts that it keeps: at stage 3 no rank has a whole model or
+a whole parameter, and at no stage do values pass between ranks. At stages 0 to 2 a rank keeps all
+elements of the parameters, and its share of the FP32 values before rounding.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ from ringcomm.zero.stages.units import Values, WeightSource
 # ---- Weights in safetensors files of Hugging Face's libraries, matched with a module -------------
 # A source is one file, or a folder that contains ``model.safetensors``, or several files and an
 # index that lists each file's names. Headers and index are checked before they are used. Elements
-# are read into their final memory, with at most one slice of them elsewhere, and nothing is
-# unpickled.
+# are read into their final memory through a buffer of one slice, and nothing is unpickled.
 #
 # A model of the transformers library may have other names than its files, and may stack experts,
 # which are separate tensors in the files, into one parameter. The library's own conversion tables
@@ -81,7 +80,7 @@ class StoredTensor:
 
     Attributes:
         name: its name in the file.
-        code: its dtype, as named by safetensors.
+        code: its dtype, as safetensors names it ("BF16").
         shape: its shape.
         file: number of the file that contains it.
         begin_bytes: offset of its elements in the file, in bytes.
@@ -108,7 +107,7 @@ class StoredTensor:
 
 
 class WeightFiles:
-    """The tensors of a safetensors file, or of a folder of them.
+    """The tensors of a safetensors file, or of a folder of safetensors files.
 
     Attributes:
         source: the file or folder.
@@ -125,7 +124,7 @@ class WeightFiles:
         self._files: list[int] = []
         self._paths: list[Path] = []
         self._closing = ExitStack()
-        # One buffer for all reads: malloc keeps freed memory, and may give its addresses to others.
+        # One buffer serves all reads: malloc keeps freed buffers' memory, or reuses it elsewhere.
         self._buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8, device="cpu")
         digest = hashlib.sha256()
         try:
@@ -144,7 +143,7 @@ class WeightFiles:
         self._closing.close()
 
     def read(self, stored: StoredTensor, begin: int, out: Tensor, via: torch.dtype) -> None:
-        """Fills ``out`` with elements from ``begin`` on of a flattened tensor.
+        """Fills ``out`` with the elements of a flattened tensor from ``begin`` on.
 
         Args:
             stored: one of the values of ``tensors``.
@@ -172,7 +171,7 @@ class WeightFiles:
     def read_box(
         self, stored: StoredTensor, offsets: Sequence[int], out: Tensor, via: torch.dtype
     ) -> None:
-        """Fills ``out`` [box] with a box of a tensor, from whole rows; otherwise like :meth:`read`.
+        """Fills ``out`` [box] with a box of a tensor; reads whole rows of it; see :meth:`read`.
 
         Args:
             stored, out, via: as for :meth:`read`.
@@ -211,7 +210,7 @@ class WeightFiles:
     # ---- index and headers ----------------------------------------------------------------------
 
     def _find(self) -> dict[Path, set[str] | None]:
-        """Returns the files, each with its names in the index, or None without an index."""
+        """Returns the files, each with the names that the index has for it; None without index."""
         if not self.source.is_dir():
             return {self.source: None}
         if (self.source / SINGLE_NAME).exists():
@@ -280,7 +279,7 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Returns the file of each tensor's name, from an index.
+    """Reads an index; returns, by tensor name, the name of the file that has the tensor.
 
     Raises:
         CheckpointError: the file is not an index, or refers outside of its folder.
@@ -331,7 +330,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _check_offsets(found: Sequence[StoredTensor], told: dict[str, Any], data_bytes: int) -> None:
-    """Raises ValueError unless tensors are contiguous in the file and end with it."""
+    """Raises ValueError unless the tensors fill the file's data without gaps or overlaps."""
     end = 0
     for begin, stop, name in sorted(
         (*told[each.name]["data_offsets"], each.name) for each in found
@@ -351,8 +350,8 @@ class Matched:
     """The parameters and buffers of a module, matched with the tensors of files.
 
     Attributes:
-        found: by first name in the module, the stored tensors whose elements, one after the other,
-            are the elements of the flattened tensor.
+        found: by first name in the module, the stored tensors whose concatenated elements are the
+            elements of the module's flattened tensor.
         keys: the names that only one side has.
     """
 
@@ -405,7 +404,7 @@ def match(
 
 
 class _Stack:
-    """The stored tensors of one parameter, by the pattern that matched their names."""
+    """Collects the stored tensors of one parameter, by the pattern that matched their names."""
 
     def __init__(self, converter: Any) -> None:
         self._converter = converter
@@ -462,7 +461,7 @@ class _Stack:
 
 
 def _fill(runs: Sequence[StoredTensor], shape: tuple[int, ...]) -> bool:
-    """True if tensors, one after the other, fill a parameter that has the same last dimensions."""
+    """True if the tensors, concatenated in dimension 0, fill a parameter of this ``shape``."""
     last = shape[-(len(runs[0].shape) - 1) :] if len(runs[0].shape) > 1 else ()
     elems = sum(each.elems for each in runs)
     return elems == torch.Size(shape).numel() and all(each.shape[1:] == last for each in runs)
@@ -488,7 +487,7 @@ class _Rules:
         }
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
-        # Older releases of the library have no tables: their models have the names of their files.
+        # Older releases of the library have no tables: models and files have the same names.
         tables = "transformers.conversion_mapping"
         if is_transformers(root) and tables in sys.modules:
             for each in sys.modules[tables].get_model_conversion_mapping(root):
@@ -496,7 +495,7 @@ class _Rules:
                 kind.append(each)
 
     def module_name(self, name: str) -> tuple[str, Any, str | None]:
-        """Returns the module's name for a name in the files, with its converter and pattern."""
+        """Returns the name in the module for a name in the files, and its converter and pattern."""
         name = self._known.find(name)
         if name in self._names:
             return name, None, None
@@ -509,7 +508,7 @@ class _Rules:
         return self._with_prefix(name), None, None
 
     def _with_prefix(self, name: str) -> str:
-        """Adds or removes the base model's prefix if the module has the resulting name."""
+        """Returns a name with the base model's prefix added or removed, if the module has it."""
         others = (f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
         if self._prefix and name not in self._names:
             return next((each for each in others if each in self._names), name)
@@ -527,7 +526,7 @@ def is_transformers(root: nn.Module) -> bool:
 
 
 def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns a function that fills a module's own tensors: its model's method, or its own.
+    """Returns a function that initializes a module's own tensors, by its model's or own method.
 
     A model of the transformers library defines how its modules are initialized, including buffers
     that are in no file (rotary frequencies).
@@ -572,17 +571,17 @@ def pretrained(
         source: a .safetensors file, or a folder that ``save_pretrained()`` wrote, with one file or
             several files and an index.
         strict: refuse files that lack parameters or persistent buffers of the module, or have other
-            tensors. False lists them in ``missing_keys`` and ``unexpected_keys`` of the returned
-            object after ``shard()``; missing tensors are initialized if they are on the meta
-            device, and otherwise keep rank 0's values.
+            tensors. With False, the returned object lists these in ``missing_keys`` and
+            ``unexpected_keys`` after ``shard()``; missing tensors are initialized if they are on
+            the meta device, and otherwise keep rank 0's values.
         only: patterns of modules, parameters and buffers to load, with everything inside them; a
             ``*`` matches one part of a name. All others are neither missing nor unexpected.
         rename: maps names in the files to names in the module; a function may return None to leave
             a tensor out. Models of the transformers library need no ``rename``.
-        init: called with each module that has tensors of its own on the meta device that are not in
-            the files, such as buffers that are not persistent, and fills its own tensors. None uses
-            the model's method in models of the transformers library, and else
-            ``reset_parameters()``.
+        init: a function that fills a module's own tensors. It is called with each module that has
+            meta tensors of its own that the files lack, such as buffers that are not persistent.
+            None calls the model's method in models of the transformers library, and
+            ``reset_parameters()`` in others.
     """
     path_of(source, "pretrained", "source")
     return Pretrained(source, _Choice(strict, only, rename), init)
@@ -616,7 +615,7 @@ def load_pretrained(
         CheckpointError: files are missing or damaged, or do not fit; on all ranks, with nothing
             changed. If a file can no longer be read after these checks, the values are a mixture,
             and the error says so.
-        ArgumentError: the module is not sharded, or ``only`` matches nothing of it.
+        ArgumentError: the module is not sharded, or ``only`` matches nothing in it.
         MismatchError: the ranks have found different files.
     """
     engine = engine_of(module, "load_pretrained")
@@ -708,7 +707,7 @@ class Pretrained(WeightSource):
         return None if buffer is None else self._values(name, buffer, buffer.dtype)
 
     def stored_values_of(self, param: Tensor) -> StoredValues | None:
-        """Returns the values of a parameter in their dtype in the files."""
+        """Returns the values of a parameter, in the dtype that they have in the files."""
         return self._values(self._of_param.get(id(param)), param, None)
 
     def _values(
@@ -760,7 +759,7 @@ class StoredValues(Values):
 
     Args:
         source: the object that reads them.
-        runs: the stored tensors whose elements, one after the other, are these values.
+        runs: the stored tensors whose concatenated elements are these values.
         dtype: dtype to which elements are converted first: the module's, or the files' dtype.
         box: this rank's part of the tensor; None for the whole tensor.
     """
@@ -801,7 +800,7 @@ class StoredValues(Values):
 
 
 def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
-    """Writes this rank's parts of the values in the files, and publishes them; collective."""
+    """Reads this rank's parts of the files' values, and sends them to all copies; collective."""
     owner = engine.placement.owner
     with engine.together("load_pretrained"):
         for number, bucket in enumerate((*engine.stored, *engine.setup.stored_frozen)):
@@ -814,7 +813,7 @@ def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
 
 
 def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained) -> None:
-    """Writes this rank's parts of a bucket's parameters that are in the files."""
+    """Fills this rank's part of a bucket with the values of parameters that are in the files."""
     for entry, values, piece in _pieces(bucket, source):
         own = own_of(bucket)[piece.begin : piece.end]
         begin = bucket.state_chunk.begin + piece.begin - entry.begin

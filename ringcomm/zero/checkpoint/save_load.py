@@ -76,7 +76,7 @@ TreePath = tuple[int, ...]
 
 
 def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
-    """Returns the states of torch's generators (uint8 tensors, by name) and Python's (JSON)."""
+    """Returns the states of torch's generators (uint8, by name) and of Python's (JSON data)."""
     tensors = {"rng.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -98,7 +98,7 @@ def check_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.d
 
 
 def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
-    """Restores states that :func:`save_generators` returned, once they are checked."""
+    """Restores states of :func:`save_generators`; call :func:`check_generators` first."""
     random.setstate(_python_state(python))
     torch.set_rng_state(tensors["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in tensors:
@@ -169,9 +169,9 @@ def read_extra_state(
 
     Args:
         root: the root module; its modules must be the modules that were saved.
-        saved: the result of :func:`save_extra_state`; further tensors are ignored.
+        saved: the result of :func:`save_extra_state`; other tensors in it are ignored.
         device: the device for tensors that were not on the host.
-        fail: makes the error from its text.
+        fail: makes an error from its message.
 
     Raises:
         CheckpointError: other modules have extra state, or the saved state is damaged.
@@ -204,7 +204,7 @@ def set_extra_state(
     """Calls ``set_extra_state()`` of each module.
 
     Raises:
-        CheckpointError: a module refuses its state; earlier modules have theirs already.
+        CheckpointError: a module refuses its state; the modules before it have their new state.
     """
     for name, module in modules_with_extra_state(root).items():
         try:
@@ -233,14 +233,14 @@ def _take_out(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
 
 
 def _put_in(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
-    """Does the opposite of :func:`_take_out`, and empties ``found``."""
+    """Undoes :func:`_take_out`: moves the tensors in ``found`` back into ``value``."""
     if value is None and path in found:
         return found.pop(path)
     return _rebuilt(value, lambda each, at: _put_in(each, (*path, at), found))
 
 
 def _rebuilt(value: Any, change: Callable[[Any, int], Any]) -> Any:
-    """Returns a container with all items changed, or any other value as it is."""
+    """Returns a container with ``change`` applied to each item; any other value unchanged."""
     kind = type(value)
     if kind is dict:
         return {key: change(each, at) for at, (key, each) in enumerate(value.items())}
@@ -261,8 +261,8 @@ class TrainState:
         dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
         dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
 
-    These classes of ``ringcomm.zero.checkpoint`` need no pickle; torch's own classes also work.
-    torch loads tensors in place, one by one: a load that fails leaves a mixture, so load again.
+    The writer, reader and planners of ``ringcomm.zero.checkpoint`` need no pickle; torch's own also
+    work. torch loads tensors in place: after a failed load the state is a mixture, so load again.
     ``save()`` and ``load()`` are all or nothing, and include ranks' generators and buffers.
 
     Args:
@@ -285,8 +285,8 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's shard of each flat tensor, by name, to be saved or loaded in place.
 
-        "facts" is all other data of module and optimizer, as JSON. Buffers of modules and tensors
-        in modules' extra state are whole tensors; "extra" is the rest of the extra state.
+        The entry "facts" has all other data of module and optimizer, as JSON. Buffers, and tensors
+        in modules' extra state, are whole; the entry "extra" has the other extra state.
 
         Raises:
             ArgumentError: called inside ``unsharded()`` or ``exchanged()``.
@@ -402,7 +402,7 @@ def save(
         data: JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
         keep: number of checkpoints to keep, the latest ones; None keeps all.
         trainable_only: leave out the parameters that were frozen when the module was sharded. A
-            load keeps the module's values of these, which must be the same for equal results.
+            load does not change these parameters; equal results need equal values of them.
 
     Returns:
         The checkpoint's folder.
@@ -481,8 +481,8 @@ class Loaded:
     Attributes:
         step: the step under which the checkpoint was saved.
         data: the user's data that was passed to ``save()``.
-        exact: True if the generators and each rank's buffers are also restored: the world is as
-            large as the world that saved.
+        exact: True if the generators and each rank's buffers are also restored, since this world is
+            as large as the world that saved.
         missing_keys: the parameters and buffers that keep their values, because the checkpoint
             lacks them; empty with ``strict``.
         unexpected_keys: the model's tensors that only the checkpoint has; empty with ``strict``.
@@ -582,7 +582,7 @@ def take_load(loading: Loading) -> Loaded:
     engine = loading.engine
     comm = engine.comm
     with normal_tensors():
-        # No rank may read this rank's chunks while they change.
+        # No rank may still read this rank's chunks when they change.
         engine.change("load")
         comm.barrier()
         with engine.together("load"):
@@ -615,11 +615,11 @@ class Loading:
         self.operation = operation
         self.number = 0  # the checkpoint's step
         known = KnownNames.of(engine.setup.module)
-        # The types are checked before any name is looked up.
+        # Check the types of all facts first: with_unwrapped_names() replaces names in them.
         SavedFacts.read(self._read_data(reader.data)["ringcomm"], self.fail)
         self.data = self._read_data(with_unwrapped_names(reader.manifest, known).data)
         self.saved = SavedFacts.read(self.data["ringcomm"], self.fail)
-        # Another library's checkpoint: its FP32 weights can be loaded into any precision.
+        # FP32 weights of another library's checkpoint can be loaded into any precision.
         self.converted = self.saved.converted
         self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
         self.reader.manifest = with_unwrapped_names(self.reader.manifest, known)
@@ -639,7 +639,7 @@ class Loading:
         self.extra: Mapping[str, Any] = {}
 
     def fail(self, text: str) -> CheckpointError:
-        """Makes the error to raise about the checkpoint."""
+        """Makes a CheckpointError that names the operation and the checkpoint's folder."""
         return CheckpointError(f"{self.operation}: {self.reader.folder}: {text}")
 
     def _read_data(self, data: Any) -> Mapping[str, Any]:
@@ -657,7 +657,7 @@ class Loading:
     # ---- checks ---------------------------------------------------------------------------------
 
     def check(self, partial: PartialLoad | None) -> None:
-        """Raises CheckpointError unless all that this load reads is there and fits."""
+        """Raises CheckpointError unless the checkpoint has all data that this load reads."""
         if partial is None:
             check_names(self.engine, self.saved, self.fail)
         self.sources = self._find_sources(partial)
@@ -689,7 +689,7 @@ class Loading:
         self._check_own(partial is None)
 
     def _check_states(self, given: SavedOptimizer) -> None:
-        """Checks that the checkpoint has the tensors that its parameters' states name."""
+        """Checks that the checkpoint has every tensor that its facts about optimizer state name."""
         for name in (each.name for stored in self.engine.stored for each in stored.params):
             state = given.states.get(name)
             for kind in () if state is None else state.tensors:
@@ -719,7 +719,7 @@ class Loading:
         return {f"model.{name}": f"model.{source}" for name, source in found.items()}
 
     def _params_from_masters(self, step: ShardedStep) -> dict[str, str]:
-        """Returns the parameters to read from masters, where only the checkpoint has masters."""
+        """Returns the parameters to read from the checkpoint's masters, if none are kept here."""
         found = {}
         for stored, bucket in zip(self.engine.stored, step.buckets, strict=True):
             if bucket.state.master is not None:
@@ -736,7 +736,7 @@ class Loading:
         return {name: each for name, each in found.items() if f"model.{name}" in self.sources}
 
     def _check_own(self, whole: bool) -> None:
-        """Checks the data that each rank has for itself, and the data that is read last."""
+        """Checks the data saved for this rank, or rank 0: buffers, generators, extra state."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
         if self.converted:
@@ -796,9 +796,9 @@ class Loading:
         self.reader.verify(sorted(self.reader.manifest.files)[ranks.rank :: ranks.world_size])
 
     def _source(self, shard: TensorShard) -> str:
-        """Returns the name that a shard has in the checkpoint.
+        """Returns the name of the checkpoint's tensor from which a shard is read.
 
-        If the checkpoint has no masters, its parameters are read as masters.
+        If the checkpoint has no masters, masters are read from its parameters.
         """
         is_master = shard.name.startswith(_MASTER)
         if is_master and (self.converted or shard.name not in self.names):
@@ -808,13 +808,13 @@ class Loading:
     # ---- taking over -----------------------------------------------------------------------------
 
     def _model_shards(self, params: Iterator[TensorShard]) -> Iterator[TensorShard]:
-        """Yields the shards of ``params`` to load, and those of parameters without a bucket."""
+        """Yields the shards to load: of ``params``, and of parameters without a bucket."""
         for shard in chain(params, module_state.loose_shards(self.engine, whole=True)):
             if shard.name in self.sources:
                 yield shard
 
     def _state_shards(self, step: ShardedStep) -> Iterator[TensorShard]:
-        """Yields the optimizer's shards that :meth:`check` has found, and zeros all others."""
+        """Yields the optimizer's shards that the checkpoint has; fills all others with zeros."""
         known = {
             *self.state.shards,
             *(shard.name for shard in replicated_state(self.engine, step, True)),
@@ -848,7 +848,7 @@ class Loading:
             load_generators(self.own, self.generators, self.engine.comm.device)
 
     def _forget_wide(self) -> None:
-        """Updates the unrounded values of parameters that were loaded, or drops them."""
+        """Updates or drops ``wide``, the unrounded values, for parameters that were loaded."""
         for stored in self.engine.stored:
             loaded = [each for each in stored.params if f"model.{each.name}" in self.sources]
             if len(loaded) == len(stored.params) and stored.compression is None:

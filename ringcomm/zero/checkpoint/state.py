@@ -53,11 +53,11 @@ Tensor = torch.Tensor
 
 
 def state_shards(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
-    """Yields the optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
+    """Yields the optimizer's state: this rank's chunks, or with ``whole`` all state on this rank.
 
-    A parameter has the kinds of state that it needs, whatever other parameters of its bucket have,
-    because its bucket may be another one in the module that loads. 8-bit moments are yielded as
-    FP32 copies, and all offloaded state as copies.
+    A parameter has only the kinds of state that it needs, even if its bucket has more kinds, since
+    buckets may have other parameters in the module that loads. 8-bit moments are yielded as FP32
+    copies, and all offloaded state as copies.
     """
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
@@ -105,7 +105,7 @@ def _error_feedback_shards(engine: ShardEngine, step: ShardedStep) -> Iterator[T
 def _error_feedback_run(
     engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
 ) -> Iterator[TensorShard]:
-    """Yields a bucket's error feedback of a node, or of sums (``node`` None), by parameter."""
+    """Yields, by parameter, the quantization errors of a node, or of sums (``node`` None)."""
     chunk = Chunk(begin, begin + values.numel())
     names = named(engine, f"optim.error_feedback.{'sums' if node is None else node}.")
     yield from bucket_shards(engine.stored[number], values, chunk, chunk, names)
@@ -118,7 +118,7 @@ def error_feedback_to_load(
 
     Args:
         saved: the ranks that saved the error feedback.
-        names: names of the checkpoint's tensors; a tensor that is missing was not quantized.
+        names: names of the checkpoint's tensors; a parameter without one was not quantized.
     """
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     for bucket, _ in with_error_feedback(step):
@@ -156,7 +156,7 @@ def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]
 def shards_to_load(
     engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
 ) -> Iterator[TensorShard]:
-    """Yields all state of this rank; write each shard before you take the next one.
+    """Yields all optimizer state on this rank; write to each shard before you take the next.
 
     Args:
         engine: the engine of the module.
@@ -175,7 +175,7 @@ def shards_to_load(
 
 
 def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
-    """Yields state tensors that all ranks have whole; without ``whole``, on rank 0 alone."""
+    """Yields state tensors that every rank has whole; without ``whole``, only on rank 0."""
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
@@ -187,7 +187,7 @@ def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Ite
 def _state_names(
     engine: ShardEngine, step: ShardedStep, kind: str, groups: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
-    """Returns the names of the tensors of a kind, without parameters whose group needs none."""
+    """Returns, by ``id``, the names of one kind's tensors, except for groups that need none."""
     without: set[int] = set()
     if kind in step.rule.names(groups):
         for group in groups:
@@ -203,7 +203,7 @@ class SavedState:
 
     Attributes:
         kinds: for each bucket, the moments for which it must have memory.
-        shards: by name, the shards to read; ``local`` is not their memory. Others had not begun.
+        shards: by name, the shards to read; ``local`` has no elements. All other state is zeros.
     """
 
     kinds: list[list[str]]
@@ -219,7 +219,7 @@ def saved_state(
 ) -> SavedState:
     """Determines which state a load reads, and changes nothing.
 
-    If a moment of a parameter was not saved, it had not begun, unless the parameter took a step.
+    A moment may be missing only if its parameter has taken no step: then the moment is zeros.
 
     Args:
         given: the checkpoint's facts about the optimizer.
@@ -309,7 +309,7 @@ class TensorShard:
         return shard
 
     def saved_by(self, mesh: MeshView | None) -> TensorShard:
-        """Returns this rank's part to save: nothing if another rank of the mesh saves the same."""
+        """Returns the part that this rank saves: empty if another rank of the mesh saves it."""
         dims = () if self.sharding is None else self.sharding.mesh_dims
         if mesh is None or mesh.counts(dims):
             return self
@@ -317,7 +317,7 @@ class TensorShard:
 
 
 def overlap(entry: BucketParam, chunk: Chunk) -> tuple[int, int]:
-    """Returns the elements [low, high) of the bucket that parameter and chunk share; maybe none."""
+    """Returns the bucket's elements [low, high), perhaps none, of both parameter and chunk."""
     low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
     return low, max(low, high)
 
@@ -351,7 +351,7 @@ def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
 
 
 def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Yields parameters in buckets: this rank's chunks, or with ``whole`` all that it keeps.
+    """Yields parameters in buckets: this rank's chunks, or with ``whole`` all its elements.
 
     For parameters on a disk ``local`` has no memory, and the elements are read when needed.
     """
@@ -379,7 +379,7 @@ def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
 
 
 def params_to_load(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields this rank's parameters; write each shard before you take the next one."""
+    """Yields this rank's shards of parameters; write to each before you take the next."""
     if engine.setup.store is None:
         yield from param_shards(engine, whole=True)
         return
@@ -392,7 +392,7 @@ def params_to_load(engine: ShardEngine) -> Iterator[TensorShard]:
 
 
 def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields all of :func:`param_shards` that this rank keeps, and copies of those on a disk."""
+    """Yields all shards of :func:`param_shards`; for parameters on a disk, copies in memory."""
     for shard in param_shards(engine, whole=True):
         if shard.read is None:
             yield shard
@@ -433,7 +433,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields all tensors of the model; each element is on one rank, except replicas on a mesh."""
+    """Yields all tensors of the model; one rank has each element, except replicas on a mesh."""
     yield from param_shards(engine, whole=False)
     yield from loose_shards(engine, whole=False)
     for name, buffer in buffers_of(engine.setup.module).items():
@@ -445,7 +445,7 @@ def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
 # The names in a checkpoint may contain parts of wrappers that this module does not have.
 
 
-# Where names are in a checkpoint's JSON data; see :func:`renamed`.
+# The places of names in a checkpoint's JSON data; see :func:`renamed`.
 NAMES_IN_FACTS = {
     "params": True,
     "left_out": True,
@@ -491,7 +491,7 @@ def known_tensor(name: str, known: KnownNames) -> str:
 
 
 def _renamed_extra(told: Any, known: KnownNames) -> Any:
-    """Does what :func:`renamed` does, for a rank's own data with modules' extra state."""
+    """Renames as :func:`renamed` does, in a rank's own data with modules' extra state."""
     if not isinstance(told, dict) or not isinstance(told.get("extra"), dict):
         return told
     extra = {known.find_module(name): each for name, each in told["extra"].items()}
@@ -504,7 +504,7 @@ def renamed(value: Any, known: KnownNames, where: Any) -> Any:
     Args:
         value: the data, which is not checked yet.
         known: the module's names.
-        where: True if strings, and a dict's keys, are names; or a dict of such values, by key.
+        where: True if strings and dict keys are names; or a dict of further ``where``, by key.
     """
     if where is True:
         if isinstance(value, str):
@@ -543,7 +543,7 @@ def step_of(
 
 
 def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
-    """True if an optimizer was built on the engine's parameters; these may be none."""
+    """True if an optimizer was built on the engine's parameters; there may be no parameters."""
     if engine.trainable.params:
         return optimizer.placement is engine.placement
     return not any(group["params"] for group in optimizer.param_groups)
@@ -556,7 +556,7 @@ def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
 
 
 def group_names(names: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Returns the names by param group."""
+    """Returns ``names``, which are in the optimizer's order, as one list per param group."""
     found, first = [], 0
     for group in groups:
         found.append(list(names[first : first + len(group["params"])]))
@@ -608,7 +608,7 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """The facts about an optimizer that :func:`describe` returned; all have the right types.
+    """The facts about an optimizer that :func:`describe` returned, with types checked.
 
     Attributes:
         name: name of the optimizer's rule.
@@ -616,7 +616,7 @@ class SavedOptimizer:
         steps_taken, skipped_steps: the optimizer's counts of steps.
         groups: hyper-parameters of the param groups, which :func:`check_optimizer` checks.
         group_params: names of the parameters of each param group.
-        kinds: the kinds of state tensors.
+        kinds: the kinds of state tensors, such as "exp_avg".
         loss_scaler: state of a loss scaler, or None.
         error_feedback: the ranks that saved quantization errors, or None.
         states: further state by parameter, if the rule keeps more.
@@ -672,7 +672,7 @@ class SavedFacts:
         mesh: sizes of the mesh of these ranks, or None.
         params: names of the module's parameters.
         optimizer: the facts about the optimizer; None if none was saved.
-        converted: True if another library has saved it.
+        converted: True if the checkpoint is from another library.
         left_out: names of parameters that were not saved.
     """
 
@@ -688,7 +688,7 @@ class SavedFacts:
         """Reads the facts from a file's JSON data.
 
         Raises:
-            CheckpointError: the data are not facts that a save writes.
+            CheckpointError: no save writes such data.
         """
         try:
             told = exactly(told, dict)
@@ -720,7 +720,7 @@ def _count(value: Any) -> float:
 
 
 def debtors_of(step: ShardedStep | None, saved: SavedFacts) -> Debtors | None:
-    """Returns which ranks saved the error feedback that a load takes over, or None."""
+    """Returns the ranks that saved the quantization errors that a load reads, or None."""
     if step is None or saved.optimizer is None or Debtors.of(step) is None:
         return None
     return saved.optimizer.error_feedback
@@ -749,7 +749,7 @@ def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
 
 
 def _check_converted(engine: ShardEngine, mine: list[str], theirs: list[str], fail: Fail) -> None:
-    """Checks names of another library, which may have another order and include buffers."""
+    """Checks another library's names, which may be in another order and include buffers."""
     module = engine.setup.module
     known = {*mine, *buffers_of(module), *aliases(module)}
     missing, strange = sorted({*mine} - {*theirs}), sorted({*theirs} - known)
@@ -817,7 +817,7 @@ def _check_kinds(
     mine = {kind for each in step.buckets for kind in each.state.names()}
     misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
     differ = (mine ^ {*kinds}) & {*MASTERS}
-    # FP32 masters of FP32 parameters, as quantized ones have, are plain parameters elsewhere.
+    # In FP32 a master equals its parameter: only quantized parameters keep a master of their own.
     in_fp32 = all(each.layout.dtype is torch.float32 for each in step.buckets)
     if misfit or (differ and not (differ == {"master"} and in_fp32)):
         raise fail(
@@ -833,7 +833,7 @@ def _saved_states(names: Sequence[str], given: SavedOptimizer) -> list[ParamStat
 def take_optimizer(
     engine: ShardEngine, step: ShardedStep, given: SavedOptimizer, groups: list[dict[str, Any]]
 ) -> None:
-    """Takes over what :func:`check_optimizer` has checked, after the state's tensors."""
+    """Takes over the checked facts about an optimizer, once its state's tensors are loaded."""
     for bucket in step.buckets:
         bucket.state.zero({*bucket.state.names()} - {*given.kinds, *MASTERS})
     names = names_of(engine, step)
