@@ -126,7 +126,7 @@ class DeviceCalls {
   // Makes `stream` wait for the communicator's last call, and remembers it as the last call's
   // stream. The caller holds the turn, and the device is current.
   void follow(void* stream);
-  // The stream of the last call outside captures; null pointer: there was none.
+  // Returns the stream of the last call outside captures; null pointer: there was no call.
   void* const* last_stream() const { return has_last_ ? &last_ : nullptr; }
   bool has_captured() const { return has_captured_; }
 
@@ -146,9 +146,9 @@ class DeviceCalls {
   void set_side(void* stream);
   // Ranks of this process share their launches: this class makes no call of a single rank.
   void set_shared(bool shared) { shared_ = shared; }
-  // The number of multiprocessors that a call's blocks, which run at the same time, may need.
+  // Sets how many multiprocessors a call's blocks, which run at the same time, may need.
   void set_needed_multiprocessors(int number) { needed_multiprocessors_ = number; }
-  // The communicator is unusable or closed: join() lets Python report the reason.
+  // Called when the communicator is unusable or closed: join() then lets Python report the reason.
   void disable() { disabled_ = true; }
 
   struct Kept {

@@ -17,14 +17,14 @@ namespace {
 
 using device::DeviceComm;
 
-// The kernels store parameters by vectors, in this rank's bucket and in the peers' buckets.
+// Checks the parameters' alignment: kernels store vectors, in this rank's and the peers' buckets.
 DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   if (reinterpret_cast<uintptr_t>(s.params) % kResultAlign != 0)
     throw std::invalid_argument("parameters must begin at a multiple of 16 bytes");
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
-// The shard of a fused step, whose kernels have no registers for 8-bit moments.
+// Returns the shard of a fused step, whose kernels have no registers for 8-bit moments.
 DeviceComm::ShardOf fused_shard_of(const AdamWShard& s, uint64_t address) {
   if (s.quantized_state)
     throw std::invalid_argument("8-bit moments are updated by adamw_shard, apart from collectives");

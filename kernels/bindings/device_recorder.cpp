@@ -13,7 +13,7 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// The size of a call's whole buffer in bytes, as the host's communicators record it.
+// Returns the bytes of a call's whole buffer, as the host's communicators record them.
 uint64_t size_of_call(const device::Prepared& call) {
   const device::CallArgs& a = call.args;
   switch (a.collective) {

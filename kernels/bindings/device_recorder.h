@@ -48,11 +48,11 @@ class DeviceRecorder final : public device::CallObserver {
   // Calls enqueued so far. A collective of several launches counts as several calls.
   uint64_t enqueued(Track track) const;
 
-  // The calls from `first` to `last` are done, except calls that failed before.
+  // Notes that calls `first` to `last` are done, except calls that failed before.
   void seen_completed(Track track, uint64_t first, uint64_t last);
-  // The kernels' count of collectives has reached `sequence`.
+  // Notes that the kernels' count of collectives has reached `sequence`.
   void seen_begun(uint64_t sequence);
-  // The call failed. A failed collective fails all later ones; earlier ones are done.
+  // Notes that a call failed. A failed collective fails all later ones; earlier ones are done.
   void seen_failed(Track track, uint64_t number, Status status, int peer);
 
   // Returns the numbers of the collectives to which a kernel's count `sequence` may belong. Blocks

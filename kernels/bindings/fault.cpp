@@ -7,7 +7,7 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// The fields of a call that must be equal on all ranks, as codes, without the sequence number.
+// Returns the fields of a call that all ranks must share, as codes, without the sequence number.
 nb::tuple call_of(const CallId& id) {
   return nb::make_tuple(uint32_t(id.collective), id.dtype, id.redop, id.root,
                         uint32_t(id.algorithm), uint32_t(id.kernels), id.match_bytes);

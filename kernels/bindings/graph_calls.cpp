@@ -190,7 +190,7 @@ struct Result {
   }
 };
 
-// The code of an op without a factor, by its name; negative: there is none.
+// Returns the code of an op without a factor, by its name; negative: no op has this name.
 int op_named(nb::handle op) {
   if (!PyUnicode_CheckExact(op.ptr())) return -1;
   for (int code = 0; code < int(RedOp::kCount); ++code)

@@ -45,10 +45,10 @@ FaultWords fault_dict(const Fault& fault, const std::string& reason);
 using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 CallId id_of(const CallWords& words);
 
-// The layout of a region, for the Triton kernels.
+// Returns the layout of a region, for the Triton kernels.
 Named<int> geometry_of(const Layout& layout);
-// A host copy of the rank table that a device communicator keeps in device memory, for a kernel
-// that runs in Triton's interpreter.
+// Returns a host copy of the rank table that a device communicator keeps in device memory, for a
+// kernel that runs in Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
 // Translates a reduction for a device's kernels: a complex sum becomes a sum of real parts, and an

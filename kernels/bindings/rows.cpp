@@ -31,7 +31,7 @@ struct Table {
     for (const uintptr_t ptr : ptrs) bases.push_back(at(ptr));
     rows.bases = bases.data();
   }
-  // The same table without its first `entry` entries.
+  // Returns this table without its first `entry` entries.
   RowTable from(uint64_t entry) const { return {rows.entry(entry), rows.entry_words, rows.bases}; }
 };
 

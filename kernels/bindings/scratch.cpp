@@ -118,8 +118,8 @@ std::optional<Named<nb::any>> result_of(const NativeScratchRequest& r) {
   return d;
 }
 
-// The number of which addresses and offsets of direct I/O must be multiples, which the kernel
-// reports since 6.1. 0: no direct I/O for this file; -1: the kernel does not report it. The
+// Returns the number of which addresses and offsets of direct I/O must be multiples; the kernel
+// reports it since 6.1. 0: no direct I/O for this file; -1: the kernel does not report it. The
 // structure is written out here, since older C libraries lack its fields.
 int direct_alignment(int fd) {
   constexpr unsigned kDirectAlignment = 0x2000;  // STATX_DIOALIGN
@@ -135,7 +135,7 @@ int direct_alignment(int fd) {
   return int(std::max(memory, offset));
 }
 
-// The magic number of the file system, as in statfs(2).
+// Returns the magic number of the file system, as in statfs(2).
 uint64_t file_system_type(int fd) {
   struct statfs status;
   if (fstatfs(fd, &status) != 0) raise_errno(errno);

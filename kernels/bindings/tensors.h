@@ -46,8 +46,8 @@ bool read_memory(nanobind::handle tensor, TensorMemory* result, TensorPlace plac
 // require grad: another graph computes the gradients.
 bool read_source(nanobind::handle tensor, TensorMemory* result, TensorShape* shape);
 
-// The calling thread's keys in torch's dispatcher that mean a mode, a transform or a trace; 0:
-// there are none.
+// Returns the calling thread's keys in torch's dispatcher that mean a mode, a transform or a trace;
+// 0: the thread has no such keys.
 uint64_t intercepting_keys();
 
 // True if a tensor is chunk `index` of `whole`, or does not overlap `whole`.
@@ -56,16 +56,16 @@ bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, in
 // Marks a tensor as changed for autograd, as torch's own functions do. Throws torch's errors.
 void advance_version(nanobind::handle tensor);
 
-// The code of one of torch's ReduceOp constants; negative: it is none of them.
+// Returns the code of one of torch's ReduceOp constants; negative: `op` is another object.
 int op_code(nanobind::handle op);
-// The constant whose hash is `kind`, its code in torch; null: there is none.
+// Returns torch's ReduceOp constant whose hash, its code in torch, is `kind`; null: no constant.
 nanobind::handle op_of_kind(Py_hash_t kind);
 
-// The code of an algorithm that every core has (auto, one-shot or ring), by its name in a
-// collective; negative: none of these.
+// Returns the code of an algorithm that every core has (auto, one-shot or ring), by its name in a
+// collective; negative: another name.
 int algorithm_code(nanobind::handle name, Collective collective);
 
-// The value of a Python integer that is a rank of `world`; negative: it is no such integer.
+// Returns `rank` as a number if it is a Python integer and a rank of `world`; else negative.
 int rank_of(nanobind::handle rank, int world);
 
 void bind_tensors(nanobind::module_& m);

@@ -15,7 +15,7 @@ namespace ringcomm::host {
 // all-gather. False: Python reads the options.
 bool is_plain(nanobind::handle options, nanobind::handle* op);
 
-// The tensor of a list of exactly one tensor; null: another object, or another length.
+// Returns the tensor of a list of exactly one tensor; null: another object, or another length.
 nanobind::handle only_tensor(nanobind::handle list);
 
 // Torch's name for an algorithm that the call chooses itself.

@@ -107,8 +107,8 @@ nb::dict optimizer_structures() {
   return d;
 }
 
-// The call of a collective in words of 8 bytes, in the layout of CallId without its sequence
-// number: a Triton kernel writes these words into its headers.
+// Returns the call of a collective in words of 8 bytes, in the layout of CallId without its
+// sequence number: a Triton kernel writes these words into its headers.
 CallWords call_words(uint64_t match_bytes, int collective, int dtype, int redop, int algorithm,
                      int root) {
   const CallId id{0,     match_bytes, Collective(collective), dtype,

@@ -168,7 +168,7 @@ class Direct {
     return calls_ != nullptr && made(calls_->barrier(calls_->comm), "barrier", nullptr);
   }
 
-  // The number of calls made since the last restart.
+  // Returns the number of calls made since the last restart.
   uint64_t count() const { return count_.load(); }
   void restart() { count_.store(0); }
 

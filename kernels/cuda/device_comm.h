@@ -57,7 +57,7 @@ class CallObserver {
   virtual ~CallObserver() = default;
   // captured: a graph captured the call, and may replay it any number of times.
   virtual void enqueues(const Prepared& call, bool captured) = 0;
-  // The last enqueued call is not launched after all.
+  // Called if the last enqueued call is not launched after all.
   virtual void withdraws() = 0;
 };
 

@@ -13,7 +13,7 @@ struct Values {
   size_t count = 0;
 
   void add(uint64_t value) { all[count++] = int64_t(value); }
-  // In the form of tagged() in kernels/tl/endpoint.py.
+  // Adds a number in the form of tagged() in kernels/tl/endpoint.py.
   void add_tagged(uint64_t value) { add((value << 2) + 3); }
   void add_address(const void* address) { add_tagged(reinterpret_cast<uint64_t>(address)); }
 };

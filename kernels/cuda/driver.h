@@ -56,8 +56,8 @@ class Driver {
   // broken, or another device is current. False without a driver call for the legacy default stream
   // (nullptr), which never captures.
   bool is_capturing(void* stream) const;
-  // The multiprocessors of the stream's green context; -1 if it belongs to none, or if the driver
-  // has no green contexts. The legacy default stream (nullptr) belongs to the current context.
+  // Returns the multiprocessors of the stream's green context; -1: no green context, or the driver
+  // has none. The legacy default stream (nullptr) belongs to the current context.
   int multiprocessors_of(void* stream) const;
   // Makes an event without timing, on the current device.
   void* make_event() const;
@@ -65,7 +65,7 @@ class Driver {
   // Makes later work of `stream` wait for the event; does not block the host.
   void wait(void* stream, void* event) const;
   void synchronize(void* event) const;
-  // The pool lives as long as this object.
+  // Returns the pool of a device's unused events, which lives as long as this object.
   EventPool& events_of(int device) const;
   // True if an event, of this API or of the runtime API, has completed; allowed while another
   // thread captures. cudaEventQuery is not used: it records "not ready" as the thread's last error,

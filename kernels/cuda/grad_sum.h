@@ -47,7 +47,7 @@ struct Pack {
   }
   RC_TEAM_FN void get(T (&x)[elems]) const { memcpy(x, word, kBytes); }
   RC_TEAM_FN void set(const T (&x)[elems]) { memcpy(word, x, kBytes); }
-  // Element k as FP32, by a conversion of one instruction. gate: zero, see Gate.
+  // Returns element k as FP32, by a conversion of one instruction. gate: zero, see Gate.
   RC_TEAM_FN float wide(int k, uint32_t gate) const {
     if constexpr (sizeof(T) == 2)
       return widened(word[k / 2], k % 2 != 0, gate, static_cast<T*>(nullptr));

@@ -31,7 +31,7 @@ class LaunchLedger {
   // members: communicators of this process on the device. capacity: blocks that the device can run
   // at once. kept: blocks reserved for messages.
   void set_members(int members, unsigned capacity, unsigned kept);
-  // A single communicator cannot conflict with others.
+  // True if several communicators may conflict: a single one cannot.
   bool is_shared() const { return load_relaxed_sys(&members_) > 1; }
 
   // Makes `stream` wait for the launches that must end before `blocks` more blocks fit. The

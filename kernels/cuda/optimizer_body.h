@@ -86,7 +86,7 @@ RC_TEAM_FN void end_norm(Team& team, const CallArgs& args, Workspace& w) {
   }
 }
 
-// The norm of a reduced gradient of args.total_bytes.
+// Computes the norm of a reduced gradient of args.total_bytes bytes.
 template <class G, class Team>
 RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                  Workspace& w) {
@@ -124,7 +124,7 @@ struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   }
 };
 
-// The update of a ring, out of line because the kernel calls it at several places.
+// Makes a ring's update; out of line because the kernel calls it at several places.
 template <class G, class P, class Team>
 RC_COLD void update_at(Team team, Workspace& w) {
   update_lanes<G, P, UpdateKind::kRing>(team, w);

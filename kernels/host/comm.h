@@ -169,8 +169,8 @@ class Comm {
   // before them, the same on all ranks. Returns this number; 0: the communicator is closed.
   uint64_t record_around(CallId id);
   void record_around_end(uint64_t number, Status status);
-  // The records of `rank` (see Recorder::snapshot()), after a header with the layout, rank and
-  // world that this rank knows; empty if nothing is recorded or the rank is not connected.
+  // Returns the records of `rank` (see Recorder::snapshot()), after a header with the layout, rank
+  // and world that this rank knows; empty if nothing is recorded or the rank is not connected.
   std::vector<char> recorded(int rank, uint32_t most) const;
 
   const View& view() const { return view_; }
@@ -192,7 +192,7 @@ class Comm {
   Status run(CallId id, uint64_t total_bytes, Body body);  // for a call that only moves data
   template <class Body>
   Status run_reduction(CallId id, const Reduction& r, uint64_t total_bytes, Body body);
-  // A reduce-scatter in two levels, or an all-reduce if `gathers`; see worth_levels().
+  // Runs a reduce-scatter in two levels, or an all-reduce if `gathers`; see worth_levels().
   Status run_levels(CallId id, const Reduction& r, const Chunks& in, char* out, bool gathers);
   bool worth_levels(const Reduction& r, uint64_t bytes) const;
   Status run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root);
@@ -327,7 +327,7 @@ Status Comm::run_channels(int channels, bool cuts, uint64_t bytes, const CallHea
   return status;
 }
 
-// The default size of a staging segment for a world.
+// Returns the default size of a staging segment for a world.
 uint32_t default_segment_bytes(int world, int channels);
 
 }  // namespace ringcomm::host

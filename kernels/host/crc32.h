@@ -9,7 +9,7 @@ namespace ringcomm::host {
 // `threads` threads sum parts of fixed length; the result does not depend on `threads`.
 uint32_t crc32(uint32_t before, const void* data, uint64_t bytes, int threads);
 
-// The CRC of A followed by B, from the CRCs of A and B and the length of B.
+// Returns the CRC of A followed by B, from the CRCs of A and B and the length of B.
 uint32_t combined_crc32(uint32_t a, uint32_t b, uint64_t b_bytes);
 
 // For tests: the implementations that run here, ended by a null; crc32() uses the first.

@@ -19,11 +19,11 @@ const char* name_of(Status status);
 // Returns the reason in a page that a peer may be writing now: no more text than fits the page.
 std::string reason_of(const ControlPage& page);
 
-// A copy of a peer's fault record that is safe to use: it belongs to rank `owner`, and its peer and
-// status are valid or replaced by defaults, so that no field leads outside a table.
+// Returns a copy of a peer's fault record that is safe to use: it belongs to rank `owner`, and its
+// peer and status are valid or replaced by defaults, so that no field leads outside a table.
 Fault trusted(const Fault& record, int owner, int world);
 
-// A call in the user's terms: name, dtype, operator, root, size and sequence number.
+// Describes a call in the user's terms: name, dtype, operator, root, size and sequence number.
 std::string describe(const CallHeader& header);
 
 // Describes a packed GradTag other than 0.

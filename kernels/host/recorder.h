@@ -96,9 +96,9 @@ class Recorder {
   void begin(Track track, const CallId& id, uint64_t bytes, int peer,
              RecordState state = RecordState::kRunning);
   void end(Track track, uint64_t sequence, Status status, int peer);
-  // The state of the call with this number; kNone: never made, or its record was overwritten.
+  // Returns the state of a call by its number; kNone: never made, or its record was overwritten.
   RecordState state(Track track, uint64_t sequence) const;
-  // For calls on a device: sets kBegun, or kCompleted with the present time.
+  // For calls on a device: sets the state to kBegun, or to kCompleted with the present time.
   void advance(Track track, uint64_t sequence, RecordState state);
 
   // Copies the record of the call with this number from a recorder's memory; false: the call was

@@ -95,13 +95,13 @@ class ScratchPool {
     char* memory;
     uint64_t bytes;  // a read: as many as the last write had, or any number before the first write
   };
-  // The memory must stay until the request is done. Throws std::system_error if no thread can
-  // start.
+  // Submits a request, whose memory must stay until it is done. Throws std::system_error if no
+  // thread can start.
   Refusal submit(const Wish& wish, ScratchRequestPtr* request);
   using Limit = std::chrono::duration<double>;
   enum class Waited { kDone, kLate, kInterrupted };
-  // All results but kDone leave the request as it is: kLate after the limit; kInterrupted if
-  // `interrupted`, called about every 10 ms without a lock, returns true.
+  // Waits for a request. All results but kDone leave it as it is: kLate after the limit;
+  // kInterrupted if `interrupted`, called about every 10 ms without a lock, returns true.
   Waited wait(const ScratchRequest& request, bool (*interrupted)(), Limit limit);
   ScratchResult result(const ScratchRequest& request);
   ScratchCounters counters();

@@ -23,8 +23,8 @@ struct Groups {
 
   RC_FN bool has(int rank) const { return rank / ranks == mine; }
   RC_FN bool same_place(int rank) const { return rank % ranks == place; }
-  // The owner of the chunk that the rank at position `at` reduces in a step. My own group comes
-  // last, so that other groups receive their partial sums early.
+  // Returns the owner of the chunk that the rank at position `at` reduces in a step. My own group
+  // comes last, so that other groups receive their partial sums early.
   RC_FN int owner(uint32_t step, int at) const {
     return (mine + 1 + int(step % uint32_t(count))) % count * ranks + at;
   }
@@ -76,7 +76,7 @@ RC_TEAM_FN Status send_to_group(E& e, const Groups& g, const Chunks& in, uint32_
   return Status::kOk;
 }
 
-// The slot in which my group's partial sum of my own piece `j` waits for the other groups.
+// Returns the slot in which my group's partial sum of my piece `j` waits for the other groups.
 template <class E>
 RC_TEAM_FN char* own_partial(const E& e, uint32_t j) {
   return e.v.slot(e.rank(), e.pairs, e.team.channel(), e.rank(), j + 1);

@@ -52,7 +52,7 @@ class ThreadShare {
   ThreadShare(const ThreadShare&) = delete;
   ThreadShare& operator=(const ThreadShare&) = delete;
 
-  // The present number, on the calling thread.
+  // Returns the number of threads for a call that the calling thread makes now.
   int threads() const;
 
  private:
@@ -60,15 +60,15 @@ class ThreadShare {
   bool is_exact_;
 };
 
-// The number for calls without a communicator: the minimum of all existing exact shares; without
-// any, the minimum of all shares; without any, `most`.
+// Returns the number of threads for calls without a communicator: the minimum of all existing exact
+// shares; without any, the minimum of all shares; without any, `most`.
 int threads_without_communicator();
 void limit_threads_without_communicator(int most);
 
 // torch's function for the threads of its operators (at::get_num_threads); null: 1 thread.
 void ask_torch_for_threads(int (*threads)());
 
-// The number of threads of a call that moves `bytes`: at most `threads`.
+// Returns the number of threads of a call that moves `bytes`: at most `threads`.
 int threads_for(uint64_t bytes, int threads);
 
 // Starts the workers that a call of `threads` threads needs besides its caller. Throws

@@ -63,8 +63,8 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
   return Status::kOk;
 }
 
-// In place is safe without a copy: rank r overwrites its chunk p only with rank p's published
-// result, and rank p published it after it had read r's version of that piece.
+// Buffers may be the same without a copy: rank r overwrites its chunk p only with rank p's
+// published result, and rank p published it after it had read r's version of that piece.
 // model: all_reduce_two_hops (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {

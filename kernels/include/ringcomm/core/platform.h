@@ -127,7 +127,7 @@ RC_FN void prefetch_lines(const char* at) {
 #endif
 }
 
-// The base-2 logarithm of a power of two.
+// Returns the base-2 logarithm of a power of two.
 RC_FN int log2_of(uint32_t x) {
 #if RC_DEVICE_PASS
   return 31 - __clz(int(x));

@@ -82,7 +82,7 @@ struct IntegerFormat {
   static RC_FN float dequantize(uint32_t value) {
     return float(int32_t(value << (32 - kBits)) >> (32 - kBits));
   }
-  // The value of an infinity or NaN, given its bits; and the bits of a value that represents one.
+  // Returns the value of an infinity or NaN, given its bits; the next function maps it back.
   static RC_FN uint32_t quantize_special(uint32_t bits) {
     if ((bits & kMagnitude) != kInfinityBits) return kNan;
     return bits >> 31 ? kNan + 1 : kNan - 1;
@@ -136,7 +136,7 @@ struct BlockScale {
   static constexpr uint32_t kTinyBelow = 64u << 23;                          // the bits of 2^-63
   static constexpr float kUp = 18446744073709551616.0f, kDown = 1.0f / kUp;  // 2^64
 
-  // The scale of a block whose largest finite magnitude has the bits `most`.
+  // Returns the scale of a block whose largest finite magnitude has the bits `most`.
   template <class Format>
   static RC_FN BlockScale of(uint32_t most, bool special) {
     constexpr float kLess = 1.0f - 1.0f / 4096;
@@ -149,8 +149,8 @@ struct BlockScale {
 
   RC_FN bool special() const { return (word & kSpecial) != 0; }
   RC_FN float scale() const { return float_of((word & kFloat) << 9); }
-  // A number times before() and inverse() is quantized; a value times scale() and after() is
-  // dequantized.
+  // A number times before() and inverse() is ready to be quantized; a quantized value times scale()
+  // and after() is the dequantized number.
   RC_FN float before() const { return word & kTiny ? kUp : 1.0f; }
   RC_FN float inverse() const { return word & kFloat ? 1.0f / scale() : 0.0f; }
   RC_FN float after() const { return word & kTiny ? kDown : 1.0f; }
@@ -164,14 +164,14 @@ struct BlockScale {
     return {uint32_t(from[0]) | uint32_t(from[1]) << 8 | uint32_t(from[2]) << 16};
   }
 
-  // The number that a value of the block represents.
+  // Returns the number that a quantized value of the block represents.
   template <class Format>
   RC_FN float dequantize(uint32_t value) const {
     uint32_t bits;
     if (special() && Format::dequantize_special(value, &bits)) return float_of(bits);
     return Format::dequantize(value) * scale() * after();
   }
-  // The quantized value of a number of the block.
+  // Returns the quantized value of a number of the block.
   template <class Format>
   RC_FN uint32_t quantize(float x) const {
     const uint32_t bits = bits_of(x);

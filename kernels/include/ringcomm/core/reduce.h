@@ -140,7 +140,7 @@ RC_FN Complex<R> multiply(Complex<R> a, Complex<R> b) {
 RC_FN Bool add(Bool a, Bool b) { return {uint8_t((a.value | b.value) != 0)}; }
 RC_FN Bool multiply(Bool a, Bool b) { return {uint8_t(a.value != 0 && b.value != 0)}; }
 
-// A NaN in either operand wins, as in torch.minimum and torch.maximum.
+// Return the smaller or the larger operand, or a NaN if either is a NaN, as torch.minimum does.
 template <class A>
 RC_FN A smaller(A a, A b) {
   return (a < b || a != a) ? a : b;

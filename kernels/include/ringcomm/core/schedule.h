@@ -11,7 +11,7 @@ struct Span {
   uint64_t bytes;
 };
 
-// The bytes of all spans of a list.
+// Returns the bytes of all spans of a list.
 template <class Spans>
 RC_FN constexpr uint64_t sum_bytes(const Spans& spans) {
   uint64_t total = 0;
@@ -36,8 +36,8 @@ struct Chunks {
   }
 };
 
-// Chunks of whole 64-byte lines, so that no two ranks write to the same line and every chunk but
-// the last starts as well aligned as the buffer.
+// Returns the bytes of a chunk: whole 64-byte lines, so that no two ranks write to the same line
+// and every chunk but the last starts as well aligned as the buffer.
 RC_FN constexpr uint64_t balanced_chunk_bytes(uint64_t total_bytes, int world) {
   const uint64_t share = (total_bytes + world - 1) / world;
   return (share + 63) / 64 * 64;
@@ -51,8 +51,8 @@ RC_FN constexpr uint32_t items_of(uint64_t bytes, int item_shift) {
 // The item_shift of a stream that is one item of any length.
 constexpr int kOneItem = 63;
 
-// The item size of a zero-copy stream, unless it publishes its segments one by one as it makes
-// them.
+// Returns the item size of a zero-copy stream, unless the stream publishes its segments one by one
+// as it makes them.
 RC_FN constexpr uint64_t whole_item(uint64_t bytes) { return bytes == 0 ? 1 : bytes; }
 
 RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64_t item) {
@@ -77,8 +77,8 @@ RC_FN constexpr int ring_gather_chunk(int rank, int hop, int world) {
   return (rank + 2 * world - hop) % world;
 }
 
-// The peer that a rank visits at step d in [1, W-1]. Each rank starts at its successor, so that no
-// two ranks read the same peer at the same time.
+// Returns the peer that a rank visits at step d in [1, W-1]. Each rank starts at its successor, so
+// that no two ranks read the same peer at the same time.
 RC_FN constexpr int rotated_peer(int rank, int d, int world) {
   return rank + d < world ? rank + d : rank + d - world;
 }

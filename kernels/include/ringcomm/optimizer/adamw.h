@@ -99,7 +99,7 @@ struct AdamWShard {
   bool quantized_state;  // true: the moments have the format of kQuantizedState
 };
 
-// The index of the segment that contains `element` of the bucket, or of the next segment.
+// Returns the index of the segment that contains `element` of the bucket, or of the next segment.
 RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
   uint64_t low = 0, high = s.segment_count;
   while (low < high) {

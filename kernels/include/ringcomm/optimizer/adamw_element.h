@@ -21,12 +21,12 @@ struct AdamWPath {
   static constexpr bool kFromEnd = from_end;
 };
 
-// The gradient in the form that the update uses: unscaled, clipped, negated to maximize.
+// Returns the gradient in the form that the update uses: unscaled, clipped, negated to maximize.
 RC_FN float adamw_gradient(float grad, const AdamWFactors& f) {
   return grad * f.grad_scale * f.clip;
 }
 
-// The update; `v_max` is read and written only with amsgrad.
+// Updates one element; reads and writes `v_max` only with amsgrad.
 template <class Path>
 RC_FN void adamw_element(float& p, float g, float& m, float& v, float& v_max,
                          const AdamWFactors& f) {
@@ -91,8 +91,8 @@ RC_FN Philox philox(uint64_t seed, uint64_t counter, uint32_t step, uint32_t str
   return {{c0, c1, c2, c3}};
 }
 
-// The random bits of element `index` of bucket `bucket` at the parameter's step: independent of how
-// the bucket is cut.
+// Returns the random bits of element `index` of bucket `bucket` at the parameter's step. They do
+// not depend on how the bucket is cut into chunks.
 RC_FN uint32_t random_bits(uint64_t seed, uint64_t bucket, uint64_t index, uint32_t step) {
   const Philox drawn = philox(seed, index / 4, step, uint32_t(bucket));
   // Chosen without an index: a GPU cannot index registers and would put the words in local memory.

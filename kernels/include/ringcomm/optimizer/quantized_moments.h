@@ -37,33 +37,33 @@ struct SecondMoment {
   static constexpr uint32_t kBelow = 30;
 };
 
-// The stored exponent of a block, from the bits of its largest magnitude. If that magnitude is
-// above 1.875 * 2^127, infinite or NaN, the whole block is NaN.
+// Returns the stored exponent of a block, from the bits of its largest magnitude. If that magnitude
+// is above 1.875 * 2^127, infinite or NaN, the whole block is NaN.
 RC_FN uint32_t block_exponent(uint32_t most) {
   const uint32_t exponent = (most + ((1u << kCutBits) - 1)) >> 23;
   const uint32_t held = exponent < kLeastExponent ? kLeastExponent : exponent;
   return (held < 255 ? held : 255) - kLeastExponent;
 }
 
-// The bits of the smallest normal number of a block.
+// Returns the bits of the smallest normal number of a block.
 template <class Moment>
 RC_FN uint32_t least_normal(uint32_t exponent) {
   return (exponent + kLeastExponent - Moment::kBelow) << 23;
 }
 
-// The larger and the smaller of two bit patterns of positive numbers.
+// Return the larger and the smaller of two bit patterns of positive numbers.
 RC_FN int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 RC_FN int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
-// The bits of the magnitude that a value, without its sign, represents. For a normal number, half
-// of y is below y - least; for a subnormal number, y - least is below half of y.
+// Returns the bits of the magnitude that a value, without its sign, represents. For a normal
+// number, half of y is below y - least; for a subnormal number, y - least is below half of y.
 RC_FN uint32_t magnitude_of(uint32_t value, uint32_t least) {
   const uint32_t y = least + (value << kCutBits);
   const float subnormal = float_of(y) - float_of(least);
   return uint32_t(smaller(int32_t(bits_of(subnormal)), int32_t(y - (1u << 23))));
 }
 
-// The value of a magnitude, rounded by kCutBits bits of `random`: the inverse of magnitude_of().
+// Returns the value of a magnitude, rounded by kCutBits bits of `random`: inverts magnitude_of().
 RC_FN uint32_t quantized_of(uint32_t magnitude, uint32_t least, uint32_t random) {
   const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(least));
   const int32_t y = larger(int32_t(subnormal), int32_t(magnitude + (1u << 23)));
@@ -97,7 +97,7 @@ struct MomentDraw {
     const Philox drawn = philox(seed, param, step, 0x80000000u | uint32_t(element >> 32));
     return {drawn.word[0], drawn.word[1], uint32_t(element)};
   }
-  // The random bits of element `i` of the run: the last two rounds of a hash by Wellons
+  // Returns the random bits of element `i` of the run: the last two rounds of a hash by Wellons
   // ("lowbias32"), each after a key.
   RC_FN uint32_t word(uint32_t i) const {
     uint32_t x = ((first + i) ^ key) * 0x7feb352du;

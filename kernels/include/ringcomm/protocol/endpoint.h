@@ -104,7 +104,7 @@ struct Endpoint {
   RC_TEAM_FN int segment_shift() const { return log2_of(uint32_t(segment_bytes())); }
   RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_shift()); }
 
-  // This channel's slice of a span.
+  // Returns this channel's slice of a span.
   RC_TEAM_FN Span slice(Span s) const {
     const Extent e = extent_of(s.bytes, team.portion(), cut.line_shift);
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
@@ -136,9 +136,9 @@ struct Endpoint {
 
   // ---- groups of peers ------------------------------------------------------------------------
 
-  // The number of peers in one step of a loop. Lanes that wait for several peers at once take all
-  // peers; a lone lane takes one after the other, so that each peer is served as soon as its data
-  // are there.
+  // Returns the number of peers in one step of a loop. Lanes that wait for several peers at once
+  // take all peers; a lone lane takes one after the other, so that each peer is served as soon as
+  // its data are there.
   RC_TEAM_FN int group() const { return Team::kShareWaits ? v.world - 1 : 1; }
 
   // Calls visit(peer) once for each of the peers, spread over the lanes. For words, not data.
@@ -355,18 +355,18 @@ struct Endpoint {
       status = arrive(s, sender, expected_bytes, begin, bytes, &sources()[sender]);
     return team.share(status);
   }
-  // The number of reads in which I take `bytes` from `sender`. opened: its header had arrived
-  // before the last sync(); else only the first read is certain.
+  // Returns the number of reads in which I take `bytes` from `sender`. opened: its header had
+  // arrived before the last sync(); else only the first read is certain.
   RC_TEAM_FN uint32_t reads(Stream s, int sender, uint64_t bytes, bool opened) const {
     if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
     return pieces(bytes);
   }
-  // The bytes of read `j`, after its arrival; it begins at segment `j`.
+  // Returns the bytes of read `j`, after its arrival; the read begins at segment `j`.
   RC_TEAM_FN uint64_t read_bytes(Stream s, int sender, uint64_t bytes, uint32_t j) const {
     if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
     return item_length(bytes, segment_bytes(), j);
   }
-  // The largest number of reads from a peer for which takes(peer) is true, each of bytes_of(peer).
+  // Returns the largest number of reads of bytes_of(peer), over peers with takes(peer).
   template <class Takes, class BytesOf>
   RC_TEAM_FN uint32_t most_reads(Stream s, bool opened, Takes takes, BytesOf bytes_of) const {
     uint32_t most = 0;

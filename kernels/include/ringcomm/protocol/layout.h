@@ -110,7 +110,7 @@ struct Layout {
            (uint64_t(parity) * world + sender) * ll_set_bytes();
   }
 
-  // In a set: the offset of a channel's header, and of the payload from `begin_bytes` on.
+  // Return offsets in a set: of a channel's header, and of the payload from `begin_bytes` on.
   RC_FN constexpr uint64_t ll_header_offset(int channel) const {
     return 2 * channel * kHeaderBytes;
   }
@@ -118,8 +118,8 @@ struct Layout {
     return 2 * (channels * kHeaderBytes + begin_bytes);
   }
 
-  // The former item in the slot of item `epoch`: the sender waits until the reader has acknowledged
-  // it. Triton's counterpart is await_slot (kernels/tl/endpoint.py).
+  // Returns the former item in the slot of item `epoch`: the sender waits until the reader has
+  // acknowledged it. Triton's counterpart is await_slot (kernels/tl/endpoint.py).
   RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
 
   // The words end here: they are all zero when a communicator begins.

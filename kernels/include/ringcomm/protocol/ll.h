@@ -62,11 +62,11 @@ RC_FN constexpr bool clears_other_set(uint32_t flag) {
 // The number of ranks whose words or packets a lane loads side by side.
 constexpr int kPacketBatch = 8;
 
-// A bit for each existing rank of [first, first + kPacketBatch).
+// Returns a bit for each existing rank of [first, first + kPacketBatch).
 RC_FN constexpr uint32_t ranks_in_batch(int first, int world) {
   return (1u << (world - first < kPacketBatch ? world - first : kPacketBatch)) - 1;
 }
-// A bit for each of these ranks except `rank`.
+// Returns a bit for each of these ranks except `rank`.
 RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
   const uint32_t at = uint32_t(rank - first);
   return ranks_in_batch(first, world) ^ (at < kPacketBatch ? 1u << at : 0);
@@ -139,14 +139,14 @@ struct LLEndpoint {
   Layout layout;
   int32_t rank, world;
 
-  // This channel's header. The headers of all channels come first: ranks that disagree on the size
-  // of the message still find them at the same addresses.
+  // Returns this channel's header. The headers of all channels come first: ranks that disagree on
+  // the size of the message still find the headers at the same addresses.
   RC_TEAM_FN LLPacket* header(const LLCall& call, int sender, int reader) const {
     const uint64_t set = call.sets + uint32_t(sender) * layout.ll_set_bytes();
     return reinterpret_cast<LLPacket*>(regions[reader] + set +
                                        layout.ll_header_offset(team.channel()));
   }
-  // The offset in a region of the payload's packet that is `at` bytes into the message.
+  // Returns the offset in a region of the payload packet that is `at` bytes into the message.
   RC_TEAM_FN uint64_t payload_offset(const LLCall& call, int sender, uint32_t at) const {
     const uint64_t set = call.sets + uint32_t(sender) * layout.ll_set_bytes();
     return set + layout.ll_payload_offset(at);

@@ -230,8 +230,8 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
 // the machine was suspended. A sleeper looks 100 times a second.
 constexpr uint64_t kLongestLookNs = 250'000'000;
 
-// The part of the time since a waiter's last look at the clock that does not count as waiting. The
-// peers were usually stopped with the waiter, so they had no chance to publish.
+// Returns the part of the time since a waiter's last look at the clock that does not count as
+// waiting. The peers were usually stopped with the waiter, so they had no chance to publish.
 RC_FN constexpr uint64_t unwatched_ns(uint64_t looked_ns, uint64_t now_ns) {
   return now_ns - looked_ns > kLongestLookNs ? now_ns - looked_ns : 0;
 }

@@ -81,13 +81,13 @@ struct View {
     return reinterpret_cast<ControlPage*>(regions[owner]);
   }
 
-  // Header of item `epoch` that `sender` publishes to `reader`.
+  // Returns the header of item `epoch` that `sender` publishes to `reader`.
   RC_FN CallHeader* header(int reader, Stream s, int channel, int sender, uint32_t epoch) const {
     return reinterpret_cast<CallHeader*>(
         regions[reader] +
         layout.header_offset(s, channel, sender, (epoch - 1) & (layout.slots - 1)));
   }
-  // Slot of item `epoch` that `sender` publishes to `reader`.
+  // Returns the slot of item `epoch` that `sender` publishes to `reader`.
   RC_FN char* slot(int sender, Stream s, int channel, int reader, uint32_t epoch) const {
     return regions[sender] +
            layout.slot_offset(s, channel, reader, (epoch - 1) & (layout.slots - 1));
