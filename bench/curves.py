@@ -35,7 +35,7 @@ STAGE = 2
 
 
 class Curve(NamedTuple):
-    """One training: with ``make`` on one rank, or over nodes with gradients in ``compression``.
+    """A training run: on one rank with the optimizer ``make``, or on nodes with ``compression``.
 
     ``seed`` is the seed of the initial weights, and ``state`` is as in
     :class:`ringcomm.zero.ZeroOptions`.

@@ -57,7 +57,7 @@ class LaunchError(Exception):
 class Wanted:
     """The ranks that a run needs."""
 
-    ranks: int | None = None  # None: the ranks of the launcher
+    ranks: int | None = None  # None: use the launcher's ranks
     systems: Sequence[str] = ()  # systems under test: MPI needs its own launcher
     busy: int = 0  # busy processes besides the ranks
     nodes: int = 1  # nodes that ranks of this machine emulate
@@ -164,7 +164,7 @@ def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], bus
 
 
 def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Returns the launcher of the requested MPI, and the variables that tell ranks where it is."""
+    """Returns the launcher of the requested MPI, and the variables by which ranks find it."""
     if "impi" in systems and "mpi" in systems:
         raise LaunchError("a process can hold one MPI: mpi and impi need runs of their own")
     if importlib.util.find_spec("mpi4py") is None:

@@ -244,7 +244,7 @@ def kind_of(row: Row, quarter_us: float) -> str:
 
 
 def halves(rows: Sequence[Predicted]) -> tuple[list[Predicted], list[Predicted]]:
-    """Returns the rows that fit the constants (every second row of a system), and the rest."""
+    """Returns the rows for the fit (every second row of a system), and the other rows."""
     seen: Counter[str] = Counter()
     fit: list[Predicted] = []
     between: list[Predicted] = []

@@ -35,7 +35,7 @@ from .systems import (
 )
 from .torch_groups import init_default_group
 
-# The note of rows with a chosen number of blocks is this text after the number.
+# Rows with a chosen number of blocks have a note: the number, then this text.
 BLOCKS = "blocks of a rank"
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}

@@ -20,7 +20,7 @@ from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, wher
 # are known. Ranks with a plan have exchanged their inputs' addresses. Its calls are a kernel that
 # waits for all ranks' inputs, a copy from each, and a kernel that waits until all have copied.
 #
-# The inputs lie in the heaps, which peers have mapped at addresses that never change. A plan keeps
+# The inputs are in the heaps, which peers have mapped at addresses that never change. A plan keeps
 # the memory of its rank's input alive. If the input has other memory by now, a call raises before
 # it launches anything. No peer copies before this rank's first kernel has begun.
 #

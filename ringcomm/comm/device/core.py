@@ -267,7 +267,7 @@ def _calls_of(
 
 
 def _find(device: int, unit: str, name: str) -> tuple[int, int]:
-    """Returns the function of a kernel, and the threads of its blocks."""
+    """Returns the driver's function of a kernel, and the number of threads per block."""
     # The native object keeps this function, so a bound method would make a reference cycle.
     name = units.kernel_name(name, units.chosen_loops())
     kernel = cuda.current().find_kernel(device, unit, name)
@@ -275,7 +275,7 @@ def _find(device: int, unit: str, name: str) -> tuple[int, int]:
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
-    """Returns the segment size at which a rank's slots take STAGING_BYTES or half; see layout.h."""
+    """Returns a segment size for slots of STAGING_BYTES or half of that per rank; see layout.h."""
     message_channels = min(channels, _native.MESSAGE_CHANNELS)
     slot_sets = channels * (world_size + 1) + message_channels * world_size
     share_bytes = max(STAGING_BYTES // (slot_sets * slots), SMALLEST_SEGMENT_BYTES)

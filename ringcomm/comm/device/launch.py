@@ -269,7 +269,7 @@ class DeviceWork(Work):
         """Returns the rank that sends the message, without waiting; only for a receive.
 
         Raises:
-            RingcommError: this is no receive, or a kernel of this communicator gave up by now.
+            RingcommError: this is not a receive, or a kernel of this communicator gave up by now.
         """
         if self._source is None:
             return super().source_rank()

@@ -77,7 +77,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class _Ability:
-    """What a rank reports: why its device has no multicast ("" if it has), the granularity, and
+    """The report of a rank: why its device has no multicast ("" if it has), the granularity, and
     the inbox in which the rank receives the object's descriptor (hex)."""
 
     refusal: str

@@ -53,7 +53,7 @@ class Blocks:
 
 
 class DeviceOrder:
-    """The launches of one device of this process."""
+    """Orders the launches of this process on one device."""
 
     def __init__(self, runtime: DeviceRuntime, device: int, driver: _native.Driver) -> None:
         self._runtime = runtime

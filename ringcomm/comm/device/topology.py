@@ -154,9 +154,9 @@ class Pair:
     """NVML's answers about two GPUs, which are given by PCI bus id.
 
     Attributes:
-        nvlinks: the NVLinks from one directly to the other.
+        nvlinks: the NVLinks that directly connect the two GPUs.
         level: a key of ``LEVELS``; None if unknown.
-        peer_access: whether the driver lets one read the other's memory; None if unknown.
+        peer_access: whether the driver lets one GPU read the other's memory; None if unknown.
     """
 
     first: str
@@ -403,7 +403,7 @@ def from_json(text: str, name: str = "topology") -> Topology:
         name: the file's name, for messages.
 
     Raises:
-        ArgumentError: ``text`` is no topology; the message says where, and what was expected.
+        ArgumentError: ``text`` is not a topology; the message says where, and what was expected.
     """
     try:
         value = json.loads(text)
