@@ -18,7 +18,7 @@ def algorithms_of(operation: str) -> dict[str, int]:
 
 
 def algorithm_name(operation: str, code: int) -> str:
-    """Returns the name that ``operation`` uses for an algorithm; "" if it does not have it."""
+    """Returns an algorithm's name in ``operation``; "" if the operation lacks the algorithm."""
     return next((name for name, each in algorithms_of(operation).items() if each == code), "")
 
 

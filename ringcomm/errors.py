@@ -106,7 +106,7 @@ def printable(text: str, allowed: str = "\n\t") -> str:
 
 
 def where(operation: str, rank: int, world_size: int) -> str:
-    """Returns the head of every message: which operation, on which rank."""
+    """Returns the head of every error message: the operation and the rank."""
     return f"{operation} on rank {rank} of {world_size}"
 
 

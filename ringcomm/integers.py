@@ -19,7 +19,7 @@ def integer(value: Any, *, most: int = MOST, bools: bool = False) -> int | None:
     Args:
         value: any object.
         most: the largest accepted integer; the least is ``LEAST``.
-        bools: accept True and False, also NumPy's and torch's, as 1 and 0; ranks may be given so.
+        bools: accept True and False, also NumPy's and torch's, as 1 and 0, for example for ranks.
     """
     number = value if type(value) is int else _index_of(value, bools)
     return number if number is not None and LEAST <= number <= most else None

@@ -130,7 +130,7 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 class KnownNames:
-    """A set of known unwrapped names, found by the names in a file.
+    """A module's known unwrapped names, which are looked up by the names in a file.
 
     The file may come from a run with other wrappers, whose parts are in its names.
     """

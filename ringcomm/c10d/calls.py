@@ -288,7 +288,7 @@ class WorkGroup(Work):
 
 
 class Seen(NamedTuple):
-    """One call, with the communicator's method name, its arguments and its options."""
+    """One call for torch's modes to see: the communicator's method, the arguments, the options."""
 
     group: ProcessGroup
     name: str

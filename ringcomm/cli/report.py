@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps, or over sizes in bytes on a logarithmic axis.
+    """A chart of lines over steps, or over sizes in bytes on a logarithmic axis.
 
     Points are in the order of the horizontal axis; a value that is not finite leaves a gap.
     """

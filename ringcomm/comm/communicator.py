@@ -42,7 +42,7 @@ _HOST_SEGMENT_BYTES = 4096
 
 
 class Communicator(Collectives, Messages):
-    """A connection of ``world_size`` ranks, of which this process or thread is one.
+    """A connection of ``world_size`` ranks; this process or thread is one of them.
 
     Ranks in all methods are ranks of this communicator. All ranks must call the same collectives
     in the same order. Sends and receives are not part of that order. As a context manager, a

@@ -278,7 +278,7 @@ class LocalWorld(Sequence[Communicator]):
         launch_calls(list(self), calls)
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
-        """Raises for tensors that differ between ranks; in the call they would end the world."""
+        """Raises for tensors that differ between ranks; in the call they would abort the world."""
         for by_rank in zip(*arguments, strict=True):
             if not all(isinstance(each, Tensor) for each in by_rank):
                 continue

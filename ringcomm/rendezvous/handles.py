@@ -222,7 +222,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """The members of one rendezvous, their store, its deadline, and their lookout."""
+    """The members of one rendezvous, their store, the deadline, and their lookout."""
 
     store: Store
     name: str

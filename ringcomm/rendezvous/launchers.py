@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # This rank's launch, read from the launcher's environment variables.
 #
-# Launcher, rank, world size, ranks on this node; the first launcher whose rank and world size are
-# both set is used. torchrun comes first: another launcher may have started torchrun itself.
+# Launchers, and their variables for rank, world size and ranks on this node; the first with rank
+# and world size set is used. torchrun comes first: another launcher may have started it.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -50,7 +50,7 @@ SETTING = {
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """This rank as its launcher has started it.
+    """The rank of this process, as its launcher describes it.
 
     Attributes:
         launcher: the name of the launcher.

@@ -42,8 +42,8 @@ __all__ = ["LOOPBACK", "Lookout", "Parent", "store_on_node"]
 
 # ---- Watches the members of a rendezvous for ranks that can no longer come ----------------------
 # A rank that ends without an error posts nothing, so the others would wait for it until the
-# timeout. But they know some processes: those of the parent communicator of a group, and those of
-# the handles that have arrived.
+# timeout. But they know some processes: of a group's parent communicator, and of the handles that
+# have arrived.
 
 
 LOOK_S = 0.01

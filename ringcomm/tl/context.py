@@ -52,7 +52,7 @@ _launched: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}
 
 @dataclass(frozen=True)
 class Symmetric:
-    """A tensor of which every rank has a copy that the kernels of all ranks can reach.
+    """A tensor with a copy on every rank; the kernels of all ranks can reach all copies.
 
     Attributes:
         tensor: this rank's copy.

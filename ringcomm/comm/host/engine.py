@@ -832,7 +832,7 @@ class CallEngine(ABC):
     def gathers_in_place(self, check: Callable[[], Call]) -> Callable[[], Call]:
         """Returns ``check`` for a plan whose copies read the peers' inputs in place; collective.
 
-        An engine that cannot do so returns ``check`` itself, whose calls say what it can do.
+        Other engines return ``check`` itself, whose calls report what the engine can do.
         """
         return check
 

@@ -169,7 +169,7 @@ class Messages:
 
         Args:
             tensor: any shape and dtype; the receiver's tensor must have as many bytes.
-            dst: a rank of this communicator other than this one.
+            dst: another rank of this communicator.
             tag: 0 <= tag < 2**31; the receive must name the same tag.
 
         Raises:
@@ -183,7 +183,7 @@ class Messages:
 
         Args:
             tensor: any shape and dtype, as many bytes as the message.
-            src: a rank of this communicator other than this one; None takes any, on the host.
+            src: another rank of this communicator; None accepts any rank, on the host only.
             tag: 0 <= tag < 2**31; the send must name the same tag.
 
         Raises:
@@ -227,7 +227,7 @@ def check_tag(checks: CallChecks, tag: Any, engine: CallEngine) -> int:
 
 
 class HostMessages:
-    """The messages of a rank on the host.
+    """Makes the sends and receives of a rank on the host.
 
     Args:
         engine: the engine of the communicator.

@@ -449,7 +449,7 @@ def are_apart(numa_nodes: Sequence[str], group_size: int) -> bool:
     """True if groups of consecutive ranks have heaps on different NUMA nodes.
 
     Args:
-        numa_nodes: by rank, the NUMA nodes to which its heap is bound; "" if it is not bound.
+        numa_nodes: by rank, the NUMA nodes to which the heap is bound; "" if it is not bound.
         group_size: the ranks of a group; 0 if there are no groups.
     """
     if group_size < 2 or len(numa_nodes) % group_size:

@@ -18,7 +18,7 @@ from ringcomm.process import available_cores
 
 THREADS_VARIABLE = "RINGCOMM_THREADS"
 
-# The channels of a collective, unless the user names a number. Each has its own staging slots.
+# The most channels of a collective, unless the user names a number. Each has its own staging slots.
 _MOST_CHANNELS = 8
 
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # All ranks of a call must run the same kernels. The header of the call names them, so different
-# kernels are a mismatch like any other. The first call that asks for Triton imports it.
+# kernels are a mismatch like any other. The first call that uses Triton imports Triton.
 
 NATIVE, TRITON = "native", "triton"
 KERNELS = (NATIVE, TRITON)

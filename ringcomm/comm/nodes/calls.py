@@ -650,7 +650,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
 
     @abstractmethod
     def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
-        """Reduces pieces, of which each rank owns some, and gathers the sums."""
+        """Reduces the pieces that each rank owns, and gathers the sums."""
 
     @abstractmethod
     def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:

@@ -167,7 +167,7 @@ class Form:
     def finish(
         self, ptrs: list[int], out_ptr: int, out_dtype: int, elems: int, divide_by: int
     ) -> None:
-        """Adds partial sums of this form, in order, to results; then divides, unless by 0."""
+        """Adds partial sums of this form in order; divides the result unless ``divide_by`` is 0."""
         self.add(ptrs, self._dtype, out_ptr, out_dtype, elems, divide_by)
 
     def add(

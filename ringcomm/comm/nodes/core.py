@@ -246,7 +246,7 @@ class NodesCore(CollectivesOverNodes):
     def _segments(self, elems: int, pieces: int, elem_bytes: int) -> list[tuple[int, int]]:
         """Cuts a buffer of ``elems`` elements in ``pieces`` pieces into segments [begin, end).
 
-        Of several segments the first and the last are small, because the network idles while the
+        If there are several, the first and the last are small, because the network idles while the
         node reduces the first segment, and again after the last segment has arrived.
         """
         each, small = (

@@ -363,7 +363,7 @@ class _Closable(Protocol):
 
 
 class _HasEngine(Protocol):
-    """A communicator, of which only the engine is used here."""
+    """A communicator; only its engine is used here."""
 
     @property
     def engine(self) -> CallEngine: ...

@@ -351,7 +351,7 @@ class _OpenTag:
 
 
 class NodesMessages:
-    """The messages of one rank.
+    """Makes the sends and receives of one rank, within its node and between nodes.
 
     Args:
         inner: the core of this rank's node.

@@ -259,7 +259,7 @@ class StepsCore(NodesCore):
         """Reduces a bucket in FP32 to the elements for which this rank keeps state.
 
         Returns:
-            The part of them whose partial sums this rank has added.
+            The part of these elements whose partial sums this rank has added.
         """
         size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)

@@ -568,7 +568,7 @@ class Watch:
         return answers[:1]
 
     def _without_store(self, error: RingcommError) -> RingcommError:
-        """Adds that the store does not answer, unless the error already says so."""
+        """Adds to an error that the store does not answer, unless the error already says so."""
         text = str(error).rstrip(" .")
         if _SILENT in text:
             return error

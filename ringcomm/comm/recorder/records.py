@@ -477,7 +477,7 @@ def _name(kind: str, code: int) -> str:
 
 
 def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
-    """Decodes both fields; an optimizer's call has its results' dtype and a tag as its root."""
+    """Decodes dtype and root; the root of an optimizer's call is its results' dtype and a tag."""
     if collective in OPTIMIZERS:
         results, tag = _native.results_and_tag(root)
         return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
