@@ -145,7 +145,7 @@ def calls_of(world: ringcomm.LocalWorld, device: Device) -> dict[tuple[str, str]
 
 
 def call_rows(ranks: int, timings: dict[tuple[str, str], Timing], of_torch: Timing) -> list[Row]:
-    """Returns a row for each call, and one for torch's add_, timed in the same rounds."""
+    """Returns a row for each call, and a row for torch's add_, timed in the same rounds."""
     base = row_of("", "", ranks, ELEMS, mode=ONE_LAUNCH)
     rows = [
         timed(replace(base, collective=name, placement=how, system=HOST), each, of_torch)

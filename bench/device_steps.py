@@ -43,7 +43,7 @@ _HEAP_SLACK_BYTES = 1 << 30
 # About 30 ms, enough time for eight threads to queue the launches of a few steps.
 _SLEEP_CYCLES = 50_000_000
 _CALLS_PER_TURN = 3
-# The share of the free memory to use; the rest is for torch's cache, whose size is not known.
+# The share of the free memory to use; torch's cache, of unknown size, uses the remaining memory.
 _MEMORY_SHARE = 0.8
 _LEAST_ELEMS = 1 << 20
 

@@ -286,7 +286,7 @@ LOSSES = RowTable(
 def collect(
     command: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the provenance by key; ``versions`` are those of the timed systems."""
+    """Returns the provenance by key; ``versions`` are the timed systems' versions."""
     return {
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),

@@ -231,7 +231,7 @@ def take_cores(options: argparse.Namespace, rank: int) -> None:
     if options.busy:
         lead_session()
     torch.set_num_threads(options.threads)
-    # This applies to every communicator, also to those of groups of torch.distributed.
+    # The variable applies to every communicator, also in groups of torch.distributed.
     os.environ["RINGCOMM_THREADS"] = str(options.threads)
 
 

@@ -114,7 +114,7 @@ def control_groups(controller: str, process: Path = _SELF) -> list[Path]:
         process: the folder in /proc of the process.
 
     Returns:
-        The folder of its own group and those of the enclosing groups, as far as they are mounted,
+        The folders of its own group and of the enclosing groups, as far as they are mounted,
         innermost first; first in version 2 and then in version 1.
     """
     try:

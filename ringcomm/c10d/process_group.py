@@ -409,7 +409,7 @@ def create_process_group(
     others = _other_backends(config)
     native = _native_backend(config, others)
     if native is not None and (made := _backend_behind(outer)) is not None:
-        return made  # made for another device of the same group
+        return made  # torch asked for another device of the same group before
     if others and isinstance(pg_options, BackendOfTorch.Options):
         pg_options = None  # torch passes all backends the same options
     if pg_options is not None and not isinstance(pg_options, CommOptions):

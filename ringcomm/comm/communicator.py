@@ -110,7 +110,7 @@ class Communicator(Collectives, Messages):
             device=device,
         )
 
-    # Not a dataclass: most keywords are optional, and match those of init_process_group().
+    # The arguments are not a dataclass: most are optional and named as in init_process_group().
     @classmethod
     def from_store(  # noqa: PLR0913
         cls,

@@ -782,7 +782,7 @@ def broadcast_object_list(
     device: Any = None,
     group_src: int | None = None,
 ) -> None:
-    """Replaces the entries of ``object_list`` by those of ``src`` (default 0).
+    """Replaces the entries of ``object_list`` by the entries of ``src``'s list (default 0).
 
     Args:
         object_list: on all ranks a list of the same length.

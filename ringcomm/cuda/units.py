@@ -20,11 +20,11 @@ from pathlib import Path
 from ringcomm.errors import ArgumentError, UnsupportedError
 
 SOURCE = "kernels/cuda/kernels.cu"
-# Folders that an #include is looked up in, relative to the root of the sources. The folder of the
-# including file is not one of them: each header then has one name, which NVRTC knows it by.
+# Folders in which compilers look up an #include, relative to the root of the sources. They exclude
+# the including file's folder, so that each header has one name, by which NVRTC knows it.
 INCLUDE_FOLDERS = ("", "kernels/include")
 
-# No contraction into fused multiply-adds: host and device must give the same bits.
+# Forbid contraction into fused multiply-adds: host and device must give the same bits.
 OPTIONS = ("-std=c++20", "--fmad=false")
 # NVRTC up to CUDA 13.0 takes a generic lambda in a kernel for a host function, and refuses it.
 NVRTC_OPTIONS = (*OPTIONS, "-default-device")
@@ -318,7 +318,7 @@ def manifest(root: Path, compiler: str, targets: Sequence[Target]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Prints ``options``, ``units`` or ``targets [CAPABILITY...]``, one per line.
 
-    Or prints the ``manifest ROOT COMPILER TARGET...``.
+    With the arguments ``manifest ROOT COMPILER TARGET...`` it prints the manifest.
     """
     what, *rest = arguments
     if what == "options":

@@ -108,7 +108,7 @@ def forming(operation: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A heap without memory has an error text of its own.
+        # If the heap has no memory, HeapError already has a good text.
         no_memory = isinstance(error, HeapError) and not _is_of_descriptors(error)
         shortage = "" if no_memory else shortage_of(error)
         if not shortage:

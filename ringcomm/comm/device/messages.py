@@ -21,9 +21,9 @@ from ringcomm.errors import UnsupportedError, where
 __all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "launch_batch", "launches_of"]
 
 Tensor = torch.Tensor
-# Messages between two ranks match in the order in which they are sent and received; a tag is
-# checked, not searched for. Sends run on one stream of the communicator and receives on another, so
-# that two ranks may both send first.
+# Messages between two ranks match in the order in which they are sent and received; a receive
+# checks the tag of the next message, and does not search for a tag. Sends run on one stream of the
+# communicator and receives on another, so that two ranks may both send first.
 #
 # NOTE [Messages of threads] A copy from a device to pageable memory (``tensor.cpu()``) holds the
 # driver's lock until all work before it on its stream is done. If that work waits for a message of

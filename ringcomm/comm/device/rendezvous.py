@@ -134,7 +134,7 @@ def make_window(
     try:
         if spec.rank == 0:
             _send(spec, window, abilities)
-        # Otherwise the driver would block in bind() until every device has been added, or forever.
+        # Wait here: otherwise bind() would block until every device has been added, or forever.
         rendezvous.everyone("added", {})
         window.bind()
     except BaseException:
@@ -315,8 +315,8 @@ def _broken_link(
     )
 
 
-# Blocks per collective of a rank with a GPU of its own. They must fill its links and leave the rest
-# of the multiprocessors to the model. No benchmark has swept this choice.
+# Blocks per collective of a rank with a GPU of its own. They must fill its links and leave the
+# other multiprocessors to the model. No benchmark has swept this choice.
 CHANNELS_ALONE = 32
 # Kernels that every rank loads before its first call, so that no call loads them while a peer
 # waits. Kernels of other dtypes load at their first call.
@@ -562,7 +562,7 @@ def _message_channels(infos: Sequence[_DeviceInfo], channels: int) -> int:
 
 
 def _message_share(infos: Sequence[_DeviceInfo]) -> int:
-    """Returns the blocks per message: one where ranks share a GPU, whose collectives need the rest.
+    """Returns the blocks per message: 1 if ranks share a GPU, to leave blocks for collectives.
 
     On a GPU of a rank alone, messages take at most 1/4 of the multiprocessors.
     """
@@ -572,7 +572,7 @@ def _message_share(infos: Sequence[_DeviceInfo]) -> int:
 
 
 def _shares(infos: Sequence[_DeviceInfo]) -> list[int]:
-    """Returns each rank's multiprocessors: those of its GPU divided among its ranks."""
+    """Returns each rank's share of its GPU's multiprocessors, which the GPU's ranks divide."""
     ranks_on = Counter(info.uuid for info in infos)
     return [info.multiprocessors // ranks_on[info.uuid] for info in infos]
 

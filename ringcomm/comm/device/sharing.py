@@ -208,7 +208,7 @@ class JointLaunch:
         self._left: set[int] = set()
 
     def launch(self, rank: int, prepared: Prepared, stream: int, look: Look) -> None:
-        """Launches the prepared call of ``rank`` together with those of all others.
+        """Launches the prepared call of ``rank`` together with the calls of all other ranks.
 
         Args:
             rank: the caller's rank.
@@ -256,8 +256,8 @@ class JointLaunch:
                     missing = [each for each in self._ranks if each not in mine.arrived]
                     look(missing, self._waited_s[rank])
         except BaseException:
-            # Otherwise the last rank would launch this call, though the caller may already reuse
-            # its tensors.
+            # Withdraw the call: the last rank must not launch it, since the caller may reuse its
+            # tensors.
             mine.arrived.pop(rank, None)
             raise
         finally:
@@ -279,8 +279,8 @@ class JointLaunch:
             kinds.setdefault(arrival.prepared.prepared_kind, []).append(arrival)
         streams = [self._stream]
         while len(streams) < len(kinds):
-            # Different kinds are a mismatch. The kernels find it and name both calls if they run
-            # at the same time.
+            # Calls of different kinds are a mismatch. If the kernels run at once, they find it and
+            # name both calls.
             streams.append(self._runtime.make_stream(self._device))
         for ((_, channels), each), stream in zip(kinds.items(), streams, strict=True):
             for arrival in each:

@@ -472,7 +472,7 @@ def _topology(value: Any) -> Topology:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The entries of a file, which are those of a :class:`Topology` before they are checked."""
+    """The entries of a file: the fields of a :class:`Topology`, not yet checked."""
 
     machine: str = ""
     gpus: tuple[Gpu, ...] = ()
@@ -640,7 +640,7 @@ class _MachineReader:
         )
 
     def _numa_node(self, handle: Any) -> int | None:
-        # Not nvmlDeviceGetNumaNodeId, which returns the node of the GPU's own memory, if any.
+        # Do not use nvmlDeviceGetNumaNodeId: it returns the node of the GPU's own memory, if any.
         words = self._nvml.ask("nvmlDeviceGetMemoryAffinity", handle, 16, AFFINITY_NODE)
         nodes = _bits(words)
         return nodes[0] if len(nodes) == 1 else None

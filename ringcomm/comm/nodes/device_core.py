@@ -150,7 +150,7 @@ def _larger(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a > b) | (a != a), a, b)
 
 
-# The same bits as combine() of kernels/include/ringcomm/core/reduce.h.
+# The functions give the same bits as combine() of kernels/include/ringcomm/core/reduce.h.
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,

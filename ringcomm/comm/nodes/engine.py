@@ -117,7 +117,7 @@ class NodesEngine(CallEngine):
         run = super().with_compression(checks, compression, run)
 
         def run_compressed(core: Core) -> int:
-            # Not ``self.owner``: a call that is under way must not keep the engine alive.
+            # Do not use ``self.owner``: a call that is under way must not keep the engine alive.
             with _calls_over_nodes(core).using_compression(compression):
                 return run(core)
 

@@ -380,7 +380,7 @@ def transport_failed(
 Tensor = torch.Tensor
 
 # Gloo ends the process when a message exceeds the receive's buffer. So the tag of data is a hash of
-# their meaning and size: data of another size match no receive, and the headers tell the reason.
+# their meaning and size: data of another size match no receive, and the headers show the sizes.
 HEADER_TAG = 1
 
 
@@ -661,7 +661,7 @@ class Rails:
 # ---- The rails of a rank on a device: exchanges with other nodes ---------------------------------
 # A transport's process group moves bytes between the ranks of a rail by ``alltoall_base`` and
 # ``broadcast``, in the order of the current stream; it adds nothing. The group is NCCL's, or the
-# one that the user's function returns. ringcomm's kernels and the exchanges are ordered only by
+# group that the user's function returns. ringcomm's kernels and the exchanges are ordered only by
 # the stream.
 
 

@@ -757,7 +757,7 @@ class DeviceWatch(Watch):
         if self.see_device() is not None:
             return
         timeout_s = self._inner.timeout_ms / 1000
-        # The grace lets kernels report first: they have the same deadline and more details.
+        # GRACE_S lets kernels report first: they have the same deadline and more details.
         late = self.under_way.late(timeout_s + GRACE_S)
         if late:
             layout = self._layout

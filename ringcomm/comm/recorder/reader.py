@@ -843,7 +843,7 @@ class FlightRecorder:
         source: copies the recorders; None: nothing is recorded.
         name: the name of the communicator.
         rank_of: rank and world size.
-        locate: translates the call numbers of a kernel's fault to those of the records.
+        locate: translates the call numbers of a kernel's fault to the records' numbers.
     """
 
     def __init__(
