@@ -136,7 +136,7 @@ def _torchs_default_in_words() -> str:
 def communicator_of(group: Any, operation: str) -> Communicator:
     """Returns the communicator for the ``group`` argument of a module-level function.
 
-    For a process group of the backend, or a one-dimensional mesh, that is its host communicator.
+    For a process group of the backend, or a one-dimensional mesh, returns the host communicator.
 
     Raises:
         ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.

@@ -269,7 +269,7 @@ class HeapHandle:
 
     @property
     def machine(self) -> tuple[str, ...]:
-        """Facts that are equal for all ranks that may be able to map each other's memory.
+        """Facts that ranks share if they may be able to map each other's memory.
 
         Host names are not included: they may be truncated, and be equal on different machines.
         """
@@ -311,7 +311,7 @@ def machine_identity() -> tuple[str, str, str]:
 
 
 def machine_of(node_id: str) -> str:
-    """Returns a word that is equal for all ranks that may map each other's memory.
+    """Returns a word that ranks share if they may map each other's memory.
 
     Args:
         node_id: the name of this rank's node, or "".

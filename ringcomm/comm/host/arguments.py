@@ -122,8 +122,8 @@ def _words_at(address: int, count: int) -> list[int]:
 def _find_keys() -> None:
     """Finds the offset of tensors' dispatch keys, and makes the native module read them there.
 
-    ``Tensor.is_neg()`` takes longer than the rest of the check and releases the interpreter's lock.
-    The offset is used only if no other offset agrees with torch for tensors of different keys.
+    ``Tensor.is_neg()`` takes longer than all other checks and releases the interpreter's lock. The
+    offset is used only if no other offset agrees with torch for tensors of different keys.
     Otherwise the native module calls ``is_neg()``.
     """
     ordinary = torch.ones(2, device="cpu")

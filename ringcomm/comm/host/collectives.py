@@ -480,8 +480,8 @@ class Collectives:
         With ``algorithm="copy_engine"``, on GPUs of one node, the copy engines read the peers'
         ``input`` in place, without ``CommOptions.copy_engine_bytes``. Making the plan is then
         collective: all ranks make it, in the order of calls, outside of a graph's capture, and the
-        host waits for the device. The plan keeps the memory of ``input``, which must stay that of
-        the tensor.
+        host waits for the device. The plan keeps the memory of ``input`` alive; the tensor must
+        keep this memory.
 
         Args:
             output: as :meth:`all_gather_into_tensor` takes it.

@@ -329,7 +329,7 @@ class HostMessages:
         try:
             self._drive()
         except RuntimeError as error:
-            # Without that thread the message progresses only while this rank waits for it, but a
+            # Without the thread the message progresses only while this rank waits for it, but a
             # peer may need the message earlier.
             text = "The message had begun, so the communicator is aborted: build another"
             failed = no_thread(message._name, error, text)

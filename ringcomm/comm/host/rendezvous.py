@@ -137,7 +137,7 @@ def divide(
 
     Args:
         rank: this rank.
-        machines: by rank, a value that is equal for all ranks that may map each other's memory.
+        machines: by rank, a value that ranks share if they may map each other's memory.
         unreached: by rank, the ranks of its machine whose memory it could not map, and why.
         operation: the name of the operation, for errors.
 

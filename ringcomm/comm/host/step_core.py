@@ -4,8 +4,8 @@
 nodes. A device has no host core: ``_native.DeviceComm`` also takes the address of each shard's copy
 in device memory, and no ``step_bytes``. The optimizer itself plans Triton's kernels.
 
-Addresses point to checked memory that stays alive. Dtype, op, norm and algorithm codes are those of
-the native module.
+Addresses point to checked memory that stays alive. The native module defines the codes of dtypes,
+ops, norms and algorithms.
 """
 
 from __future__ import annotations

@@ -198,22 +198,22 @@ class CallsOverNodes(NoFastCalls):
 
     @property
     def awaited(self) -> int:
-        """As in the native core: the rank that a call waits for, or -1."""
+        """The rank that a call waits for, or -1; as in the native core."""
         local_rank = self._inner.awaited
         return self.layout.node_ranks[local_rank] if local_rank >= 0 else self._watch.awaited
 
     @property
     def arrivals(self) -> int:
-        """As in the native core: a count that grows while peers do their part of a call."""
+        """A count that grows while peers do their part of a call; as in the native core."""
         return self._inner.arrivals + self._arrived_on_rails
 
     @property
     def has_messages(self) -> bool:
-        """As in the native core; messages to and from other nodes do not count."""
+        """True while messages within the node are under way; ignores messages between nodes."""
         return self._inner.has_messages
 
     def set_left(self, left: bool) -> None:
-        """As in the native core; :meth:`Watch.set_left` informs other nodes."""
+        """Sets if this rank makes no more calls; :meth:`Watch.set_left` informs other nodes."""
         self._inner.set_left(left)
 
     def fault(self) -> None:
