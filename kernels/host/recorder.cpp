@@ -178,7 +178,7 @@ void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, Re
 void Recorder::end(Track track, uint64_t sequence, Status status, int peer) {
   if (!on()) return;
   Record* r = at(track, sequence);
-  if (r->id.sequence != sequence) return;  // a newer message has overwritten the record
+  if (r->id.sequence != sequence) return;  // a message that outlasted its record
   const bool ok = status == Status::kOk;
   const uint64_t now = ticks();
   const Writing writing(r);

@@ -182,7 +182,7 @@ void Pool::work() {
 }
 
 void Pool::post(Job& job) {
-  const int wanted = job.wanted;  // read before workers that are awake count it down
+  const int wanted = job.wanted;  // before workers that do not sleep may count it down
   {
     const std::lock_guard lock(mutex_);
     jobs_.push_back(&job);
