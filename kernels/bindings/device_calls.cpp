@@ -317,7 +317,7 @@ struct TritonKernels {
   }
 };
 
-// Each passes to `then` a function that prepares the call; `otherwise`: for arguments not fast.
+// Each gives `then` a function that prepares the call, or returns `otherwise` for slow arguments.
 template <class Kernels = CudaKernels, class Result, class Then>
 Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
                   Result otherwise, Then then) {

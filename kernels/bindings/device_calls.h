@@ -189,7 +189,7 @@ class DeviceCalls {
   std::shared_ptr<DeviceRecorder> records_;
   bool shared_ = false, disabled_ = false;
   int needed_multiprocessors_ = 0;
-  // The streams of the last call and of the last captured call. Neither waits for the other.
+  // The streams of the last call and of the last captured call, which do not wait for each other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
   // check_fits() has accepted the side stream; a caller's stream, which is then in fitting_.

@@ -1,5 +1,5 @@
-// Binds the optimizer's calls of a DeviceComm, under the names and parameters of the host's Comm if
-// it has the call, and of its DeviceCalls.
+// Binds the optimizer's calls of a DeviceComm and of its DeviceCalls. A call that the host's Comm
+// has, too, gets the same name and parameters.
 #include <string>
 #include <utility>
 

@@ -240,7 +240,7 @@ class DeviceComm {
   // the first rank.
   void launch_prepared() { launch_prepared({this}); }
   static void launch_prepared(const std::vector<DeviceComm*>& ranks);
-  // Drops the launch that next() prepared, and the rest of its call.
+  // Drops the launch that next() prepared, and all later launches of its call.
   void withdraw();
   const Prepared& prepared() const { return prepared_; }
   // True if next() has prepared a launch that was neither made nor withdrawn.

@@ -69,8 +69,8 @@ struct Vectors {
   int lane, lanes;
 };
 
-// Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. whole: all of them
-// exist; else only vectors within the team's `left` remaining vectors exist.
+// Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. whole: all vectors
+// exist; else only those within the team's `left` remaining vectors.
 template <int sources, int half>
 struct HalfTurn {
   static constexpr int kVectors = half * kWarpLanes;  // of all lanes of a warp together

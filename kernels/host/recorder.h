@@ -1,5 +1,5 @@
 // The flight recorder of one rank of a communicator: its last collectives and messages, in the heap
-// behind the region. Peers and `ringcomm trace --pid` read them there, even after the rank was
+// after the region. Peers and `ringcomm trace --pid` read them there, even after the rank was
 // killed. docs/protocol.md lists the words, docs/trace.md explains the use.
 //
 // Only the owner writes. A reader has a whole record if the version was even, and the same before

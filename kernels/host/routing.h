@@ -25,8 +25,8 @@ int64_t sort_by_expert(const int64_t* topk_idx, uint64_t assignments, uint64_t e
 void find_expert_rows(const std::vector<Assignments>& all, uint64_t rank, uint64_t experts,
                       uint64_t experts_here, uint64_t assignments, int64_t* expert_rows);
 
-// A row's source is two entries of a RowTable: the rank and its token's number among the rows that
-// the rank has published; then the rank and the assignment's number, which selects a weight.
+// The source of a row is two entries of a RowTable: (rank, number of the token among the rank's
+// published rows), then (rank, number of the assignment, which selects a weight).
 constexpr uint64_t kSourceWords = 4;
 
 // Writes the sources of the rows of experts [first, first + experts_here), and the number of rows

@@ -25,7 +25,7 @@ PausePolicy pause_policy(int ranks_on_node);
 // From now on the calling thread leaves the core at once when it must wait: another thread of its
 // rank has work there (this is the worker of asynchronous collectives during a backward pass).
 void wait_in_background();
-// Makes a worker thread wait so while it works for a thread that waits in the background.
+// Applies wait_in_background() to a worker thread while it works for a thread in the background.
 class WaitsInBackground {
  public:
   explicit WaitsInBackground(bool in_background);

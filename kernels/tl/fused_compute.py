@@ -140,7 +140,7 @@ def compute(
         first = i % tiles // across * BLOCK_M
         cols = i % across * BLOCK_N + tl.arange(0, BLOCK_N)
         source = peer_at(ws, distance, G)
-        # This rank's rows are in the caller's buffer; ``gathered`` holds those of the peers.
+        # This rank's rows are in the caller's buffer; ``gathered`` holds the peers' rows.
         a = peer_address(shards, me)
         at = source * 0
         if distance > 0:

@@ -40,7 +40,7 @@ from .words import (
 # The points at which tests inject faults into the interpreter: publications, acks and waits.
 #
 # The Triton twin of ``Team::passing`` (ringcomm/core/team.h): the fault that the process has armed
-# (``ringcomm._native.arm_fault``) counts these passages as it does those of native calls.
+# (``ringcomm._native.arm_fault``) counts these passages like the passages of native calls.
 # --------------------------------------------------------------------------------------------------
 
 PUBLISH = tl.constexpr(FAULT_POINTS["publish"])

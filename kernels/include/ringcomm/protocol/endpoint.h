@@ -49,7 +49,7 @@ constexpr uint64_t kZeroCopyMinBytes = 16384;
 // staged once for three readers, and the kernel copies it more slowly than they do.
 constexpr int kSingleCopyRanks = 2;
 constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
-// As above, for results of an all-reduce, which are shared piece by piece as they are computed.
+// Single copy from this size on for results of an all-reduce, shared piece by piece as computed.
 constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 
 // The result of a reduction: one destination, or two from one pass over the sources.
@@ -91,7 +91,7 @@ struct Endpoint {
   const View& v;
   Ops& ops;
   Stream pairs = Stream::kPair;     // the stream of data for one reader; kMessage for send/receive
-  bool reads_peer_buffers = false;  // of this lane: some data of this call came by zero copy
+  bool reads_peer_buffers = false;  // this lane has read data of this call by zero copy
   Cut cut = {};
   Stores stores = {};
 

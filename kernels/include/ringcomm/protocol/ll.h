@@ -48,13 +48,13 @@ RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
 // Flags repeat after 2^32 calls. Once in this many calls each set of buffers is cleared.
 constexpr uint32_t kCallsPerClearing = 1u << 24;
 
-// The flag of the call after the call with flag `last`: even and odd in turn, as the sets are. No
-// call has flag 0, the flag of memory that was cleared or never written; skipping 1 as well keeps
-// the alternation.
+// Returns the flag of the call after the call with flag `last`: flags are even and odd in turn,
+// like the two sets. No call has flag 0, the flag of memory that was cleared or never written;
+// skipping 1 as well keeps the alternation.
 RC_FN constexpr uint32_t next_flag(uint32_t last) { return last + 1 == 0 ? 2 : last + 1; }
 
-// True for two calls in a row, each of which clears the set of the other parity. They include the
-// last two calls before the count wraps around.
+// True for the last two of every kCallsPerClearing calls, each of which clears the other call's
+// set. They include the last two calls before the count wraps around.
 RC_FN constexpr bool clears_other_set(uint32_t flag) {
   return flag % kCallsPerClearing >= kCallsPerClearing - 2;
 }
