@@ -55,7 +55,7 @@ class Slot(NamedTuple):
     """A parameter in a bucket, with the addresses of its value and gradient there.
 
     The addresses are cached, since reading the addresses of a thousand views takes longer than a
-    step of small parameters. ``shown`` is the tensor for ``p.grad``: ``view``, or a DTensor of it.
+    step of small parameters. ``p.grad`` becomes ``shown``: ``view``, or a DTensor around it.
     """
 
     number: int
@@ -67,9 +67,9 @@ class Slot(NamedTuple):
 
 
 class Gradients:
-    """The gradients in ``p.grad`` of parameters that are in buckets.
+    """The gradients in ``p.grad`` of the parameters that are in buckets.
 
-    ``p.grad`` becomes a view into its bucket, to which autograd adds until ``p.grad`` is replaced.
+    ``p.grad`` becomes a view of its bucket. Autograd adds to the view until ``p.grad`` is replaced.
     """
 
     def __init__(self, params: Sequence[Tensor], layout: ShardLayout, buckets: Buckets) -> None:
@@ -78,13 +78,13 @@ class Gradients:
         self._buckets = buckets
         self._slots = [_slot(index, params[index], view) for index, view in buckets.grads.items()]
         self._slot_of = {slot.number: slot for slot in self._slots}
-        # All DTensors, even if this rank has no elements: other ranks may have some.
+        # All DTensors, even those of which this rank has no elements: other ranks may have some.
         self._distributed = [
             param
             for param, spec in zip(params, layout.params, strict=True)
             if spec.trainable and spec.tied_to is None and is_distributed(param)
         ]
-        # Trainable parameters without elements have steps, but are in no bucket.
+        # Trainable parameters without elements count steps, but are in no bucket.
         self._empty = [
             index
             for index, spec in enumerate(layout.params)
@@ -129,7 +129,7 @@ class Gradients:
                 )
 
     def collect(self) -> list[float]:
-        """Moves all gradients into the buckets; returns 1.0 for each parameter that has one."""
+        """Moves all gradients into the buckets; returns 1.0 per parameter with one, else 0.0."""
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
@@ -162,7 +162,7 @@ class Gradients:
             torch._foreach_zero_(absent)
 
     def flats(self) -> list[Tensor] | None:
-        """Returns the tensors that a GradScaler unscales; None for ``p.grad`` of all parameters."""
+        """Returns the tensors that a GradScaler must unscale; None means ``p.grad`` everywhere."""
         return None
 
     def frozen(self) -> list[int]:
@@ -177,7 +177,7 @@ class Gradients:
             ]
 
     def wrote(self, index: int) -> None:
-        """Called after the reduced gradient of a parameter was written to, on all ranks."""
+        """Records that a parameter's reduced gradient was written to; called on all ranks."""
         return
 
     def mark(self) -> object:
@@ -203,7 +203,7 @@ class Gradients:
         return _mark_of(grad) if self._distributed else (grad.data_ptr(), grad._version)
 
     def zero(self) -> None:
-        """Zeroes all gradients; those in the buckets by one memset per bucket."""
+        """Zeroes all gradients; for gradients in buckets, runs one memset per bucket."""
         with without_torch_function():
             self._zero()
 
@@ -245,10 +245,10 @@ def _slot(index: int, param: Tensor, view: Tensor) -> Slot:
 
 
 class Accumulator:
-    """The FP32 sums of gradients, to which each backward's ``p.grad`` is added and then dropped.
+    """FP32 sums of gradients: each backward's ``p.grad`` is added to its sum, and then dropped.
 
-    The sums are in separate tensors until the buckets exist; at stages 2 and 3 of ZeRO they stay
-    there.
+    The sums are in separate tensors until the buckets exist; at stages 2 and 3 of ZeRO they remain
+    in separate tensors.
     """
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ class Accumulator:
             self._sums[id(param)].div_(divisor)
 
     def settle(self, params: Sequence[Tensor], views: dict[int, Tensor]) -> None:
-        """Moves the sums into the buckets, to ``views`` by index in ``params``."""
+        """Moves the sums into ``views``, which map indices in ``params`` to views of buckets."""
         for index, view in views.items():
             key = id(params[index])
             if key in self._written:
@@ -344,9 +344,9 @@ def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tenso
 
 # NOTE [Sums in a pipeline]
 # At its end a schedule of torch.distributed.pipelining makes each stage divide ``p.grad`` by the
-# number of micro-batches, unless the user turned that off. With an accumulator ``p.grad`` is None.
-# Only the stage's scale_grads() shows when to divide and by how much, so it is wrapped by a
-# function that then divides the sums.
+# number of micro-batches, unless the user turned this off. With an accumulator ``p.grad`` is None.
+# Only the call of the stage's scale_grads() shows when to divide and by how much. So a function
+# that also divides the sums replaces scale_grads().
 
 _STAGES = "torch.distributed.pipelining.stage"
 _lock = threading.Lock()
@@ -356,7 +356,7 @@ _accumulators: MutableMapping[Tensor, weakref.ref[Accumulator]] = cast(Any, Weak
 
 
 def _follow_schedules() -> None:
-    """Makes stages divide sums as they divide gradients, once torch's pipelines are imported."""
+    """Makes pipeline stages divide sums like gradients, if torch's pipelines are imported."""
     global _followed
     stages: Any = sys.modules.get(_STAGES)
     if _followed or stages is None:
@@ -387,7 +387,7 @@ def _divide_sums(params: Iterable[Tensor], divisor: int) -> None:
 
 
 class AccumulatedGradients(Gradients):
-    """The gradients in an :class:`Accumulator` of parameters that are in buckets."""
+    """The gradients, in an :class:`Accumulator`, of the parameters that are in buckets."""
 
     def __init__(
         self,
@@ -431,8 +431,8 @@ class AccumulatedGradients(Gradients):
 # ---- Reduction of gradients to FP32 shards, and their norms --------------------------------------
 
 
-# The norm words of kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits,
-# the lowest worth 2^-352, and the number of tiles that hold an infinity or a NaN.
+# The number of norm words (kernels/include/ringcomm/optimizer/grad_norm.h): a sum in 20 digits of
+# 32 bits, the lowest of weight 2^-352, and the number of tiles with an infinity or a NaN.
 NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20
 BIAS = 352
@@ -441,7 +441,7 @@ _KINDS = {2.0: "l2", 1.0: "l1", math.inf: "inf"}
 
 
 def norm_kind(norm_type: float) -> str:
-    """Returns the kernels' name of a norm.
+    """Returns the kernels' name of a norm: "l1", "l2" or "inf".
 
     Raises:
         ArgumentError: ``norm_type`` is not 1, 2 or inf.
@@ -476,7 +476,7 @@ def combine(words: Tensor, kind: str) -> Tensor:
 
 
 def leave_to_replica(words: Tensor) -> None:
-    """Zeroes a bucket's sum, which another replica adds; keeps the count of non-finite tiles.
+    """Zeroes a bucket's sum if another replica counts it; keeps the count of non-finite tiles.
 
     Args:
         words: int64 [24], of the bucket.
@@ -485,20 +485,20 @@ def leave_to_replica(words: Tensor) -> None:
 
 
 def found_non_finite(words: Tensor) -> Tensor:
-    """Returns 1.0 if a gradient holds an infinity or a NaN, else 0.0; float64, a scalar."""
+    """Returns 1.0 if the norm words count an infinity or a NaN, else 0.0; float64, a scalar."""
     return (words[NON_FINITE_WORD] != 0).to(torch.float64)
 
 
 def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
     """Returns the norm from the words of all buckets and ranks, with no host synchronisation.
 
-    The words are sums of whole numbers, which do not depend on the number of ranks. The arithmetic
-    here is the same everywhere, so the norm has the same bits in every world.
+    The words are exact sums of integers, so they do not depend on the number of ranks. All ranks
+    then compute the norm in the same way, so its bits do not depend on the number of ranks either.
 
     Args:
         words: int64 [24], from :func:`combine`.
         kind: "l2", "l1" or "inf".
-        inv_scale: float64, a scalar: the factor of the gradient.
+        inv_scale: float64, a scalar: the factor to multiply the gradient by.
 
     Returns:
         float32, a scalar on the device of ``words``; NaN when the gradient is not finite.
@@ -509,7 +509,7 @@ def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
 def wide_norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
     """Returns the norm before :func:`norm_of` rounds it, float64."""
     if kind == "inf":
-        # The low half of the word is the largest magnitude's bits.
+        # The low half of the word has the FP32 bits of the largest magnitude.
         norm = words[0].to(torch.int32).view(torch.float32).to(torch.float64)
     else:
         exponents = torch.arange(DIGITS, dtype=torch.float64, device=words.device) * 32 - BIAS
@@ -519,14 +519,14 @@ def wide_norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
 
 
 def joint_norm(norms: Tensor, kind: str) -> Tensor:
-    """Returns the norm of several vectors together, float64, from their norms, float64 [norms]."""
+    """Returns the norm of the concatenation of vectors, float64, from their norms float64 [n]."""
     if kind == "l2":
         return norms.square().sum().sqrt()
     return norms.sum() if kind == "l1" else norms.amax()
 
 
 class ReduceOptions(Protocol):
-    """The options of an optimizer, or of ZeRO, that a reducer reads."""
+    """The options that a reducer reads, from the options of an optimizer or of ZeRO."""
 
     @property
     def reduce(self) -> str: ...
@@ -540,7 +540,7 @@ class ReduceOptions(Protocol):
 
 @dataclass(frozen=True)
 class Into:
-    """The target of a reduction of a bucket's gradients.
+    """The target of a reduction of a bucket's gradients, and the norm words to compute.
 
     Attributes:
         out: float32 [chunk elements].
@@ -548,10 +548,10 @@ class Into:
         words: int64 [24], overwritten with the norm words of ``out``, or of this rank's shard of
             ``out`` if each node has a copy of the state; None if no norm is needed.
         accumulate: True to add to ``out``.
-        tag: number that distinguishes this reduction from others of the same size, equal on all
-            ranks; 0 for no number.
-        error_feedback: the bucket's buffer of errors, which quantization reads and updates; None to
-            discard the errors.
+        tag: number that distinguishes this reduction from others of equal size, the same on all
+            ranks; 0 means no number.
+        error_feedback: the bucket's buffer of quantization errors, which quantization reads and
+            updates; None to discard the errors.
         zeroed: True if ``words`` are zeros already.
     """
 
@@ -565,7 +565,7 @@ class Into:
 
 
 def step_core_of(comm: Communicator | None, options: ReduceOptions) -> StepCoreOf:
-    """Returns the function that maps a call's core to the core for steps with these options."""
+    """Returns a function that maps a call's core to the core that runs steps with these options."""
     if comm is None:
         return of_one_node
     return comm.steps.calls_of(options.state, options.compression.gradients)
@@ -581,11 +581,11 @@ def make_error_feedback(
 
 
 class Reducer(ABC):
-    """Reduces gradients over one communicator; the subclass chooses the kernels."""
+    """Reduces gradients over one communicator; a subclass exists for each kind of kernels."""
 
     @abstractmethod
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
-        """Sums elements for the norm.
+        """Writes the norm words of this rank's gradient to ``words``.
 
         Args:
             grads: [elements], this rank's shard of the gradient.
@@ -600,8 +600,8 @@ class Reducer(ABC):
         Args:
             grads: [bucket elements], of any of the parameters' dtypes.
             into: the target.
-            async_op: return at once; ``grads`` and the tensors in ``into`` must stay alive
-                meanwhile.
+            async_op: True to return at once; ``grads`` and the tensors in ``into`` must then live
+                until the work is done.
 
         Returns:
             With ``async_op``, the work to wait for.
@@ -609,7 +609,7 @@ class Reducer(ABC):
 
 
 class HostReducer(Reducer):
-    """Reduces by the native kernels on the CPU; without a communicator only sums norms."""
+    """Reduces by the native kernels on the CPU; without a communicator only writes norm words."""
 
     def __init__(
         self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
@@ -686,7 +686,7 @@ class DeviceReducer(HostReducer):
             engine.start_call(Call("grad_norm", methodcaller("grad_norm", *arguments), []))
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
-        # The blocks always add to norm words, so these need memory and must be zero.
+        # The kernel's blocks always add to norm words, so the words need memory and must be zero.
         words = into.words
         if words is None:
             words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
@@ -706,7 +706,7 @@ class DeviceReducer(HostReducer):
         )
         name, engine, outputs = "reduce_scatter_norm", self._engine, [into.out, words]
         if self._memory.reached_bytes < self._memory.committed_bytes:
-            engine.device_core.await_peers(name)  # which take the gradients from where they lie
+            engine.device_core.await_peers(name)  # peers read the gradients in place
         if async_op:
             starts = engine.starts
             event = (
@@ -721,7 +721,7 @@ class DeviceReducer(HostReducer):
 
 
 def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:
-    """Makes the native kernels' reducer for the tensors of a communicator.
+    """Makes the reducer by native kernels for tensors on a communicator's device.
 
     Args:
         comm: the communicator; None for a world of one on the host.

@@ -1,10 +1,10 @@
 """The layout of parameters in flat buckets, and the chunk of each bucket that a rank owns.
 
-A *bucket* is a flat run of parameters of one dtype. Each of W ranks keeps the optimizer's state for
-one of its W chunks: rank r for chunk r, or over several nodes for chunk ``StepCalls.shard_index``.
-The location of a parameter does not depend on W, so that state can move between worlds. Chunks
-begin at multiples of ``TILE_ELEMS``, so that norms do not depend on W either
-(``kernels/include/ringcomm/optimizer/grad_norm.h``).
+A *bucket* is a flat run of parameters of one dtype. It is divided into W *chunks*, and each of W
+ranks keeps the optimizer's state for one chunk: rank r for chunk r, or over several nodes for chunk
+``StepCalls.shard_index``. The location of a parameter does not depend on W, so that state can be
+loaded with another W. Chunks begin at multiples of ``TILE_ELEMS``, so that norms do not depend on W
+either (``kernels/include/ringcomm/optimizer/grad_norm.h``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Further dtypes that frozen parameters in buckets may have; they are moved, not computed with.
+#: Further dtypes of frozen parameters in buckets, whose elements are copied but never updated.
 FROZEN_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
@@ -46,16 +46,16 @@ BUCKET_DTYPES = frozenset(_NAMES)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the layout sees it, without its memory.
+    """A description of a parameter for the layout; it has no memory.
 
     Attributes:
-        shape: shape of the parameter, which may have zero elements; of a DTensor, the shape of this
-            rank's local tensor.
-        dtype: float32, bfloat16 or float16; of a frozen parameter also one of ``FROZEN_DTYPES``.
+        shape: shape of the parameter, which may have zero elements; for a DTensor, the shape of
+            this rank's local tensor.
+        dtype: float32, bfloat16 or float16; for a frozen parameter also one of ``FROZEN_DTYPES``.
         group: index of its param group.
-        name: name for messages; "" when it has none.
-        trainable: False keeps it out of the buckets.
-        tied_to: index of the earlier entry that is the same tensor; such an entry is in no bucket.
+        name: name for messages; "" if it has no name.
+        trainable: False keeps the parameter out of the buckets.
+        tied_to: index of the earlier entry that is the same tensor; a tied entry is in no bucket.
         stride: strides of the elements if they fill their memory in another order than the shape's
             (channels_last); None means contiguous.
         sharding: the position of the local tensor in a DTensor; None if it is the whole parameter.
@@ -147,7 +147,7 @@ class ParamSpec:
         """Inverse of :meth:`describe`.
 
         Raises:
-            CheckpointError: something is missing or of the wrong kind.
+            CheckpointError: an entry is missing or of the wrong kind.
         """
         try:
             stride, sharding = described["stride"], described.get("sharding")
@@ -175,7 +175,7 @@ def _unknown(called: object, dtype: torch.dtype) -> ArgumentError:
 
 
 def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Returns whether the elements fill their memory from first to last without gaps or overlap."""
+    """True if the elements fill their memory without gaps and without overlap."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1:
@@ -185,10 +185,10 @@ def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-# Parameters begin at multiples of this (128 bytes of a 16-bit dtype, 256 of float32), so that
-# vector loads and cache lines are aligned.
+# Parameters begin at multiples of 64 elements (128 bytes of a 16-bit dtype, 256 bytes of float32),
+# so that vector loads and cache lines are aligned.
 ALIGN_ELEMS = 64
-# kTileElems of kernels/include/ringcomm/optimizer/adamw.h; chunks begin at multiples of it.
+# Chunks begin at multiples of kTileElems of kernels/include/ringcomm/optimizer/adamw.h.
 TILE_ELEMS = _native.ADAMW_TILE_ELEMS
 
 
@@ -196,7 +196,7 @@ def checked_bucket_elems(value: Any) -> int:
     """Returns the elements of a bucket as an int.
 
     Raises:
-        ArgumentError: not a positive multiple of 512.
+        ArgumentError: ``value`` is not a positive multiple of 512.
     """
     count = integer(value)
     if count is None or count < 1 or count % TILE_ELEMS:
@@ -211,7 +211,7 @@ LAYOUT_VERSION = 1
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Returns the smallest multiple of ``multiple`` that is not below ``count``."""
+    """Returns ``count`` rounded up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple
 
 
@@ -235,7 +235,7 @@ class Chunk(NamedTuple):
 
 
 def within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
-    """Returns the part of a chunk's tensor that a parameter fills, as a view."""
+    """Returns a view of the elements of a chunk's tensor ``own`` that a parameter fills."""
     low, high = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
     return own[low - chunk.begin : high - chunk.begin] if low < high else own[:0]
 
@@ -260,19 +260,19 @@ class BucketLayout:
         return self.chunk_of_size(number, _native.chunk_elems(self.elems, world_size))
 
     def chunk_of_size(self, number: int, size_elems: int) -> Chunk:
-        """Returns chunk ``number`` of chunks of ``size_elems``; the last ones may be smaller."""
+        """Returns chunk ``number`` of size ``size_elems``; the bucket's end makes it smaller."""
         begin, end = number * size_elems, (number + 1) * size_elems
         return Chunk(min(begin, self.elems), min(end, self.elems))
 
     def chunks(self, sharers: Communicator) -> list[Chunk]:
-        """Returns for each rank that shares state the chunk that it keeps state for."""
+        """Returns, for each of the ranks ``sharers``, the chunk whose state the rank keeps."""
         count = sharers.world_size
         return [self.chunk(sharers.steps.shard_index_of(rank), count) for rank in range(count)]
 
     def chunk_of_copy(self, comm: Communicator) -> Chunk:
-        """Returns this rank's own part of a chunk of which each node has a copy.
+        """Returns this rank's part of its chunk if each node has a copy of the state.
 
-        The ranks of a rail have copies of the same chunk, and divide it among themselves.
+        One rank of each node (a *rail*) then has a copy of the same chunk; they divide the chunk.
         """
         node = comm.node
         each = _native.chunk_elems(self.elems, node.world_size)
@@ -282,13 +282,13 @@ class BucketLayout:
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
-        """Returns the bucket with other parameter indices; None leaves the parameter out."""
+        """Returns the bucket with indices from ``index_of``; None leaves a parameter out."""
         moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
         segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
         return replace(self, segments=tuple(segments))
 
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
-        """Returns int64 [segments, 3]: begin, end, param; sorted."""
+        """Returns the sorted segments as int64 [segments, 3]: begin, end, param."""
         return torch.tensor(self.segments, dtype=torch.int64, device=device).view(-1, 3)
 
     def describe(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class ShardLayout:
     def assign(
         cls, params: Sequence[ParamSpec], bucket_elems: int = DEFAULT_BUCKET_ELEMS
     ) -> ShardLayout:
-        """Lays parameters out in the given order, in buckets of one dtype and mesh_dims each.
+        """Lays out parameters in order; all parameters of a bucket have equal dtype and mesh_dims.
 
         Frozen, tied and empty parameters are in no bucket. A parameter larger than ``bucket_elems``
         has a bucket of its own.
@@ -353,7 +353,7 @@ class ShardLayout:
         return cls(tuple(params), bucket_elems, buckets)
 
     def extended(self, params: Sequence[ParamSpec]) -> ShardLayout:
-        """Returns the layout with more parameters, in buckets of their own after the others."""
+        """Returns the layout with additional parameters, in new buckets after the existing ones."""
         first = len(self.params)
         more = ShardLayout.assign(params, self.bucket_elems)
         moved = tuple(bucket.with_params(lambda param: param + first) for bucket in more.buckets)
@@ -365,7 +365,7 @@ class ShardLayout:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the parameters in all buckets, with the padding."""
+        """Bytes of all buckets' parameters, including the padding."""
         return sum(bucket.elems * bucket.dtype.itemsize for bucket in self.buckets)
 
     @cached_property
@@ -388,7 +388,7 @@ class ShardLayout:
             yield param, self.params[param].view(flat[begin:end])
 
     def flatten(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies one tensor per parameter into new flat buckets of its dtype, padded with zeros.
+        """Copies one tensor per parameter into new flat buckets, padded with zeros.
 
         Args:
             tensors: [params], of the parameters' shapes; entries that are in no bucket are not
@@ -421,7 +421,7 @@ class ShardLayout:
         }
 
     def describe_whole(self) -> dict[str, Any]:
-        """Returns the whole parameters as JSON types: equal on ranks with different shards."""
+        """Returns the specs of whole parameters as JSON types, which do not depend on the shard."""
         return {"params": [spec.describe_whole() for spec in self.params]}
 
     @cached_property
@@ -447,7 +447,7 @@ class ShardLayout:
 
 
 def digest_of(described: Any) -> str:
-    """Returns the SHA-256 of JSON data, in hexadecimal; equal data have equal digests."""
+    """Returns the SHA-256 of JSON data in hexadecimal, independent of the order of dict keys."""
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

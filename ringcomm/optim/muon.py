@@ -5,15 +5,15 @@ The *update* is the orthogonalised direction, which needs the whole matrix. The 
 is the rank that orthogonalises it. There are W ranks, and M elements in all matrices.
 
 The state is sharded by elements, as AdamW's: chunk r of a bucket has pieces of several matrices.
-Like every optimizer, a step reduces gradients and gathers parameters; in between:
+As in every optimizer, a step reduces gradients and gathers parameters; between the two:
 
 1. each rank computes the directions of its pieces, in bfloat16, the dtype in which torch
    orthogonalises;
 2. an all-to-all gives each owner its whole matrices: each rank sends 2 M (W-1)/W^2 bytes;
 3. owners orthogonalise; a matrix of m x n elements, m <= n, takes 2 m (2 m n + m^2) operations per
    iteration, and owners are chosen to balance this number;
-4. an all-to-all returns the pieces of the updates: as many bytes again;
-5. each rank applies them to its pieces.
+4. an all-to-all returns the pieces of the updates: each rank sends as many bytes as in phase 2;
+5. each rank applies the updates to its pieces.
 
 All buckets are exchanged together, so that owners wait for each other only once. At stage 0 all
 ranks have all directions: phase 2 is omitted, and phase 4 sends whole updates.
@@ -61,7 +61,7 @@ Tensor = torch.Tensor
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """Returns each parameter's owner: by falling cost, each goes to the least busy rank."""
+    """Returns each parameter's owner: the least busy rank, chosen in order of falling cost."""
     busy, owners = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
         owners[number] = min(range(ranks), key=lambda rank: busy[rank])
@@ -80,12 +80,12 @@ class OwnedParam:
     spec: ParamSpec
 
     def within(self, chunk: Chunk) -> slice | None:
-        """Returns the part of the parameter's elements that a chunk has, or None."""
+        """Returns the slice of the parameter's elements that are in ``chunk``, or None."""
         low, high = max(self.begin, chunk.begin), min(self.end, chunk.end)
         return slice(low - self.begin, high - self.begin) if low < high else None
 
     def piece_in(self, flat: Tensor, chunk: Chunk) -> Tensor | None:
-        """Returns the parameter's piece of a tensor with a chunk's elements, or None."""
+        """Returns a view of the parameter's elements in ``flat``, which has a chunk's, or None."""
         inside = self.within(chunk)
         if inside is None:
             return None
@@ -94,11 +94,11 @@ class OwnedParam:
 
 
 class OwnerExchange:
-    """Sends pieces of parameters to the parameters' owners, and results back.
+    """Sends pieces of parameters to the parameters' owners, and returns the results.
 
     Args:
         params: the parameters to exchange, in the same order on all ranks.
-        costs: the cost of each parameter's update, by which owners are balanced.
+        costs: the cost of each parameter's update; owners are chosen to balance the costs.
         buckets: by number, the buckets of the parameters.
         sharers: the ranks that share the work; None for this rank alone.
         is_replicated: True if every rank has all pieces, as at stage 0.
@@ -126,7 +126,7 @@ class OwnerExchange:
         self._rank = 0 if sharers is None else sharers.rank
         self._owners = owners_of(costs, ranks)
         self.mine = [number for number, owner in enumerate(self._owners) if owner == self._rank]
-        # By parameter, each rank's slice of it.
+        # For each parameter, each rank's slice of its elements.
         self._slices = [self._slices_of(each, buckets[each.bucket]) for each in params]
 
     def _slices_of(self, param: OwnedParam, bucket: Bucket) -> list[slice | None]:
@@ -140,10 +140,10 @@ class OwnerExchange:
         return inside == slice(0, self._params[number].spec.elems)
 
     def to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Returns by number the parameters that this rank owns, whole and flat; it may change them.
+        """Returns the parameters that this rank owns, whole and flat, by number; callers may write.
 
         Args:
-            pieces: by number, this rank's piece; None if it has no piece.
+            pieces: this rank's piece of each parameter; None if this rank has no piece.
         """
         sent: list[list[Tensor]] = [[] for _ in self._ranks]
         for number, piece in enumerate(pieces):
@@ -176,7 +176,7 @@ class OwnerExchange:
         Args:
             wholes: by number, the parameters that this rank owns, flat.
             room_for: by number, memory for this rank's pieces.
-            shared: by number, tensors whose values all ranks get from the owner.
+            shared: by number, tensors that all ranks receive whole from the parameter's owner.
         """
         sent: list[list[Tensor]] = [[] for _ in self._ranks]
         for number, whole in wholes.items():
@@ -199,7 +199,7 @@ class OwnerExchange:
         return torch.empty(elems, dtype=self._dtype, device=device)
 
     def _all_to_all(self, room: Sequence[list[Tensor]], sent: Sequence[list[Tensor]]) -> None:
-        """Fills the tensors of ``room[r]`` with those that rank r sends, in their order."""
+        """Sends ``sent[r]`` to rank r, and fills ``room[r]`` with rank r's tensors, in order."""
         outputs = [self._empty(sum(each.numel() for each in tensors)) for tensors in room]
         inputs = [torch.cat(tensors) if tensors else self._empty(0) for tensors in sent]
         if self._sharers is None or self._sharers.world_size == 1:
@@ -214,7 +214,7 @@ class OwnerExchange:
 
 
 def refuse_other_options(name: str, options: AdamWOptions) -> None:
-    """Raises UnsupportedError for options that steps with owners do not support."""
+    """Raises UnsupportedError for options that optimizers with owners do not support."""
     if options.kernels != "native" or options.master == "remainder":
         raise UnsupportedError(
             f'{name}: expected kernels="native" and master="fp32", got '
@@ -225,7 +225,7 @@ def refuse_other_options(name: str, options: AdamWOptions) -> None:
 
 
 def params_of(entries: Sequence[object]) -> list[tuple[str, Tensor]]:
-    """Returns a group's parameters that are tensors, each with its name for errors."""
+    """Returns the tensors among a group's entries, each with a name for errors."""
     bare = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     return [
         (f"parameter {number}", param)
@@ -235,7 +235,7 @@ def params_of(entries: Sequence[object]) -> list[tuple[str, Tensor]]:
 
 
 def is_divided(param: Tensor) -> bool:
-    """Returns whether ranks of a mesh have different local tensors of a parameter."""
+    """True if a parameter is a DTensor that is sharded over its mesh."""
     return is_distributed(param) and any(each.is_shard() for each in param.placements)  # type: ignore[attr-defined]
 
 
@@ -248,7 +248,7 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 def orthogonalized(direction: Tensor, group: Group) -> Tensor:
-    """Returns approximately the orthogonal matrix nearest to a direction: bfloat16 [m, n].
+    """Returns an approximation of the orthogonal matrix nearest to a direction: bfloat16 [m, n].
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: Newton-Schulz
     iterations with a polynomial of degree 5, by the operations of ``torch.optim.Muon``.
@@ -277,7 +277,7 @@ def adjusted_lr(group: Group, shape: Sequence[int]) -> float:
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """Returns the multiplications that an iteration takes for a matrix."""
+    """Returns the number of multiplications of one iteration for a matrix."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 
@@ -303,7 +303,7 @@ class MuonRule(TensorRule):
         self.matrices: list[OwnedParam] = []
         #: True if every rank keeps the whole state, as at stage 0.
         self.is_replicated = False
-        # By number, the buckets that this step has visited, and the directions of their chunks.
+        # Map bucket numbers to the buckets that this step has visited, and to their directions.
         self._buckets: dict[int, Bucket] = {}
         self._directions: dict[int, Tensor] = {}
 
@@ -418,7 +418,7 @@ class MuonRule(TensorRule):
     def _direct(
         self, run: TensorBackend, bucket: Bucket, matrix: OwnedParam, grads: Tensor
     ) -> None:
-        """Updates a matrix's momentum in a piece of its bucket, and keeps the direction there."""
+        """Updates a matrix's momentum in this rank's chunk, and stores the matrix's direction."""
         given = matrix.piece_in(grads, bucket.chunk)
         momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
         if given is None or momentum is None:
@@ -469,7 +469,7 @@ class MuonRule(TensorRule):
         return matrix.piece_in(self._directions[matrix.bucket], bucket.chunk)
 
     def _apply(self, matrix: OwnedParam, update: Tensor) -> None:
-        """Applies ``update``, of the piece's elements, to this rank's piece of a matrix."""
+        """Applies ``update`` [elements of the piece] to this rank's piece of a matrix."""
         group, whole = self.groups[matrix.spec.group], self._buckets[matrix.bucket]
         own = matrix.within(whole.chunk)
         assert own is not None
@@ -516,8 +516,8 @@ def muon_groups(
         module: the module.
         adamw: names of matrices that AdamW steps, such as embeddings and the head, even while they
             are frozen; a ``*`` matches any characters of one part of a name.
-        settings: further entries of AdamW's group, such as ``lr``; missing entries, including
-            ``weight_decay``, are the optimizer's.
+        settings: further entries of AdamW's group, such as ``lr``; the optimizer's values apply to
+            missing entries, including ``weight_decay``.
 
     Raises:
         ArgumentError: a name in ``adamw`` matches no matrix.
@@ -551,9 +551,9 @@ class Muon(ShardedOptimizer):
         weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         momentum: decay of the momentum.
         nesterov: orthogonalise Nesterov's momentum.
-        ns_coefficients: coefficients of the polynomial of an iteration.
-        eps: smallest norm that a direction is divided by.
-        ns_steps: number of iterations.
+        ns_coefficients: coefficients of the polynomial in each Newton-Schulz iteration.
+        eps: lower bound of the norm by which a direction is divided.
+        ns_steps: number of Newton-Schulz iterations.
         adjust_lr_fn: how the learning rate depends on a matrix's shape: "original" (the same as
             None) or "match_rms_adamw".
         betas: AdamW's betas.

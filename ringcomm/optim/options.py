@@ -32,13 +32,12 @@ class Compression:
     """The formats in which training sends data between nodes, where links are slow.
 
     Attributes:
-        gradients: format of sums of gradients: "none", "param", or quantized, "int8", "fp8" or
-            "int4"; None takes ``CommOptions.compression`` of the communicator. ZeRO++ (Wang et al.,
-            2023) calls quantized gradients qgZ.
-        parameters: format of updated parameters: "param", their dtype, or quantized, "int8", "fp8"
-            or "int4". With quantization all ranks compute with FP32 masters quantized and
-            dequantized, and keep masters in addition to the state, even of FP32 parameters. ZeRO++
-            calls it qwZ.
+        gradients: format of sums of gradients: "none", "param", or a quantized format: "int8",
+            "fp8" or "int4". None takes ``CommOptions.compression`` of the communicator. ZeRO++
+            (Wang et al., 2023) calls quantized gradients qgZ.
+        parameters: format of updated parameters: "param" (their dtype), or a quantized format:
+            "int8", "fp8" or "int4". If quantized, all ranks compute with quantized and dequantized
+            FP32 masters; the state then has masters even of FP32 parameters. ZeRO++: qwZ.
         error_feedback: keep the quantization errors of gradients, and add them to the next
             gradients that this rank quantizes. The errors are optimizer state: 4 bytes per element,
             divided over the ranks of a node. See NOTE [Error feedback] in
@@ -70,11 +69,11 @@ class Compression:
 
     @property
     def quantizes_parameters(self) -> bool:
-        """True if parameters are sent between nodes quantized."""
+        """True if nodes exchange parameters in quantized form."""
         return self.parameters != "param"
 
     def check_parameters(self, state: str, master: str, rounding: str) -> None:
-        """Checks that the other options allow quantized parameters, if these are asked for.
+        """Checks that the other options allow quantized parameters, if ``parameters`` wants them.
 
         Args:
             state: as in :class:`AdamWOptions`.
@@ -110,33 +109,33 @@ class AdamWOptions:
         bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
             multiple of 512.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
-        master: master weights of 16-bit parameters: "fp32" is a copy. "remainder" is the 16 bits
-            below a bfloat16 parameter: the same precision in half the memory, but ties round away
-            from zero. "none" keeps nothing, and needs stochastic rounding.
+        master: master weights of 16-bit parameters: "fp32" keeps an FP32 copy. "remainder" keeps
+            the 16 bits below a bfloat16 parameter: FP32 precision in half the memory, but ties
+            round away from zero. "none" keeps no masters, and needs stochastic rounding.
         rounding: rounding of 16-bit parameters: "nearest" or "stochastic".
         seed: seed of stochastic rounding; the same seed gives the same parameters in any world.
         accumulate_dtype: None sums gradients in ``p.grad``, in its dtype, as in torch.
-            ``torch.float32`` adds each backward to an FP32 bucket, and drops ``p.grad``.
+            ``torch.float32`` adds each backward's gradients to FP32 sums, and drops ``p.grad``.
         unused: treatment of a parameter without gradient on any rank: "skip" leaves it as it is, as
             torch does (with several ranks this takes one small all-reduce), and "zero" steps it
             with a gradient of zero.
         check_finite: skip a step whose gradient is not finite, even without loss scaling; the step
             then takes two passes.
-        broadcast_parameters: give all ranks the parameters of rank 0 at preparation, as DDP does.
-        state: over several nodes, "world" shards the state over all ranks, and sends updated
+        broadcast_parameters: True to copy rank 0's parameters to all ranks at preparation, as DDP.
+        state: on several nodes, "world" shards the state over all ranks, and sends updated
             parameters between nodes. "node" shards it over the ranks of each node, so that each
-            node has a copy, which takes more memory; nodes exchange sums of gradients instead. On
-            one node both are the same.
-        compression: over several nodes, the formats of the data that they exchange.
+            node has a copy, which takes more memory; nodes then exchange sums of gradients instead.
+            On one node the two are equal.
+        compression: the formats of the data that nodes exchange.
         offload_state: where the state is kept: None for the memory of the parameters' device; a
             :class:`ringcomm.Disk`, for parameters on the CPU; or "cpu" for pinned memory of the
             host, for parameters on a device. Each step streams offloaded state through the device's
             memory in pieces, with the same bits.
         update: "in_step" updates parameters in ``step()``. "in_backward" updates them while
             backward runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each
-            bucket as soon as its gradients are reduced, which are then dropped. ``step()`` only
-            ends the step. The bits are the same, but nothing can read all gradients first: no
-            clipping, scaling or ``check_finite``.
+            bucket is updated, and its gradients dropped, as soon as they are reduced. ``step()``
+            only ends the step. The bits are the same, but clipping, loss scaling and
+            ``check_finite`` are unsupported, since they need all gradients first.
     """
 
     algorithm: str = "auto"

@@ -1,7 +1,7 @@
-"""Placements: whether parameters are in an optimizer's own buckets or in a sharded module's.
+"""Placements, which record that a sharded module's buckets hold an optimizer's parameters.
 
-``ringcomm.zero`` puts the parameters of a module into buckets. An optimizer that is built on them
-afterwards finds the placement here and works on its buckets, instead of making buckets of its own.
+``ringcomm.zero`` puts the parameters of a module into buckets. An optimizer that is built on the
+parameters later finds their placement here, and uses its buckets instead of making its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.layout import TILE_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# ---- The argument ``mesh``: the ranks that share a local tensor's state, and the others -------
+# ---- The argument ``mesh``: axes whose ranks share a local tensor's state, and other axes -------
 
 #: The axis whose ranks have different stages of a pipeline.
 STAGES = "pp"
@@ -47,9 +47,9 @@ class ModelMesh(MeshView):
     """The mesh of a model's pipeline stages and tensor shards: all axes except data parallelism.
 
     Args:
-        mesh: the mesh; its axis "pp" has the stages, its other axes have the shards of one stage.
+        mesh: the mesh; the axis "pp" numbers the stages, other axes number shards of one stage.
         tensor_mesh: the mesh of this rank's DTensor parameters, or None.
-        operation: named in errors.
+        operation: name of the operation, for errors.
 
     Raises:
         ArgumentError: an axis has an unknown use, or DTensors are not sharded along the axes.
@@ -75,7 +75,7 @@ class ModelMesh(MeshView):
 
     @property
     def has_stages(self) -> bool:
-        """True if there are several pipeline stages, of which only one has the loss."""
+        """True if the mesh has several pipeline stages; only the last stage has the loss."""
         return bool(self._stages)
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
@@ -94,7 +94,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _axis_of(dim: int, tensor_mesh: MeshView, whole: MeshView, operation: str) -> int | None:
-    """Returns the axis of ``whole`` that a dimension of DTensors uses; None for one rank."""
+    """Returns the axis of ``whole`` with the ranks of DTensors' dimension ``dim``; None if one."""
     if tensor_mesh.mesh.size(dim) == 1:
         return None
     mine = dist.get_process_group_ranks(tensor_mesh.mesh.get_group(dim))
@@ -113,17 +113,17 @@ def read_mesh(
     """Divides a mesh into the ranks that share state, and the axes of other shards and stages.
 
     Args:
-        mesh: what the user gave as ``mesh``, or None.
-        comm: what the user gave as ``comm``.
+        mesh: the user's argument ``mesh``, or None.
+        comm: the user's argument ``comm``.
         operation: named in errors.
 
     Returns:
-        The argument ``comm`` for the ranks that share state; and a mesh of the other axes that have
-        several ranks, or None if there are none.
+        The ranks that share state, in a form of the argument ``comm``; and a mesh of the other axes
+        that have several ranks, or None if there are no such axes.
 
     Raises:
-        ArgumentError: both were given, or the mesh has no axis of data parallelism, or does not
-            contain this rank.
+        ArgumentError: the user passed both arguments; or the mesh has no axis of data parallelism,
+            or does not contain this rank.
     """
     if mesh is None:
         return comm, None
@@ -165,9 +165,9 @@ def stages_of(others: DeviceMesh | None) -> int:
 
 
 def ranks_of_stage(others: DeviceMesh | None, tensor_mesh: MeshView | None) -> MeshView | None:
-    """Returns the mesh of the ranks that have this rank's stage; None if it is one rank.
+    """Returns the mesh of the ranks that have this rank's stage; None if only this rank has it.
 
-    Without ``others`` it is the mesh of the parameters that are DTensors.
+    If ``others`` is None, returns ``tensor_mesh``.
 
     Args:
         others: as :func:`read_mesh` returns it.
@@ -184,7 +184,7 @@ def with_all_stages(
 ) -> AbstractContextManager[None]:
     """Returns a context that raises errors on the ranks of all stages and shards; collective.
 
-    A comparison within one stage may fail there alone, and the other stages would wait for it.
+    Without it, an error in one stage's comparison would leave the other stages waiting.
 
     Args:
         comm: the ranks that share state; None for this rank alone.
@@ -199,7 +199,7 @@ def warn_of_idle_axis(over: MeshView, divided: Sequence[bool]) -> None:
 
     Args:
         over: the mesh of all stages and shards.
-        divided: by rank, whether it has DTensors.
+        divided: for each rank, True if the rank has DTensors.
     """
     names = _names(over.mesh)
     if over.number == 0 and _TENSOR in names and not any(divided):
@@ -237,7 +237,7 @@ OPERATION = "optimizer.prepare"
 
 
 def all_params(groups: Sequence[Group]) -> list[Tensor]:
-    """Returns the parameters of all groups, in order, with repetitions."""
+    """Returns the parameters of all groups, in order; tied parameters occur several times."""
     return [param for group in groups for param in group["params"]]
 
 
@@ -275,7 +275,7 @@ def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
 
 
 def _extent_bytes(tensor: Tensor) -> int:
-    """Returns the bytes from the first to the last element."""
+    """Returns the bytes of the memory from the first to the last element of a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
@@ -331,7 +331,7 @@ def check_ranks(
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
 
-    Ranks with different local tensors compare only what they have in common.
+    Ranks with different local tensors compare only the whole parameters' descriptions.
 
     Args:
         operation: named in errors.
@@ -356,7 +356,7 @@ def check_ranks(
 def move_parameters(
     params: list[Tensor], buckets: Buckets, comm: Communicator | None, broadcast: bool
 ) -> None:
-    """Makes the parameters views of their buckets; with ``broadcast``, with rank 0's values."""
+    """Moves the parameters into their buckets; with ``broadcast``, all get rank 0's values."""
     buckets.adopt(params)
     if comm is not None and broadcast:
         for bucket in buckets:
@@ -365,7 +365,7 @@ def move_parameters(
 
 
 def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) -> None:
-    """Copies each rank's chunk of the parameters to all ranks that have a copy; collective.
+    """Copies each rank's chunk of the parameters to all ranks that keep them; collective.
 
     Args:
         comm: all ranks.
@@ -383,7 +383,7 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
 def end_changes(comm: Communicator, buckets: Sequence[Bucket]) -> None:
     """Ends changes of parameters that other ranks read in this rank's memory; collective.
 
-    It updates all copies of the parameters, and returns on no rank before all are updated.
+    It updates all copies of the parameters, and returns only once all ranks' copies are updated.
     """
     split = [bucket for bucket in buckets if not bucket.has_all_params or bucket.compression]
     for bucket in split:
@@ -416,7 +416,7 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
 
 
 def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> None:
-    """Checks that all nodes have equally many ranks, which copies of state on nodes need.
+    """Checks that all nodes have equally many ranks, as state that each node copies requires.
 
     The ranks of a rail update and exchange the same chunk, so all nodes must have equal chunks.
 
@@ -433,7 +433,7 @@ def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> 
 
 
 def check_segments(comm: Communicator, algorithm: int) -> None:
-    """Raises UnsupportedError if ring segments are below a tile, by which norms are summed."""
+    """Raises UnsupportedError if a ring segment is smaller than a tile, the unit of norm sums."""
     segment_bytes, least = comm.engine.segment_bytes, TILE_ELEMS * 4
     if comm.engine.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
@@ -443,40 +443,40 @@ def check_segments(comm: Communicator, algorithm: int) -> None:
 
 
 class BucketOwner(Protocol):
-    """The interface of a step, which keeps the state of a placement's parameters."""
+    """The part of an optimizer's step that a placement uses; the step keeps the optimizer state."""
 
     buckets: Buckets
 
 
 class ShardedModule(Protocol):
-    """The module whose parameters lie in buckets, as optimizers see it."""
+    """The interface through which optimizers use a module whose parameters are in buckets."""
 
     @property
     def watchers(self) -> Mapping[int, Callable[[str, Tensor, int], object]]:
-        """The functions that receive each reduced gradient, by number; equally many on all ranks.
+        """Numbered functions that receive each reduced gradient; all ranks have equally many.
 
         Each function takes the parameter's name, this rank's elements of the flattened reduced
         gradient, and the index of the first of these elements. It may write to the elements.
         """
 
     def check_values(self, operation: str) -> None:
-        """Checks that the parameters hold their own values, to which the masters belong.
+        """Checks that the parameters have the values to which the masters belong.
 
         Args:
             operation: named in errors.
 
         Raises:
-            ArgumentError: the parameters hold other values for a while.
+            ArgumentError: the parameters temporarily have other values.
         """
 
     def count_change(self, params: Sequence[Tensor] | None = None) -> None:
-        """Counts a change of values in the versions of parameters; of all for None."""
+        """Increments the versions of changed parameters; None means all parameters."""
 
     def forget_gradients(self, set_to_none: bool) -> None:
         """Forgets the gradients of earlier backwards, with or without an optimizer.
 
         Args:
-            set_to_none: leave no gradients, rather than zeros.
+            set_to_none: True to set gradients to None, False to set them to zero.
         """
 
 
@@ -494,11 +494,11 @@ class Placement(ABC):
     shard_of: tuple[int, int]
     #: The mesh of other stages and shards of the model, or None.
     others: DeviceMesh | None
-    #: True if the gradients must be those of a scaled loss.
+    #: True if the loss must be scaled before backward.
     scaled: bool
     #: The number that a step divides reduced gradients by.
     divisor: int = 1
-    #: The optimizer that was built on the parameters last, perhaps not prepared yet, or None.
+    #: The latest optimizer that was built on the parameters, prepared or not; or None.
     optimizer: weakref.ref[Optimizer] | None = None
     #: The error that made this rank's gradients wrong, until the gradients are cleared; else None.
     lost: RingcommError | None = None
@@ -512,7 +512,7 @@ class Placement(ABC):
         return next(name for name, each in named if each is param)
 
     def left_out(self, groups: Sequence[Group]) -> list[Tensor]:
-        """Returns the module's parameters that are in none of an optimizer's groups."""
+        """Returns the module's parameters that are not in an optimizer's groups."""
         there = {id(param) for param in all_params(groups)}
         return [param for param in self.params if id(param) not in there]
 
@@ -526,7 +526,7 @@ class Placement(ABC):
 
         Args:
             owner: the optimizer's step.
-            before: the step of the same optimizer that ``owner`` replaces.
+            before: the step that ``owner`` replaces if the optimizer has grown; else None.
 
         Raises:
             ArgumentError: another optimizer is the owner.
@@ -566,7 +566,7 @@ class Placement(ABC):
 
     @abstractmethod
     def accumulate(self, accumulator: Accumulator) -> None:
-        """Makes backwards add the gradients that they do not reduce to an accumulator.
+        """Makes backwards add unreduced gradients to an accumulator.
 
         Raises:
             ArgumentError: backwards have already reduced gradients without an accumulator.
@@ -578,19 +578,19 @@ class Placement(ABC):
 
     @abstractmethod
     def check(self, operation: str) -> None:
-        """Checks, before a step changes anything, that the parameters are where shard() put them.
+        """Checks that the parameters are where shard() put them; called before a step.
 
         Args:
             operation: named in errors.
 
         Raises:
-            ArgumentError: a parameter was moved, replaced, or written to where the value would be
-                lost.
+            ArgumentError: a parameter was moved, replaced, or written to in memory whose values the
+                step would not use.
         """
 
     @abstractmethod
     def end_step(self) -> None:
-        """Ends a step whose updates backward has made, with ``update="in_backward"``; collective.
+        """Ends a step with ``update="in_backward"``, which backward has made; collective.
 
         Raises:
             RingcommError: a bucket could not be updated, on this rank or another.
@@ -600,12 +600,12 @@ class Placement(ABC):
 # The keys are weak and compared by id(), and the values are weak since they refer to the keys.
 # torch's class is not typed.
 _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKeyDictionary)()
-# The names of parameters that were frozen when their module was sharded, and its placement.
+# Maps parameters that were frozen when their module was sharded to their name and placement.
 _frozen: MutableMapping[Tensor, tuple[str, weakref.ref[Placement]]] = cast(
     Any, WeakIdKeyDictionary
 )()
-# The ids of both dictionaries' keys, and of some deleted keys: a look-up in a set takes an eighth
-# of the time of a look-up in a weak dictionary.
+# The ids of both dictionaries' keys, and of some deleted keys. Look-ups test this set first, since
+# it takes an eighth of the time of a look-up in a weak dictionary.
 _ids: set[int] = set()
 
 
@@ -632,7 +632,7 @@ def check_frozen(params: Iterable[Tensor], operation: str) -> None:
     """Checks that no trainable parameter was frozen when its module was sharded.
 
     Raises:
-        ArgumentError: a parameter was; the message names it.
+        ArgumentError: a trainable parameter was frozen then; the message names the parameter.
     """
     for param in params:
         found = _frozen.get(param) if id(param) in _ids and param.requires_grad else None
@@ -675,7 +675,7 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
     """Checks that an optimizer's parameters were not sharded after the optimizer was built.
 
     Raises:
-        ArgumentError: they were sharded since, perhaps over other ranks than the optimizer's.
+        ArgumentError: they were sharded later, perhaps over other ranks than the optimizer's.
     """
     if found is None and placement_of(list(groups)) is not None:
         raise ArgumentError(
@@ -685,9 +685,9 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
 
 
 def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> Placement | None:
-    """Returns the placement of an optimizer's parameters, or None when they have none.
+    """Returns the placement of an optimizer's parameters, or None if they have no placement.
 
-    ``grows`` allows missing parameters, which a later group may add; a step refuses them.
+    ``grows`` allows that parameters are missing, since a later group may add them.
 
     Raises:
         ArgumentError: the parameters have several placements, or only some have a placement, or

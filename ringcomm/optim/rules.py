@@ -44,9 +44,9 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ParamState:
-    """A parameter's state: its numbers and the names of its tensors, without their elements.
+    """A parameter's state: its numbers, and the names of its tensors, but not their elements.
 
-    The buckets hold the tensors in :attr:`tensors`; :meth:`UpdateRule.kept_whole` returns others.
+    The buckets have the tensors in :attr:`tensors`; :meth:`UpdateRule.kept_whole` has the others.
 
     Attributes:
         numbers: numbers of the state by name, such as "step".
@@ -76,11 +76,11 @@ class UpdateRule(ABC):
     Attributes:
         name: name of the optimizer, which ranks compare.
         hypers: hyper-parameters that ranks compare; lr is compared at each step.
-        hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
+        hyper_columns: number of columns of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
-        keeps_more: True if a parameter's step number does not determine which state it has.
+        keeps_more: True if the step number of a parameter does not determine its kinds of state.
         quantized_state: True if the tensors of the state are 8-bit moments (``QuantizedMoment``).
-        elementwise: True if the update of an element depends on that element alone, so that a
+        elementwise: True if the update of an element does not depend on other elements, so that a
             bucket can be updated before other buckets have their gradients.
     """
 
@@ -112,11 +112,11 @@ class UpdateRule(ABC):
         """
 
     def replaced(self, group: Group) -> dict[str, Any]:
-        """Returns the entries of a new group that must be stored in another form, such as betas."""
+        """Returns converted entries of a new group, such as betas, which replace the given ones."""
         return {"betas": numbers(group["betas"])} if "betas" in group else {}
 
     def compared(self, group: Group) -> dict[str, Any]:
-        """Returns the hyper-parameters that ranks compare, all but lr, as JSON types."""
+        """Returns the hyper-parameters that ranks compare, except lr, as JSON types."""
         return {name: as_json(group[name]) for name in self.hypers}
 
     def digest(self, groups: Sequence[Group]) -> float:
@@ -124,7 +124,7 @@ class UpdateRule(ABC):
         return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
 
     def row(self, group: Group) -> list[float]:
-        """Returns the row of a checked group in :attr:`StepTable.hyper`, which begins with lr."""
+        """Returns a checked group's row of :attr:`StepTable.hyper`, which begins with lr."""
         return []
 
     @abstractmethod
@@ -148,7 +148,7 @@ class UpdateRule(ABC):
         return [self.names(groups)] * len(buckets)
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
-        """Returns the tensors that a saved state should have, for errors; "" if ``names`` fit.
+        """Returns "" if saved tensors' names fit, else the expected names, for an error.
 
         Args:
             names: names of the tensors that were saved, without masters.
@@ -169,7 +169,7 @@ class UpdateRule(ABC):
             table: the table that :meth:`Backend.begin` will be called with.
 
         Raises:
-            UnsupportedError: there is no such backend here.
+            UnsupportedError: the device or options have no backend.
         """
 
     def bind(
@@ -180,14 +180,14 @@ class UpdateRule(ABC):
         chunks: int,
         states: Sequence[ParamState | None] = (),
     ) -> None:
-        """Called once the buckets exist, and again whenever the groups have grown.
+        """Gives the rule its buckets; called once they exist, and again when groups were added.
 
         Args:
             layout: layout of the parameters.
             groups: param groups of the optimizer.
             buckets: buckets of the parameters.
             chunks: number of chunks of each bucket; 1 if every rank keeps the whole state.
-            states: the existing states of the first parameters; the buckets hold their tensors.
+            states: the existing states of the first parameters; the buckets have their tensors.
         """
         return
 
@@ -215,7 +215,7 @@ class UpdateRule(ABC):
         """Returns by name the tensors of a parameter's state that are in no bucket.
 
         All ranks have equal copies: float32, contiguous, with shapes that the rule chooses. Loading
-        a state writes into them.
+        a state writes into these tensors.
 
         Args:
             index: index of the parameter in the layout that the rule is bound to.
@@ -255,7 +255,7 @@ class UpdateRule(ABC):
 
 @dataclass(frozen=True)
 class StepControl:
-    """The numbers of a step that Python code needs; reading them waits for the device.
+    """The numbers of a step that Python code reads from the device's table, which takes a wait.
 
     Attributes:
         skips: True if the step changes nothing.
@@ -269,7 +269,7 @@ class StepControl:
 
     @classmethod
     def read(cls, table: StepTable) -> StepControl:
-        """Reads the numbers of a beginning step from its table."""
+        """Reads the numbers of the step that begins from its table."""
         params = len(table.active)
         told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
         factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
@@ -287,7 +287,7 @@ class TensorRule(UpdateRule):
     """A rule that updates by torch operations, which a :class:`TensorBackend` runs.
 
     A rule that is not elementwise first collects buckets, and updates them by the end of the step.
-    A skipped step calls none of these methods.
+    In a skipped step none of the methods is called.
 
     Attributes:
         writes_gradients: True if :meth:`update` changes the gradient that it is given.
@@ -306,9 +306,9 @@ class TensorRule(UpdateRule):
         Args:
             run: the backend of the current step.
             bucket: the bucket, or for elementwise rules a piece of it; its state is in memory.
-            grad: float32 [chunk elements], scaled; with ``writes_gradients``, in memory that only
-                this update reads. A rule that is not elementwise gets the reduced gradient
-                unscaled, in memory that lasts to the end of the step.
+            grad: float32 [chunk elements], multiplied by the step's factors; writable with
+                ``writes_gradients``. A rule that is not elementwise gets the gradient without these
+                factors, in memory that stays valid to the end of the step.
         """
 
     def end_updates(self, run: TensorBackend) -> None:
@@ -319,15 +319,15 @@ class TensorRule(UpdateRule):
 class TensorBackend(Backend):
     """Runs the updates of a :class:`TensorRule`, between reducing and gathering.
 
-    It reads on the host whether a step is skipped, and which parameters have gradients.
+    The host reads whether a step is skipped, and which parameters have gradients.
 
     Args:
         comm: the communicator, or None for a world of one on the host.
         options: options of the optimizer.
         table: table of the optimizer.
         rule: the rule.
-        native: backend that updates the elements left out by the rule, and counts steps; None if
-            the rule updates all.
+        native: backend that counts steps, and updates the parameters that the rule does not update;
+            None if the rule updates all parameters.
 
     Attributes:
         control: the numbers of the current step.
@@ -403,7 +403,7 @@ class TensorBackend(Backend):
                 bucket.share()
 
     def _memory_for(self, bucket: Bucket) -> Tensor:
-        if self.defers:  # each gradient lasts to the end of the step
+        if self.defers:  # the rule needs each gradient until the end of the step
             return empty_for_streams(bucket.chunk.elems, torch.float32, bucket.device)
         return super()._memory_for(bucket)
 
@@ -429,8 +429,8 @@ class TensorBackend(Backend):
 
 
 # ---- The update rules AdamW and Adam, SGD and Lion, which the fused kernels implement -----------
-# The kernels read structures with AdamW's fields, into which other rules put their own numbers;
-# ``kernels/include/ringcomm/optimizer/adamw.h`` says which number goes where.
+# The kernels read structures with AdamW's fields. Other rules store their own numbers in these
+# fields; ``kernels/include/ringcomm/optimizer/adamw.h`` lists the uses of each field.
 
 
 _FLAGS = _native.ADAMW_FLAGS
@@ -439,7 +439,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def numbers(betas: Any) -> Any:
-    """Returns betas as numbers, converted from tensors of one element."""
+    """Returns betas with tensors of one element converted to numbers."""
     if not isinstance(betas, (tuple, list)):
         return betas
     return tuple(float(beta) if isinstance(beta, Tensor) else beta for beta in betas)
@@ -500,7 +500,7 @@ class FusedRule(UpdateRule):
 
     @abstractmethod
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
-        """Returns beta1, beta2, eps, weight decay and flags, or what the rule has instead."""
+        """Returns the values for AdamW's columns: beta1, beta2, eps, weight decay and flags."""
 
     def digest(self, groups: Sequence[Group]) -> float:
         rows = tuple((float(group["lr"]), *self.row(group)) for group in groups)
@@ -509,8 +509,8 @@ class FusedRule(UpdateRule):
     def row(self, group: Group) -> list[float]:
         lr, (*others, flags) = group["lr"], self.columns(group)
         flags |= _FLAGS["maximize"] if group["maximize"] else 0
-        # -1.0 represents a tensor lr; no float lr equals it, so replacing a tensor by a float is a
-        # change.
+        # -1.0 represents a tensor lr. No float lr is -1.0, so a float that replaces a tensor
+        # changes the row.
         known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
         return [known_lr, *others, float(flags)]
 
@@ -535,7 +535,7 @@ class FusedRule(UpdateRule):
 
 
 class AdamWRule(FusedRule):
-    """The rule of AdamW; of Adam in groups with ``decoupled_weight_decay=False``."""
+    """The rule of AdamW, and of Adam for groups with ``decoupled_weight_decay=False``."""
 
     name = "AdamW"
     in_triton = True
@@ -598,7 +598,7 @@ class _OneMoment(FusedRule):
         return self.moments if any(map(self._has, groups)) else ()
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
-        # A saved moment that no group needs is accepted, and the buckets keep it.
+        # Accept a saved moment that no group needs; the buckets then keep the moment.
         fits = set(self.names(groups)) <= set(names) <= set(self.moments)
         return "" if fits else self.moments[0]
 

@@ -20,7 +20,7 @@ from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.rules import UpdateRule
 
-# ---- The loss scaler, which keeps 16-bit gradients in range and adapts its scale while training -
+# ---- The loss scaler, which keeps 16-bit gradients in range by an adaptive scale ----------------
 
 Tensor = torch.Tensor
 
@@ -37,9 +37,9 @@ class LossScaleOptions:
         growth_factor: factor by which the scale grows after ``growth_interval`` clean steps.
         backoff_factor: factor by which an overflow lowers the scale.
         growth_interval: number of clean steps in a row after which the scale grows.
-        hysteresis: number of overflows since the scale last grew after which the scale falls; each
-            further overflow lowers it again.
-        min_scale: lower bound of the scale; steps that overflow are skipped there too.
+        hysteresis: number of overflows, counted since the scale last grew, that lowers the scale;
+            each further overflow lowers it again.
+        min_scale: lower bound of the scale; steps that overflow at this scale are still skipped.
         max_scale: upper bound of the scale.
     """
 
@@ -88,13 +88,13 @@ class LossScaler:
         scale, hysteresis = self.options.init_scale, self.options.hysteresis
         with normal_tensors():
             self._scale = torch.full((), scale, dtype=torch.float32, device=device)
-            # Clean steps in a row, and overflows left until one lowers the scale.
+            # The number of clean steps in a row, and of overflows until the scale falls.
             self._clean = torch.zeros((), dtype=torch.int64, device=device)
             self._credit = torch.full((), hysteresis, dtype=torch.int64, device=device)
         self._owner: weakref.ref[object] | None = None
 
     def __repr__(self) -> str:
-        # Without the scale, since reading it would wait for the device.
+        # Do not show the scale, since reading it would wait for the device.
         return f"<ringcomm.optim.LossScaler on {self._scale.device}, {self.options}>"
 
     @property
@@ -103,14 +103,14 @@ class LossScaler:
         return self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` times the scale, differentiable; torch promotes a scalar to float32."""
+        """Returns ``loss`` times the scale, differentiable; a scalar loss becomes float32."""
         return loss * self._scale
 
     def bind(self, owner: object) -> None:
         """Makes one optimizer the owner, whose steps update the scale.
 
         Raises:
-            ArgumentError: another optimizer owns it.
+            ArgumentError: another optimizer already owns the scaler.
         """
         before = self._owner() if self._owner is not None else None
         if before not in (None, owner):
@@ -136,11 +136,11 @@ class LossScaler:
         up = (self._scale * options.growth_factor).clamp(max=options.max_scale)
         self._scale.copy_(torch.where(lower, down, torch.where(higher, up, self._scale)))
         self._clean.copy_(torch.where(higher, 0, clean))
-        # A credit below 0 would mean the same as 0, but load_state_dict() would refuse it.
+        # Keep the credit at 0 or above: a negative credit acts like 0, but cannot be loaded.
         self._credit.copy_(torch.where(higher, options.hysteresis, credit.clamp(min=0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns numbers: "scale", "clean_steps", "overflows_left" and "options"."""
+        """Returns the state: "scale", "clean_steps", "overflows_left" and "options"."""
         return {
             "scale": self._scale.item(),
             "clean_steps": int(self._clean.item()),
@@ -149,7 +149,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a :meth:`state_dict`.
+        """Loads the state that :meth:`state_dict` returned.
 
         Raises:
             CheckpointError: ``state`` is not a scaler's state; the scaler is unchanged.
@@ -181,7 +181,7 @@ class Setting:
     Attributes:
         comm: the communicator, or None for a world of one.
         device: device of the parameters.
-        rule: how the optimizer updates its parameters.
+        rule: the update rule of the optimizer.
         options: options that torch's optimizer does not have.
         loss_scaler: the loss scaler, or None.
         accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
@@ -202,7 +202,7 @@ class Setting:
 
     @property
     def sharers(self) -> Communicator | None:
-        """The ranks that share the state: all, or those of this rank's node."""
+        """The ranks that share the state: all ranks, or the ranks of this rank's node."""
         return sharers_of(self.comm, self.options.state)
 
     @property
@@ -213,7 +213,7 @@ class Setting:
 
     @property
     def launches(self) -> bool:
-        """True if the kernels run on a device, for which the host would have to wait."""
+        """True if the kernels run on a device, so that reading results on the host takes a wait."""
         return self.comm is not None and self.comm.launches
 
     @property
@@ -221,7 +221,7 @@ class Setting:
         return 1 if self.comm is None else self.comm.world_size
 
     def loss_scale(self) -> float:
-        """Returns the loss scale of the next gradients."""
+        """Returns the loss scale for the next backward."""
         return 1.0 if self.loss_scaler is None else float(self.loss_scaler.current)
 
     def unwatch(self, param: torch.Tensor) -> None:

@@ -44,9 +44,9 @@ from ringcomm.optim.step import Amp, ShardedStep
 # ---- Adding a param group to an optimizer whose buckets are already laid out --------------------
 # NOTE [Growth] The earlier parameters, gradients and states stay in their buckets, whose layout
 # does not change. New parameters of a sharded module have been in the module's buckets since
-# ``shard()``, but without segments; other new parameters get buckets of their own. As in torch, new
-# parameters begin at step 0. Tables of all parameters are made again, with the numbers of the old
-# tables.
+# ``shard()``, but without segments; other new parameters get new buckets. As in torch, new
+# parameters begin at step 0. Tables with an entry per parameter are made again, and get the numbers
+# of the old tables.
 
 
 class GrownStep(ShardedStep):
@@ -72,7 +72,7 @@ class GrownStep(ShardedStep):
             self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def _compared_groups(self) -> list[dict[str, Any]]:
-        """Adds the new group's lr, so that ranks with different lr fail here, not in a step."""
+        """Adds the new group's lr to the compared values: different lr then raise before a step."""
         *known, added = super()._compared_groups()
         # On a device the lr may be a device tensor, and reading it would wait.
         rate = {"lr": as_json(self.groups[-1].get("lr"))} if self.table.compares else {}
@@ -103,7 +103,7 @@ class GrownStep(ShardedStep):
         return Buckets(self.layout, buckets)
 
 
-# ---- A GradScaler with which all ranks take a step, or all ranks skip it ------------------------
+# ---- A GradScaler that makes all ranks take a step, or all ranks skip the step ------------------
 
 Tensor = torch.Tensor
 
@@ -112,14 +112,14 @@ class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that skips a step on all ranks if one rank's gradient overflows.
 
     So the ranks' scales stay equal. It works with any optimizer; with a ringcomm optimizer it uses
-    the optimizer's communicator. It also checks gradients that ``accumulate_dtype`` has taken out
-    of ``p.grad``. In a pipeline only the last stage calls :meth:`scale`; every stage makes the
-    other calls.
+    the optimizer's communicator. It also checks gradients that ``accumulate_dtype`` has moved from
+    ``p.grad`` to FP32 sums. In a pipeline only the last stage calls :meth:`scale`; every stage
+    makes the other calls.
 
     Args:
-        device: "cpu" or "cuda"; None takes the communicator's.
-        comm: the ranks that agree on the steps of optimizers that are not ringcomm's, in the forms
-            that :class:`AdamW` takes; looked up when the gradients of such an optimizer are
+        device: "cpu" or "cuda"; None takes the communicator's device.
+        comm: the ranks that agree on the steps of optimizers that are not ringcomm's, in a form
+            that :class:`AdamW` takes. It is first used when gradients of such an optimizer are
             unscaled.
         settings: torch's further arguments: init_scale, growth_factor, backoff_factor,
             growth_interval, enabled.
@@ -133,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device or found, **settings)
 
     def __repr__(self) -> str:
-        # Without the scale, since reading it would wait for the device.
+        # Do not show the scale, since reading it would wait for the device.
         state = "enabled" if self.is_enabled() else "not enabled"
         return f"<ringcomm.optim.GradScaler on {self._device}, {state}>"
 
@@ -143,7 +143,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the initial scale on stages without a loss; on others :meth:`scale` does."""
+        """Sets the initial scale on pipeline stages without a loss, which do not call scale()."""
         if (
             not self._enabled
             or self._scale is not None
@@ -165,7 +165,7 @@ class GradScaler(torch.amp.GradScaler):
         mesh, asks = None, False
         if isinstance(optimizer, ShardedOptimizer):
             comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
-            # Before a step that unscales itself, this only checks for infinities, with the scale 1.
+            # If the step itself will unscale, only check for infinities here, with the scale 1.
             asks = sums is None and mesh is None and allow_fp16
             if sums is None:
                 if not allow_fp16:
@@ -178,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
             for dtype in {each.dtype for each in sums}:
                 alike = [each for each in sums if each.dtype is dtype]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, local, inv_scale)
-                # The operator does not change versions, by which a step detects stale results.
+                # A step detects stale results by tensors' versions, which the operator leaves.
                 if not asks:
                     torch.autograd.graph.increment_version(alike)
             found = {local.device: local}
@@ -207,7 +207,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
-    """Returns this rank's local gradients, since torch refuses a mixture with DTensors."""
+    """Returns this rank's local gradients: torch refuses a list with tensors and DTensors."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [local_of(grad) for grad in map(grad_of, params) if grad is not None]
 
@@ -225,7 +225,7 @@ def _check_not_fp16(optimizer: ShardedOptimizer) -> None:
 
 
 def listed(params: Any) -> Any:
-    """Returns parameters, or groups of them, as lists: a generator can be read only once."""
+    """Returns parameters or groups with generators turned into lists, to read them repeatedly."""
     if isinstance(params, (Tensor, set, str)):
         return params  # torch raises its own error
     return [
@@ -246,10 +246,10 @@ def first_device(params: Any) -> torch.device | None:
 
 
 def check_param(entry: Any, called: str, device: torch.device) -> None:
-    """Checks an entry of "params": a tensor, or a name and a tensor.
+    """Checks an entry of "params": a tensor, or a pair of a name and a tensor.
 
     Raises:
-        ArgumentError: its class, dtype, layout or device cannot be used.
+        ArgumentError: the tensor's class, dtype, layout or device cannot be used.
     """
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, Tensor):
@@ -284,7 +284,7 @@ Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 
 @dataclass(frozen=True)
 class Sharing:
-    """The arguments of an optimizer that torch's class does not have; see :class:`AdamW`."""
+    """The optimizer arguments that torch's classes do not have; see :class:`AdamW`."""
 
     comm: CommArgument = None
     options: AdamWOptions | None = None
@@ -300,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     their ``.data`` are views of the buckets; each step moves the gradients into the buckets.
     """
 
-    # Makes torch.amp.GradScaler pass grad_scale and found_inf, and leave the rest to step().
+    # Makes torch.amp.GradScaler pass grad_scale and found_inf, and let step() unscale and skip.
     _step_supports_amp_scaling = True
     # True while ringcomm's GradScaler calls step().
     _found_inf_agreed = False
@@ -329,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.placement = placement_of(params)
         comm, others = self._chosen_mesh(sharing.comm, sharing.mesh)
         if others is not None and params == []:
-            params = [{"params": []}]  # a stage without parameters takes part in norms
+            params = [{"params": []}]  # a stage without parameters still takes part in norms
         found = self._chosen_comm(comm, params)
         device = torch.device("cpu") if found is None else found.device
         self.communicator = found
@@ -357,8 +357,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"{loss_scaler.current.device}; pass it device="
                 )
             loss_scaler.bind(self)
-        # torch.distributed.checkpoint takes a step to fill an empty state, and would still find it
-        # empty afterwards, so the state gets an entry here.
+        # torch.distributed.checkpoint takes a step if the state is empty. This state would be empty
+        # after the step as well, so it gets an entry here.
         for param in self.param_groups[0]["params"][:1]:
             self.state[param] = {}
         if options.update == "in_backward":
@@ -379,7 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return comm, self.placement.others
 
     def _chosen_comm(self, comm: CommArgument, params: Any) -> Communicator | None:
-        """Returns the placement's communicator, the argument's, or this device's world of one."""
+        """Returns the communicator of the placement, else of ``comm``, else of this rank alone."""
         operation, device = type(self).__name__, first_device(params)
         if self.placement is not None:
             own = self.placement.comm
@@ -396,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def options(self) -> AdamWOptions:
-        """The options that the optimizer was built with."""
+        """The options with which the optimizer was built."""
         return self._setting.options
 
     @property
@@ -413,7 +413,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def accumulator(self) -> Accumulator | None:
-        """The sums to which backwards add their gradients, with ``accumulate_dtype``, or None."""
+        """The FP32 sums of gradients with ``accumulate_dtype``; None without it."""
         return self._setting.accumulator
 
     @property
@@ -449,7 +449,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _count(self, column: int) -> Tensor:
-        # Preparing is collective, and reading a number must not be.
+        # Do not prepare the optimizer here: preparing is collective, but reading a count is not.
         if self._sharded is None:
             return torch.zeros((), dtype=torch.float64, device=self._setting.device)
         return self._sharded.table.control[column].clone()
@@ -457,19 +457,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def prepare(self) -> None:
         """Lays out the buckets and moves the parameters into them; collective.
 
-        Otherwise the first :meth:`step`, :meth:`clip_grad_norm_` or :meth:`load_state_dict` does
-        this.
+        Without this call, the first :meth:`step`, :meth:`clip_grad_norm_` or
+        :meth:`load_state_dict` prepares the optimizer.
 
         Raises:
             ArgumentError: two parameters share memory.
             MismatchError: the ranks' parameters or options differ; the message names two ranks.
-            HeapError: the heap has no room.
+            HeapError: the heap has too little free memory.
             UnsupportedError: there are no kernels for the parameters' device.
         """
         self.sharded_step()
 
     def sharded_step(self) -> ShardedStep:
-        """Returns the step, which the first call creates; for ringcomm's own packages."""
+        """Returns the optimizer's step, and builds it at the first call; internal to ringcomm."""
         if self._sharded is None:
             check_order(self.placement, self.param_groups)
             self._check_own_params()
@@ -479,7 +479,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._sharded
 
     def uncapturable(self) -> str | None:
-        """Returns why a graph cannot capture a step, or None; for ringcomm's own packages."""
+        """Returns why a graph cannot capture a step, or None; internal to ringcomm."""
         options = self.options
         if self.placement is not None:
             options = self.placement.options(options)
@@ -496,11 +496,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _check_own_params(self) -> None:
-        """Checks that the parameters are still those that the optimizer was built on.
+        """Checks that the optimizer still has the parameters on which it was built.
 
-        A library that replaces an optimizer's parameters, as DeepSpeed does, may have put shards
-        there that differ between ranks. Then the optimizer must not use a default group that the
-        user did not pass.
+        A library that replaces an optimizer's parameters, as DeepSpeed does, may replace them by
+        shards that differ between ranks. The optimizer must not combine the shards over a default
+        group that the user did not pass.
         """
         if self._built_on is None:
             return
@@ -517,25 +517,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built_on = None
 
     def _check_values(self, operation: str) -> None:
-        """Raises ArgumentError if parameters temporarily hold other values than their own."""
+        """Raises ArgumentError if parameters temporarily have values other than their own."""
         if self.placement is not None:
             self.placement.module.check_values(f"optimizer.{operation}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; collective once the optimizer is prepared.
 
-        Its parameters begin at step 0, and the state of other parameters stays. Parameters that
-        were unfrozen together may be added by several calls, all before the next step. See NOTE
-        [Growth] in ``optim/sharded.py``.
+        The group's parameters begin at step 0, and the state of other parameters is kept. If
+        several parameters were unfrozen, several calls may add them, all before the next step. See
+        NOTE [Growth] in ``optim/sharded.py``.
 
         Raises:
-            ArgumentError: hyper-parameters or parameters that cannot be used.
+            ArgumentError: hyper-parameters or parameters cannot be used.
             MismatchError: the ranks add different groups; on a CPU also if only ``lr`` differs.
 
         If it raises once the optimizer is prepared, it raises on all ranks, and no rank has the
         group.
         """
-        # The base class calls this method before it has set anything else up.
+        # torch's constructor calls this method before self.param_groups is complete.
         before = self._sharded
         if before is None:
             self._add_group(param_group)
@@ -580,7 +580,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes one step on all ranks; collective.
 
         Args:
-            closure: computes the loss and its gradients again; called first.
+            closure: function that computes the loss and its gradients again; called first.
 
         Returns:
             The result of ``closure``, or None.
@@ -588,7 +588,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: a gradient or hyper-parameter cannot be used; nothing was changed.
             UnsupportedError: a gradient is sparse; or torch's GradScaler is used with several
-                ranks; or a torch trace or transform is active, which would miss the step.
+                ranks; or a torch trace or transform is active, which could not record the step.
             MismatchError: on all ranks, if their hyper-parameters differ; nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``. Further steps are refused then.
         """
@@ -633,19 +633,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scales the gradient of the next step down to a norm of at most ``max_norm``; collective.
 
         The gradients of all ranks are reduced now; ``p.grad`` itself is not scaled. If gradients
-        change afterwards, the clipping is discarded. With ``params`` this holds at stages 0 and 1
-        of ZeRO; at stages 2 and 3 later backwards add to the scaled gradients.
+        change afterwards, the clipping is discarded. Exception: with ``params``, at stages 2 and 3
+        of ZeRO, later backwards add to the scaled gradients.
 
         Args:
             max_norm: bound of the norm of the reduced gradient of all parameters, after unscaling.
             norm_type: 2.0, 1.0 or ``math.inf``.
-            error_if_nonfinite: read the norm on the host, and raise if it is not finite.
-            params: parameters of this optimizer, the same on all ranks: only their gradients enter
-                the norm and are scaled. Frozen parameters in no group are ignored. None means all.
+            error_if_nonfinite: True to read the norm on the host, and raise if it is not finite.
+            params: the parameters, equal on all ranks, whose gradients count in the norm and are
+                scaled; None means all. Frozen parameters that are in no group are ignored.
 
         Returns:
-            The norm before clipping: float32, a scalar on the device; the same bits for every world
-            size. NaN when the gradient is not finite.
+            The norm before clipping: float32, a scalar on the device, with bits that do not depend
+            on the world size. NaN if the gradient is not finite.
 
         Raises:
             ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a trainable
@@ -653,7 +653,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bad arguments of any rank.
             MismatchError: on a CPU, if the ranks passed different bounds or ``params``.
             UnsupportedError: ``params`` was passed with Triton's kernels and several ranks.
-            RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
+            RingcommError: a fault; or the norm is not finite, with ``error_if_nonfinite``.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
         sharded = self.sharded_step()
@@ -687,7 +687,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forgets the gradients, as torch does.
 
         With ``set_to_none=False`` gradients stay in the buckets: this call runs one memset per
-        bucket, and the next step copies nothing.
+        bucket, and the next step copies no gradients.
         """
         sharded = self._sharded
         if self.accumulator is not None:
@@ -708,7 +708,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             forget()
 
     def refresh_master_weights(self) -> None:
-        """Sets the FP32 masters to the parameters, after these were changed from outside."""
+        """Sets the FP32 masters to the parameters, after other code has changed the parameters."""
         self._check_values("refresh_master_weights")
         for bucket in self.sharded_step().buckets:
             bucket.refresh_master()
@@ -726,11 +726,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continues from :meth:`state_dict`; collective: all ranks load, or none.
+        """Loads results of :meth:`state_dict`; collective: all ranks load, or no rank does.
 
         Args:
-            state_dict: this rank's state from a world of equal size, or the states of all ranks of
-                any world, in any order.
+            state_dict: this rank's state if as many ranks saved; or a list with the states of all
+                ranks that saved, any number of them in any order.
 
         Raises:
             CheckpointError: the state is damaged, incomplete or of another model; nothing was
@@ -753,16 +753,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The additional entry "master" has the masters of 16-bit parameters, by parameter.
 
         Args:
-            dst: the rank that gets the state, while others get an empty dict; None gives it to all.
+            dst: the rank that gets the state; the other ranks get an empty dict. None means all.
         """
         self._check_values("full_state_dict")
         return torch_state.gather_torch(self.sharded_step(), dst)
 
     @normal_tensors()
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from :meth:`full_state_dict`, or ``state_dict()`` of torch's class.
+        """Loads a result of :meth:`full_state_dict`, or of ``state_dict()`` of torch's class.
 
-        Masters that are not given are set to the parameters. Collective: all ranks load, or none.
+        Missing masters are set to the parameters. Collective: all ranks load, or no rank does.
 
         Raises:
             CheckpointError: the state does not fit the parameters; nothing was changed.
@@ -804,7 +804,7 @@ def _check_in_backward(
 
 
 def refuse_join(**kwargs: Any) -> NoReturn:
-    """Raises in place of the hook that ``torch.distributed.algorithms.Join`` expects.
+    """Raises UnsupportedError when ``torch.distributed.algorithms.Join`` requests its hook.
 
     Raises:
         UnsupportedError: always.
@@ -818,5 +818,5 @@ def refuse_join(**kwargs: Any) -> NoReturn:
 
 
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
-    """True if two communicators are the same, or both have this rank alone."""
+    """True if two communicators are one object, or each is None or has only this rank."""
     return one is other or all(each is None or each.world_size == 1 for each in (one, other))

@@ -2,13 +2,13 @@
 
 A shard is a dict. "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
-``ShardState``). For Adafactor it has "whole": by parameter, a dict of tensors that all ranks have.
-"param_groups" is as in torch. "shard" is JSON: rank, world size and layout; for an optimizer other
-than AdamW also its name, and each parameter's further state. With error feedback, "state" has
-"error_feedback", by bucket the buffers or None (see ``ErrorFeedback``), and "shard" names their
-node. The rank in "shard" is the index of the chunk: over several nodes, ``StepCalls.shard_index``.
-With ``AdamWOptions(state="node")`` it has the rank and world size within the node, and all nodes
-have equal shards.
+``ShardState``). For Adafactor "state" also has "whole": by parameter, a dict of tensors that all
+ranks have. "param_groups" is as in torch. "shard" is JSON: rank, world size and layout; for an
+optimizer other than AdamW also its name, and each parameter's further state. With error feedback,
+"state" has "error_feedback", by bucket the buffers or None (see ``ErrorFeedback``), and "shard" the
+number of their node. The rank in "shard" is the index of the chunk: ``StepCalls.shard_index`` over
+several nodes. With ``AdamWOptions(state="node")`` the rank and world size in "shard" are within the
+node, and all nodes have equal shards.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from ringcomm.optim.step import ShardedStep
 # NOTE [Error feedback of other nodes] Each node has one error-feedback buffer per bucket, divided
 # over its ranks: the quantization errors of partial sums that are not averaged yet. If as many
 # nodes load as saved, each node loads its own buffers, and training continues with the same bits.
-# If M nodes saved and N others load, node n loads the sum of the buffers of nodes n, n + N, ...:
-# the total error stays the same. With ``reduce="avg"`` the error belongs to the mean gradient, so
-# the buffers are multiplied by the ratio of the numbers of ranks. A single node quantizes nothing,
-# and loads nothing.
+# If M nodes saved and N nodes load, node n loads the sum of the buffers of nodes n, n + N, ...: the
+# total error does not change. With ``reduce="avg"`` the error belongs to the mean gradient, so the
+# buffers are multiplied by (ranks that load) / (ranks that saved). A single node quantizes nothing,
+# and loads no errors.
 #
-# With copies of the state on nodes, sums are quantized as well, each element by one rank; these
-# errors are in units of the sums. If the loading world does not quantize sums, node 0 loads them.
+# If each node has a copy of the state, sums are quantized as well, each element by one rank. If the
+# loading ranks do not quantize sums, node 0 loads the errors of sums.
 
 Tensor = torch.Tensor
 
-#: Reads a bucket's saved errors, from an element on, into a tensor. The first argument is the node
-#: whose partial sums have these errors, or None for the errors of the sums. Elements that were not
+#: A function (node, first element, tensor) that reads a bucket's saved errors into the tensor: the
+#: errors of the partial sums of ``node``, or for None those of the sums. Elements that were not
 #: saved become zeros.
 Read = Callable[[int | None, int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Debtors:
-    """A description of the world that keeps error feedback, or that saved it.
+    """The nodes, ranks and loss scale of a run that keeps or has saved error feedback.
 
     Attributes:
         nodes: the number of nodes.
-        divide_by: the number that partial sums are finally divided by: the number of ranks, or 1.
+        divide_by: the divisor of the sum of partial sums: the number of ranks, or 1.
         scale: the loss scale of the gradients.
     """
 
@@ -69,7 +69,7 @@ class Debtors:
 
     @classmethod
     def of(cls, sharded: ShardedStep) -> Debtors | None:
-        """Returns the description of an optimizer's world; None if it keeps no error feedback."""
+        """Returns the description of an optimizer's run; None if it keeps no error feedback."""
         comm, options = sharded.setting.comm, sharded.setting.options
         if comm is None or not any(with_error_feedback(sharded)):
             return None
@@ -94,7 +94,7 @@ class Debtors:
 
 
 def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFeedback]]:
-    """Yields the buckets with error feedback, which is rescaled to the next gradients."""
+    """Yields buckets with their error feedback, which it first rescales to the next loss scale."""
     for bucket in sharded.buckets:
         if bucket.error_feedback is not None:
             bucket.error_feedback.follow_scale()
@@ -102,7 +102,7 @@ def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFee
 
 
 def nodes_for(saved: Debtors, sharded: ShardedStep) -> range:
-    """Returns the saved nodes whose error feedback this rank's node loads."""
+    """Returns the nodes at saving whose error feedback this rank's node loads."""
     comm = sharded.setting.comm
     assert comm is not None  # a world of one keeps no error feedback
     return range(comm.node_of(comm.rank), saved.nodes, comm.num_nodes)
@@ -135,11 +135,11 @@ def forget_all(sharded: ShardedStep) -> None:
         error_feedback.forget()
 
 
-# Error feedback as a part of a saved shard.
+# Conversion of error feedback to and from the entries of a saved shard.
 
 
 def tensors_of(sharded: ShardedStep) -> list[dict[str, Tensor] | None]:
-    """Returns this rank's error feedback by bucket, not copied; None for a bucket without."""
+    """Returns each bucket's error-feedback tensors, not copied; None if a bucket has none."""
     kept = {
         bucket.number: error_feedback for bucket, error_feedback in with_error_feedback(sharded)
     }
@@ -162,13 +162,13 @@ def told_of(sharded: ShardedStep, debtors: Debtors) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedErrorFeedback:
-    """The error feedback of one rank's shard.
+    """The error feedback in one rank's saved shard.
 
     Attributes:
-        debtors: the world that saved.
+        debtors: the description of the run that saved.
         node: the node of the rank that saved.
-        layout: the layout of the parameters in that world.
-        runs: by bucket number, the first element and the errors of partial sums, then of sums.
+        layout: the layout of the parameters when they were saved.
+        runs: by bucket number, (first element, errors) for partial sums, and then for sums.
     """
 
     debtors: Debtors
@@ -202,7 +202,7 @@ class SavedErrorFeedback:
         return cls(debtors, node, layout, runs)
 
     def add_to(self, out: Tensor, begin: int, param: int, of_sums: bool) -> None:
-        """Adds to ``out`` the saved errors of a parameter from its element ``begin`` on."""
+        """Adds a parameter's saved errors, from its element ``begin`` on, to ``out``."""
         number, segment = self.layout.locations[param]
         if number not in self.runs:
             return
@@ -213,7 +213,7 @@ class SavedErrorFeedback:
             out[a - low : b - low].add_(values[a - first : b - first])
 
     def fits(self, sharded: ShardedStep) -> bool:
-        """True if it covers exactly the elements that this rank keeps."""
+        """True if this error feedback covers exactly the elements that this rank keeps."""
         comm = sharded.setting.comm
         assert comm is not None
         mine = {
@@ -235,7 +235,7 @@ def _extents(runs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int]]:
 def check_error_feedback(
     sharded: ShardedStep, saved: Sequence[SavedErrorFeedback], complete: bool, operation: str
 ) -> None:
-    """Raises CheckpointError if error feedback is needed from shards that are not given.
+    """Raises CheckpointError if this rank needs error feedback from shards that are not given.
 
     Args:
         sharded: the optimizer's step, which may keep no error feedback.
@@ -293,7 +293,7 @@ def check_groups(sharded: ShardedStep, saved: Any, operation: str) -> list[Group
     """Checks saved groups, and returns them ready for :func:`take_groups`.
 
     Raises:
-        CheckpointError: they do not fit the groups of ``sharded``, or have a bad hyper-parameter.
+        CheckpointError: ``saved`` does not fit ``sharded``'s groups, or a hyper-parameter is bad.
     """
     groups = sharded.groups
     if not isinstance(saved, Sequence) or len(saved) != len(groups):
@@ -340,7 +340,7 @@ def _is_alike(given: Any, mine: Any) -> bool:
 
 
 def _read_group(group: Group, given: Mapping[str, Any], device: torch.device) -> Group:
-    """Returns copies of a saved group's entries, converted to the types in ``group``."""
+    """Returns copies of a saved group's entries, converted to the types of ``group``'s entries."""
     taken = {key: deepcopy(value) for key, value in given.items() if key != "params"}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple):  # JSON has no tuples
@@ -350,7 +350,7 @@ def _read_group(group: Group, given: Mapping[str, Any], device: torch.device) ->
         elif isinstance(group.get(key), Tensor) and value is not None:
             taken[key] = torch.full_like(group[key], value)
     if "decoupled_weight_decay" in group:
-        # The class of the optimizer decides this, as in torch.
+        # Keep the optimizer's own value: its class decides between Adam and AdamW, as in torch.
         taken["decoupled_weight_decay"] = group["decoupled_weight_decay"]
     return taken
 
@@ -417,7 +417,7 @@ def describe_shard(layout: ShardLayout, rank: int, world_size: int) -> dict[str,
 
 
 class SavedShard:
-    """A saved shard, whose entries have been checked."""
+    """A saved shard; its constructor checks the entries."""
 
     def __init__(self, saved: Any, operation: str) -> None:
         self.operation = operation
@@ -458,7 +458,7 @@ class SavedShard:
 
     @property
     def more(self) -> dict[str, Any]:
-        """The entries of "shard" that only optimizers other than AdamW have."""
+        """The entries of "shard" that AdamW's shards do not have."""
         if self.optimizer == AdamWRule.name:
             return {}
         return {"optimizer": self.optimizer, "states": describe_states(self.states)}
@@ -509,7 +509,7 @@ def _debtors(shard: SavedShard) -> Debtors | None:
 
 
 class SavedShards:
-    """The saved shards of a world: all of them, or some."""
+    """Saved shards of one run, from all of its ranks or from some."""
 
     def __init__(self, saved: Sequence[Any], operation: str) -> None:
         self.operation = operation
@@ -561,7 +561,7 @@ class SavedShards:
             )
 
     def cut(self, layout: ShardLayout, rank: int, world_size: int) -> ChunkTensors:
-        """Returns copies of a rank's state under ``layout``, which has the same parameters."""
+        """Returns copies of a rank's state for ``layout``, another layout of these parameters."""
         mine: ChunkTensors = []
         for bucket in layout.buckets:
             chunk = bucket.chunk(rank, world_size)
@@ -587,9 +587,9 @@ class SavedShards:
         return list(dict.fromkeys(name for n in numbers for name in self.first.buckets[n]))
 
     def _read(self, param: int, name: str, begin: int, target: Tensor) -> None:
-        """Reads a parameter's state from element ``begin`` on, from the shards that have it.
+        """Fills ``target`` with a parameter's saved state from element ``begin`` on.
 
-        A bucket of Muon's lacks the tensors that none of its parameters needs.
+        Leaves ``target`` as it is if no parameter of the saved bucket needs the tensor (Muon).
         """
         number, segment = self.layout.locations[param]
         if name not in self.first.buckets[number]:
@@ -605,20 +605,20 @@ class SavedShards:
 
 
 def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
-    """Divides the shards of one world into shards for a world of another size.
+    """Divides the shards of all ranks into shards for another number of ranks.
 
-    The new shards have no error feedback, since the nodes of the new world are not known; to keep
+    The new shards have no error feedback, since the nodes of the new ranks are not known; to keep
     error feedback, load the shards of all ranks instead.
 
     Args:
-        shards: ``state_dict()`` of all ranks, in any order; the result does not keep their tensors.
+        shards: ``state_dict()`` of all ranks, in any order; the new shards have copies of the data.
         world_size: number of ranks that will load the new shards.
 
     Returns:
         The new shards, by rank; on the CPU.
 
     Raises:
-        CheckpointError: a shard is damaged or missing, or they were not saved together.
+        CheckpointError: a shard is damaged or missing, or the shards were not saved together.
         ArgumentError: ``world_size`` is not a positive integer.
     """
     ranks = integer(world_size, most=2**31 - 1)
@@ -676,7 +676,7 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
 
 
 def kept_whole(sharded: ShardedStep) -> KeptWhole:
-    """Returns by parameter the tensors of its state that all ranks have whole."""
+    """Returns by parameter the state tensors that are in no bucket, since all ranks have copies."""
     found = {index: sharded.rule.kept_whole(index) for index in range(len(sharded.layout.params))}
     return {index: dict(each) for index, each in found.items() if each}
 
@@ -711,7 +711,7 @@ def _told(sharded: ShardedStep) -> dict[str, Any]:
 
 
 def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
-    """Continues from this rank's own shard, or from all shards of any world; collective.
+    """Loads this rank's own shard, or the shards of all ranks that saved; collective.
 
     Raises:
         CheckpointError: the shards do not fit, on this rank or another; nothing was changed.
@@ -735,7 +735,7 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
     if setting.comm is not None:
-        # Dequantized parameters are computed from the masters.
+        # Compute the quantized parameters from the loaded masters.
         end_changes(
             setting.comm, [each for each in sharded.buckets if each.compression is not None]
         )
@@ -773,7 +773,7 @@ def check_states(sharded: ShardedStep, states: Sequence[ParamState | None], oper
 
 
 def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> None:
-    """Raises CheckpointError unless both layouts have the same parameters, except for names."""
+    """Raises CheckpointError unless both layouts have equal parameters; names may differ."""
     if len(mine.params) != len(saved.params):
         raise CheckpointError(
             f"{operation}: expected the state of {len(mine.params)} parameters, got that of "
@@ -787,7 +787,7 @@ def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> 
 
 
 def _own(sharded: ShardedStep, saved: SavedShards, operation: str) -> ChunkTensors:
-    """Returns this rank's tensors, as they were saved or cut from all shards."""
+    """Returns this rank's tensors: from its own shard if it fits, else copied from all shards."""
     rank, world_size = sharded.shard_of
     shard = saved.by_rank.get(rank)
     same_world = saved.world_size == world_size
@@ -817,7 +817,7 @@ def _check_kinds(
 def misfit_of(
     sharded: ShardedStep, bucket: Bucket, names: Sequence[str], groups: Sequence[Group]
 ) -> str:
-    """Returns the tensors that a bucket's saved state should have; "" if ``names`` fit."""
+    """Returns "" if a bucket's saved ``names`` fit, else the expected names, for an error."""
     masters = sorted(bucket.state.masters())
     misfit = sharded.rule.misfit([name for name in names if name not in MASTERS], groups)
     if not misfit and masters == sorted({*names} & {*MASTERS}):
@@ -839,6 +839,6 @@ def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
     sharded.ensure([[name for name in each if name not in MASTERS] for each in tensors])
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
         bucket.state.take(given)
-        # Masters that are not given are already written.
+        # Do not zero missing masters: they have been set already.
         bucket.state.zero({*bucket.state.names()} - {*given, *MASTERS})
     sharded.backend.forget()

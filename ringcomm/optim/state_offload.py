@@ -1,22 +1,22 @@
 """Offloaded optimizer state: on a disk or in host memory, it streams through buffers in pieces.
 
-Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements, also
-within a large parameter. The *swap unit* of a piece is its state: its tensors one after the other,
-each beginning at a page. A transfer moves one swap unit. A *buffer* is memory for one swap unit. A
-*visit* of a piece swaps its unit in, lets the caller change it, and marks it as changed.
+Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, at most 1 Mi elements; a
+large parameter may have several pieces. The *swap unit* of a piece is its state: tensors one after
+the other, each beginning at a page. A transfer moves one swap unit. A *buffer* is memory for one
+swap unit. A *visit* of a piece reads its swap unit, and lets the caller change it.
 
-Order. A step visits the pieces in the order of the buckets. Pieces take the buffers in turn, so
-that a piece always has the same buffer: addresses that kernels keep, and views that torch's
+Order. A step visits the pieces in the order of the buckets. Pieces are assigned to the buffers in
+turn, and a piece always has the same buffer: addresses that kernels keep, and views that torch's
 optimizers keep, stay valid. When a visit ends, the write of its swap unit is submitted, and then
 the read of the swap unit that needs the buffer next. So reads run as many pieces ahead as there are
 buffers; the last writes of a step, and the first reads of the next step, run while the model
 computes. The last pieces, up to ``resident_bytes``, have buffers of their own and never move.
 
-Bytes. A step reads and writes each of the other swap units once: 16 bytes per element with AdamW in
-FP32, 24 with FP32 masters of 16-bit parameters, and 20 with remainders. A piece does not move if
-none of its parameters takes the step, and a skipped step moves nothing. Muon and Adafactor visit
-the masters of 16-bit parameters again once whole parameters are computed, so these swap units move
-twice.
+Bytes. A step reads and writes each swap unit that is not resident once: 16 bytes per element with
+AdamW in FP32, 24 with FP32 masters of 16-bit parameters, and 20 with remainders. A piece does not
+move if none of its parameters takes the step, and a skipped step moves nothing. Muon and Adafactor
+visit the masters of 16-bit parameters a second time, once the parameters' updates are computed, so
+these swap units move twice.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from ringcomm.optim.setting import Setting
 Tensor = torch.Tensor
 
 PIECE_ELEMS = 1 << 20
-# The largest state of an element: three moments and a master in FP32.
+# The largest state of one element in bytes: three moments and a master in FP32.
 LARGEST_ELEM_BYTES = 16
 # Least number of swap units that the buffers must hold, so that reads, writes and updates overlap.
 LEAST_BUFFERS = 4
-# Device memory for buffers with offload_state="cpu": as much as a disk's default.
+# Device memory for buffers with offload_state="cpu": the default of Disk.buffer_bytes.
 PINNED_BUFFER_BYTES = 64 << 20
 
 
@@ -72,7 +72,7 @@ def piece_elems(buffer_bytes: int) -> int:
 
 
 def elems_of_pieces(elems: int, largest: int) -> int:
-    """Returns the elements of each piece but the last, for a chunk of ``elems`` elements."""
+    """Returns the elements of a piece, except the last, of a chunk of ``elems`` elements."""
     count = -(-elems // largest)
     return round_up(-(-elems // count), TILE_ELEMS)
 
@@ -88,7 +88,7 @@ def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class UnitTensor:
-    """One tensor of a swap unit: float32, int16, or uint8 of an 8-bit moment."""
+    """One tensor of a swap unit: float32, int16, or uint8 (an 8-bit moment)."""
 
     name: str
     dtype: torch.dtype
@@ -103,10 +103,10 @@ class UnitTensor:
 class OffloadedState(ShardState):
     """A placeholder for the offloaded state of a bucket: tensors without memory.
 
-    Names, dtypes and sizes are as in the state; elements are read and written through the pieces.
+    Names, dtypes and sizes are those of the state; the pieces read and write the elements.
     """
 
-    # The bucket has the state, so neither the state nor the pieces may keep the bucket alive.
+    # A weak reference: the bucket refers to the state, which must not keep the bucket alive.
     _bucket_ref: weakref.ref[Bucket]
 
     @classmethod
@@ -145,7 +145,7 @@ class OffloadedState(ShardState):
         return copies
 
     def whole_master(self) -> Tensor:
-        # A step visits only the pieces that it changes; elsewhere the parameters stay as they are.
+        # A step visits only pieces that it changes; for other pieces, return the parameters.
         bucket = self._bucket
         with bucket.params_here():
             values = bucket.own_params.to(torch.float32, copy=True)
@@ -176,7 +176,7 @@ def add_unit_tensors(
 ) -> None:
     """Makes the tensors of a state views of a swap unit: uint8 [bytes].
 
-    If the swap unit is on the device "meta", so are the tensors, and its size does not matter.
+    If ``unit`` is on the device "meta", the tensors are as well, and the size of ``unit`` is free.
     """
     begin = 0
     for each in unit_tensors:
@@ -195,7 +195,7 @@ def add_unit_tensors(
 
 
 class SwapTransfer(Protocol):
-    """A read or a write that is under way."""
+    """A read or write of a swap unit that is under way."""
 
     def wait(self) -> None:
         """Waits for the transfer.
@@ -214,7 +214,7 @@ class SwapStorage(Protocol):
     """
 
     def buffer(self, size_bytes: int) -> Tensor:
-        """Returns memory for swap units, of zeros: uint8 [bytes]."""
+        """Returns zeroed memory for a swap unit: uint8 [bytes]."""
         ...
 
     def add_extent(self, size_bytes: int) -> int:
@@ -234,30 +234,30 @@ class SwapBuffer:
     """Memory for one swap unit, which pieces may use in turn.
 
     Attributes:
-        memory: uint8 [bytes], from the begin of a page on.
+        memory: uint8 [bytes], which begins at a page boundary.
         is_shared: True if several pieces use the memory in turn.
-        changed: True if the swap unit here is newer than its copy in the storage.
+        changed: True if the swap unit in the memory is newer than its copy in the storage.
     """
 
     def __init__(self, memory: Tensor, is_shared: bool) -> None:
         self.memory = memory
         self.is_shared = is_shared
         self.changed = False
-        # Pieces refer to their buffers, and a cycle would free the parameters' memory late.
+        # A weak reference, since pieces refer to buffers: a cycle would free memory late.
         self._holds: weakref.ref[StatePiece] | None = None
         self._coming: SwapTransfer | None = None
 
     @property
     def holds(self) -> StatePiece | None:
-        """The piece whose swap unit is here, or is being read; None if there is none."""
+        """The piece whose swap unit is in the buffer or being read into it; None if none is."""
         return None if self._holds is None else self._holds()
 
     def begin_with(self, piece: StatePiece) -> None:
-        """Makes the memory, with its present content, the swap unit of a piece."""
+        """Declares the present content of the memory to be the swap unit of a piece."""
         self._holds = weakref.ref(piece)
 
     def swap_in(self, piece: StatePiece, storage: SwapStorage) -> None:
-        """Submits the transfers that bring a piece's swap unit here; see :meth:`wait`."""
+        """Submits the transfers that replace the content by a piece's swap unit; see wait()."""
         if self.holds is piece:
             return
         self.swap_out(storage)
@@ -266,7 +266,7 @@ class SwapBuffer:
             self._coming = storage.read(piece.extent_of(storage), self._unit(piece))
 
     def swap_out(self, storage: SwapStorage) -> SwapTransfer | None:
-        """Submits the write of the swap unit that is here, if it has been changed."""
+        """Submits the write of the buffer's swap unit if it has been changed."""
         piece, changed = self.holds, self.changed
         self.changed = False
         if piece is None or not changed or not piece.size_bytes:
@@ -314,7 +314,7 @@ class StatePiece:
         return sum(map(rounded_up, sizes))
 
     def extent_of(self, storage: SwapStorage) -> int:
-        """Returns the number of its extent, which the first call allocates; 0 without a state."""
+        """Returns the number of the piece's extent, allocated at the first call; 0 if no state."""
         if not self.size_bytes:
             return 0
         if self.extent is None:
@@ -322,7 +322,7 @@ class StatePiece:
         return self.extent
 
     def move_in(self, buffer: SwapBuffer) -> None:
-        """Takes a buffer, and makes the bucket of the piece with its state in the buffer."""
+        """Sets the piece's buffer, and makes ``view``, a bucket whose state is in the buffer."""
         self.buffer = buffer
         state = ShardState(quantized_state=self.bucket.state.quantized_state)
         add_unit_tensors(state, self.unit_tensors, buffer.memory, self.chunk.elems)
@@ -358,10 +358,10 @@ class PiecedOffload(StateOffload):
         self.storage = storage
         self._kept: dict[int, _OffloadedBucket] = {}
         self._is_laid_out = True
-        # The pieces that the current step visits, each with the piece that needs its buffer next,
-        # in this step or first in the next step; None between steps.
+        # Maps each piece that the current step visits to the piece that needs its buffer next, in
+        # this step or at the start of the next step; None between steps.
         self._visited: dict[StatePiece, StatePiece] | None = None
-        # By parameter, nonzero if it takes the step; None if begin_step() already knew that.
+        # By parameter, nonzero if it takes the step; None if begin_step() has used these numbers.
         self._active: Sequence[float] | None = None
         self.fault: DiskError | None = None
 
@@ -375,7 +375,7 @@ class PiecedOffload(StateOffload):
         return OffloadedState.of(bucket, unit_tensors, quantized_state)
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Implements :meth:`Bucket.ensure`; the pieces' state moves to larger swap units."""
+        """Implements :meth:`Bucket.ensure`; copies the pieces' state to larger swap units."""
         state, kept = bucket.state, self._kept[bucket.number]
         missing = [name for name in names if state.memory(name) is None]
         if not missing:
@@ -413,7 +413,7 @@ class PiecedOffload(StateOffload):
         old, new = map(self.storage.buffer, (piece.size_bytes, made.size_bytes))
         self.storage.read(piece.extent, old).wait()
         new.zero_()
-        # New tensors come after the old ones.
+        # The new tensors follow the old tensors in the swap unit.
         new[: piece.size_bytes].copy_(old)
         self.storage.write(made.extent_of(self.storage), new).wait()
         return made
@@ -427,7 +427,7 @@ class PiecedOffload(StateOffload):
         for piece in resident:
             buffer = SwapBuffer(self.storage.buffer(piece.size_bytes), is_shared=False)
             if piece.extent is None:
-                buffer.begin_with(piece)  # new memory is zeros, as a new state is
+                buffer.begin_with(piece)  # new memory has zeros, and so does a new state
             piece.move_in(buffer)
         if not pieces:
             return
@@ -438,15 +438,15 @@ class PiecedOffload(StateOffload):
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
             if count < len(pieces):
-                # Reserve extents now for the pieces that will leave their buffers, before the disk
-                # fills up.
+                # Reserve extents for the pieces that will leave their buffers now, before the disk
+                # is full.
                 piece.extent_of(self.storage)
 
     def reserve(self) -> None:
         """Reserves the memory and the disk space that the state needs.
 
         Raises:
-            DiskError: the disk has no room.
+            DiskError: the disk has too little space.
         """
         if not self._is_laid_out:
             self._lay_out()
@@ -454,9 +454,9 @@ class PiecedOffload(StateOffload):
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
         """Implements :meth:`Bucket.pieces`; in a step, only for the pieces that the step visits.
 
-        In a step an error of the disk ends the visits, and is kept in :attr:`fault`. The rank
-        continues with the calls that other ranks wait for, and at the end the error is raised on
-        all ranks.
+        In a step an error of the disk ends the visits, and is stored in :attr:`fault`. The rank
+        continues with the calls for which other ranks wait; at the end of the step all ranks raise
+        the error.
 
         Raises:
             DiskError: the disk has failed; raised here only between steps.
@@ -488,7 +488,7 @@ class PiecedOffload(StateOffload):
     def _visit(self, piece: StatePiece, write: bool) -> Iterator[Bucket]:
         buffer, view = piece.buffer, piece.view
         assert buffer is not None and view is not None
-        # The bucket gets another layout when its optimizer grows.
+        # Update the layout: the bucket gets a new layout when param groups are added.
         view.layout, view.segments = piece.bucket.layout, piece.bucket.segments
         buffer.swap_in(piece, self.storage)
         buffer.wait()
@@ -508,8 +508,8 @@ class PiecedOffload(StateOffload):
         """Plans the visits of a step.
 
         Args:
-            find_active: returns by parameter a number, nonzero if it takes the step; None to visit
-                all pieces.
+            find_active: returns a number per parameter, nonzero if the parameter takes the step; or
+                None to visit all pieces.
             order: the buckets' numbers in the order of their updates; None for ascending numbers. A
                 later :meth:`update_only` overrides the plan.
         """
@@ -532,10 +532,10 @@ class PiecedOffload(StateOffload):
             self.fault = error
 
     def update_only(self, active: Sequence[float]) -> None:
-        """Makes the step's later visits reach all pieces of these parameters, planned or not.
+        """Makes the step's later visits include all pieces of active parameters, planned or not.
 
         Args:
-            active: by parameter, nonzero if it takes the step.
+            active: a number per parameter, nonzero if the parameter takes the step.
         """
         self._active = active
 
@@ -572,11 +572,11 @@ def takes_step(layout: BucketLayout, chunk: Chunk, active: Sequence[float]) -> b
 
 
 def wait_limit_s(disk: Disk, comms: Iterable[Communicator]) -> float:
-    """Returns how many seconds a rank waits for one transfer.
+    """Returns the seconds for which a rank waits for one transfer.
 
     Args:
-        disk: the disk, whose own limit has priority.
-        comms: communicators of the ranks that may wait for this rank meanwhile.
+        disk: the disk; its ``timeout_s``, if set, is returned.
+        comms: communicators of the ranks that may wait for this rank in the meantime.
     """
     if disk.timeout_s is not None:
         return disk.timeout_s
@@ -588,8 +588,8 @@ def make_offload(setting: Setting) -> StateOffload:
     """Returns the offload that an optimizer's options choose; collective unless in memory.
 
     Raises:
-        UnsupportedError: the parameters are not on the device that the offload serves.
-        ArgumentError, DiskError: no state can be kept there, on this rank or another.
+        UnsupportedError: the offload does not support the parameters' device.
+        ArgumentError, DiskError: this rank or another cannot offload its state.
     """
     target = setting.options.offload_state
     if target is None:

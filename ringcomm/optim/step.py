@@ -74,7 +74,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Asked:
-    """A rank's request to step or to clip, which the ranks compare before they reduce.
+    """A rank's request to step or to clip; the ranks compare requests before they reduce.
 
     Attributes:
         operation: name of the request; ranks compare it, and errors name it.
@@ -87,7 +87,7 @@ class Asked:
     refusal: Exception | None = None
 
 
-#: A step without arguments.
+#: The request of a step, which has no arguments.
 STEP = Asked()
 
 
@@ -99,7 +99,7 @@ class PreparedStep:
 
     #: Name of the operation that builds the step, for errors.
     _operation = OPERATION
-    #: While this step is built: the optimizer's previous step, which it replaces.
+    #: While this object is built: the optimizer's previous step, which this object will replace.
     _before: PreparedStep | None = None
     #: The states of the previous step's parameters.
     _states: Sequence[ParamState | None] = ()
@@ -145,7 +145,7 @@ class PreparedStep:
         #: The order in which a step reduces, updates and gathers each bucket.
         self.plan: StagePlan
         self._check_ranks()
-        # Made after the ranks have compared their options, since making it is collective.
+        # Make the offload after the ranks have compared their options, since it is collective.
         self.offload: StateOffload = (
             make_offload(setting) if self._before is None else self._before.offload
         )
@@ -168,7 +168,7 @@ class PreparedStep:
         compared = {"options": told, "groups": self._compared_groups()}
         check_ranks(self._operation, setting.comm, setting.others, self.mesh, self.layout, compared)
         if setting.others is not None:
-            # These options decide whether a step communicates with the other stages.
+            # With these options a step communicates with other pipeline stages.
             asks = options.check_finite, setting.loss_scaler is not None
             told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
             check_on_mesh(setting.comm, self.over, self._operation, {"options": told})
@@ -178,7 +178,7 @@ class PreparedStep:
                 warn_of_idle_axis(self.over, divided)
 
     def _compared_groups(self) -> list[dict[str, Any]]:
-        """Returns by group the hyper-parameters that ranks compare before the first step."""
+        """Returns the hyper-parameters of each group that ranks compare before the first step."""
         return [self.rule.compared(group) for group in self.groups]
 
     def _make_backend(self) -> Backend:
@@ -186,7 +186,7 @@ class PreparedStep:
 
         Raises:
             UnsupportedError: Triton's kernels cannot run here, the ring's segments are too small,
-                or an option needs nodes with equally many ranks and their numbers differ.
+                or an option needs equally many ranks on all nodes.
         """
         comm, options = self.setting.comm, self.setting.options
         if comm is not None and comm.world_size > 1:
@@ -202,7 +202,7 @@ class PreparedStep:
         """Allocates the buckets' state, as zeros; collective if state is offloaded.
 
         Raises:
-            DiskError: on all ranks, if a rank's disk has no room for the state.
+            DiskError: on all ranks, if a rank's disk has too little space for the state.
         """
         rule, setting = self.rule, self.setting
         for bucket in buckets:
@@ -220,7 +220,7 @@ class PreparedStep:
     def write_masters(self, buckets: Sequence[Bucket], write: Callable[[Bucket], None]) -> None:
         """Writes the buckets' masters for the first time, by calling ``write`` on each bucket.
 
-        It is collective if state is offloaded.
+        This method is collective if state is offloaded.
 
         Raises:
             DiskError: on all ranks, if a rank's disk fails.
@@ -268,7 +268,7 @@ class PreparedStep:
         return AccumulatedGradients(self.params, self.layout, self.buckets, accumulator)
 
     def _join(self, placement: Placement) -> None:
-        """Uses the buckets into which a placement has put the parameters."""
+        """Uses the buckets of ``placement``, which already have the parameters."""
         setting = self.setting
         placement.bind(self, self._before)
         self.shard_of = placement.shard_of
@@ -299,7 +299,7 @@ class PreparedStep:
 
     @property
     def masters_decide(self) -> bool:
-        """True if masters determine parameters, which are their high halves or quantized values."""
+        """True if masters determine the parameters: by their high halves or quantized values."""
         options = self.setting.options
         return options.master == "remainder" or options.compression.quantizes_parameters
 
@@ -325,7 +325,7 @@ class PreparedStep:
                 self._bind_again()
 
     def _bind_again(self) -> None:
-        """Binds the rule again, after pieces of the state were laid out again."""
+        """Binds the rule to the buckets again, after offloaded state was divided again."""
         chunks, states = self.shard_of[1], self.states()
         self.rule.bind(self.layout, self.groups, self.buckets, chunks, states)
 
@@ -334,7 +334,7 @@ class PreparedStep:
         return self.rule.states(self.layout, self.groups, self.table.step.tolist())
 
     def _raise_faults(self, operation: str) -> None:
-        """Raises a rank's disk error, if there was one, on all ranks; collective."""
+        """Raises on all ranks if a rank's disk has failed; collective."""
         store = None if self._placement is None else self._placement.store
         if self.offload.in_memory and store is None:
             return
@@ -357,7 +357,7 @@ class Amp:
 
 @dataclass
 class FirstPass:
-    """The result of the first of two passes.
+    """The result of a step's first pass, which reduces the gradients and sums their norm.
 
     Attributes:
         words: int64 [24], the norm words of all buckets and ranks.
@@ -365,11 +365,11 @@ class FirstPass:
         clip: float64, a scalar: the clip coefficient so far.
         mark: the mark of the gradients that were reduced.
         clipped: True if a call has clipped the gradients.
-        written: True if the reduced gradients may have been written to. They must then not be
-            reduced again while the mark holds, and ``words`` may describe the earlier values.
+        written: True if code may have written to the reduced gradients. They must then not be
+            reduced again while ``mark`` is valid, and ``words`` may describe the earlier values.
         seen: True if the module's watchers have received the gradients.
         overflowed: float64, a scalar: not 0 if the gradient was not finite before it was clipped by
-            value; None if that was not checked.
+            value; None if no call has checked this.
     """
 
     words: Tensor
@@ -392,10 +392,10 @@ class ShardedStep(PreparedStep):
         self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
-        # True if the table holds the factors of a step that neither scales nor clips; None once a
-        # graph has captured a step, since a replay may have changed the factors.
+        # True if the table has the factors of a step that neither scales nor clips; None once a
+        # graph has captured a step, since a replay may change the factors.
         self._is_plain: bool | None = False
-        # The last step's flags by parameter, and the parameters that those flags mark as changed.
+        # The last step's flags, one per parameter, and the parameters with a nonzero flag.
         self._stepped: tuple[list[float], list[Tensor]] = ([], [])
 
     @property
@@ -411,11 +411,11 @@ class ShardedStep(PreparedStep):
         return reduced
 
     def forget_reduced(self) -> None:
-        """Forgets the result of the first pass, since the gradients are new."""
+        """Forgets the result of the first pass; called when there are new gradients."""
         self.first_pass = None
 
     def begin_anew(self) -> None:
-        """Clears the marks of earlier steps, after the whole state was replaced."""
+        """Forgets earlier steps' results and failures, after the whole state was replaced."""
         self.partly_updated = False
         self.first_pass = None
         if self.masters_decide:
@@ -437,7 +437,7 @@ class ShardedStep(PreparedStep):
         self._ensure_all()
 
     def check_hyper(self) -> None:
-        """Raises why this rank refuses a step or clipping; callers report it to all ranks."""
+        """Raises if this rank must refuse a step or clipping; callers tell all ranks."""
         if self._placement is not None and self._placement.lost is not None:
             raise self._placement.lost
         for index, group in enumerate(self.groups):
@@ -446,8 +446,8 @@ class ShardedStep(PreparedStep):
     def reduce_now(self, operation: str) -> None:
         """Reduces the gradients for an operation, if they are not reduced yet; collective.
 
-        Afterwards :meth:`StagePlan.reduced` returns them, and the next step uses them unless
-        gradients change before it.
+        Afterwards :meth:`StagePlan.reduced` returns the reduced gradients. The next step uses them
+        unless gradients change before the step.
         """
         if self.still_reduced() is None:
             self.first_pass = self.reduce("l2", Asked(operation))
@@ -464,7 +464,7 @@ class ShardedStep(PreparedStep):
         self.wrote(replace(before, clip=torch.ones_like(before.clip), clipped=False))
 
     def wrote(self, first_pass: FirstPass) -> None:
-        """Keeps the result of a first pass whose reduced gradients were written to."""
+        """Stores a first pass whose reduced gradients were written to, with a new mark."""
         self.first_pass = replace(first_pass, mark=self.gradients.mark(), written=True)
 
     def step(self, amp: Amp) -> None:
@@ -520,7 +520,7 @@ class ShardedStep(PreparedStep):
         self.partly_updated = False
         self.first_pass = None
         if self.setting.accumulator is not None:
-            # p.grad is always None here, so the step must mark where a new sum begins.
+            # With an accumulator p.grad is always None, so the step itself begins the new sums.
             self.setting.accumulator.clear()
         if self.setting.loss_scaler is not None:
             self.setting.loss_scaler.update(self.table.control[backends.FOUND_INF])
@@ -535,20 +535,20 @@ class ShardedStep(PreparedStep):
         self.offload.end_step()
 
     def _find_active(self) -> list[float] | None:
-        """Returns by parameter a number, nonzero if the step changes it; None if unknown."""
+        """Returns a number per parameter, nonzero if the step changes it; None if unknown."""
         if self._launches:
-            return None  # the host would have to wait for it
+            return None  # the host would have to wait for the device
         active: list[float] = self.table.active.tolist()
         return [0.0] * len(active) if self.table.control[backends.FOUND_INF] else active
 
     def count_step(self) -> None:
-        """Counts the step in the versions of the parameters that it has changed.
+        """Increments the versions of the parameters that the step has changed.
 
-        On a device the host does not know which parameters step, so it counts all trainable ones.
+        On a device the host does not know which parameters step, so all trainable versions grow.
         """
         table = self.table
         if self._launches:
-            # Otherwise torch would call __torch_function__ of each resharded parameter.
+            # Save time: otherwise torch calls __torch_function__ of each resharded parameter.
             with without_torch_function():
                 stepped = [param for param in self.params if param.requires_grad]
         elif table.control[backends.FOUND_INF]:
@@ -563,7 +563,7 @@ class ShardedStep(PreparedStep):
         self.written.expect(stepped)
 
     def count_change(self, params: Sequence[Tensor]) -> None:
-        """Counts a change of values in the versions of some of the optimizer's parameters."""
+        """Increments the versions of ``params``, whose values have changed."""
         if self._placement is None:
             count_change(params)
         else:
@@ -572,7 +572,7 @@ class ShardedStep(PreparedStep):
     def _forget_losses_of_skipped(self) -> None:
         """Clears the error-feedback buffers if the step was skipped.
 
-        A gradient with an infinity may also have finite elements that are useless and very large.
+        A gradient with an infinity may also have finite elements that are far too large.
         """
         buffers = [
             bucket.error_feedback for bucket in self.buckets if bucket.error_feedback is not None
@@ -587,7 +587,7 @@ class ShardedStep(PreparedStep):
         return self.setting.options.update == "in_backward"
 
     def refuse_in_backward(self, operation: str) -> None:
-        """Raises ArgumentError if backward uses up the gradients that an operation needs."""
+        """Raises ArgumentError if backward updates parameters, since gradients are then dropped."""
         if self.updates_in_backward:
             raise ArgumentError(
                 f"{self.setting.where(operation)}: backward uses each bucket's gradients as soon "
@@ -614,7 +614,7 @@ class ShardedStep(PreparedStep):
             )
 
     def _check_scaled(self, amp: Amp) -> None:
-        """Raises ArgumentError if gradients must be scaled and there is no scaler."""
+        """Raises ArgumentError if the loss must be scaled, but the step has no scaler."""
         expected = self._placement is not None and self._placement.scaled
         if expected and self.setting.loss_scaler is None and amp.found_inf is None:
             raise ArgumentError(
@@ -676,7 +676,7 @@ class ShardedStep(PreparedStep):
     def _compare(self, asked: Asked, frozen: list[int]) -> None:
         """Compares the ranks' requests if no other message carries their digest; collective.
 
-        A step without arguments has nothing to compare here. On a device nothing is compared, since
+        A step has no arguments, so it is not compared here. On a device nothing is compared, since
         the host would have to wait for the device.
         """
         comm = self.setting.comm
@@ -699,14 +699,13 @@ class ShardedStep(PreparedStep):
         """Compares the ranks' requests, and determines which parameters step; collective."""
         before = self.still_reduced()
         if before is not None and before.written:
-            # The stepping parameters are already determined, and include those whose gradient was
-            # written to.
+            # The earlier pass and wrote_gradient() have already determined which parameters step.
             self._compare(asked, [])
         else:
             self._collect(asked)
 
     def reduce(self, kind: str, asked: Asked = STEP) -> FirstPass:
-        """Runs the first of two passes; after writes to gradients, only sums norms; collective."""
+        """Runs the first pass; if gradients were written to, only sums their norm; collective."""
         before = self.still_reduced()
         sums = before is not None and before.written
         self.agree(asked)
@@ -729,12 +728,12 @@ class ShardedStep(PreparedStep):
         return replace(before, words=total, kind=kind, mark=mark, written=written, seen=seen)
 
     def norm_words(self, kind: str, gradient_of: Callable[[Bucket], Tensor | None]) -> Tensor:
-        """Returns the norm words of the gradients that a function returns by bucket; collective.
+        """Returns the norm words of the gradients that ``gradient_of`` returns; collective.
 
         Args:
             kind: "l2", "l1" or "inf".
-            gradient_of: returns the part of a bucket that this rank sums, in the same blocks as
-                :meth:`own_gradient`; or None, on all ranks, to leave the bucket out.
+            gradient_of: returns the part of a bucket's gradient that this rank sums, with the range
+                of :meth:`own_gradient`; or None, on all ranks, to leave the bucket out.
 
         Returns:
             int64 [24], the sum over all buckets and ranks.
@@ -781,14 +780,14 @@ class ShardedStep(PreparedStep):
                             see(name, piece, begin)
 
     def own_chunk(self, bucket: Bucket) -> Chunk:
-        """Returns the part of a bucket that this rank sums for the norm."""
+        """Returns the elements of a bucket that this rank sums for the norm."""
         comm = self.setting.comm
         if comm is None or self.setting.options.state != "node":
             return bucket.layout.chunk(*self.setting.shard_of)
         return bucket.layout.chunk_of_copy(comm)
 
     def own_gradient(self, bucket: Bucket) -> Tensor:
-        """Returns the part of the reduced gradient that this rank sums for the norm."""
+        """Returns the elements of the reduced gradient that this rank sums for the norm."""
         kept, own = bucket.layout.chunk(*self.setting.shard_of), self.own_chunk(bucket)
         return self.plan.reduced(bucket)[own.begin - kept.begin : own.end - kept.begin]
 
@@ -802,7 +801,7 @@ class ShardedStep(PreparedStep):
         return inverse / scaler.current.to(device, torch.float64)
 
     def write_control(self, amp: Amp, reduced: FirstPass | None) -> None:
-        """Writes the gradient's factors, and whether the kernels skip the step, into the table."""
+        """Writes into the table the gradient's factors, and whether the kernels skip the step."""
         scaled = self.setting.loss_scaler is not None or amp.scale is not None
         plain = not scaled and amp.found_inf is None and reduced is None
         if self._launches:
@@ -831,7 +830,7 @@ class ShardedStep(PreparedStep):
                 found.add_(reduced.overflowed)
 
     def _report(self) -> None:
-        """Logs on rank 0 that a step was skipped; only on the host, as reading there is free."""
+        """Logs on rank 0 that a step was skipped; not on a device, where the host would wait."""
         if self._launches:
             return
         skipped = int(self.table.control[backends.SKIPPED])

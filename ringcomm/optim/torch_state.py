@@ -73,7 +73,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
 
 
 def _empty_shards(layout: ShardLayout) -> list[int]:
-    """Returns the 16-bit parameters of which other ranks have elements, and this rank has none."""
+    """Returns the indices of 16-bit parameters whose elements are all on other ranks."""
     return [
         index
         for index, spec in enumerate(layout.params)
@@ -106,7 +106,7 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
 
 
 def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
-    """Loads this rank's shards of a whole state in torch's format; collective.
+    """Loads this rank's shards from a state of all parameters in torch's format; collective.
 
     Raises:
         CheckpointError: the state does not fit the parameters; nothing was changed.
@@ -138,14 +138,14 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
     take_whole(sharded, whole)
     sharded.rule.take_states(states)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
-    # torch counts steps by parameter, and the optimizer has taken at least the largest count.
+    # torch counts steps per parameter; the optimizer has taken at least the largest number.
     sharded.table.control[backends.STEPS].fill_(max(steps, default=0.0))
     sharded.table.control[backends.SKIPPED].zero_()
     sharded.begin_anew()
 
 
 def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
-    """Returns states by this optimizer's indices; torch's keys are in "params" of the groups."""
+    """Returns saved states by this optimizer's indices; "params" of the groups lists the keys."""
     keys = [key for group in given["param_groups"] for key in group["params"]]
     found: dict[int, Any] = {}
     for index, key in enumerate(keys):
@@ -155,7 +155,7 @@ def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -> Any:
-    """Returns a parameter's state with this rank's part of each tensor."""
+    """Returns a parameter's entry with each tensor replaced by this rank's part."""
     if not isinstance(entry, Mapping):
         return entry
     called = f"{operation}: parameter {index}"
@@ -166,10 +166,10 @@ def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -
 
 
 def _local_tensor(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
-    """Returns this rank's part of a state tensor, which is whole or a DTensor as the parameter.
+    """Returns this rank's part of a state tensor: a whole tensor, or a DTensor like the parameter.
 
     Raises:
-        CheckpointError: it is a DTensor with another mesh or other placements.
+        CheckpointError: the DTensor has another mesh or other placements than the parameter.
     """
     if not isinstance(given, Tensor):
         return given
@@ -216,7 +216,7 @@ def _kept_whole(
     states: Sequence[ParamState | None],
     operation: str,
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns, for parameters with state, the checked tensors that all ranks have whole."""
+    """Checks and returns the state tensors that are in no bucket, for parameters with state."""
     found: dict[int, dict[str, Tensor]] = {}
     for index, state in enumerate(states):
         for name, mine in sharded.rule.kept_whole(index).items() if state is not None else ():
@@ -238,7 +238,7 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 
 
 def _has_master(sharded: ShardedStep, index: int) -> bool:
-    """True if a whole state has the master of a parameter, which is 16-bit or sent quantized."""
+    """True if a full state has a parameter's master: it is 16-bit, or nodes send it quantized."""
     spec, (number, _) = (
         sharded.layout.params[index],
         sharded.layout.locations.get(index, (None, None)),
@@ -250,7 +250,7 @@ def _has_master(sharded: ShardedStep, index: int) -> bool:
 def _check_masters(
     sharded: ShardedStep, given: Mapping[int, Any] | None, operation: str
 ) -> dict[int, Tensor] | None:
-    """Checks the masters; returns this rank's shards by index, or None when there are none."""
+    """Checks the masters; returns this rank's shards by index, or None if no masters are given."""
     if given is None:
         return None
     masters = {}
@@ -290,7 +290,7 @@ def _take(sharded: ShardedStep, given: _LoadedState, masters: dict[int, Tensor] 
 
 
 def _in_order(sharded: ShardedStep, index: int, tensor: Tensor) -> Tensor:
-    """Returns a tensor of a parameter's shape as float32 [elements], in the bucket's order."""
+    """Flattens a tensor of a parameter's shape to float32 [elements], in the bucket's order."""
     spec = sharded.layout.params[index]
     flat = torch.empty(spec.elems, dtype=torch.float32, device=sharded.setting.device)
     spec.view(flat).copy_(tensor)
@@ -305,7 +305,7 @@ def _take_masters(sharded: ShardedStep, bucket: Bucket, masters: dict[int, Tenso
         flat = _in_order(sharded, index, masters[index])
         low, high = max(begin, chunk.begin), min(end, chunk.end)
         if bucket.state.remainder is not None:
-            # A remainder has a meaning only with the parameter that it was split from.
+            # A master is a parameter and its remainder together, so write the parameter as well.
             bucket.write_params(begin, split_master(flat)[0])
         if low < high:
             bucket.write_state("master", low, flat[low - begin : high - begin])
