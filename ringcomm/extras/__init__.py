@@ -1,7 +1,7 @@
 """Extensions of the core: experts, tensor parallelism, FSDP2, and other libraries' training loops.
 
-``from ringcomm.extras import moe`` imports one of them. The modules for another library
-(``lightning``, ``transformers``, ``accelerate``) import that library.
+``from ringcomm.extras import moe`` imports one extension. The modules ``lightning``,
+``transformers`` and ``accelerate`` import the library of the same name.
 """
 
 from __future__ import annotations

@@ -57,13 +57,13 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Accepts a sharded module unchanged, and prepares others for evaluation.
+        """Returns a sharded module unchanged, and prepares other modules for evaluation.
 
         Raises:
             ArgumentError: a module with trainable parameters is not sharded.
         """
         if is_sharded(model):
-            # Prepared as for evaluation, so that Accelerate does not wrap it in DDP.
+            # Prepare the module as for evaluation, so that Accelerate does not wrap it in DDP.
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if not evaluation_mode and any(param.requires_grad for param in model.parameters()):
             raise ArgumentError(
@@ -77,7 +77,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
         """Accepts a ringcomm optimizer unchanged.
 
         Raises:
-            ArgumentError: it is not a ringcomm optimizer.
+            ArgumentError: the optimizer is not a ringcomm optimizer.
         """
         must_be_sharded(_unwrapped(optimizer), "ZeroAccelerator.prepare")
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -86,7 +86,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Keeps backwards of a sharded module from reducing; ``accumulate()`` does so by itself."""
+        """Keeps backwards of a sharded module from reducing; ``accumulate()`` calls this method."""
         whole: AbstractContextManager[None] = nullcontext()
         with zero.no_sync(model) if is_sharded(model) else whole:
             yield
@@ -94,19 +94,19 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clips by the optimizer with these parameters; returns the norm of the mean gradient."""
+        """Clips gradients by their optimizer; returns the norm of the ranks' mean gradient."""
         optimizer, params = self._optimizer_of(parameters, "clip_grad_norm_")
         return optimizer.clip_grad_norm_(max_norm, float(norm_type), params=params)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clips each element, with the optimizer that has the parameters."""
+        """Clips each element of the gradients by the parameters' optimizer."""
         optimizer, params = self._optimizer_of(parameters, "clip_grad_value_")
         optimizer.clip_grad_value_(clip_value, params=params)
 
     def _optimizer_of(
         self, parameters: Iterable[Tensor], operation: str
     ) -> tuple[ShardedOptimizer, list[Tensor] | None]:
-        """Returns the optimizer of given parameters, and these parameters, or None for all."""
+        """Returns the parameters' optimizer; and the parameters, or None if they are all it has."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(param) for param in given if param.requires_grad}
         for optimizer in map(_unwrapped, self._optimizers):
@@ -126,7 +126,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Returns whole weights on the main process, and nothing on others; all ranks call it."""
+        """Returns whole weights on the main process, {} on other processes; all ranks call it."""
         if is_sharded(model):
             return state_on_first(model, self.is_main_process)
         return super().get_state_dict(model, unwrap)
@@ -134,7 +134,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", **settings: Any
     ) -> None:
-        """Writes whole weights, by the main process; all ranks call it."""
+        """Writes whole weights from the main process; all ranks call it."""
         if self.is_main_process or not is_sharded(model):
             super().save_model(model, save_directory, max_shard_size, **settings)
         else:
@@ -142,7 +142,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
         self.wait_for_everyone()
 
     def save_state(self, output_dir: Any = None, **settings: Any) -> Any:
-        """Saves all prepared objects; sharded modules by :func:`ringcomm.zero.save`."""
+        """Saves all prepared objects; uses :func:`ringcomm.zero.save` for sharded modules."""
         sharded = self._sharded_pairs()
         with self._without(sharded):
             folder = super().save_state(output_dir, **settings)
@@ -152,7 +152,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: Any = None, **settings: Any) -> None:
-        """Continues from :meth:`save_state`, at any stage and with any number of ranks."""
+        """Loads a result of :meth:`save_state`, at any stage and with any number of ranks."""
         sharded = self._sharded_pairs()
         found: list[Any] = []
         handle = self.register_load_state_pre_hook(lambda _, folder: found.append(folder))
@@ -165,7 +165,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
             zero.load(_root(found[0], number), module, optimizer)
 
     def _sharded_pairs(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
-        """Returns the prepared sharded modules, each with its optimizer if that was prepared."""
+        """Returns the prepared sharded modules, each with its optimizer; None if not prepared."""
         pairs = []
         for model in self._models:
             if is_sharded(model):
@@ -192,7 +192,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
 
 
 def check_settings(accelerator: Any, where: str) -> None:
-    """Raises UnsupportedError for settings that shard or cast besides ``ringcomm.zero``."""
+    """Raises UnsupportedError for settings that shard or cast, which ``ringcomm.zero`` must do."""
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP"):
         raise UnsupportedError(

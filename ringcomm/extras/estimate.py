@@ -1,4 +1,4 @@
-"""Closed forms for memory, traffic and time of sharded training; see ``docs/estimate.md``."""
+"""Formulas for the memory, traffic and time of sharded training; see ``docs/estimate.md``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ModelElems:
     """Elements of a model's parameters, each parameter counted once.
 
     Attributes:
-        trainable: elements with a gradient.
-        frozen: other elements.
+        trainable: elements of parameters with gradients.
+        frozen: elements of parameters without gradients.
         largest: elements of the largest trainable parameter; 0 if unknown.
         units: elements of each unit that stage 3 unshards, including frozen elements; () if
             unknown.
@@ -97,12 +97,12 @@ def _spec(name: str, param: nn.Parameter) -> ParamSpec:
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of a rank's activations between forward and backward.
+    """The bytes that a rank's activations take between forward and backward.
 
     Attributes:
         layers: tensors that the layers keep for the backward, or their checkpoints.
         recomputed: tensors that the backward computes again and holds at the same time.
-        ends: dropout mask of the embedding, inputs of last norm and output layer, FP32 logits.
+        ends: embedding's dropout mask, inputs of the last norm and the output layer, FP32 logits.
         moved: bytes that the forward writes to a disk and the backward reads.
     """
 
@@ -112,10 +112,9 @@ class ActivationBytes(NamedTuple):
     moved: int = 0
 
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
-        """Returns the bytes within ``zero.activations_on(disk)``; ``layers`` includes the ends.
+        """Returns the bytes under ``zero.activations_on(disk)``; ``layers`` includes the ends.
 
-        Memory holds buffers, resident tensors, and the bytes of one layer, ``layer``, or of the
-        ends.
+        Memory has buffers, resident tensors, and ``layer`` bytes of one layer, or the ends' bytes.
         """
         kept = self.layers + self.ends
         at_work = max(self.ends, layer - self.recomputed)
@@ -126,10 +125,10 @@ class ActivationBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Transformer:
-    """The sizes of a GPT-2: pre-norm decoder layers with biases, learned positions.
+    """The sizes of a GPT-2: pre-norm decoder layers with biases, and learned positions.
 
     Attributes:
-        layers: layers of four width x width matrices and an MLP of 4 x width.
+        layers: number of layers, each with four width x width matrices and an MLP of 4 x width.
         width: channels of a token, a multiple of ``heads``.
         heads: attention heads.
         context: tokens of a sequence.
@@ -182,8 +181,8 @@ class Transformer:
 
         Args:
             micro_batch: sequences of a forward.
-            checkpointing: "none"; "selective" keeps all but the attention's core; "full" keeps the
-                input of every ``every``-th layer.
+            checkpointing: "none"; "selective", which computes softmax, dropout and output of the
+                attention again; or "full", which keeps only the input of every ``every``-th layer.
             every: layers between two checkpoints of "full".
             elem_bytes: bytes of an activation.
 
@@ -215,7 +214,7 @@ GIGA = 1e9
 
 
 class SwapUnits(NamedTuple):
-    """A run of consecutive swap units of one size."""
+    """A number of consecutive swap units of one size in bytes."""
 
     size_bytes: int
     number: int
@@ -232,7 +231,7 @@ def bytes_of(units: Sequence[SwapUnits], begin: int = 0, end: int | None = None)
 
 
 def moving(units: Sequence[SwapUnits], disk: Disk) -> list[SwapUnits]:
-    """Returns the swap units that do not stay in memory; the last ones stay, as many as fit."""
+    """Returns the swap units that move; as many of the last units as fit stay in memory."""
     left, rest = disk.resident_bytes, list(units)
     while rest:
         size, count = rest.pop()
@@ -244,7 +243,7 @@ def moving(units: Sequence[SwapUnits], disk: Disk) -> list[SwapUnits]:
 
 
 class DiskTime(NamedTuple):
-    """Seconds of a step's reads and writes, of which ``between_s`` can overlap with computing."""
+    """Seconds of a step's reads and writes; ``between_s`` of them can overlap with computing."""
 
     read_s: float
     write_s: float
@@ -256,16 +255,16 @@ class DiskTime(NamedTuple):
 
 
 class OffloadBytes(NamedTuple):
-    """Bytes of a rank whose state or parameters are offloaded.
+    """The bytes that a rank's offloaded state or parameters take and move.
 
     Attributes:
         buffers: bytes of the buffers in memory, which swap units use in turn.
-        resident: bytes in memory of swap units that never move.
+        resident: bytes of swap units that stay in memory.
         stored: bytes of the file, or of pinned memory of the host.
         read: bytes that a step reads, at most.
         written: bytes that a step writes.
-        ahead: bytes of ``read`` that can be read while the model computes.
-        behind: bytes of ``written`` that can be written while the model computes.
+        ahead: the part of ``read`` that can be read while the model computes.
+        behind: the part of ``written`` that can be written while the model computes.
     """
 
     buffers: int = 0
@@ -285,7 +284,7 @@ class OffloadBytes(NamedTuple):
             return cls(resident=resident)
         size = max(PAGE_BYTES, *(size for size, _ in rest))
         buffers = min(total, disk.buffer_bytes // size)
-        # Buffer b serves the units b, b + buffers, ...: buffers from ``sharing`` on have one unit.
+        # Buffer b has the units b, b + buffers, ...: only the first ``sharing`` have several.
         sharing = min(buffers, total - buffers)
         ahead, behind = bytes_of(rest, 0, sharing), bytes_of(rest, total - sharing)
         moved = ahead + bytes_of(rest, buffers)
@@ -301,8 +300,8 @@ class OffloadBytes(NamedTuple):
     ) -> OffloadBytes:
         """Returns the bytes of parameters at stage 3, whose chunks are swap units of whole pages.
 
-        Forward, backward and optimizer each read every chunk that is not resident; an optimizer
-        with FP32 masters reads none. Chunks that stay in the buffers between passes count as read.
+        Forward, backward and optimizer each read every chunk that is not resident, except that an
+        optimizer with FP32 masters reads no chunk. Chunks that are still in buffers count as read.
         """
         chunks = [*frozen, *trained]
         stored = bytes_of(moving(chunks, disk))
@@ -315,7 +314,7 @@ class OffloadBytes(NamedTuple):
         return cls(buffers, resident, stored, read, written, ahead, min(written, buffers))
 
     def time(self, ranks_per_node: int, read: float, write: float) -> DiskTime:
-        """Returns the time for all ``ranks_per_node`` ranks of a node; reads and writes alternate.
+        """Returns the time if ``ranks_per_node`` ranks share a disk; reads and writes alternate.
 
         ``read`` and ``write`` are the rates of the node's disk, in 1e9 bytes/s.
         """
@@ -336,15 +335,15 @@ def require_positive(**values: float) -> None:
 
 STAGES = (0, 1, 2, 3)
 FP32_BYTES = 4
-# Elements of an 8-bit moment that share an exponent of one byte.
+# The number of elements of an 8-bit moment that share an exponent of one byte.
 MOMENT_BLOCK = _native.MOMENT_BLOCK_ELEMS
 
 
 class BytesPerElement(NamedTuple):
-    """Bytes for one element of a parameter.
+    """The bytes that one element of a parameter takes in each tensor of the training state.
 
-    ``grad`` is the gradient that a backward leaves, ``reduced`` the reduced gradient, ``maximum``
-    the maximum that amsgrad keeps. Moments of one byte have exponents in addition.
+    ``grad`` is for the gradient after a backward, ``reduced`` for the reduced gradient, ``maximum``
+    for amsgrad's maximum. A moment of one byte per element also has exponents.
     """
 
     param: int
@@ -365,7 +364,7 @@ class BytesPerElement(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes of a rank for parameters, gradients and the optimizer's state."""
+    """The bytes of a rank's parameters, gradients and optimizer state."""
 
     params: int
     grads: int
@@ -373,11 +372,11 @@ class StateBytes(NamedTuple):
 
 
 class WorkingBytes(NamedTuple):
-    """Bytes of a rank for working buffers.
+    """The bytes of a rank's working buffers.
 
-    ``buckets`` are full gradients before they are reduced to shards, or at stage 0 gathered again.
+    ``buckets`` are the buckets of full gradients before reduction, or at stage 0 of gathered sums.
     ``units`` are unsharded parameters, 0 if the model's units are unknown. ``grad_shard`` is the
-    reduced gradient, if it does not belong to the model state.
+    reduced gradient if the model state does not include it.
     """
 
     buckets: int
@@ -403,17 +402,17 @@ def quantized_bytes(compression: str, elems: int) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run; methods return bytes of the fullest rank, without the padding of chunks.
+    """A training run; methods return the bytes of the rank that needs most, without padding.
 
     Methods raise ArgumentError for a stage that is not 0 to 3.
 
     Attributes:
         model: sizes of the model; frozen parameters have neither gradient nor state.
-        ranks: ranks of all nodes.
-        nodes: nodes, each of equally many ranks.
+        ranks: number of ranks on all nodes.
+        nodes: number of nodes; all have equally many ranks.
         options: as for :func:`ringcomm.zero.shard`; parameters count as float32 without
             ``precision.param``. At stages 0 to 2 ``offload_params`` has no effect.
-        optimizer: as for :class:`ringcomm.optim.AdamW`; the precision's choices override it.
+        optimizer: as for :class:`ringcomm.optim.AdamW`; ``options.precision`` has priority.
         amsgrad: True if the optimizer keeps the maximum of the second moment.
         quantized_state: True for :class:`ringcomm.optim.AdamW8bit`.
         two_passes: True if steps are clipped, scaled or checked.
@@ -451,7 +450,7 @@ class Training:
 
     @property
     def each(self) -> BytesPerElement:
-        """The bytes of an element, if parameters are not sent between nodes quantized."""
+        """The bytes of an element, if nodes do not exchange parameters in quantized form."""
         precision, moment = self.options.precision, 1 if self.quantized_state else 4
         param = precision.param or torch.float32
         masters = {"fp32": 4, "remainder": 2, "none": 0}
@@ -489,7 +488,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory; of offloaded state, its buffers and resident bytes."""
+        """Returns the model state in memory; of offloaded state, buffers and the resident part."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -509,10 +508,10 @@ class Training:
         return StateBytes(params, grads, state + self._error_feedback_bytes(stage))
 
     def _error_feedback_bytes(self, stage: int) -> int:
-        """Returns the bytes that error feedback keeps."""
+        """Returns the bytes of a rank's error-feedback buffers."""
         if self.nodes == 1 or not self.options.compression.error_feedback:
             return 0
-        # Nodes with copies of the state also quantize sums, except at stage 0.
+        # If each node has a copy of the state, sums are quantized as well, except at stage 0.
         sums = stage > 0 and self.options.state == "node"
         elems = _share(self.model.trainable, self.ranks_per_node)
         return FP32_BYTES * (elems + (_share(self.model.trainable, self.ranks) if sums else 0))
@@ -552,7 +551,7 @@ class Training:
         return WorkingBytes(each.grad * bucket * buckets, units if stage == 3 else 0, grad_shard)
 
     def _chunks(self, elems: int, shares: int) -> Iterator[tuple[int, int]]:
-        """Yields (elements, number) of a rank's chunks: of full buckets, and of the last bucket."""
+        """Yields (elements, number of chunks) of a rank, for full buckets and for the last."""
         bucket = self.largest_bucket
         whole, rest = divmod(elems, bucket) if bucket else (0, 0)
         for size, count in ((bucket, whole), (rest, 1)):
@@ -571,7 +570,7 @@ class Training:
         ]
 
     def offloaded_state(self, stage: int) -> OffloadBytes:
-        """Returns the bytes of the optimizer's state outside memory, in buckets of one size.
+        """Returns the bytes of offloaded optimizer state, if all buckets have the largest size.
 
         Raises:
             ArgumentError: the state is in memory, or the buffers are too small.
@@ -581,7 +580,7 @@ class Training:
         return OffloadBytes.of_state(units, self._offload)
 
     def offloaded_params(self) -> OffloadBytes:
-        """Returns the bytes of the parameters on a disk at stage 3, in buckets of one size.
+        """Returns the bytes of parameters on a disk at stage 3, if buckets have the largest size.
 
         Raises:
             ArgumentError: the parameters are in memory.
@@ -622,11 +621,11 @@ class Training:
     def leaving_node_bytes(self, stage: int) -> int:
         """Returns the bytes that leave each node in a step of one backward.
 
-        On N nodes these are (N - 1) / N of the gradients and of the updated parameters; at stage 0
-        and with ``state="node"``, of the sums instead of the parameters. With ``params="world"``
-        stage 3 unshards the parameters over the network in forward and in backward, but those of
-        ``model.root`` only once. The padding of buckets, which matters for models of a few thousand
-        elements, is not counted.
+        On N nodes (N - 1) / N of the gradients and of the updated parameters leave a node; at stage
+        0 and with ``state="node"``, sums of gradients leave it instead of parameters. With
+        ``params="world"`` stage 3 unshards the parameters over the network in forward and in
+        backward, but the parameters of ``model.root`` only once. The padding of buckets, which
+        matters for models of a few thousand elements, is not counted.
         """
         model, each, options = self.model, self.each, self.options
         compression = options.compression.gradients
@@ -658,11 +657,11 @@ class Training:
         latency_us: float = 14.3,
         message_us: float = 1.0,
     ) -> float:
-        """Returns the seconds of a step's collectives, one bucket after the other.
+        """Returns the seconds of a step's collectives if buckets follow one another.
 
-        A rank sends its share within the node. Between nodes, the bytes that leave a node take the
-        network, and each bucket needs two one-shot calls: for its gradients, and for its parameters
-        or sums. It needs three if stage 3 unshards parameters over the network.
+        The time is the sum of two parts: a rank's sent bytes within its node, and the bytes that
+        leave a node over the network. Between nodes each bucket needs two one-shot calls, for
+        gradients and for parameters or sums; three if stage 3 unshards over the network.
 
         Args:
             stage: 0 to 3.
@@ -690,9 +689,9 @@ class Training:
         return seconds + calls * call_us / 1e6 + leaving_s
 
     def flops(self, tokens: int, recompute: bool = False) -> int:
-        """Returns the operations of a rank in a step, without those of attention scores.
+        """Returns the operations of a rank in a step, without the operations on attention scores.
 
-        Each token and parameter take 2 operations in forward and 4 in backward, and 2 more if full
+        Each parameter takes 2 operations per token in forward and 4 in backward, and 2 more if full
         checkpointing runs the forward twice (``recompute``).
         """
         require_at_least("step", 1, tokens=tokens)
@@ -701,7 +700,7 @@ class Training:
 
 # ---- Memory and traffic of a layer of experts, by the ranks that divide the experts --------------
 
-# Three words of 8 bytes for each row on another node: its token there, number and weight.
+# Bytes that dispatch sends with each row to another node: three words (token, number and weight).
 ENTRY_BYTES = 3 * 8
 
 
@@ -723,10 +722,10 @@ class ExpertLayer:
         top_k: number of experts per token.
         hidden: elements of a token.
         tokens: tokens of a rank in a forward.
-        params: elements of an expert.
-        group: ranks that divide the experts: a divisor of a node's ranks, or whole nodes.
-        ranks: ranks of all nodes; the ranks with the same experts share their state.
-        nodes: nodes, each of equally many ranks.
+        params: elements of an expert's parameters.
+        group: number of ranks that divide the experts: a divisor of a node's ranks, or whole nodes.
+        ranks: number of ranks on all nodes; the ranks with the same experts share their state.
+        nodes: number of nodes; all have equally many ranks.
         elem_bytes: bytes of an element of a token.
         compression: None, or the quantized format of dispatch, "int8" or "fp8".
 
@@ -773,7 +772,7 @@ class ExpertLayer:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of a token in dispatch."""
+        """Bytes of a token as dispatch sends it, quantized or not."""
         return (
             self.row_bytes
             if self.compression is None
@@ -782,7 +781,7 @@ class ExpertLayer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a rank's rows and two outboxes, if all experts get equally many tokens."""
+        """Bytes of a rank's rows and of its two outboxes, if experts get equally many tokens."""
         rows = self.tokens * self.top_k * self.row_bytes
         return rows + 2 * max(rows, self.tokens * self.payload_bytes)
 

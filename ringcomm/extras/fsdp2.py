@@ -2,7 +2,7 @@
 
 Modules of ``torch.distributed.fsdp.fully_shard`` accept a custom all-gather and reduce-scatter
 (``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``). :func:`plug` installs
-ringcomm's. Everything else stays FSDP2's: order, dtypes, ops, divide factors.
+ringcomm's collectives. FSDP2 still chooses order, dtypes, ops and divide factors.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
     have communicators. For a group of another backend, a communicator of the same ranks is built
     over the group's store; it lives until :func:`unplug`, or as long as the model.
 
-    The all-reduce of a mesh that also replicates has no plug point and stays on its group.
+    On a mesh that also replicates, FSDP2 runs the all-reduce on its own group, without ringcomm.
 
     Args:
         model: a module to which ``fully_shard`` was applied, or that contains such modules.
-        options: options of the communicators that are built, including their timeout (None: 30
-            minutes).
+        options: options of the communicators that this call builds, including their timeout (None
+            means 30 minutes).
 
     Raises:
-        ArgumentError: no module of the model shards, or one is plugged already, or ``options`` are
-            given for a group that already has a communicator.
+        ArgumentError: the model has no sharding FSDP2 module, or a module is plugged already, or
+            ``options`` are given for a group that already has a communicator.
         UnsupportedError: ranks of a group run on several machines; the message names two. A rank
             that gets the error from another rank raises RendezvousError with the same text.
         RingcommError: see :meth:`ringcomm.Communicator.from_store`.
@@ -81,7 +81,7 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
 
 
 def unplug(model: nn.Module) -> None:
-    """Restores FSDP2's own collectives in ``model``, and closes communicators of :func:`plug`.
+    """Restores FSDP2's own collectives in ``model``; closes communicators that plug() has built.
 
     All ranks must call it, between steps. Tensors in the heap, such as gradients, stay valid.
 
@@ -134,7 +134,7 @@ def _comms(param_group: FSDPParamGroup) -> dict[str, Comm]:
 def _process_groups(param_group: Any) -> list[ProcessGroup]:
     """Returns the process groups of a parameter group, in the same order on all ranks."""
     groups = [param_group.mesh_info.shard_process_group, param_group._reduce_scatter_process_group]
-    # With a number as reshard_after_forward, the backward gathers among fewer ranks.
+    # If reshard_after_forward is a number, the backward gathers among fewer ranks.
     if param_group.post_forward_mesh_info is not None:
         groups.append(param_group.post_forward_mesh_info.shard_process_group)
     return groups
@@ -153,7 +153,7 @@ class _Connections:
         self._users: WeakSet[_OnHeap] = WeakSet()
 
     def connect(self, group: ProcessGroup, device: torch.device) -> None:
-        """Makes a group ready for tensors on ``device``; all its members call it."""
+        """Makes a group's communicator ready for tensors on ``device``; all members call it."""
         if group.size() == 1:  # FSDP2 copies, and calls nothing
             return
         if ours := behind(group):
@@ -176,8 +176,8 @@ class _Connections:
     def _of_foreign(self, group: ProcessGroup) -> Communicators:
         built = self._built.get(group)
         if built is None:
-            # Also at a first call: set_separate_reduce_scatter_group() may have made a group after
-            # plug().
+            # Build the communicator now: set_separate_reduce_scatter_group() may have made the
+            # group after plug().
             options = self._options or CommOptions()
             built = self._built[group] = Communicators.over(group, "fsdp2", options)
         return built
@@ -186,7 +186,7 @@ class _Connections:
         self._users.add(user)
 
     def release(self, user: _OnHeap) -> None:
-        """Removes a plug point from the users; the last one closes the built communicators."""
+        """Removes a plug point; the removal of the last closes the communicators built here."""
         self._users.discard(user)
         if not self._users:
             self.close()
@@ -198,7 +198,7 @@ class _Connections:
 
 
 class _OnHeap(Comm):
-    """The base of both plug points, which allocates their buffers in the heap.
+    """The base class of both custom collectives; it allocates their buffers in the heap.
 
     Args:
         connections: the communicators of the plugged model.
@@ -250,5 +250,5 @@ class _RingcommReduceScatter(_OnHeap, ReduceScatter):
 
 
 def _as_torch_work(started: StartedWork | None, output: Tensor, op_type: int) -> Work | None:
-    # FSDP2 waits only for torch's own class of work, and assumes that any other is done.
+    # FSDP2 waits only for instances of torch's Work, and assumes that other objects are done.
     return None if started is None else PendingWork(started, [output], op_type)

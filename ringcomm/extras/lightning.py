@@ -2,8 +2,8 @@
 
 NOTE [A step is a call of the module]
 Lightning calls ``training_step()`` and not ``forward()``, so hooks of the sharded module would not
-run. As in Lightning's strategy for DDP, the step runs inside a call of the module, whose
-``forward`` it replaces during this call.
+run. As in Lightning's strategy for DDP, the strategy therefore calls the module, and during the
+call the step replaces the module's ``forward``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FITTING = "fit"  # of Lightning's TrainerFn
 
 
 class _ShardedPrecision(_precisions.Precision):
-    """Clips by the optimizer, since no rank has the whole gradient."""
+    """A precision plugin that lets the optimizer clip, since no rank has the whole gradient."""
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         _unwrapped(optimizer).clip_grad_norm_(clip_val)
@@ -51,7 +51,7 @@ class _ShardedPrecision(_precisions.Precision):
         _unwrapped(optimizer).clip_grad_value_(clip_val)
 
 
-# Base classes of callbacks that average weights.
+# Names of the base classes of callbacks that average weights.
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")
 
 
@@ -72,10 +72,10 @@ class RingcommStrategy(_strategies.DDPStrategy):
         stage: stage of ZeRO, 0 to 3.
         options: options of the sharding, including precision; the ``Trainer`` keeps
             ``precision=32``.
-        submodule: name of a submodule with all parameters, such as "model", to shard only this: its
-            calls then cast arguments and results. None shards the whole ``LightningModule``, and
-            each step is one call of it.
-        checkpoint: "full" writes a file in Lightning's format, by rank 0, with whole weights and
+        submodule: name of the submodule to shard, such as "model", which must have all parameters;
+            its calls then cast arguments and results. None shards the whole ``LightningModule``,
+            and each step is one call of it.
+        checkpoint: "full" lets rank 0 write a file in Lightning's format, with whole weights and
             whole optimizer state. "sharded" makes a folder to which each rank writes its shards.
         accumulate_locally: True sums the gradients of ``accumulate_grad_batches`` on each rank, and
             reduces them once per step, with the same bits at all stages. With False, stages 2 and 3
@@ -137,7 +137,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
 
     @property
     def sharded_module(self) -> nn.Module:
-        """The module that is sharded."""
+        """The sharded module: the ``LightningModule``, or its submodule ``submodule``."""
         module: nn.Module = self.lightning_module
         return module if self._submodule is None else module.get_submodule(self._submodule)
 
@@ -188,7 +188,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Makes tensors on the meta device with ``empty_init``, else on this rank's device."""
+        """Context for new tensors: the meta device with ``empty_init``, else this rank's device."""
         with torch.device("meta") if empty_init else self.root_device:
             yield
 
@@ -201,7 +201,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 f"RingcommStrategy: configure_optimizers: expected one optimizer, got "
                 f"{len(self.optimizers)}: one steps all trainable parameters of a sharded module"
             )
-        # Now, so that the shards belong to the optimizer, and not to Lightning's wrapper of it.
+        # Prepare now, so that the optimizer owns the shards, and not Lightning's wrapper of it.
         self._optimizer().prepare()
 
     def _optimizer(self) -> ShardedOptimizer:
@@ -265,7 +265,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes a file by rank 0, or a folder by all ranks."""
+        """Writes a checkpoint: rank 0 writes a file, or all ranks write to a folder."""
         if not self._is_sharded_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -284,7 +284,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
                     each.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Reads a file, or from a folder the parts that this rank needs."""
+        """Reads a checkpoint's file, or the parts of its folder that this rank needs."""
         folder = Path(self.broadcast(checkpoint_path))
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -301,7 +301,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads whole state, from this strategy's checkpoint or from one without sharding."""
+        """Loads whole optimizer state; the checkpoint may come from training without sharding."""
         for state in checkpoint["optimizer_states"]:
             if state:
                 self._optimizer().load_torch_state_dict(state)
@@ -313,7 +313,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _rest(folder: Path, number: int) -> Path:
-    """Returns the file of all data that are in no shard of weights or optimizer state."""
+    """Returns the path of the file with a checkpoint's data other than weights and state."""
     return folder / f"lightning-{number:08d}.ckpt"
 
 

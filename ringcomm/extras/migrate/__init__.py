@@ -1,1 +1,1 @@
-"""Migration from DeepSpeed and FSDP2: settings (``settings.py``), checkpoints (``convert.py``)."""
+"""Migration from DeepSpeed and FSDP2; ``settings.py`` translates settings, ``convert.py`` files."""

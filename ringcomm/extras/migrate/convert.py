@@ -55,7 +55,7 @@ Keys = tuple[Any, ...]
 OPERATION = "convert"
 # The file of torch's metadata.
 METADATA = ".metadata"
-# Weights of one byte become at most FP32 weights and three FP32 moments.
+# Growth of the size: a 1-byte weight becomes at most an FP32 weight and three FP32 moments.
 _MOST_GROWTH = 16
 # The hyper-parameters of a param group that ringcomm's AdamW has as well. Other entries select
 # torch's implementation.
@@ -75,13 +75,13 @@ def convert(
     It runs in one process. Pickles are read without running code. Tensors are views of the files
     and are written in slices, so the whole model need not fit into memory. Weights are written in
     FP32 if the source has FP32 masters or weights, and buffers as they were saved. A module of any
-    precision loads them, its FP32 masters exactly and its 16-bit parameters rounded.
+    precision can load the result: FP32 masters exactly, 16-bit parameters rounded.
 
     Args:
-        source: folder of a DeepSpeed checkpoint (ZeRO stages 1 to 3) or of one of
+        source: folder of a checkpoint of DeepSpeed (ZeRO stages 1 to 3) or of
             ``torch.distributed.checkpoint``.
-        root: a run's folder, in which the checkpoint gets a name such as step-00000100.
-        weights_only: leave the optimizer's state out.
+        root: a run's folder; the checkpoint becomes a folder in it, such as step-00000100.
+        weights_only: True to leave out the optimizer's state.
         step: number of the checkpoint; by default the saved number, or 0.
 
     Returns:
@@ -124,7 +124,7 @@ def convert(
 def _read(source: Path, weights_only: bool) -> ForeignState:
     """Reads a checkpoint of another library.
 
-    It raises the errors of :func:`convert`.
+    See :func:`convert` for the errors.
     """
     folder, state = None, None
     try:
@@ -157,16 +157,16 @@ class ForeignTensor(FlatShard):
 
     Args:
         shape: shape of the tensor.
-        size: size of the tensor of which the pieces are boxes: the shape, or [elements] if they are
-            runs of the flattened tensor.
-        pieces: offsets and elements of each piece; the elements have the box's size and one dtype.
+        size: size of the tensor into which the offsets of the pieces point: ``shape``, or
+            [elements] if the pieces are runs of the flattened tensor.
+        pieces: offsets and elements of each piece; all pieces have one dtype.
         dtype: dtype in which to save the tensor; by default the pieces' dtype.
 
     Raises:
         ValueError: the pieces have several dtypes.
     """
 
-    # Each piece, by the number of elements in the pieces before it.
+    # Maps the number of elements in all earlier pieces to a piece.
     pieces: dict[int, tuple[tuple[int, ...], Tensor]]
 
     @staticmethod
@@ -210,7 +210,7 @@ class ForeignTensor(FlatShard):
         return cls(shape, begins[-1:], pieces)
 
     def in_fp32(self) -> ForeignTensor:
-        """Returns the tensor, to be saved in float32."""
+        """Returns the tensor with float32 as the dtype in which it will be saved."""
         return ForeignTensor(self.param_shape, self.size(), self.pieces.values(), torch.float32)
 
     def boxes(self) -> list[Box]:
@@ -220,7 +220,7 @@ class ForeignTensor(FlatShard):
         ]
 
     def slices(self, begin: int, end: int) -> Iterator[Tensor]:
-        """Yields the elements of the piece that begins after ``begin`` elements of others."""
+        """Yields the elements, in slices, of the piece with ``begin`` elements before it."""
         for values in host_slices(self.pieces[begin][1]):
             yield values.to(self.dtype)
 
@@ -232,7 +232,7 @@ class ForeignState:
     Attributes:
         kind: kind of checkpoint, "DeepSpeed" or "DCP".
         size_bytes: bytes of the files with its tensors.
-        weights: parameters, as FP32 masters where there are any, and persistent buffers, by name.
+        weights: by name, parameters (their FP32 masters if there are any) and persistent buffers.
         moments: moments by kind, then by parameter.
         steps: number of steps that each parameter has taken.
         groups: hyper-parameters of the param groups.
@@ -305,7 +305,7 @@ class ForeignState:
         facts: dict[str, Any] = {
             "version": VERSION,
             "stage": 0,
-            # No world has this size, so loading looks for no rank's own state.
+            # No run has 0 ranks, so loading does not look for a rank's own state.
             "world_size": 0,
             "converted": self.kind,
             "params": list(self.weights),
@@ -341,7 +341,7 @@ def as_data(value: Any) -> Any:
 
 
 def refuse_moments(names: Collection[str], called: str) -> None:
-    """Raises UnsupportedError unless a parameter's tensors of state are Adam's."""
+    """Raises UnsupportedError unless a parameter's state tensors have the names of Adam's."""
     if not {"exp_avg", "exp_avg_sq"} <= set(names) <= set(MOMENTS):
         raise UnsupportedError(
             f"{called}: expected the state of Adam or AdamW, exp_avg and exp_avg_sq, got "
@@ -361,7 +361,7 @@ _OWN = {
 
 
 def _find_folder(folder: Path) -> Path | None:
-    """Returns the folder of a DeepSpeed checkpoint at ``folder`` or named by its "latest"."""
+    """Returns the folder of a DeepSpeed checkpoint: ``folder``, or the one its "latest" names."""
     latest = folder / "latest"
     if latest.is_file():
         try:
@@ -378,8 +378,8 @@ class _DeepSpeedCheckpoint:
 
     Raises:
         CheckpointError: files are missing or damaged.
-        UnsupportedError: it has model-parallel ranks, or another optimizer than Adam or AdamW.
-        Exception: one of ``DAMAGE``: the files are not as DeepSpeed writes them.
+        UnsupportedError: there are model-parallel ranks, or the optimizer is not Adam or AdamW.
+        DAMAGE: one of these exceptions if the files are not as DeepSpeed writes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -394,7 +394,7 @@ class _DeepSpeedCheckpoint:
         ]
         names = ("zero_stage", "partition_count")
         stage, counts = (entry(self._optimizers[0], name, states[0]) for name in names)
-        # An enum is pickled as a call with its value.
+        # The stage may be an enum, which is pickled as a call with the enum's value.
         self._stage = int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
         expected = max(counts) if isinstance(counts, list) else int(counts)
         if expected != len(states):
@@ -487,7 +487,7 @@ class _DeepSpeedCheckpoint:
             if kind in kinds:
                 flat = [[each[number][kind] for number in sorted(each)] for each in states]
                 made.moments[kind] = self._tensors(flat)
-        # Some optimizers keep the steps taken by parameter, and some by group.
+        # Some optimizers count steps per parameter, others per group.
         steps = [each["step"] for each in (*states[0].values(), *groups) if "step" in each]
         step = float(steps[0]) if steps else 0.0
         made.steps = {name: step for shapes in self._shapes for name in shapes}
@@ -551,12 +551,12 @@ class _SavedChunk(NamedTuple):
 
 
 class _TorchCheckpoint:
-    """The metadata of a torch checkpoint, and its files, mapped.
+    """The metadata of a torch checkpoint, and its files, mapped into memory.
 
     Raises:
         CheckpointError: files are missing or damaged.
-        UnsupportedError: the optimizer is another one than Adam or AdamW.
-        Exception: one of ``DAMAGE``: the files are not as torch writes them.
+        UnsupportedError: the optimizer is neither Adam nor AdamW.
+        DAMAGE: one of these exceptions if the files are not as torch writes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -569,7 +569,7 @@ class _TorchCheckpoint:
         self._described: dict[str, Any] = attribute(metadata, "state_dict_metadata", path, dict)
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._paths = {name: _split(paths.get(name, (name,))) for name in self._described}
-        # Lists, not dicts by offsets: the hashes of integers can be made to collide.
+        # Lists, not dicts by offsets: an attacker can make the hashes of integers collide.
         self._chunks: dict[str, list[tuple[tuple[int, ...], _SavedChunk]]] = {}
         for index, info in attribute(metadata, "storage_data", path, dict).items():
             offset = sizes_of(index.get("offset") or ())
@@ -679,7 +679,7 @@ def _chunk(info: Any) -> _SavedChunk:
 
 
 def _split(path: Any) -> Keys:
-    """Returns a path with the joined keys of a flattened optimizer's state split in two."""
+    """Returns the keys of a path; splits joined keys such as "state.name" of a flattened state."""
     found: list[Any] = []
     for key in path if isinstance(path, (tuple, list)) else (path,):
         head, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")

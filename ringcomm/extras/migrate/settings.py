@@ -47,7 +47,7 @@ class Key:
     Attributes:
         name: the full name, with the enclosing sections: "zero_optimization.stage".
         fate: ``MAPPED``, ``NO_EFFECT`` or ``UNSUPPORTED``.
-        text: the setting of ringcomm that it becomes; or the reason, and the remedy.
+        text: ringcomm's setting for it if mapped; else the reason, and the remedy.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Key:
     text: str
 
     def note(self, value: Any) -> str:
-        """Returns how ringcomm treats the key with a value."""
+        """Returns a sentence on how ringcomm treats the key if it has this value."""
         if self.fate == UNSUPPORTED:
             return f"{self.fate}, and {shown(value)} does not ask for it"
         return f"{self.fate}: {self.text}"
@@ -70,7 +70,7 @@ def _table() -> RawConfigParser:
 
 
 def section_of(name: str) -> Mapping[str, str]:
-    """Returns a section of the table."""
+    """Returns a section of the table in ``keys.ini``."""
     return dict(_table()[name])
 
 
@@ -91,7 +91,7 @@ def refuse_unsupported(operation: str, asked: Iterable[tuple[str, str]]) -> None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known names nearest to another name, for a message."""
+    """Returns a text with the known names that are most similar to ``name``, for a message."""
     by_end: dict[str, list[str]] = {}
     for each in known:
         by_end.setdefault(each.rpartition(".")[2], []).append(each)
@@ -104,10 +104,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 # ---- DeepSpeed's learning rates over steps, set by torch's ``LambdaLR`` -------------------------
-# DeepSpeed counts iterations from -1: after t steps its formulas hold at t - 1. Step 0 has special
-# rates, which a scheduler sets when it is built.
+# DeepSpeed counts iterations from -1: after t steps its formulas use t - 1. The rates before the
+# first step are special: a scheduler sets them when it is built.
 
-# By DeepSpeed's name, a scheduler's parameters and defaults; "needed" marks a missing default.
+# Maps a scheduler's DeepSpeed name to its parameters and their defaults; "needed": no default.
 SCHEDULERS = {kind: json.loads(text) for kind, text in section_of("schedulers").items()}
 _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "warmup_num_steps": ("an integer >= 1", lambda value: value >= 1),
@@ -125,7 +125,7 @@ class Schedule:
 
     Attributes:
         kind: DeepSpeed's name of the scheduler.
-        params: its parameters; a rate is one number, or a list with one for each param group.
+        params: the scheduler's parameters; a rate is a number, or a list with one per param group.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class Schedule:
         groups = optimizer.param_groups
         lrs = [deepcopy(group.get("initial_lr", group["lr"])) for group in groups]
         rates = [self._rate(optimizer, number, float(lr)) for number, lr in enumerate(lrs)]
-        # LambdaLR multiplies the initial rate by the returned rate, which times 1 keeps its bits.
+        # LambdaLR multiplies the initial rate by the returned rate; with 1 the rate keeps its bits.
         for group in groups:
             group["initial_lr"] = 1.0
         made = LambdaLR(optimizer, rates)
@@ -191,7 +191,7 @@ def make_schedule(kind: str, given: Mapping[str, Any]) -> Schedule:
 
 
 def _rise(p: Any, t: int) -> float | None:
-    """Returns the height of a warm-up, from 0 to 1; None after the warm-up."""
+    """Returns a warm-up's fraction of the full rate, from 0 to 1; None after the warm-up."""
     steps = max(2, p.warmup_num_steps)
     if t > steps:
         return None
@@ -224,7 +224,7 @@ def _range_test(p: Any, lr: float, t: int) -> Any:
 
 
 def _cycle(p: Any, t: int) -> tuple[float | None, float]:
-    """Returns the height in the cycle, 0 to 1 or None after it, and the steps since its end."""
+    """Returns the rate's height in the cycle (0 to 1; None after it), and steps since its end."""
     first = float(p.cycle_first_step_size)
     second = first if p.cycle_second_step_size is None else float(p.cycle_second_step_size)
     total = first + second
@@ -277,11 +277,11 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
 }
 _ZERO, _ADAM, _SCHEDULE = "zero_optimization.", "optimizer.params.", "scheduler.params."
-# By type, the parameters of an optimizer and their defaults.
+# Maps an optimizer's type to its parameters and their defaults.
 _PARAMS_OF: dict[str, dict[str, Any]] = {
     kind: json.loads(text) for kind, text in section_of("optimizer parameters").items()
 }
-# By type; for Adam, another key chooses between two classes.
+# Maps an optimizer's type to its class; for Adam, another key chooses between two classes.
 _OPTIMIZERS: dict[str, Callable[..., ShardedOptimizer]] = {
     "lion": optim.Lion,
     "sgd": optim.SGD,
@@ -291,9 +291,9 @@ DEEPSPEED_KEYS = keys_of("DeepSpeed")
 #: Alternative names of DeepSpeed's keys.
 ALIASES = section_of("aliases")
 _AUTO = section_of("auto")
-#: By type of a DeepSpeed optimizer, why it cannot be built.
+#: Maps the type of a DeepSpeed optimizer to the reason why ringcomm cannot build it.
 OTHER_OPTIMIZERS = section_of("optimizers")
-# Values that mean "off" for an unsupported key, and the keys that have other such values.
+# Values that turn an unsupported key off, and the keys for which other values do.
 _OFF = (None, False, "none")
 _OFF_OF = {name: json.loads(values) for name, values in section_of("off").items()}
 _SWITCHES = section_of("switches")
@@ -301,7 +301,7 @@ _SWITCHES = section_of("switches")
 
 @dataclass(frozen=True)
 class DeepSpeedSetup:
-    """The settings of a DeepSpeed configuration, for a trainer on ringcomm.
+    """The settings of a DeepSpeed configuration, translated for training with ringcomm.
 
     Attributes:
         stage: stage for ``zero.shard``.
@@ -313,7 +313,7 @@ class DeepSpeedSetup:
         micro_batch_size: samples per backward on a rank.
         train_batch_size: samples per step on all ranks.
         schedule: schedule of the learning rate, or None.
-        notes: by key of the configuration, how ringcomm treats it.
+        notes: maps each key of the configuration to a sentence on how ringcomm treats it.
     """
 
     stage: int
@@ -361,7 +361,7 @@ class DeepSpeedSetup:
         )
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """Returns the configuration's scheduler, on its optimizer or another.
+        """Returns the configuration's scheduler for ``optimizer``, whichever class it has.
 
         Raises:
             ArgumentError: the configuration has no scheduler.
@@ -392,7 +392,7 @@ def from_deepspeed(
         ArgumentError: the file cannot be read, or is not JSON; a key is unknown or has a bad value;
             values are "auto"; batch sizes do not fit the ranks; ``world_size`` is not a positive
             integer.
-        UnsupportedError: keys ask for features that ringcomm does not have; the message names all.
+        UnsupportedError: keys request features that ringcomm lacks; the message names all of them.
     """
     given = _Given(_load(config))
     if world_size is None:
@@ -451,7 +451,7 @@ class _Given:
 
     Raises:
         ArgumentError: a key is unknown, or has the value "auto".
-        UnsupportedError: keys ask for features that ringcomm does not have.
+        UnsupportedError: keys request features that ringcomm lacks.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -658,7 +658,7 @@ class _Given:
 
 
 def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the unknown types of optimizer and scheduler, each with the reason."""
+    """Returns unsupported types of optimizer and scheduler, each with the reason."""
     found = []
     for section, known in (("optimizer", _PARAMS_OF), ("scheduler", SCHEDULERS)):
         part = config.get(section)
@@ -677,7 +677,7 @@ def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """True if a value asks for the feature of an unsupported key."""
+    """True if a value turns on the feature of an unsupported key."""
     if DEEPSPEED_KEYS[name].fate != UNSUPPORTED:
         return False
     off, switch = _OFF_OF.get(name, _OFF), _SWITCHES.get(name)
@@ -689,7 +689,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def _is_on(value: Any, off: Sequence[Any]) -> bool:
-    # True equals 1 in Python, but is another value in JSON.
+    # In Python True == 1, but in JSON true and 1 are different values.
     return not any(value == each and type(value) is type(each) for each in off)
 
 
@@ -702,7 +702,7 @@ def _turned_on(section: Mapping[str, Any], switch: str, off: Sequence[Any]) -> b
 
 
 def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
-    """Returns micro batch, accumulation steps and batch, from those that are given."""
+    """Returns micro batch, accumulation steps and batch; computes those that are not given."""
     # 0 means that a number is not given.
     batch = given.integer("train_batch_size", 1, 0)
     micro = given.integer("train_micro_batch_size_per_gpu", 1, 0)
@@ -742,10 +742,10 @@ class FSDP2Setup:
     """The settings of ``zero.shard`` that correspond to FSDP2's arguments.
 
     Attributes:
-        stage: 3.
+        stage: the stage for ``zero.shard``, 3.
         options: options for ``zero.shard``.
         comm: the mesh, or None for the default group.
-        notes: by argument, how ringcomm treats it.
+        notes: maps each argument to a sentence on how ringcomm treats it.
     """
 
     stage: int
@@ -754,12 +754,12 @@ class FSDP2Setup:
     notes: Mapping[str, str]
 
     def with_nested(self, nested: Mapping[str, Mapping[str, Any]]) -> FSDP2Setup:
-        """Returns the settings with those of nested calls added; nested modules become units.
+        """Returns the settings with nested calls of ``fully_shard`` added; their modules are units.
 
         Args:
-            nested: by name of an inner module, in which a ``*`` matches any characters of one part,
-                ``reshard_after_forward`` and ``mp_policy`` of the call on it. A module without
-                ``param_dtype`` stays FP32 if other modules have one.
+            nested: maps the name of an inner module (a ``*`` matches any characters of one part) to
+                the arguments ``reshard_after_forward`` and ``mp_policy`` of its call. A module
+                without ``param_dtype`` stays FP32 if other modules have a ``param_dtype``.
 
         Raises:
             ArgumentError: a nested call has another argument.
@@ -778,15 +778,15 @@ def from_fsdp2(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> FSDP2Setup:
-    """Reads the arguments of ``torch.distributed.fsdp.fully_shard``, under their names there.
+    """Translates the arguments of ``torch.distributed.fsdp.fully_shard``; the names are equal.
 
     Returns:
         The settings of ``zero.shard``, and a note for each argument that was given.
 
     Raises:
-        ArgumentError: an argument is of another type.
-        UnsupportedError: arguments ask for features that ringcomm does not have; the message names
-            all.
+        ArgumentError: an argument has the wrong type.
+        UnsupportedError: arguments request features that ringcomm lacks; the message names all of
+            them.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_kinds(
@@ -843,7 +843,7 @@ def _check_kinds(**arguments: tuple[Any, type]) -> None:
 
 
 def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -> ZeroOptions:
-    """Returns the options with a unit for each module of a nested call."""
+    """Returns the options with one unit for each module in ``nested``."""
     policies = {}
     for name, arguments in nested.items():
         unknown = sorted({*arguments} - {"reshard_after_forward", "mp_policy"})

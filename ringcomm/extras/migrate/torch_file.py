@@ -3,19 +3,19 @@
 NOTE [Pickles without unpickling]
 A pickle is a program, and Python's unpickler calls the functions that it names. This reader
 interprets the instructions, and builds containers, numbers and text itself. It calls nothing that a
-pickle names: tensors become views of the file, ``OrderedDict`` a dict, ``torch.Size`` a tuple, and
-any other call an :class:`Inert` with the name and the arguments, whose class need not be installed.
+pickle names: tensors become views of the file, ``OrderedDict`` a dict, ``torch.Size`` a tuple. Any
+other call becomes an :class:`Inert` with name and arguments; its class need not be installed.
 Python's ``pickletools`` documents the format; torch's files are uncompressed zip archives of one
 pickle and the bytes of its storages.
 
 NOTE [The cost of a pickle]
 Reading n bytes costs O(n) time and memory. One instruction makes one object of bounded size. Data
-that an instruction copies or makes again from the memo (tensors, items of an ``OrderedDict``,
-encoded text) are charged to a budget of 4 n. The memo is a list, and dict keys are text, small
-integers or objects, since the hashes of other keys can be made to collide or take long. The result
-is checked as a tree: no deeper than ``DEEPEST``, without cycles, and of O(n) bytes in JSON even if
-the memo repeats values. Members of an archive may not share bytes, and a tensor has no more
-elements than its storage.
+that an instruction copies, or makes again from the memo (the pickle's numbered values), such as
+tensors, items of an ``OrderedDict`` and encoded text, are charged to a budget of 4 n units. The
+memo is a list, and dict keys are text, small integers or objects, since a file can be made so that
+hashes of other keys collide or take long. The result must be a tree: no deeper than ``DEEPEST``,
+without cycles, and of O(n) bytes in JSON even if the memo repeats values. Members of an archive may
+not share bytes, and a tensor has at most as many elements as its storage.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _LONGEST_NAME = 256
 _MOST_KEY = 1 << 16
-# Bytes of JSON for each unit of a tree.
+# The number of bytes in JSON that count as one more value of a tree.
 _UNIT_BYTES = 16
-# Units of the budget per tensor, since its objects take about 1 KB.
+# Units of the budget that a tensor costs, since its Python objects take about 1 KB.
 _TENSOR_COST = 64
 
 
@@ -141,7 +141,7 @@ class _Machine:
         raise ValueError("it has no end")
 
     def charge(self, units: int) -> None:
-        """Takes from the budget; see NOTE [The cost of a pickle]."""
+        """Subtracts ``units`` from the budget; see NOTE [The cost of a pickle]."""
         self._left -= units
         if self._left < 0:
             raise ValueError("it copies more than its size allows")
@@ -155,14 +155,14 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def pop(self, _: Any = None) -> None:
-        """Drops the last value, or the last mark if nothing is above it."""
+        """Drops the stack's last value, or its last mark if no value is above the mark."""
         if self._marks and self._marks[-1] == len(self._stack):
             self._marks.pop()
         else:
             self.last(1)
 
     def last(self, count: int) -> tuple[Any, ...]:
-        """Takes the last ``count`` values from the stack, which are above the last mark."""
+        """Removes and returns the last ``count`` values, which must be above the last mark."""
         begin = len(self._stack) - count
         if begin < (self._marks[-1] if self._marks else 0):
             raise ValueError("its stack is empty")
@@ -174,14 +174,14 @@ class _Machine:
         self._stack.append(self._memo[int(index)])
 
     def operands(self, _: Any = None) -> list[Any]:
-        """Takes everything down to the last mark from the stack."""
+        """Removes the last mark and all values above it; returns these values."""
         at = self._marks.pop()
         found = self._stack[at:]
         del self._stack[at:]
         return found
 
     def remember(self, index: int | None = None) -> None:
-        """Keeps the last value in the memo, at ``index``; None for its end."""
+        """Stores the stack's last value in the memo, at ``index``, or at the end if None."""
         at = len(self._memo) if index is None else int(index)
         if not 0 <= at < self._most:
             raise ValueError(f"it has entry {shown(at)} of its memo")
@@ -198,7 +198,7 @@ class _Machine:
             raise TypeError("it appends to something that is not a list")
 
     def update(self, pairs: Sequence[Any]) -> None:
-        """Sets items of a dict: key, value, key, value."""
+        """Sets items of the stack's last dict; ``pairs`` is key, value, key, value, and so on."""
         target = self._stack[-1]
         if not isinstance(target, (dict, Inert)) or len(pairs) % 2:
             raise TypeError("it sets items of something that is not a dict")
@@ -207,7 +207,7 @@ class _Machine:
             target.update(entries)
 
     def key(self, key: Any) -> Any:
-        """Returns a key, as text if its hash could be made to collide; hashes of text cannot."""
+        """Returns a key for a dict; keys whose hashes a file can make collide become text."""
         kind = type(key)
         if key is None or kind in (str, bool, Inert) or (kind is int and 0 <= key < _MOST_KEY):
             return key
@@ -243,12 +243,12 @@ class _Machine:
         self.push(self._made(name, args))
 
     def new(self, count: int) -> None:
-        """Pushes an object: the first two of ``count`` values are its class and arguments."""
+        """Pushes an Inert; the first two of the last ``count`` values are class and arguments."""
         kind, args = self.last(count)[:2]
         self.push(Inert(kind.name, args))
 
     def build(self, _: Any = None) -> None:
-        """Sets an object's state; a dict of a special class needs no state."""
+        """Sets the state of the last Inert; ignores the state of a dict such as OrderedDict."""
         (state,) = self.last(1)
         if isinstance(self._stack[-1], Inert):
             self._stack[-1].state = state
@@ -263,7 +263,7 @@ class _Machine:
         self.push(_Storage(dtype, key, elems))
 
     def _made(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns the value that a call of ``name`` is read as."""
+        """Returns the value that represents the result of calling ``name``."""
         if name == "collections.OrderedDict":
             return self._ordered(*args)
         if name == "_codecs.encode" and args[1] == "latin1":
@@ -294,7 +294,7 @@ class _Machine:
 
 
 def _check_tree(value: Any, most: int) -> None:
-    """Raises ValueError unless a value is a tree of at most ``most`` values, not too deep."""
+    """Raises ValueError unless ``value`` is a tree within ``DEEPEST`` and ``most`` units."""
     stack = [iter((value,))]
     while stack:
         for each in stack[-1]:
@@ -310,13 +310,13 @@ def _check_tree(value: Any, most: int) -> None:
 
 
 def _json_bytes(value: Any) -> int:
-    """Returns roughly the bytes of a value in JSON, if they depend on the value."""
+    """Returns the approximate bytes of an integer, bytes or text in JSON; few for other values."""
     if type(value) is int:
         return value.bit_length() // 3
     if type(value) is bytes:
         return len(value)
     text = value.name if type(value) is Inert else value if type(value) is str else ""
-    # Other characters are written as at most two escapes of six bytes each.
+    # JSON writes a character that is not printable ASCII as at most two 6-byte escapes.
     return len(text) * (1 if text.isascii() and text.isprintable() else 12)
 
 
@@ -336,7 +336,7 @@ _CONSTANTS = (
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 )
-# By instruction, the function that performs it; it takes the instruction's argument.
+# Maps an instruction to the function that performs it, which takes the instruction's argument.
 _ACTIONS: dict[str, _Action] = {
     **dict.fromkeys(_CONSTANTS, _Machine.push),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
@@ -377,11 +377,11 @@ def read_pickle(pickled: bytes, called: str, tensor: _MakeTensor | None = None) 
     Args:
         pickled: bytes of the pickle.
         called: name of the pickle, for errors.
-        tensor: makes a tensor of a storage, its offset, size and stride; None if there are no
-            tensors.
+        tensor: function that makes a tensor from a storage, an offset, sizes and strides; None if
+            the pickle must not have tensors.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the pickle is damaged.
     """
     try:
         return _Machine(tensor).run(pickled)
@@ -393,7 +393,7 @@ def sizes_of(values: Any) -> tuple[int, ...]:
     """Returns sizes, offsets or strides from a checkpoint, checked.
 
     Raises:
-        ValueError: they are too many, or not numbers from 0 to below 2^62.
+        ValueError: there are too many values, or a value is not an integer from 0 to 2^62 - 1.
     """
     found = tuple(values)
     if len(found) > MOST_DIMS or not all(number_below(each, 1 << 62) for each in found):
@@ -405,7 +405,7 @@ class MappedFile:
     """A regular file, mapped into memory.
 
     Raises:
-        CheckpointError: it cannot be opened, is not a regular file, or is empty.
+        CheckpointError: the file cannot be opened, is not a regular file, or is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -430,10 +430,10 @@ class TorchFile:
     Args:
         file: the file that has the archive.
         begin: first byte of the archive.
-        size_bytes: bytes of the archive; None for all up to the end of the file.
+        size_bytes: bytes of the archive; None means up to the end of the file.
 
     Raises:
-        CheckpointError: it is not such an archive, or damaged.
+        CheckpointError: the bytes are not an archive of ``torch.save()``, or are damaged.
     """
 
     def __init__(self, file: MappedFile, begin: int = 0, size_bytes: int | None = None) -> None:
@@ -449,7 +449,7 @@ class TorchFile:
             self._fail(f"is no file of torch.save(): {error}")
         members = sorted(self._zip.infolist(), key=lambda each: each.header_offset)
         ends = [*(each.header_offset for each in members[1:]), end - begin]
-        # By name, each member and the position in the file before which it must end.
+        # Maps a member's name to the member and the position in the file before which it must end.
         self._members = {
             each.filename.partition("/")[2]: (each, begin + stop)
             for each, stop in zip(members, ends, strict=True)
@@ -461,10 +461,10 @@ class TorchFile:
         raise CheckpointError(f"{self._called}: {text}")
 
     def read(self) -> Any:
-        """Returns the saved value; tensors are views of the mapped file, which is not loaded.
+        """Returns the saved value; its tensors are views of the mapped file.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the archive is damaged.
         """
         if "byteorder" in self._members and bytes(self._content("byteorder", 6)) != b"little":
             self._fail("its tensors are not little-endian")
@@ -521,7 +521,7 @@ class TorchFile:
 
 
 class _FileRange:
-    """Bytes [begin, end) of a mapped file, as a file that zipfile reads."""
+    """Bytes [begin, end) of a mapped file, with the file methods that zipfile calls."""
 
     def __init__(self, mapped: mmap.mmap, begin: int, end: int) -> None:
         self._mapped, self._begin, self._end, self._at = mapped, begin, end, 0
@@ -536,7 +536,7 @@ class _FileRange:
 
     def read(self, size: int = -1) -> bytes:
         first = self._begin + self._at
-        # Allocate no more than there are bytes, whatever sizes the archive claims.
+        # Allocate at most the bytes that exist, whatever size the archive claims.
         found: bytes = self._mapped[first : self._end if size < 0 else min(self._end, first + size)]
         self._at += len(found)
         return found
@@ -580,7 +580,7 @@ def of_kind(value: Any, kind: type, called: object) -> Any:
     """Returns a value, if it is of a kind: dict, list or object.
 
     Raises:
-        CheckpointError: it is of another kind.
+        CheckpointError: the value is of another kind.
     """
     if not isinstance(value, kind):
         _fail(called, f"expected {_ARTICLES[kind]}", value)
