@@ -59,7 +59,7 @@ COLUMN = "column"
 ROW = "row"
 #: A module on a rank's tokens, with parameters that all ranks have, such as a norm.
 SEQUENCE = "sequence"
-#: A module on whole sequences, of whose output a rank keeps its own tokens.
+#: A module on whole sequences; each rank keeps only its own tokens of the output.
 SPLIT = "split"
 #: A module on a rank's tokens, whose output is gathered.
 GATHER = "gather"
@@ -77,14 +77,14 @@ def _local(param: Any, *, adds_up: bool = False) -> Tensor:
 
     Args:
         param: a DTensor.
-        adds_up: True if each rank has the gradient of its own tokens alone, and all must be summed.
+        adds_up: True if each rank's gradient covers only its own tokens and must be summed.
     """
     local: Tensor = param.to_local(grad_placements=[Partial()] if adds_up else None)
     return local
 
 
 class ColumnParallelLinear(nn.Linear):
-    """``nn.Linear`` of which each of W ranks has 1/W of the output features.
+    """An ``nn.Linear`` layer whose output features are divided over W ranks.
 
     Maps this rank's tokens [n, in] or [batch, n, in] to its features of all tokens [..., W n,
     out / W]. :func:`parallelize` makes it from a linear layer.
@@ -99,7 +99,7 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """``nn.Linear`` of which each of W ranks has 1/W of the input features.
+    """An ``nn.Linear`` layer whose input features are divided over W ranks.
 
     Maps its features of all tokens [W n, in / W] or [batch, W n, in / W] to all features of this
     rank's tokens [..., n, out]. :func:`parallelize` makes it from a linear layer.
@@ -115,7 +115,7 @@ class RowParallelLinear(nn.Linear):
 
 
 def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
-    """Raises ArgumentError if only one of this layer and the layer before is divided."""
+    """Raises ArgumentError unless the input has ``features`` features on this rank."""
     if input.size(-1) != features:
         raise ArgumentError(
             f"{type(layer).__name__}({layer.extra_repr()}): expected {features} features on this "
@@ -177,8 +177,8 @@ def parallelize(
         ``model``.
 
     Raises:
-        ArgumentError: the plan does not fit the model, or the model the mesh, on any rank; the
-            message names all problems, on all ranks, and nothing was changed.
+        ArgumentError: on some rank, the plan does not fit the model, or the model does not fit the
+            mesh. All ranks raise, the message names all problems, and nothing was changed.
         MismatchError: the ranks' models or plans differ; on all ranks, and nothing was changed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
@@ -357,7 +357,7 @@ def _kinds() -> str:
 
 
 def _group_of(kind: str) -> str:
-    """Returns one kind for all kinds whose parameters are placed as those of ``kind``."""
+    """Returns the kind that represents all kinds with the same placement of parameters."""
     return {SPLIT: WHOLE, GATHER: SEQUENCE}.get(kind, kind)
 
 
@@ -394,7 +394,7 @@ class _Region:
         self.tokens = None
 
     def remember(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Keeps the sizes of a split's output; a hook that runs after the splitting hook."""
+        """Stores the sizes of a split's output; this hook runs after the splitting hook."""
         self.tokens = output.shape[:-1]
 
     def _check(self, name: str, module: nn.Module, args: Any) -> None:
@@ -441,7 +441,7 @@ def _apply(found: _ParallelPlan, group: Communicator, mesh: DeviceMesh) -> None:
 
 
 def _placements(module: nn.Module, kind: str) -> Iterator[tuple[str, Shard | Replicate]]:
-    """Yields the names of a module's own parameters that are distributed, and how."""
+    """Yields name and placement of each parameter that the module itself has and distributes."""
     for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if _group_of(kind) == WHOLE:
             continue

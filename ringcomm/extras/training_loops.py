@@ -24,7 +24,7 @@ from ringcomm.zero.stages.engine import owner_of
 __all__: list[str] = []
 
 
-# ---- Importing the libraries of integrations, and using modules that may be sharded -------------
+# ---- Imports of the integrated libraries, and access to modules that may be sharded -------------
 
 
 def imported(names: tuple[str, ...], package: str, asks: str) -> Any:
@@ -36,7 +36,7 @@ def imported(names: tuple[str, ...], package: str, asks: str) -> Any:
         asks: the module of ringcomm that needs it.
 
     Raises:
-        ImportError: none of them is installed.
+        ImportError: no module of these names is installed.
     """
     loaded = [name for name in names if name in sys.modules]
     there = loaded or [name for name in names if find_spec(name.partition(".")[0]) is not None]
@@ -69,17 +69,17 @@ def must_be_sharded(optimizer: Any, where: str) -> ShardedOptimizer:
 
 
 def all_must_unshard(module: nn.Module) -> bool:
-    """True if unsharding needs all ranks, so that no rank can read parameters alone."""
+    """True if unsharding is collective, so that a single rank cannot read parameters."""
     engines = {engine for param in module.parameters() if (engine := owner_of(param)) is not None}
     options = [engine.options for engine in engines]
     return any(each.params == "world" or each.offload_params is not None for each in options)
 
 
 def state_on_first(module: nn.Module, is_first: bool) -> dict[str, Any]:
-    """Returns ``module.state_dict()`` with copies of whole tensors, on the first rank only.
+    """Returns ``module.state_dict()`` with copies of whole tensors on the first rank; else {}.
 
-    All ranks must call it. The other ranks get an empty dict, and do not unshard if the first rank
-    can read their memory.
+    All ranks must call this function. The other ranks do not unshard if the first rank can read
+    their memory.
     """
     if not is_first and not all_must_unshard(module):
         return {}
@@ -105,9 +105,9 @@ def reading(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def writing(module: nn.Module) -> Iterator[None]:
-    """A context with whole parameters; all ranks then take the first rank's values; collective.
+    """A context with whole parameters, for loading values; collective.
 
-    All ranks must load the same values inside.
+    All ranks must load equal values inside; at the end all take the first rank's values.
     """
     if not is_sharded(module):
         yield
@@ -120,6 +120,6 @@ def writing(module: nn.Module) -> Iterator[None]:
 def next_number(folder: Path) -> int:
     """Returns the number of the next checkpoint in a folder, the same on all ranks.
 
-    A checkpoint is complete only after all ranks have begun to save it, and so have called this.
+    Ranks get equal numbers: a checkpoint is complete only after all ranks have called this.
     """
     return (Checkpoints(folder).latest() or 0) + 1

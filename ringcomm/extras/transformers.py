@@ -30,11 +30,11 @@ _FOLDER = "ringcomm"  # the folder of shards in a checkpoint's folder
 class ZeroTrainer(_trainer.Trainer):
     """A ``Trainer`` that shards its model by :func:`ringcomm.zero.shard`.
 
-    The optimizer is the one of ``args.optim``, sharded: ``adamw_torch`` and ``adamw_torch_fused``
-    are :class:`ringcomm.optim.AdamW`, and any other elementwise class of torch runs in
+    ``args.optim`` chooses the optimizer: ``adamw_torch`` and ``adamw_torch_fused`` become
+    :class:`ringcomm.optim.AdamW`, and any other elementwise class of torch is wrapped in
     :class:`ringcomm.optim.Sharded`. A checkpoint has whole weights, which ``from_pretrained()``
-    reads, and in addition the shards of weights and optimizer, from which training resumes with the
-    same bits.
+    reads, and in addition shards of weights and optimizer state, from which training resumes with
+    the same bits.
 
     Args:
         args: all positional arguments of ``Trainer``.
@@ -117,7 +117,7 @@ class ZeroTrainer(_trainer.Trainer):
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes whole weights, by the main process; all ranks call it."""
+        """Writes whole weights from the main process; all ranks call it."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
             return
@@ -139,7 +139,7 @@ class ZeroTrainer(_trainer.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if (Path(resume_from_checkpoint) / _FOLDER).is_dir():
-            return  # the shards are loaded with the optimizer's
+            return  # the model's shards are loaded together with the optimizer's
         with writing(self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -1,7 +1,7 @@
 """Dispatch on devices of one node, whose kernels read peers' rows in place.
 
-It returns the same bits of rows, counts and tables as :mod:`ringcomm.extras.moe.dispatch` on the
-host. The host walks through lists of assignments; here torch operations compute these lists, by
+Rows, counts and tables have the bits that :mod:`ringcomm.extras.moe.dispatch` computes on the host.
+There, native code walks through lists of assignments; here torch operations compute the results by
 sorting a rank's own assignments and summing the counts of all ranks. The host waits for the device
 twice: for the headers, and for the counts, which determine the number of rows.
 """
@@ -44,7 +44,7 @@ from ringcomm.extras.moe.rows import (
 Tensor = torch.Tensor
 _SOURCE_WORDS = _native.SOURCE_WORDS
 _BLOCK = _native.QUANT_BLOCK
-# Bytes of a block's scale: a quantized block has one byte per value, and the scale.
+# Bytes of a block's scale: a quantized block has one byte per value, and one scale.
 _SCALE_BYTES = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], _BLOCK) - _BLOCK
 
 
@@ -72,7 +72,7 @@ class _Assignments(NamedTuple):
         none = len(flat) + 1
         is_bad = (flat < -1) | (flat >= experts)
         numbers = torch.arange(1, none, device=flat.device)
-        # Without a bad assignment the least number is `none`, which becomes 0.
+        # If all assignments are good, the least number is `none`, which the modulo turns into 0.
         return cls(order, counts, torch.where(is_bad, numbers, none).amin() % none)
 
 
@@ -85,8 +85,8 @@ class _DeviceDispatch(NamedTuple):
         routes: the arguments.
         headers: headers of all ranks.
         counts: int64 [ranks, experts] on the host, number of rows by the token's rank and expert.
-        order_ptrs, weights_ptrs, tokens_ptrs: by rank, the addresses of its assignments by expert,
-            its weights and its tokens.
+        order_ptrs, weights_ptrs, tokens_ptrs: for each rank, the addresses of its assignments
+            sorted by expert, of its weights and of its tokens.
     """
 
     comm: Communicator
@@ -232,18 +232,18 @@ def _found_of(call: _DeviceDispatch, count: int, number: int, order: Tensor) -> 
 class _Lists(NamedTuple):
     """Lists by expert, from which the tables are computed; int64 [experts] each, on the device.
 
-    The first three describe the rows here, by this rank's expert and then by rank; the others
-    describe this rank's assignments, by expert.
+    The first three describe this rank's rows in groups, by this rank's expert and then by source
+    rank; the others describe this rank's assignments, by expert.
 
     Attributes:
-        lengths: number of an expert's rows from a rank.
-        ranks: the rank that these rows come from.
-        begins: position of the first of these rows in that rank's order, minus its position among
-            the rows here.
+        lengths: number of rows in a group: an expert's rows from one source rank.
+        ranks: the source rank of a group.
+        begins: position of a group's first row in the source rank's order, minus its position among
+            this rank's rows.
         own: number of this rank's assignments to an expert.
-        to: the expert's rank.
-        first: the row there of the first of these assignments, minus its position in this rank's
-            order.
+        to: the rank of the expert.
+        first: for the first of these assignments, its row number on the expert's rank, minus its
+            position in this rank's order.
     """
 
     lengths: Tensor
@@ -289,7 +289,7 @@ def _list_sources(call: _DeviceDispatch, lists: _Lists, count: int) -> Tensor:
 
 
 def _expert_rows(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
-    """Returns the positions of the rows of this rank's tokens: int64 [tokens, k, 2]."""
+    """Returns rank and row number of each assignment's row: int64 [tokens, k, 2]."""
     idx, total = call.routes.topk_idx, int(call.counts[call.comm.rank].sum())
     to, first = (
         each.repeat_interleave(lists.own, output_size=total) for each in (lists.to, lists.first)
@@ -304,8 +304,8 @@ def _expert_rows(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
 def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
     """Returns the rows that ``sources`` names.
 
-    For quantized rows it copies all values, and after them all scales: together they are one
-    quantized run.
+    If the rows are quantized, it copies all values, and behind them all scales, so that the copy
+    can be dequantized as a whole.
     """
     r, count, hidden = call.routes, len(sources), call.routes.x.size(1)
     rows = r.x.new_empty((count, hidden))

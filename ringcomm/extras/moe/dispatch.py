@@ -50,7 +50,7 @@ Tensor = torch.Tensor
 
 
 class _Published(NamedTuple):
-    """A rank's part of a call: its header, and the tensors that local peers read during it."""
+    """The data that a rank publishes in a call: its header, and tensors that local peers read."""
 
     header: RowsHeader
     kept: tuple[Tensor, ...]
@@ -162,7 +162,7 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
 def _publish_rows(
     comm: Communicator, outboxes: Outboxes, rows: Tensor, count: int, header: RowsHeader
 ) -> _Published:
-    """Publishes the first ``count`` rows; over several nodes only describes them."""
+    """Publishes the first ``count`` rows; over several nodes, publishes only their header."""
     rows = rows.detach()[:count]
     header = header._replace(hidden=rows.size(1), dtype=DTYPE_CODES[rows.dtype], tokens=count)
     if comm.num_nodes > 1:
@@ -343,7 +343,7 @@ def _gradients_of_dispatch(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 def _remember_combine(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     y, weights, expert_rows, sources, row_weights, stamp = inputs[:6]
-    # The weights are saved only so that autograd raises if they have changed since.
+    # The weights are saved only to let autograd raise if they change before backward.
     ctx.save_for_backward(y, weights, expert_rows, sources, row_weights, stamp)
     ctx.group = inputs[6:]
 
@@ -430,7 +430,7 @@ _COMBINE = "moe.combine"
 
 
 class Handle(NamedTuple):
-    """The routing of a :func:`dispatch`, by which :func:`combine` returns its rows.
+    """The routing of a :func:`dispatch`, with which :func:`combine` returns the rows.
 
     Attributes:
         weights: [tokens, k], or None.
@@ -455,10 +455,10 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Handle]:
     """Copies each token to the ranks of its experts; collective.
 
-    Experts are divided evenly over the ranks: of W ranks, rank r has the num_experts / W experts
-    from r * num_experts / W on. The result has as many rows as arrive, without padding. The
-    gradient of a token in ``x`` is the sum over k of its rows' gradients, in FP32; so all ranks
-    must take part in backward.
+    Experts are divided evenly over the W ranks: rank r has num_experts / W experts, the first of
+    which is number r * num_experts / W. The result has as many rows as arrive, without padding. The
+    gradient of a token in ``x`` is the FP32 sum of the gradients of its k rows, so all ranks must
+    take part in backward.
 
     Args:
         x: [tokens, hidden] in float32, bfloat16 or float16; any strides. The number of tokens may
@@ -471,8 +471,8 @@ def dispatch(
         group: a Communicator, process group of the backend or mesh; None means the default group.
         compression: "fp8" or "int8" sends rows quantized to 8 bits, in blocks of 128 with one scale
             each, even within a node; None does not quantize. Gradients are never quantized.
-        max_rows: number of rows to return, with zeros after the last; None returns as many as
-            arrive. All ranks raise if one rank gets more.
+        max_rows: number of rows to return, with zeros after the rows that arrive; None returns only
+            the rows that arrive. All ranks raise if one rank would get more than ``max_rows``.
 
     Returns:
         rows [n, hidden], the tokens of this rank's experts: ordered by expert, and for one expert
@@ -482,7 +482,7 @@ def dispatch(
     Raises:
         ArgumentError: bad argument here, or more rows than ``max_rows`` on a rank. Nothing was
             copied, and the group stays usable.
-        MismatchError: another rank has a bad argument, or other sizes or options than this rank.
+        MismatchError: another rank has a bad argument, or sizes or options other than this rank's.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter(_DISPATCH, x, group)
@@ -497,7 +497,7 @@ def dispatch(
         topk_idx,
         None if topk_weights is None else topk_weights.detach(),
         num_experts,
-        # To the operator -1 means None, and it refuses smaller numbers on all ranks.
+        # The operator takes -1 as None, and refuses smaller numbers on all ranks.
         -1 if max_rows is None else -2 if max_rows == -1 else max_rows,
         compression,
         key,
@@ -514,9 +514,9 @@ def combine(y: Tensor, handle: Handle) -> Tensor:
     of these gradients are refused.
 
     Args:
-        y: [n, hidden], a row for each row that ``dispatch`` returned, in float32, bfloat16 or
-            float16; its hidden size may differ from that of ``x``. A tensor in the heap is not
-            copied first.
+        y: [n, hidden], one row for each row that ``dispatch`` returned, in float32, bfloat16 or
+            float16; the hidden size may differ from the hidden size of ``x``. A tensor in the heap
+            is not copied first.
         handle: the handle of the dispatch; several combines may use it.
 
     Returns:

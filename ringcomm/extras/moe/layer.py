@@ -1,4 +1,4 @@
-"""A layer of experts that are divided over ranks, its routing, optimizer and checkpoints."""
+"""A layer of experts that are divided over ranks, and its routing, optimizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RoutingOptions:
 
     Attributes:
         top_k: number of experts per token.
-        scores: how the router's outputs become scores: by "softmax" over all experts, or by
+        scores: the function from the router's outputs to scores: "softmax" over all experts, or
             "sigmoid" of each output.
         normalized: True to divide the weights of a token's experts by their sum.
         balance_bias: amount by which ``update_bias()`` moves a bias that is added to the scores
@@ -128,7 +128,7 @@ def route(
         # Counts are integers without gradient, so summing them over the ranks is enough.
         of_all = all_reduce(of_all, group=counted_over)
         ranks = communicator_of(counted_over, "moe.MoE").world_size
-    # A rank without tokens has a loss of 0, which still depends on the router.
+    # Without tokens the loss is 0, but still depends on the router, as on other ranks.
     share = of_all[:-1] / of_all[:-1].sum().clamp(min=1)
     mean = probabilities.sum(0) / of_all[-1].clamp(min=1)
     return Routing(topk_idx, topk_weights, counts, ranks * experts * (share * mean).sum())
@@ -140,10 +140,9 @@ _MOE = "moe.MoE"
 class MoE(nn.Module):
     """A mixture of experts that are divided evenly over the ranks of a group.
 
-    Each token goes to the experts that the router chooses, and the result is the sum of these
-    experts' results times the weights. The router's outputs are computed in FP32, even under
-    autocast. All ranks have the router's parameters, as those of other layers; an expert's
-    parameters belong to the ranks that have this expert.
+    Each token is sent to the experts that the router chooses; the layer returns the weighted sum of
+    these experts' results. The router's outputs are computed in FP32, even under autocast. All
+    ranks have the router's parameters; only the ranks that have an expert have its parameters.
 
     Args:
         router: maps float32 [tokens, hidden] to float32 [tokens, num_experts]; its parameters are
@@ -151,15 +150,15 @@ class MoE(nn.Module):
         experts: this rank's experts: an ``nn.ModuleList``, whose modules each map their rows [n,
             hidden] to [n, ...], even if n is 0; or one module, which is called with all rows [n,
             hidden] and ``counts`` int64 [experts of this rank].
-        group: the ranks that the experts are divided over: a Communicator, process group of the
+        group: the ranks over which the experts are divided: a Communicator, process group of the
             backend or one-dimensional mesh, such as ``mesh["ep"]``; None means the default group.
         num_experts: number of experts of all ranks; needed only if ``experts`` is not a list.
         options: options of the layer, equal on all ranks.
-        counted_over: the ranks over whose tokens the experts' load is balanced, usually all ranks
-            that train the layer: ``auxiliary_loss`` uses the shares of all their tokens, after one
-            small all-reduce, and its mean over these ranks is the loss of all tokens together;
-            :meth:`update_bias` sums their counts. None: the loss covers this rank's tokens alone,
-            and :meth:`update_bias` sums over ``group``.
+        counted_over: the ranks, usually all ranks that train the layer, whose tokens together
+            balance the experts' load. ``auxiliary_loss`` then uses the counts of all their tokens,
+            after one small all-reduce, and its mean over these ranks is the loss of all tokens;
+            :meth:`update_bias` sums their counts. With None the loss covers only this rank's
+            tokens, and :meth:`update_bias` sums over ``group``.
 
     Attributes:
         num_experts: number of experts of all ranks.
@@ -192,7 +191,7 @@ class MoE(nn.Module):
         comm = communicator_of(group, _MOE)
         self._head = where(_MOE, comm.rank, comm.world_size)
         self.router = router
-        # Otherwise zero would cast the FP32 outputs to the dtype of the surrounding parameters.
+        # Keeps ringcomm.zero from casting the FP32 outputs to the surrounding parameters' dtype.
         router.returns_fp32 = True  # type: ignore[assignment]
         self.experts = experts
         self.group = group
@@ -278,7 +277,7 @@ class MoE(nn.Module):
             f"{self._head}: router: expected float32 [tokens, {self.num_experts}], a number for "
             f"each expert of all ranks, got {logits.dtype} {tuple(logits.shape)}"
         )
-        # Ranks whose router is right would wait for this rank, so it takes part in their calls.
+        # Other ranks, whose router is correct, wait for this rank, so take part in their calls.
         if self.counted_over is not None:
             all_reduce(logits.new_zeros(logits.size(-1) + 1).long(), group=self.counted_over)
         nowhere = torch.full((len(tokens), 1), -1, device=tokens.device)
@@ -331,7 +330,7 @@ _GROUPS = "_ringcomm_expert_groups"
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The experts of a module, and the groups of ranks that have them and the dense layers.
+    """A module's experts, and the groups of ranks that have the experts and the dense layers.
 
     Attributes:
         everyone: the ranks that have the dense layers.
@@ -339,8 +338,8 @@ class ExpertGroups:
         group: the ranks over which experts are divided, or None.
         replicas: the ranks with the same experts, or None.
         stages: the ranks with other stages of the model, or None.
-        writes: True if this rank writes its experts to checkpoints; under tensor parallelism that
-            leaves experts whole, several ranks have the same experts and one of them writes.
+        writes: True if this rank writes its experts to checkpoints. If tensor parallelism does not
+            divide experts, several ranks have the same experts, and one of these ranks writes.
     """
 
     everyone: Communicator
@@ -353,7 +352,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class _ExpertRanks:
-    """The ranks of a job that train a module: those of its stage, and of other stages."""
+    """The ranks that train a module: the ranks of this pipeline stage, and of other stages."""
 
     everyone: Communicator
     stages: Communicator | None = None
@@ -408,7 +407,7 @@ def shard(
         return module
     replicas = _replicas_of(group, everyone)
     if group is everyone:
-        # A communicator of its own, since layers' calls and reductions have no common order.
+        # Make another communicator, since layers' calls and reductions have no common order.
         own = everyone.split(0)
         assert own is not None
         everyone = own
@@ -447,7 +446,7 @@ def groups_of(module: nn.Module, operation: str) -> ExpertGroups:
 
 
 def remove_sharding(module: nn.Module) -> nn.Module:
-    """Undoes :func:`shard` like ``zero.remove_sharding``; collective. Ranks keep their experts."""
+    """Undoes :func:`shard`, as ``zero.remove_sharding`` does; each rank keeps its own experts."""
     groups = groups_of(module, "moe.remove_sharding")
     if groups.experts is not None:
         zero.remove_sharding(groups.experts)
@@ -558,8 +557,8 @@ def _expert_options(
 ) -> zero.ZeroOptions:
     """Returns the options of the experts.
 
-    Backward gives each expert the gradients of all tokens of its group, so an average divides by
-    its size.
+    Backward already sums an expert's gradients over the tokens of all ranks in the group, so for
+    ``reduce="avg"`` the sum is also divided by ``group_size``.
     """
     if given is None:
         precision = replace(options.precision, keep_fp32=())
@@ -582,8 +581,8 @@ _OPTIMIZER = "moe.Optimizer"
 class Optimizer:
     """The optimizers of the dense layers and of the experts, which step together.
 
-    Norms cover the whole model, and a step that ``check_finite`` skips is skipped by both. Make a
-    learning-rate schedule for each of ``optimizers``::
+    Norms cover the whole model. If ``check_finite`` makes one optimizer skip a step, both skip it.
+    Make a learning-rate schedule for each of ``optimizers``::
 
         moe.shard(model, stage=2, comm=comm)
         optimizer = moe.Optimizer(model, lambda params: AdamW(params, lr=3e-4))
@@ -591,13 +590,13 @@ class Optimizer:
 
     Args:
         module: the module that :func:`ringcomm.extras.moe.shard` returned.
-        make: makes an optimizer of :mod:`ringcomm.optim` on a list of parameters; called for the
-            dense layers, and on ranks with experts also for the experts. It must be equal on all
-            ranks.
+        make: function, equal on all ranks, that makes an optimizer of :mod:`ringcomm.optim` for a
+            list of parameters; called for the dense layers, and on ranks with experts also for the
+            experts.
 
     Attributes:
         dense: the optimizer of the dense layers.
-        experts: the optimizer of the experts; None if there are none.
+        experts: the optimizer of the experts; None if this rank has no experts.
 
     Raises:
         ArgumentError: the module was not sharded, or ``make`` returns something else.
@@ -709,8 +708,8 @@ def _made(
 #
 # NOTE [When a checkpoint of both is whole]
 # Experts are saved first, and the dense layers last. So a step's checkpoint is complete once the
-# dense layers have one. Experts' checkpoints of later steps are from a save that was cut off: the
-# next save removes them.
+# dense layers' part exists. If experts have a checkpoint of a later step, its save was interrupted;
+# the next save removes it.
 
 _SAVE, _LOAD = "moe.save", "moe.load"
 
@@ -761,7 +760,7 @@ def load(
     *,
     step: int | None = None,
 ) -> zero.Loaded:
-    """Continues from a checkpoint of :func:`save`, at any stage and number of replicas; collective.
+    """Loads a checkpoint of :func:`save`, at any stage and with any number of replicas; collective.
 
     The experts must be divided over as many ranks as when they were saved.
 

@@ -6,10 +6,10 @@ rank there with the sender's local rank. The proxy keeps arriving tokens in its 
 local peers read them like tokens of their own node. So a token of H bytes whose k experts are on n
 other nodes costs n H bytes on the network, and not k H.
 
-On the way back a token's rows are summed in the order of k, in FP32, and therefore all at once on
-the token's rank: each row of an expert on another node is sent separately. A node could sum its
-rows of a token and send one row, but then the bits would depend on which ranks share a node. The
-weights' gradients, one number per row, are sent like rows.
+In combine a token's rows are summed in the order of k, in FP32, on the token's rank. So each row of
+an expert on another node is sent separately. If each node summed its rows of a token and sent one
+row, the bits would depend on which ranks share a node. The weights' gradients, one number per row,
+are sent like rows.
 
 The bits are the same as on one node, however the ranks are divided over nodes.
 """
@@ -40,7 +40,7 @@ from ringcomm.extras.moe.rows import (
 )
 
 Tensor = torch.Tensor
-# Addresses to read from, and the tensors there, which must stay alive until they are read.
+# Addresses to read from, and the tensors at the addresses, which must live until they are read.
 Lent = tuple[list[int], list[Tensor]]
 
 
@@ -52,13 +52,13 @@ def _gathered(comm: Communicator, own: Tensor) -> Tensor:
 
 
 def _nodes_of_ranks(comm: Communicator) -> Tensor:
-    """Returns the node of each rank; the last entry, which rank -1 indexes, is not a node."""
+    """Returns the node of each rank; the last entry, for rank -1, is the number of nodes."""
     nodes = [comm.node_layout.node_of(rank) for rank in range(comm.world_size)]
     return torch.tensor([*nodes, comm.num_nodes], dtype=torch.int64, device="cpu")
 
 
 def _proxy(comm: Communicator, rank: int, node: int) -> int:
-    """Returns the rank of another node to which a rank sends tokens."""
+    """Returns the proxy on ``node`` to which ``rank`` sends tokens."""
     ranks = comm.node_layout.nodes[node]
     return ranks[comm.node_layout.local_rank_of(rank) % len(ranks)]
 
@@ -73,7 +73,7 @@ def _needed(comm: Communicator, expert_rows: Tensor) -> Tensor:
 
 
 def _local_ptrs(comm: Communicator, outboxes: Outboxes, tensors: Sequence[Tensor]) -> list[Lent]:
-    """Returns the addresses of such tensors in the node's outboxes, by local rank; collective."""
+    """Returns, for each tensor, its address in each local rank's outbox; collective."""
     offsets = [outboxes.offset_of(tensor) for tensor in tensors]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
     return [
@@ -99,8 +99,8 @@ def share_tokens(
         write: writes the rows to bytes [tokens * row_bytes].
 
     Returns:
-        By rank, the address of its first row: a rank of this node has all its rows, another rank
-        only the rows that this node needs, in the order of tokens.
+        For each rank, the address of its first row here. All rows of ranks of this node are there;
+        of other ranks, only the rows that this node needs, in the order of tokens.
     """
     layout, rank, node = comm.node_layout, comm.rank, comm.node_layout.node
     needed = _needed(comm, expert_rows)
@@ -179,7 +179,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
 def _exchange_entries(
     comm: Communicator, routes: Routes, order: Tensor, counts: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sends the ranks of experts the sources of rows; returns sources and weights of rows here.
+    """Sends each row's source to its expert's rank; returns sources and weights of rows here.
 
     Args:
         comm: the ranks.
@@ -277,7 +277,7 @@ def fetch_rows(
         expert_rows: int64 [tokens, k, 2].
 
     Returns:
-        A table like ``expert_rows``, and by rank the addresses to which its entries are relative.
+        A table like ``expert_rows``, and for each rank the address from which its rows are counted.
     """
     got, arriving = _send_back(comm, y, sources, expert_rows, local=False)
     [own] = outboxes.take(y.numel() * y.element_size())

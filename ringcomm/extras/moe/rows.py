@@ -23,22 +23,22 @@ from ringcomm.memory import empty, normal_tensors
 
 # ---- Outboxes in the heap, where local peers read rows, and the exchange of headers --------------
 # NOTE [Two outboxes by turns]
-# The data that a call publishes must stay in place until all local peers have read them, but no
-# call ends with a collective that confirms this. So each rank has two outboxes, and calls write
-# them alternately: a call writes the outbox of the call before the previous one. Between the two is
-# the previous call's exchange of headers. A local peer enters this exchange once it has read all it
-# needs of the call before, and the exchange ends once all ranks have entered. So when an outbox is
-# written again, or replaced by a larger one, no peer reads it. Outboxes live as long as their
-# communicator; a rank whose last call on a communicator was a dispatch or combine must call a
-# barrier, for example, before it drops the communicator.
+# The data that a call publishes must stay in place until all local peers have read it, but no call
+# ends with a collective that confirms this. So each rank has two outboxes, and calls write them
+# alternately: call n writes the outbox of call n - 2. Between the two writes is the exchange of
+# headers of call n - 1. A local peer enters this exchange once it has read all data of call n - 2,
+# and the exchange ends once all ranks have entered. So when an outbox is written again, or replaced
+# by a larger one, no peer reads it. Outboxes live as long as their communicator; a rank whose last
+# call on a communicator was a dispatch or combine must call, for example, a barrier before it drops
+# the communicator.
 #
 # A caller's tensor that is in the heap is read in place, and not copied to an outbox. The caller
 # may write to it once the call ends; so if any rank has lent such memory, all ranks wait for each
 # other at the end of the call.
 #
-# On devices the outboxes are in the devices' heaps, and everything happens in stream order: a rank
-# enters the exchange once its kernels have read what they need of the call before. Its host waits
-# for the headers, which determine what it launches.
+# On devices the outboxes are in the devices' heaps, and all work runs in stream order: a rank
+# enters the exchange once its kernels have read the data of the previous call. The host waits for
+# the headers, which determine the kernels to launch.
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class RowsHeader(NamedTuple):
 
     Attributes:
         operation: number of the kind of call: dispatch, combine, or one of their backwards.
-        number: number of the dispatch whose rows these are; 0 in a dispatch.
+        number: number of the dispatch that made the rows; 0 in a dispatch.
         refused: nonzero if this rank refuses its arguments; the other fields are then meaningless.
         experts, k, hidden, dtype, compression, weighted: values that must be equal on all ranks.
         tokens: rows that this rank publishes.
@@ -157,7 +157,7 @@ def lendable(comm: Communicator, tensor: Tensor) -> bool:
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs the work before an exchange; returns an error, which the exchange reports to all."""
+    """Runs the work before an exchange; returns its result, or the error for the exchange."""
     try:
         return make(), None
     except Exception as error:
@@ -202,8 +202,8 @@ def exchange(
         refusal: the error for which this rank refuses its arguments, or None; raised here once all
             ranks know of it.
         refused: int64 on the device, added to ``mine.refused``: nonzero if the device has found a
-            bad argument. If it is nonzero on this rank the headers are returned, and the caller
-            raises.
+            bad argument. If it is nonzero on this rank, this function returns the headers, and the
+            caller must raise.
 
     Raises:
         MismatchError: another rank refused its arguments, or they differ from this rank's.
@@ -237,7 +237,7 @@ def exchange(
 def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -> Iterator[None]:
     """A context for reading peers' memory; waits for peers at the end if memory was lent.
 
-    An error inside occurs on this rank alone and would leave its peers waiting, so it aborts.
+    An error inside occurs only on this rank, so it aborts the communicator: peers would wait.
     """
     try:
         yield
@@ -258,7 +258,7 @@ UNWEIGHTED, WEIGHTED, WANTS_GRADIENT = range(3)
 WORD_BYTES = 8
 FLOAT_BYTES = 4
 ENTRY_WORDS = 2
-# Rows of at least IN_HEAP_FROM_BYTES are allocated in the heap, whose pages are in use already.
+# Rows of at least IN_HEAP_FROM_BYTES are allocated in the heap, whose pages already exist.
 IN_HEAP_FROM_BYTES = 1 << 20
 
 
@@ -313,11 +313,11 @@ def check_rows(checks: CallChecks, name: str, tensor: Tensor) -> None:
 
 
 class Tables(NamedTuple):
-    """The routes of a dispatch, by which a combine and the gradients find their rows.
+    """The routes of a dispatch, with which a combine and the gradients find rows and tokens.
 
     Attributes:
-        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1 if
-            there is none.
+        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the number of the
+            row on this rank; -1 if there is no expert.
         sources: int64 [rows, 4], positions of each row's token and weight; -1 after the last row.
         row_weights: float32 [rows], the weights of the rows; [0] without weights.
         stamp: int64 [2], the number of the dispatch, and the rows of this rank.
@@ -378,12 +378,12 @@ class Routes(NamedTuple):
 
     @property
     def quant_format(self) -> int:
-        """The native module's number of the quantized format plus 1, or 0."""
+        """1 + the native module's number of the quantized format; 0 without quantization."""
         return 0 if self.compression is None else _native.QUANT_FORMATS[self.compression] + 1
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of a row as it is published."""
+        """Bytes of a published row, quantized or not."""
         hidden = self.x.size(1)
         if self.compression is None:
             return hidden * self.x.element_size()
