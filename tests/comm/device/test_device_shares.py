@@ -96,6 +96,8 @@ def test_a_stream_of_a_small_green_context_is_refused(stub: StubRuntime, kind: s
         call()
         engine: Any = comm.engine
         channels = engine.device_core.native.channels
+        # A world of one rank waits for no peer, so any context will do.
+        engine.device_core.calls.set_needed_multiprocessors(channels)
         small, large = stub.make_stream(0), stub.make_stream(0)
         stub.driver.set_green(small.handle, channels - 1)
         stub.driver.set_green(large.handle, channels)
@@ -135,5 +137,7 @@ def test_one_launch_of_all_ranks_is_refused_by_the_blocks_of_all(stub: StubRunti
 def test_a_green_context_that_is_current_is_that_of_the_default_stream(stub: StubRuntime) -> None:
     with ringcomm.local_world(1, device="cuda:0") as (comm,):
         stub.driver.set_green(0, 1)
+        engine: Any = comm.engine  # of one rank, which waits for no peer: it needs none
+        engine.device_core.calls.set_needed_multiprocessors(2)
         with pytest.raises(RingcommError, match="green context of 1,"):
             comm.all_reduce(torch.ones(64))

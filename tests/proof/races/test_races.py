@@ -40,7 +40,10 @@ TEAMS: list[Team] = [
 ]
 
 WAIT = "reached(load_acquire_sys(word_at(v, team.channel(), site)), want)"
-ONE_HOP = "e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), mine.bytes, e.world());"
+ONE_HOP = (
+    "e.ops.reduce(e.team, {result, false, nullptr}, HopSources{e.all_sources()}, mine.bytes,\n"
+    "               e.world());"
+)
 EARLY = "e.release(Stream::kShared, p, mine.bytes, mine.bytes);"
 MUTANTS = {
     **EVERYWHERE,
