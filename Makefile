@@ -48,7 +48,7 @@ check: lint
 # test.
 lint: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -q --durations=0 tests/test_style.py tests/test_layering.py \
-		tests/test_internal_names.py
+		tests/test_internal_names.py tests/test_english.py
 
 # Rebuilds the native module in place, compiling only changed files, and writes its stub.
 native: $(VENV)/.package

@@ -64,14 +64,14 @@ RESULT_OFFSET = tl.constexpr(STRUCTURES["header.result_offset"])
 
 @triton.jit
 def in_heap_of(ws, owner, offset, size_bytes):
-    """True if the bytes lie in the heap of ``owner``; ``offset`` may be any number."""
+    """True if the bytes are in the heap of ``owner``; ``offset`` may be any number."""
     heap_bytes = tl.load(word64(get(ws, TABLE) + TABLE_HEAP_BYTES) + owner)
     return lies_in(heap_bytes, offset, size_bytes)
 
 
 @triton.jit
 def lies_in(heap_bytes, offset, size_bytes):
-    """True if the bytes lie in a heap of this size."""
+    """True if the bytes are in a heap of this size."""
     return (offset >= 0) & (offset <= heap_bytes) & (size_bytes <= heap_bytes - offset)
 
 

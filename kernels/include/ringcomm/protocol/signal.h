@@ -6,8 +6,8 @@
 // and an acquire other lanes' loads after it: both are cumulative, in C++ and in PTX.)
 //
 // A reader may sleep (host: futex). It raises its sleep flag, fences, and looks once more before it
-// sleeps; the writer stores the epoch, fences, and then looks at the flag. Of two fenced
-// store-then-load sequences at least one sees the other's store, so no wake-up is lost. If the
+// sleeps; the writer stores the epoch, fences, and then looks at the flag. At least one
+// of two fenced store-then-load sequences sees the other's store, so no wake-up is lost. If the
 // kernel lets a sleeper, which has time, fence for all ranks at once (membarrier), writers need no
 // fence.
 //
