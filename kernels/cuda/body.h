@@ -209,14 +209,16 @@ RC_TEAM_FN void run_collective(Team team, const Params& p, int rank_in_launch, W
 template <class Team>
 RC_TEAM_FN void move_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w) {
   run_collective(team, p, rank_in_launch, w, MoveOps{},
-                 [&](auto& e, const CallArgs& args) { return move_evenly(e, args, w.in, w.out); });
+                 [&](auto& e, const CallArgs& args)
+                     RC_INLINED { return move_evenly(e, args, w.in, w.out); });
 }
 
 template <class Team>
 RC_TEAM_FN void list_move_kernel(Team team, const ListParams& p, int rank_in_launch, Workspace& w) {
-  run_collective(team, p, rank_in_launch, w, MoveOps{}, [&](auto& e, const CallArgs& args) {
-    return move_lists(e, args, w.in, w.out, lists_of(p, rank_in_launch).edges);
-  });
+  run_collective(team, p, rank_in_launch, w, MoveOps{},
+                 [&](auto& e, const CallArgs& args) RC_INLINED {
+                   return move_lists(e, args, w.in, w.out, lists_of(p, rank_in_launch).edges);
+                 });
 }
 
 // Reduce-scatter, and reduce, which is a reduce-scatter with a single receiver.
@@ -224,7 +226,7 @@ template <class T, RedOp op, class Team>
 RC_TEAM_FN void reduce_scatter_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                       Workspace& w) {
   run_collective(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
-                 [&](auto& e, const CallArgs& args) {
+                 [&](auto& e, const CallArgs& args) RC_INLINED {
                    return args.algorithm == Algorithm::kRing
                               ? reduce_scatter_ring(e, w.in, args.out)
                               : reduce_scatter_one_shot(e, w.in, args.out, args.root);
@@ -234,9 +236,9 @@ RC_TEAM_FN void reduce_scatter_kernel(Team team, const LaunchParams& p, int rank
 template <class T, RedOp op, class Team>
 RC_TEAM_FN void reduce_scatter_list_kernel(Team team, const ListParams& p, int rank_in_launch,
                                            Workspace& w) {
-  run_collective(
-      team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
-      [&](auto& e, const CallArgs& args) { return reduce_scatter_one_shot(e, w.in, args.out); });
+  run_collective(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
+                 [&](auto& e, const CallArgs& args)
+                     RC_INLINED { return reduce_scatter_one_shot(e, w.in, args.out); });
 }
 
 // The two-shot all-reduce takes one hop up to this size, if the data fit into one segment. A
@@ -252,7 +254,7 @@ template <class T, RedOp op, class Team>
 RC_TEAM_FN void all_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {
   run_collective(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
-                 [&](auto& e, const CallArgs& args) {
+                 [&](auto& e, const CallArgs& args) RC_INLINED {
                    return args.algorithm == Algorithm::kRing
                               ? all_reduce_ring(e, w.in, args.out)
                               : all_reduce_two_shot(e, w.in, args.out, one_hop_bytes(e));

@@ -197,9 +197,9 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
 template <class T, class Team>
 RC_TEAM_FN void multicast_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                  Workspace& w) {
-  run_collective(team, p, rank_in_launch, w, MoveOps{}, [&](auto& e, const CallArgs& args) {
-    return multicast_collective<T>(e, args, w.in, w.out);
-  });
+  run_collective(team, p, rank_in_launch, w, MoveOps{},
+                 [&](auto& e, const CallArgs& args)
+                     RC_INLINED { return multicast_collective<T>(e, args, w.in, w.out); });
 }
 
 #endif

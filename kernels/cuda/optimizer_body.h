@@ -236,7 +236,7 @@ RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_
   const Bucket bucket = bucket_of<G, P>(args, w.shard, world);
   const UpdateFinish<G, P> finish{&w, divisor_of(args, world)};
   const OptimizerOps<G, UpdateFinish<G, P>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
-  run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
+  run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) RC_INLINED {
     return sums_gradients(args) ? reduce_scatter_adamw_all_gather_ring(e, bucket)
                                 : adamw_all_gather_ring(e, bucket, args.in);
   });
@@ -254,24 +254,25 @@ RC_TEAM_FN void reduce_scatter_norm_by(Team& team, const LaunchParams& p, int ra
   const OptimizerOps<G, NormFinish<G, ring>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
   begin_norm(team, w);
   run_collective(team, p, rank_in_launch, w, ops,
-                 [&](auto& e, const CallArgs&) { return run(e, bucket); });
+                 [&](auto& e, const CallArgs&) RC_INLINED { return run(e, bucket); });
   end_norm(team, args, w);
 }
 
 template <class G, class Team>
 RC_TEAM_FN void reduce_scatter_norm_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                            Workspace& w) {
-  reduce_scatter_norm_by<G, false>(team, p, rank_in_launch, w, [](auto& e, const Bucket& bucket) {
-    return reduce_scatter_norm_one_shot(e, bucket);
-  });
+  reduce_scatter_norm_by<G, false>(team, p, rank_in_launch, w,
+                                   [](auto& e, const Bucket& bucket) RC_INLINED {
+                                     return reduce_scatter_norm_one_shot(e, bucket);
+                                   });
 }
 
 template <class G, class Team>
 RC_TEAM_FN void reduce_scatter_norm_ring_kernel(Team team, const LaunchParams& p,
                                                 int rank_in_launch, Workspace& w) {
-  reduce_scatter_norm_by<G, true>(team, p, rank_in_launch, w, [](auto& e, const Bucket& bucket) {
-    return reduce_scatter_norm_ring(e, bucket);
-  });
+  reduce_scatter_norm_by<G, true>(team, p, rank_in_launch, w,
+                                  [](auto& e, const Bucket& bucket)
+                                      RC_INLINED { return reduce_scatter_norm_ring(e, bucket); });
 }
 
 }  // namespace device

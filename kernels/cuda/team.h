@@ -31,7 +31,10 @@ struct BlockTeam {
   __device__ __forceinline__ Status share(Status status) const {
     if (__syncthreads_or(int(status)) == 0) return Status::kOk;
     // Atomic, since several lanes may fail: all lanes return the greatest status.
-    if (status != Status::kOk) atomicMax(&w->failure, int(status));
+    if (status != Status::kOk) {
+      assume_shared(&w->failure);
+      atomicMax(&w->failure, int(status));
+    }
     __syncthreads();
     return Status(w->failure);
   }

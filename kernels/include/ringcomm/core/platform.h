@@ -43,6 +43,9 @@ using uintptr_t = unsigned long long;
 #define RC_FN __host__ __device__ __forceinline__
 #define RC_TEAM_FN __device__ __forceinline__
 #define RC_COLD __device__ __noinline__
+// Follows the parameters of a lambda. A large lambda that is not inlined reads captured variables
+// from local memory.
+#define RC_INLINED __attribute__((always_inline))
 #define RC_UNROLL _Pragma("unroll")
 #define RC_ROLLED _Pragma("unroll 1")
 #define RC_RESTRICT __restrict__
@@ -50,6 +53,7 @@ using uintptr_t = unsigned long long;
 #define RC_FN inline __attribute__((always_inline))
 #define RC_TEAM_FN inline
 #define RC_COLD inline
+#define RC_INLINED
 #define RC_UNROLL _Pragma("GCC unroll 8")
 #define RC_ROLLED
 #define RC_RESTRICT __restrict__
