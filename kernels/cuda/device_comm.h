@@ -294,6 +294,7 @@ class DeviceComm {
   uint64_t table_address_ = 0;
   uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // as in RankTable
   InlineTable inline_table_{};                           // world 0: the table does not fit
+  // Written by the heap's thread, read by each launch; either value is correct for a launch.
   std::atomic<uint64_t> own_heap_bytes_{0};
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;

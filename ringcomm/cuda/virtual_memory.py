@@ -132,7 +132,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
     return ""
 
 
-class Chunk(NamedTuple):
+class MappedChunk(NamedTuple):
     """A piece of memory mapped in a range; ``handle`` is the driver's (0: released)."""
 
     offset_bytes: int
@@ -163,7 +163,7 @@ class ChunkedRange:
     def __init__(self, runtime: DeviceRuntime, device: int, size_bytes: int) -> None:
         self._runtime, self._device = runtime, device
         self._driver = _calls(runtime)
-        self.chunks: list[Chunk] = []
+        self.chunks: list[MappedChunk] = []
         number, unit_bytes, ptr = c_int(), c_size_t(), c_uint64()
         with runtime.beside_captures(device):
             self._driver.cuCtxGetDevice(byref(number))
@@ -206,7 +206,7 @@ class ChunkedRange:
             undo.callback(self._driver.cuMemRelease, made)
             self._map(made, size_bytes)
             undo.pop_all()
-        self.chunks.append(Chunk(self.mapped_bytes, size_bytes, made.value))
+        self.chunks.append(MappedChunk(self.mapped_bytes, size_bytes, made.value))
 
     def adopt(self, descriptor: int, size_bytes: int) -> None:
         """Maps another process's memory after the last chunk.
@@ -223,7 +223,7 @@ class ChunkedRange:
                 self._map(made, size_bytes)
             finally:  # the mapping keeps the memory alive
                 self._driver.cuMemRelease(made)
-        self.chunks.append(Chunk(self.mapped_bytes, size_bytes, 0))
+        self.chunks.append(MappedChunk(self.mapped_bytes, size_bytes, 0))
 
     def _map(self, memory: c_uint64, size_bytes: int) -> None:
         ptr = self.base_ptr + self.mapped_bytes
@@ -259,7 +259,7 @@ class ChunkedRange:
             self._locations.pop()
             raise
 
-    def export(self, chunk: Chunk) -> int:
+    def export(self, chunk: MappedChunk) -> int:
         """Returns a new file descriptor of a chunk, which the caller closes."""
         descriptor = c_int(-1)
         with self._runtime.beside_captures(self._device):

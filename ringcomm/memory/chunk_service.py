@@ -56,7 +56,7 @@ class OfferedHeap(Protocol):
         ...
 
 
-class _Reader:
+class _ReaderProgress:
     """The progress of a process that maps a heap of this process."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class ChunkService:
         self._lock = threading.RLock()
         self._acknowledged = threading.Condition(self._lock)
         self._heaps: dict[int, OfferedHeap] = {}
-        self._readers: dict[socket.socket, _Reader] = {}
+        self._readers: dict[socket.socket, _ReaderProgress] = {}
         self._followed: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,7 +107,7 @@ class ChunkService:
             return
         connection.setblocking(False)
         with self._lock:
-            self._readers[connection] = _Reader()
+            self._readers[connection] = _ReaderProgress()
             self._selector.register(connection, selectors.EVENT_READ, self._hear)
 
     # ---- heaps of this process ------------------------------------------------------------------
@@ -152,14 +152,14 @@ class ChunkService:
             else:
                 self._send_next(connection, reader)
         if heap is not None:
-            self.tell(heap)
+            self.notify(heap)
 
     def _drop(self, connection: socket.socket) -> None:
         del self._readers[connection]
         self._selector.unregister(connection)
         connection.close()
 
-    def _send_next(self, connection: socket.socket, reader: _Reader) -> None:
+    def _send_next(self, connection: socket.socket, reader: _ReaderProgress) -> None:
         """Sends the next chunk to a reader if it has mapped all chunks sent before."""
         heap = reader.heap
         if (
@@ -187,14 +187,14 @@ class ChunkService:
             for connection, reader in list(self._readers.items()):
                 if reader.heap is heap:
                     self._send_next(connection, reader)
-        self.tell(heap)
+        self.notify(heap)
 
     def _reached(self, heap: OfferedHeap) -> int:
         with self._lock:
             mapped = [each.mapped_bytes for each in self._readers.values() if each.heap is heap]
             return min(mapped, default=heap.committed_bytes)
 
-    def tell(self, heap: OfferedHeap) -> None:
+    def notify(self, heap: OfferedHeap) -> None:
         """Calls ``heap.set_reached``, then wakes the threads in :meth:`await_readers`."""
         heap.set_reached(self._reached(heap))
         with self._acknowledged:

@@ -70,7 +70,7 @@ class FixedMemory:
     def grant(self, device: int) -> None:
         """Does nothing: peer access between the devices is enough."""
 
-    def tell(self, told: Callable[[int], None]) -> None:
+    def on_reached(self, callback: Callable[[int], None]) -> None:
         """Does nothing: peers map all of the memory."""
 
     def await_peers(self, timeout_s: float) -> bool:
@@ -108,7 +108,7 @@ class GrowingMemory:
         self._range = ChunkedRange(runtime, device, capacity_bytes)
         self._growing, self._guard = threading.Lock(), threading.Lock()
         self._service: ChunkService | None = None
-        self._told: list[Callable[[int], None]] = []
+        self._callbacks: list[Callable[[int], None]] = []
         self.token = token
         self.base_ptr, self.capacity_bytes = self._range.base_ptr, self._range.size_bytes
         self.committed_bytes = self.reached_bytes = 0
@@ -161,25 +161,25 @@ class GrowingMemory:
         with self._growing:
             self._range.grant(device)
 
-    def tell(self, told: Callable[[int], None]) -> None:
-        """Calls ``told`` with ``reached_bytes``, now and after each growth.
+    def on_reached(self, callback: Callable[[int], None]) -> None:
+        """Calls ``callback`` with ``reached_bytes``, now and after each growth.
 
-        The calls end when ``told`` raises ReferenceError.
+        The calls end when ``callback`` raises ReferenceError.
         """
         with self._guard:
-            self._told.append(told)
-        told(self.reached_bytes)
+            self._callbacks.append(callback)
+        callback(self.reached_bytes)
 
     def set_reached(self, size_bytes: int) -> None:
         """Records that all readers map the first ``size_bytes``; they never unmap a chunk."""
         with self._guard:
-            told = list(self._told) if size_bytes > self.reached_bytes else []
-        for each in told:
+            callbacks = list(self._callbacks) if size_bytes > self.reached_bytes else []
+        for each in callbacks:
             try:
                 each(size_bytes)
             except ReferenceError:
                 with self._guard, suppress(ValueError):
-                    self._told.remove(each)
+                    self._callbacks.remove(each)
         with self._guard:  # set last: it lets waiting threads launch kernels, which need the calls
             self.reached_bytes = max(self.reached_bytes, size_bytes)
 

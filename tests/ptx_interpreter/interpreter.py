@@ -140,10 +140,10 @@ def reached(module: int) -> list[int]:
 
 
 def trips(module: int, kernel: str) -> int:
-    """Returns how many trips to memory a kernel made one after the other: see ``source/trips.h``.
+    """Returns the length of a kernel's chain of dependent trips to memory (``source/trips.h``).
 
-    Of a launch those of the block with the most, and of the launches whose schedule counts them the
-    fewest; -1 if there was none.
+    A launch counts its longest block. The result is the smallest count of the launches whose
+    schedule counts trips, or -1 without such a launch.
     """
     return int(_library().ptx_trips(module, kernel.encode()))
 

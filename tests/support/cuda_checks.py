@@ -272,9 +272,9 @@ def copy_loop(kernel: Kernel) -> list[str]:
 
 
 def reduce_loop(kernel: Kernel) -> list[str]:
-    """Returns what the loop lacks that reduces.
+    """Returns the defects of the loop that reduces.
 
-    It adds all sources at once, or one batch a turn, and the loop around it stores the results.
+    The loop adds all sources at once, or one batch per turn inside a loop that stores the results.
     """
     loops = data_loops(kernel)
     found = [(loop, traffic(loop)) for loop in innermost(loops)]

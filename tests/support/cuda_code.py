@@ -305,6 +305,13 @@ def unit_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, s
     return text if subunit else source.text, dict(source.headers), macros
 
 
+def packets_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, str], list[str]]:
+    """Returns :func:`unit_source` with the kernels of packets alone."""
+    text, headers, macros = unit_source(name, loops)
+    others = r"^  RC_(?:LIST_|DATA_)?KERNEL\(rc_(?!ll_).*\n"
+    return re.sub(others, "", text, flags=re.MULTILINE), headers, macros
+
+
 def compile_unit(name: str, target: str, loops: str = units.BATCHED) -> Binary:
     """Compiles one unit of the kernels, or a subunit, with NVRTC.
 

@@ -16,9 +16,9 @@ from tests.support.cuda_code import Binary
 INSTRUCTION_BYTES = 16
 SCOREBOARDS = 6
 _NO_SCOREBOARD = 7
-# Of the upper half of an instruction.
+# Bit numbers in the upper half of an instruction.
 _STALL, _YIELD, _WRITE, _READ, _WAITS = 41, 45, 46, 49, 52
-# Of an ELF file of 64 bits: where the table of sections stands in its header, and an entry of it.
+# Offsets of the section table and its length in a 64-bit ELF header, and an entry of the table.
 _TABLE_AT, _COUNT_AT = 40, 58
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 

@@ -28,7 +28,7 @@ def is_load(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a warp executes in one turn of a loop."""
+    """The instructions that a warp executes in one turn of a loop."""
 
     steps: Sequence[tuple[Instruction, Control]]
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from tests.support import cuda_loop_measures as measures
 from tests.support.cuda_code import Binary, Loop
 
-# Elements of a lane and turn.
+# Elements per lane and turn.
 TURN_ELEMS = 8
-# What makes lanes of a warp wait for each other, or a lane for its own stack.
+# Instructions at which the lanes of a warp wait for each other, or a lane for its own stack.
 _BRANCHES = ("FCHK", "BSSY", "CALL", "LDL", "STL")
 
 
 @dataclass(frozen=True)
 class LoopBar:
-    """What a loop is to reach.
+    """The bar of a loop.
 
     Attributes:
-        loads: 16-byte loads of a turn, by which the loop is found.
-        kib: that a multiprocessor has in flight at least.
-        instructions: of a turn, at most.
+        loads: 16-byte loads per turn; identifies the loop.
+        kib: least KiB in flight per multiprocessor.
+        instructions: most instructions per turn.
     """
 
     loads: int
@@ -28,16 +28,16 @@ class LoopBar:
     instructions: int
 
 
-# Of steps of bfloat16: moments and masters are 6 loads, and each source is one.
+# Steps with bfloat16 gradients: moments and masters are 6 loads, and each source is one load.
 PAIR = LoopBar(8, 84, 45 * TURN_ELEMS)
 MANY = LoopBar(14, 84, 512)
-STEP_REGISTERS = 80  # 768 threads have so many
-# ptxas takes more registers for sm_100a, so that blocks have 640 threads there.
+STEP_REGISTERS = 80  # the most for blocks of 768 threads
+# For sm_100a ptxas uses more registers, so blocks have 640 threads there.
 PAIR_OF_SM100, STEP_REGISTERS_OF_SM100 = LoopBar(8, 80, 45 * TURN_ELEMS), 96
 
 
 def step_loop(binary: Binary, kernel: str, bar: LoopBar) -> list[str]:
-    """Returns what the loop lacks that updates by so many sources."""
+    """Returns the defects of the update loop with ``bar.loads`` loads."""
     loops = [
         loop
         for loop in measures.steady_loops(binary, kernel)
@@ -55,7 +55,7 @@ def step_loop(binary: Binary, kernel: str, bar: LoopBar) -> list[str]:
 
 
 def norm_loops(binary: Binary, kernel: str, kib: float, blocks: int) -> list[str]:
-    """Returns what the loops lack that sum tiles: those with eight loads a turn and more."""
+    """Returns the defects of the loops that sum tiles, those with 8 or more loads per turn."""
     loops = [
         loop
         for loop in measures.steady_loops(binary, kernel)

@@ -268,7 +268,7 @@ def test_the_module_is_built_before_nvcc_is_tried(check, monkeypatch, statuses, 
 
 
 def test_kernels_are_compiled_with_both_kinds_of_loops(tmp_path, monkeypatch):
-    """Here a program stands for the interpreter, which fails for one of them."""
+    """A fake interpreter fails for one kind of loops."""
     program = tmp_path / "python"
     program.write_text(
         f'#!/bin/sh\necho "$RINGCOMM_KERNELS $2" >> {tmp_path}/asked\n'

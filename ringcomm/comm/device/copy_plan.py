@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,12 +69,13 @@ class _InPlace:
             )
 
         def run(core: Core) -> int:
-            return call.run(_Copies(core, self._inputs, self._number))  # type: ignore[arg-type]
+            planned: Any = _PlannedCore(core, self._inputs, self._number)
+            return call.run(planned)
 
         return Call(call.name, run, call.outputs, call.inputs)
 
 
-class _Copies:
+class _PlannedCore:
     """A core for one all-gather, which copies from the peers' inputs."""
 
     def __init__(self, core: Core, inputs: Sequence[int], number: int) -> None:
@@ -124,7 +125,7 @@ class CopyPlans:
                 "and call it there"
             )
         (own,) = call.inputs
-        everyone = _exchange(engine, self._told(own))
+        everyone = _exchange(engine, self._own_input(own))
         _check(engine, name, everyone)
         # Ranks that have failed to begin a plan have counted fewer.
         self._begun = number = max(each.plans for each in everyone) % _LARGEST_NUMBER
@@ -138,7 +139,7 @@ class CopyPlans:
         in_place = _InPlace(name, inputs, number, own)
         return lambda: in_place.of(check())
 
-    def _told(self, own: torch.Tensor) -> _Input:
+    def _own_input(self, own: torch.Tensor) -> _Input:
         core, offset = self._core, 0
         if own.nbytes:
             core.await_peers("plan_all_gather_into_tensor")
@@ -149,14 +150,14 @@ class CopyPlans:
 
 def _exchange(engine: CallEngine, mine: _Input) -> list[_Input]:
     """Returns the message of each rank, by rank."""
-    told = torch.tensor(mine, dtype=torch.int64, device=engine.device)
+    message = torch.tensor(mine, dtype=torch.int64, device=engine.device)
     everyone = torch.empty((engine.world_size, len(mine)), dtype=torch.int64, device=engine.device)
 
     def run(core: Core) -> int:
         int64 = DTYPE_CODES[torch.int64]
-        return core.all_gather(told.data_ptr(), everyone.data_ptr(), told.nbytes, int64, AUTO)
+        return core.all_gather(message.data_ptr(), everyone.data_ptr(), message.nbytes, int64, AUTO)
 
-    engine.start_call(Call("plan_all_gather_into_tensor", run, [everyone], [told]))
+    engine.start_call(Call("plan_all_gather_into_tensor", run, [everyone], [message]))
     engine.finish_host_side()
     return [_Input(*row) for row in everyone.tolist()]
 

@@ -442,7 +442,7 @@ class DeviceCore:
                 raise ReferenceError
             core.lend(size_bytes)
 
-        self.heap.memory.tell(lend)
+        self.heap.memory.on_reached(lend)
 
     def lend(self, size_bytes: int) -> None:
         """Lets later launches lend ``size_bytes`` of the heap, which all peers have mapped."""

@@ -6,7 +6,6 @@ Unaligned words, long waits and reports of faults are functions of their own beh
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from ringcomm.cuda import units
 from tests.support import ROOT, cuda_code
 from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
-from tests.support.cuda_code import Kernel, compile_text, unit_source
+from tests.support.cuda_code import Kernel, compile_text, packets_source
 
 pytestmark = [
     pytest.mark.compiles,
@@ -34,9 +33,7 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a") if EVERYTHING else ("sm_90a",)
 
 def packets_kernel(unit: str, target: str, loops: str = units.BATCHED) -> Kernel:
     """Compiles the one kernel of packets of a subunit."""
-    source, headers, macros = unit_source(unit, loops)
-    others = r"^  RC_(?:LIST_|DATA_)?KERNEL\(rc_(?!ll_).*\n"
-    text = re.sub(others, "", source, flags=re.M)
+    text, headers, macros = packets_source(unit, loops)
     (kernel,) = compile_text(text, target, headers, macros).kernels.values()
     return kernel
 

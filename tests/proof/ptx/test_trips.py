@@ -6,7 +6,6 @@ comes last, so that whatever it awaits is there when it looks.
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
@@ -18,7 +17,7 @@ from tests import ptx_interpreter
 from tests.proof.ptx.small_jobs import QUICK, subunit_of
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import nvrtc
-from tests.support.cuda_code import unit_source
+from tests.support.cuda_code import packets_source
 from tests.support.device_worlds import Devices, on_host, put
 from tests.support.emulator.library import COMPILER
 from tests.support.emulator.ptx import PtxKernels, ptx_from, ptx_of
@@ -30,9 +29,9 @@ pytestmark = [
 ]
 
 KERNEL = "rc_ll_sum"
-# The words of the call, and beside them what it sends; the peers' packets.
+# First the words of the call together with the input, then the peers' packets.
 TRIPS = 2
-# Those of the kernels before them: the words, what is sent, the headers, the payloads.
+# The serial kernel: the words, the input, the headers, the payloads.
 SERIAL_TRIPS = 4
 TURNS = 4
 # Long enough for a kernel that has been launched to send its packets.
@@ -45,7 +44,7 @@ STORED = "  w.sequence = sequence;\n"
 LOADED = "  const uint64_t sequence = counts ? line->sequence : 0;\n"
 SENT = "    if (at < lane.end) {\n      a.first"
 CHECKED = "    if (status != Status::kOk || at >= lane.end) break;\n"
-# By name, a header, and its texts and what becomes of them.
+# By name: the header to change, and pairs of old and new text.
 MUTANTS = {
     "what is sent loaded behind the words": (PACKETS, [(FIRST, ""), (WORDS, WORDS + FIRST)]),
     "a word stored before the next is loaded": (BODY, [(STORED, ""), (LOADED, LOADED + STORED)]),
@@ -60,19 +59,18 @@ MUTANTS = {
 
 
 def packets_ptx(loops: str = units.BATCHED, mutant: str = "") -> str:
-    """The PTX of the kernel alone, of a mutant if one is named."""
-    source, headers, macros = unit_source("reduce_float32/sum", loops)
+    """Returns the PTX of the kernel alone, or of a mutant of it."""
+    source, headers, macros = packets_source("reduce_float32/sum", loops)
     if mutant:
         header, changes = MUTANTS[mutant]
         for old, new in changes:
             assert headers[header].count(old) == 1, old
             headers[header] = headers[header].replace(old, new)
-    others = r"^  RC_(?:LIST_)?KERNEL\(rc_(?!ll_).*\n"
-    return ptx_from(KERNEL, re.sub(others, "", source, flags=re.M), headers, macros)
+    return ptx_from(KERNEL, source, headers, macros)
 
 
 def trips(text: str, elems: int) -> int:
-    """Trips of an all-reduce, of that rank which comes last by turns."""
+    """Returns the trips of an all-reduce on the last rank; each rank is last in turn."""
     kernels = PtxKernels(
         PtxSchedule(counts_trips=1),
         subunit=lambda unit, kernel: KERNEL if kernel == KERNEL else subunit_of(unit, kernel),

@@ -149,7 +149,7 @@ void generation(World& w, int rank, int abort_by) {
 }
 
 using Call = void (*)(Rank&);
-// Of rank 0 alone, so that they fail.
+// Rank 0 alone makes these calls, so they fail.
 const Call kCalls[] = {
     [](Rank& r) { r.comm->barrier(); },
     [](Rank& r) { r.comm->abort("beside another"); },

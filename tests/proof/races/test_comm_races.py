@@ -118,8 +118,8 @@ TEAM_MUTANTS = {
     ),
 }
 
-# Of calls beside a thread that stops between its claim of the fault record and the abort word, and
-# how the program ends. An alarm ends the program if a call does not return.
+# Arguments for calls beside a thread that stops after it has claimed the fault record and before it
+# raises the abort word. An alarm ends the program if a call does not return.
 STOPPED_OWNER, STOPPED_OWNER_BRIEFLY = (100,), (5,)
 STOPPED_OWNER_MUTANTS = {
     "an owner that is awaited for ever": (

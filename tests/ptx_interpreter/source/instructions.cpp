@@ -218,8 +218,8 @@ float near_quotient(float a, float b) {
     return std::isinf(a) ? std::nanf("") : std::copysign(0.f, a) * std::copysign(1.f, b);
   return float(skewed(double(a) / double(b), a, 0x1p-24));
 }
-// Within 1 unit in the last place (section 9.7.3.13), of which the rounding takes up to a half.
-// Subnormal numbers count as zero, and are given as zero.
+// The error is at most 1 unit in the last place (section 9.7.3.13), half of it by rounding.
+// Subnormal inputs count as zero, and subnormal results become zero.
 float near_reciprocal(float a) {
   if (std::fpclassify(a) == FP_SUBNORMAL) a = std::copysign(0.f, a);
   if (a == 0) return std::copysign(HUGE_VALF, a);

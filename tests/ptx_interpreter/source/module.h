@@ -106,7 +106,7 @@ struct Function {
   uint32_t param_bytes = 0;      // with those of the calls that it makes
   uint32_t rows = 0;
   int max_threads = 0;
-  // Of the launches whose trips were counted.
+  // The smallest number of trips of a launch that counted them.
   std::unique_ptr<std::atomic<uint32_t>> fewest_trips =
       std::make_unique<std::atomic<uint32_t>>(UINT32_MAX);
   uint32_t shared_bytes = 0;  // with the variables of the whole module

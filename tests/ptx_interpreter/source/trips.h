@@ -1,11 +1,11 @@
-// How many trips to memory a kernel makes one after the other.
+// Counts the dependent trips to memory of a kernel.
 //
-// A warp issues in order. Its clock counts trips: what a load of global memory brings is there one
-// trip after it was issued, arithmetic hands on when its operands are there, and a warp waits where
-// it must know them, to address, store, branch, or pass to another function. An acquire and an
-// atomic that orders wait for themselves. At a barrier the warps of a block wait for the last. So
-// the clock at the end is the longest chain of loads each of which had to wait for another: by its
-// address, by a branch, or behind a barrier. What a poll waits for takes one trip a look.
+// A warp issues in order. Its clock counts trips. The result of a load from global memory is ready
+// one trip after the load was issued, and the result of arithmetic when its operands are ready. A
+// warp waits for a value that it uses to address, store, branch, or call a function. It also waits
+// for each acquire and each ordering atomic. At a barrier all warps of a block wait for the last
+// warp. The clock at the end is therefore the longest chain of loads in which each waited for the
+// previous one: by its address, by a branch, or at a barrier. Each poll of a wait takes one trip.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace ptx {
 
 class Trips {
  public:
-  // When each row of a frame is there.
+  // The trip at which each row of a frame is ready.
   using Ready = std::vector<uint32_t>;
 
   // `global`: a load or a store of global memory.

@@ -103,7 +103,7 @@ def check(code: int) -> None:
 
 
 class Figures(NamedTuple):
-    """What the emulator takes a kernel to need."""
+    """A kernel's resources as the emulator assumes them."""
 
     registers: int  # of a thread
     shared_bytes: int  # of a block

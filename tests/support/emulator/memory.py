@@ -109,9 +109,9 @@ class EmulatedMemory:
             )
 
     def allocated(self) -> list[int]:
-        """Addresses of the device memory that this process has allocated and not freed.
+        """Returns the addresses of the device memory that this process has allocated and not freed.
 
-        Of virtual memory, where the ranges begin that it is mapped to.
+        Virtual memory is listed by the first address of its range.
         """
         return self._memory_that_is(opened=False)
 

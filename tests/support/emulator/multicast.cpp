@@ -71,7 +71,7 @@ struct Space {
   std::map<uint64_t, Range> ranges;  // by address
   std::vector<void*> devices;        // by CUdevice
   std::set<void*> without_multicast, without_memory;
-  std::map<void*, uint64_t> used, room;  // bytes by device; without an entry there is no limit
+  std::map<void*, uint64_t> used, room;  // bytes by device; no entry: unlimited
 };
 Space& space() {
   static auto* const made = new Space;
@@ -154,7 +154,7 @@ Range* range_at(uint64_t address, uint64_t bytes = 1) {
   return address + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
 }
 
-// The segment that an address lies in, if a device may use it, or nullptr.
+// Returns the segment of an address if a device may use it, else nullptr.
 std::pair<const uint64_t, Segment>* segment_at(uint64_t address) {
   Range* const range = range_at(address);
   if (range == nullptr) return nullptr;
@@ -429,7 +429,7 @@ void emu_device_without_virtual_memory(void* device) {
   space().without_memory.insert(device);
 }
 
-// What all memory that is made here may take of a device.
+// Limits the memory that this module allocates on a device.
 void emu_vmm_set_room(void* device, uint64_t bytes) {
   const std::lock_guard lock(space().mutex);
   space().room[device] = bytes;
