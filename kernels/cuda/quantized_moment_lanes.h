@@ -4,7 +4,11 @@
 // the block's exponent by shuffles. On the host one lane has all elements.
 #pragma once
 
+#if RINGCOMM_SERIAL_LOOPS
+#include "kernels/cuda/serial/grad_sum.h"
+#else
 #include "kernels/cuda/grad_sum.h"
+#endif
 #include "ringcomm/optimizer/quantized_moments.h"
 
 RINGCOMM_NAMESPACE_BEGIN

@@ -2,7 +2,7 @@
 // in flight.
 #pragma once
 
-#include "kernels/cuda/serial/quantized_moment_lanes.h"
+#include "kernels/cuda/quantized_moment_lanes.h"
 #include "ringcomm/optimizer/buckets.h"
 #include "ringcomm/optimizer/one_moment_element.h"
 
