@@ -1,8 +1,8 @@
 // Updates a run of a shard by the lanes of a block. A *segment* belongs to one parameter; a *turn*
 // is 8 elements (4 in AnyTurns) that one lane updates together. The block looks up the rule of the
 // parameter and the number of gradient sources once per segment. The common cases have loops of
-// their own without branches: a turn first loads all its inputs. It stores nothing if a quotient is
-// out of range (*refused*, a bit per turn); exact instructions update its elements after the loop.
+// their own without branches: a turn first loads all its inputs. If a quotient is out of range, the
+// turn is *refused*: it stores nothing, and exact instructions update its elements after the loop.
 #pragma once
 
 #include "kernels/cuda/quantized_update_lanes.h"
@@ -11,7 +11,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// The turns of one lane before `end`, `stride` elements apart.
+// The turns of one lane that begin before `end`, `stride` elements apart.
 struct LaneTurns {
   static constexpr uint64_t kAtOnce = 31;
 
@@ -29,15 +29,15 @@ struct LaneTurns {
   }
 };
 
-// The kernel of an update, which fixes the possible numbers of gradient sources and of copies.
+// The kernel of an update. It limits gradient sources, and copies of results to other ranks.
 enum class UpdateKind {
   kAlone,  // one source, no copies
-  kRing,   // one source or two, no copies
-  kPair,   // two ranks: a copy for the peer; or one source, with copies for all ranks
-  kMany,   // more ranks, with copies for all of them
+  kRing,   // one or two sources, no copies
+  kPair,   // two sources and one copy; or one source and any number of copies
+  kMany,   // more sources, and a copy for each peer
 };
 
-// True if `kind` has a loop for gradients of `sources` sources.
+// True if `kind` has a loop for gradients from `sources` sources.
 RC_TEAM_FN constexpr bool has_loop(UpdateKind kind, int sources) {
   if (kind == UpdateKind::kMany) return sources == 4 || sources == 8;
   return sources == 1 || (sources == 2 && kind != UpdateKind::kAlone);

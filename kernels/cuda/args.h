@@ -21,12 +21,12 @@ struct HostPage {
   alignas(64) Fault fault;
 };
 
-// A rank's fixed addresses during a communicator's life; in device memory after the region's words.
+// A rank's addresses, fixed for a communicator's life; in device memory after the region's words.
 struct RankTable {
   int32_t rank, world, rings;
   Layout layout;
-  HostPage* host;  // its address on the device
-  char* scratch;   // for Triton kernels: scratch_bytes() per channel
+  HostPage* host;  // the page's address on the device
+  char* scratch;   // memory for Triton kernels: scratch_bytes() per channel
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
   // For a peer: the most bytes that its heap may have. For this rank: the bytes of its heap that
@@ -40,7 +40,7 @@ struct RankTable {
   uint64_t piece_bytes;
 };
 
-// Rings follow the table: int32_t [rings][world], rank by position.
+// The rings follow the table: int32_t [rings][world], the rank at each position.
 RC_FN const int32_t* rings_of(const RankTable* table) {
   return reinterpret_cast<const int32_t*>(table + 1);
 }
@@ -55,7 +55,7 @@ struct InlineTable {
   char* regions[kInlineWorld];
   char* heaps[kInlineWorld];
   uint64_t heap_bytes[kInlineWorld];
-  uint8_t order[kInlineRingBytes];  // [rings][world], rank by position
+  uint8_t order[kInlineRingBytes];  // [rings][world], the rank at each position
 };
 
 // The state of a call that a Triton kernel keeps per channel, since Triton has no named shared
@@ -73,16 +73,16 @@ struct CallArgs {
   char* out;
   uint64_t total_bytes;
   union {
-    uint64_t chunk_bytes;  // per chunk, if evenly cut (Chunks); or from a quantized run to the next
-    // For the optimizer; in device memory.
-    const void* update;  // AdamWShard or AdamWTable
-    NormWords* words;    // the norm is added to them
+    uint64_t chunk_bytes;  // per chunk, if evenly cut; or from one quantized run to the next
+    // Arguments of the optimizer, in device memory:
+    const void* update;  // an AdamWShard or an AdamWTable
+    NormWords* words;    // the words to which the norm is added
   };
   uint64_t match_bytes;
   uint64_t timeout_ns;
   union {
-    double factor;  // for a reduction's inputs
-    struct {        // for a sum of quantized runs
+    double factor;  // the factor of a reduction's inputs
+    struct {        // the inputs of a sum of quantized runs
       int32_t count;
       int32_t divide_by;  // 0: no division
     } runs;
@@ -91,7 +91,7 @@ struct CallArgs {
   Algorithm algorithm : 8;
   int32_t dtype : 8, redop : 8;
   int32_t root;
-  int32_t norm : 8;     // NormKind
+  int32_t norm : 8;     // a NormKind
   bool accumulate : 1;  // true: add the result to `out`
   bool inlined : 1;     // true: the launch carries the table
 };
@@ -105,8 +105,8 @@ struct RowsArgs {
   uint64_t entry_words;
   uint64_t count, k;  // a sum has count * k entries
   uint64_t row_bytes;
-  const float* weights;  // one per entry; null: none
-  const char* with;      // [count] rows, for a scalar product
+  const float* weights;  // a weight per entry; null: no weights
+  const char* with;      // the [count] rows of a scalar product
   char* out;
   float* dots;       // [count]
   bool has_words;    // rows are 1 or 2 words of 4 bytes, at multiples of 4

@@ -35,8 +35,8 @@ RC_TEAM_FN int rank_of(const LaunchParams& p, const CallArgs& args) {
   return args.inlined ? p.alone.table.rank : args.table->rank;
 }
 
-// Loads the state of the call's streams at its begin; LL has no streams. The last lanes do this,
-// since the first lane has other loads to wait for.
+// Loads the state of the call's streams when the call begins; LL has no streams. The last lanes do
+// this, since the first lane has other loads to wait for.
 template <class Team, class Table>
 RC_TEAM_FN void load_links(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
   const bool message = args.collective == Collective::kSend;
@@ -62,7 +62,7 @@ RC_TEAM_FN void load_channel(const CallArgs& args, char* region, const Layout& l
   const uint32_t ll_epoch = counts ? line->ll_epoch : 0;
   // See NOTE [One call at a time].
   const uint32_t running = counts ? exchange_relaxed_sys(&line->running, 1) : 0;
-  // Pairs with the release in raise_fault(). The last load: later accesses wait for an acquire.
+  // Pairs with the release in raise_fault(). It comes last: later accesses wait for an acquire.
   w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
   w.sequence = sequence;
   w.ll_epoch = ll_epoch;
@@ -117,8 +117,8 @@ RC_TEAM_FN void load_table(Team& team, const Params& p, int rank_in_launch, Work
 // to 1 while it runs, and a block that finds a 1 there ends the communicator. Messages are not
 // counted: sends and receives have items of their own.
 
-// Numbers the call and stores its header for fault records. Returns kAborted if this rank aborted
-// before. Follows load_table(); afterwards all lanes may read the call and the view.
+// Numbers the call and stores its header for fault records. Returns kAborted if this rank has
+// aborted earlier. Call it after load_table(); afterwards all lanes may read the call and the view.
 template <class Team>
 RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
   Status status = Status::kOk;
@@ -176,7 +176,7 @@ RC_TEAM_FN Status move_lists(E& e, const CallArgs& args, const Chunks& in, const
     return share_one_shot(e, {args.in, out.get(e.rank()).bytes}, out, -1);
   if (args.collective == Collective::kGather) edges.only_reader = args.root;
   if (args.collective == Collective::kScatter) edges.only_sender = args.root;
-  return exchange_one_shot(e, in, out, edges);  // all-to-all; messages name their peers
+  return exchange_one_shot(e, in, out, edges);  // all-to-all, or messages, which name their peers
 }
 
 // Begins a collective. Returns false if the call must end here.
@@ -193,7 +193,7 @@ RC_TEAM_FN void leave_call(E& e, Status status) {
   end_call(e.team, e.v, status, e.pairs != Stream::kMessage);
 }
 
-// Runs `collective(endpoint, arguments)` between the checks that every call makes.
+// Runs `collective(endpoint, arguments)` between enter_call() and leave_call().
 template <class Team, class Params, class Ops, class Run>
 RC_TEAM_FN void run_collective(Team team, const Params& p, int rank_in_launch, Workspace& w,
                                Ops ops, Run run) {
@@ -241,8 +241,8 @@ RC_TEAM_FN void reduce_scatter_list_kernel(Team team, const ListParams& p, int r
                      RC_INLINED { return reduce_scatter_one_shot(e, w.in, args.out); });
 }
 
-// The two-shot all-reduce takes one hop up to this size, if the data fit into one segment. A
-// choice, not measured.
+// Up to this size, the two-shot all-reduce takes one hop if the data fit into one segment. Chosen
+// without measurements.
 constexpr uint64_t kOneHopBytes = 64 << 10;
 
 template <class E>

@@ -8,11 +8,11 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// Blocks that move fewer bytes spend most of their time on signals. A choice, not measured.
+// Blocks that move fewer bytes spend most of their time on signals. Chosen without measurements.
 constexpr uint64_t kMinChannelBytes = 32 << 10;
 
 // The most bytes that one rank sends by LL. LL sends every byte twice, which costs large messages
-// more time than LL's fewer synchronizations save. A choice, not measured.
+// more time than LL's fewer synchronizations save. Chosen without measurements.
 constexpr uint64_t kMaxLLTrafficBytes = 256 << 10;
 
 // The most items of a call on a stream: their numbers have 32 bits and are compared modulo 2^32.
@@ -77,7 +77,7 @@ uint64_t DeviceComm::region_bytes() const {
 bool DeviceComm::set_window(uint64_t own, uint64_t all, uint64_t bytes) {
   window_ = own;
   windows_ = all;
-  // Two slots per channel; a slot has one piece of whole lines per rank.
+  // A channel has two slots; a slot has one piece, of whole lines, per rank.
   piece_bytes_ =
       bytes / (2 * uint64_t(config_.layout.channels) * config_.world) / kLineBytes * kLineBytes;
   return piece_bytes_ > 0;

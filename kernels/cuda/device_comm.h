@@ -27,8 +27,8 @@ struct DeviceConfig {
   int rank, world;
   Layout layout;
   uint64_t timeout_ns;
-  Algorithm family;      // kAuto for large messages: kOneShot or kRing
-  int message_channels;  // blocks per message; sends and receives of all ranks of a GPU must fit
+  Algorithm family;      // the algorithm of kAuto for large messages: kOneShot or kRing
+  int message_channels;  // blocks per message; the blocks of all messages on a GPU must fit on it
 };
 
 struct Kernel {
@@ -42,10 +42,10 @@ struct Prepared {
   Kernel kernel;
   unsigned channels;
   CallArgs args;
-  std::vector<Span> in, out;  // lists; empty if evenly cut
+  std::vector<Span> in, out;  // the spans of lists; empty if the data are cut evenly
   bool continues = false;     // true: a later launch of the same call
   bool alone = false;         // true: waits for no peer, and is not recorded
-  // The peers that receive and send messages, one bit per peer.
+  // Peers that receive messages from this rank, and peers that send to it; one bit per peer.
   uint64_t readers = ~uint64_t(0), senders = ~uint64_t(0);
   // If not null, launches this kernel, which has other parameters; DeviceComm owns it.
   const TritonKernel* triton = nullptr;
@@ -68,7 +68,7 @@ struct Reduction {
   Algorithm algorithm;
 };
 
-// Returns the type's part of kernel names; throws std::invalid_argument unless it is one of three.
+// Returns a type's name in kernel names; throws std::invalid_argument unless 16-bit or FP32.
 const char* name_of_float(DType dtype);
 
 class DeviceComm {
@@ -79,7 +79,7 @@ class DeviceComm {
 
   DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config, FindKernel find);
 
-  // Includes the table and Triton kernels' scratch memory, which follow the region.
+  // Returns the size of the region with the table and Triton's scratch memory, which follow it.
   uint64_t region_bytes() const;
   uint64_t words_bytes() const { return config_.layout.staging_offset(); }
   uint64_t table_offset() const { return config_.layout.region_bytes(); }
@@ -95,12 +95,12 @@ class DeviceComm {
   // Sets this rank's window of `bytes` bytes (multicast.h): its own address, and the address of all
   // ranks' windows. Call it before table(). Returns false if the window is too small.
   bool set_window(uint64_t own, uint64_t all, uint64_t bytes);
-  // Returns the bytes to write at table_offset() of this rank's region. Addresses are the device's.
+  // Returns the bytes to write at table_offset() of the region. All addresses are device addresses.
   std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
                     const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
                     const std::vector<std::vector<int>>& rings);
   // Sets how many bytes of this rank's heap later launches may lend to peers: the part that all
-  // peers have mapped. Captured launches keep their number. For launches without an inlined table,
+  // peers have mapped. A captured launch keeps its number. For launches without an inlined table,
   // the caller also writes the number at own_heap_bytes_offset() of the region. For any thread.
   void set_own_heap_bytes(uint64_t bytes) { own_heap_bytes_ = bytes; }
   uint64_t own_heap_bytes_offset() const {
@@ -115,14 +115,14 @@ class DeviceComm {
     stream_ = stream;
     captures_ = captures;
   }
-  // Makes launches wait for other communicators' launches, and records them as `owner`'s. Messages
-  // do neither: the ledger reserves blocks for them.
+  // Makes launches wait for other communicators' launches, and records them as `owner`'s. It does
+  // neither for messages: the ledger reserves blocks for them.
   void set_ledger(std::shared_ptr<LaunchLedger> ledger, uint64_t owner) {
     ledger_ = std::move(ledger);
     owner_ = owner;
   }
-  // Called in place of each launch, which is then prepared(), so that ranks can share a launch.
-  // Null: this class launches.
+  // The function to call in place of each launch, so that ranks can share a launch; the launch is
+  // prepared() then. Null: this class launches.
   using Submit = std::function<void()>;
   void set_submit(Submit submit) { submit_ = std::move(submit); }
   const Submit& submit_to() const { return submit_; }
@@ -146,8 +146,8 @@ class DeviceComm {
   void reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r);
   void all_gather(char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
   // All-gather by the copy engines from the peers' inputs. inputs: addresses by rank, as mapped for
-  // this rank. plan: a number that all ranks pass for this plan; the kernels report a mismatch if a
-  // rank passes another number, and so would copy from other inputs.
+  // this rank. plan: a number that all ranks pass for this plan. If ranks pass different numbers,
+  // and so would copy from the inputs of different plans, the kernels report a mismatch.
   void all_gather_from(char* in, char* out, uint64_t in_bytes, DType dtype,
                        const std::vector<uint64_t>& inputs, int plan);
   void all_gather_list(char* in, const std::vector<Span>& out, DType dtype);
@@ -190,8 +190,8 @@ class DeviceComm {
   void reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads);
 
   // Quantization, by kernels that wait for no peers and are launched at once. The kernels are fast
-  // if quantized runs of `elems` numbers begin at multiples of 4 bytes; else they go byte by byte.
-  // The runs of a sum are `stride_bytes` apart. divide_by 0: no division.
+  // if quantized runs of `elems` numbers begin at multiples of 4 bytes; else they access single
+  // bytes. The runs of a sum are `stride_bytes` apart. divide_by 0: no division.
   void quantize(QuantFormat format, char* in, DType dtype, char* out, uint64_t elems);
   struct QuantizedRuns {
     char* first;
@@ -292,9 +292,9 @@ class DeviceComm {
   std::vector<std::pair<CallId, std::shared_ptr<const TritonKernel>>> triton_kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
-  uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // as in RankTable
-  InlineTable inline_table_{};                           // world 0: the table does not fit
-  // Written by the heap's thread, read by each launch; either value is correct for a launch.
+  uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // fields of RankTable
+  InlineTable inline_table_{};                           // its world is 0 if the table does not fit
+  // Written by the heap's thread, read by each launch; a launch may use the old or the new value.
   std::atomic<uint64_t> own_heap_bytes_{0};
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;

@@ -9,8 +9,8 @@ namespace device {
 namespace {
 
 // For kernels that do not wait for peers: at most 1,056 blocks (two for each of 132
-// multiprocessors, times four), so that multiprocessors finish at similar times; and so many
-// elements per block that each block has several turns of work. Choices, not measured.
+// multiprocessors, times four), so that multiprocessors finish at similar times; and enough
+// elements per block that each block has several turns of work. Chosen without measurements.
 constexpr uint64_t kElemsPerBlock = 8192, kMostBlocks = 1056;
 
 std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(grads); }

@@ -7,7 +7,7 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 namespace {
 
-// The bytes of rows per block, and the most blocks of a launch: choices, not measured.
+// The bytes of rows per block, and the most blocks of a launch; chosen without measurements.
 constexpr uint64_t kBytesPerBlock = 32 << 10, kMostBlocks = 1056;
 
 bool is_multiple(const void* ptr, uint64_t of) { return reinterpret_cast<uint64_t>(ptr) % of == 0; }

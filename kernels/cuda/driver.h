@@ -16,7 +16,7 @@ namespace device {
 
 // A call that the driver refused; the text names the call and the driver's reason.
 struct DriverError : std::runtime_error {
-  int code;  // the driver's; 0: no call was made
+  int code;  // the driver's code; 0: no call was made
 
   explicit DriverError(const std::string& text, int code = 0)
       : std::runtime_error(text), code(code) {}
@@ -52,12 +52,12 @@ class Driver {
   void launch(void* function, const Blocks& blocks, void* stream, void** parameters) const;
   // Copies between device addresses, in the stream's order.
   void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
-  // True while the stream is capturing a graph, or if the driver cannot tell: its capture is
-  // broken, or another device is current. False without a driver call for the legacy default stream
-  // (nullptr), which never captures.
+  // True while the stream is capturing a graph. Also true if the driver cannot tell, because the
+  // capture is broken or another device is current. False without a driver call for the legacy
+  // default stream (nullptr), which never captures.
   bool is_capturing(void* stream) const;
-  // Returns the multiprocessors of the stream's green context; -1: no green context, or the driver
-  // has none. The legacy default stream (nullptr) belongs to the current context.
+  // Returns the multiprocessors of the stream's green context; -1: the stream or the driver has
+  // none. The legacy default stream (nullptr) belongs to the current context.
   int multiprocessors_of(void* stream) const;
   // Makes an event without timing, on the current device.
   void* make_event() const;

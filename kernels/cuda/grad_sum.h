@@ -11,7 +11,7 @@ namespace device {
 
 constexpr int kTurnElems = 8;
 
-// Consecutive elements in memory order, moved in accesses of 16 bytes, or one of 8 bytes.
+// Consecutive elements in memory order, moved in accesses of 16 bytes or in one access of 8 bytes.
 template <class T, int elems>
 struct Pack {
   static constexpr int kBytes = elems * int(sizeof(T));
@@ -58,8 +58,8 @@ struct Pack {
 template <class T>
 using Eight = Pack<T, kTurnElems>;
 
-// Makes a zero that depends on loaded values. ptxas would otherwise move some loads behind the
-// first uses of others, to save registers. Values combined with this zero are used only after all
+// Makes a zero that depends on loaded values. To save registers, ptxas would otherwise move some
+// loads after the first uses of other loads. Values combined with this zero are used only after all
 // loads have been issued.
 struct Gate {
   uint32_t any = 0;

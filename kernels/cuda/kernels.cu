@@ -100,7 +100,7 @@ RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 
 using Format = RINGCOMM_UNIT_QUANT_FORMAT;
 
-// These kernels do not wait for peers either.
+// These kernels do not wait for peers.
 #define RC_QUANT_KERNELS(name, type)                                      \
   RC_KERNEL_OF(256, 4, rc_quantize_##name, quantize_kernel<Format, type>) \
   RC_KERNEL_OF(256, 4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Format, type>)

@@ -7,7 +7,7 @@
 // receive that comes after a collective. So from a communicator's first message on, the ledger
 // reserves blocks for the messages of all its ranks in this process. If ranks launch the
 // collectives of several communicators in different orders, the collectives run concurrently as far
-// as the device's occupancy allows. Beyond that they fail at the deadline (docs/cuda.md).
+// as the device's occupancy allows. If it does not, they fail at the deadline (docs/cuda.md).
 #pragma once
 
 #include <cstdint>

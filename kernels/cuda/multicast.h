@@ -79,7 +79,7 @@ RC_TEAM_FN Vec16 divided(Vec16 v, int by) {
   return v;
 }
 
-// Vectors that a lane loads together: a choice, not measured. A loaded sum is at most divided.
+// Vectors that a lane loads together; chosen without measurements. AVG only divides the sums.
 constexpr int kWindowLoads = 8;
 
 // Calls store(at, load(at)) for vectors [first, last), `at` in bytes; `unroll` loads overlap.
@@ -98,8 +98,8 @@ RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Loa
   for (; i < last; i += lanes) store(i * 16, load(i * 16));
 }
 
-// Publishes item `item` to every peer and waits for every peer's item. Accesses of all ranks before
-// the barrier, by either address of the windows, precede accesses after it by the other address.
+// Publishes item `item` to every peer and waits for every peer's item. Accesses before the barrier
+// by one address of the windows precede accesses after it, on any rank, by the other address.
 template <class E>
 RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes) {
   // Only item 0 carries data: the call's header.

@@ -73,7 +73,7 @@ struct Vectors {
 // exist; else only those within the team's `left` remaining vectors.
 template <int sources, int half>
 struct HalfTurn {
-  static constexpr int kVectors = half * kWarpLanes;  // of all lanes of a warp together
+  static constexpr int kVectors = half * kWarpLanes;  // vectors of all lanes of a warp
   static constexpr uint64_t kBytes = uint64_t(half) * kVectorStep;
   Vec16 v[half][sources];
 
@@ -164,7 +164,7 @@ struct Scaling {
   bool premultiply;   // by factors[source]
   int32_t divide_by;  // 0: no division
 
-  // True if dividing equals multiplying by the exact reciprocal: both round the same number.
+  // True for a power of two: to divide by it equals to multiply by its reciprocal, which is exact.
   RC_TEAM_FN bool halves() const {
     return divide_by > 0 && (uint32_t(divide_by) & (uint32_t(divide_by) - 1)) == 0;
   }
@@ -183,10 +183,10 @@ template <class T, RedOp op>
 struct Reducer {
   using Acc = typename Traits<T>::Acc;
   static constexpr int kElems = 16 / sizeof(T), kLoads = kReduceLoads<T>;
-  // Operators with short code, which have a loop for each common number of sources.
+  // True for operators with short code; they have a loop for each common number of sources.
   static constexpr bool kTogether =
       sizeof(T) >= 4 || (op == RedOp::kSum && sizeof(Acc) > sizeof(T));
-  // Only these types compute AVG by a power of two as a product; integers round towards zero.
+  // True for types whose AVG of 2^n ranks may be a product; integers instead round towards zero.
   static constexpr bool kHalves =
       op == RedOp::kSum && !IsInteger<Acc>::value && supports<T>(RedOp::kAvg);
 
@@ -272,7 +272,7 @@ struct Reducer {
 
   // ---- any number of sources, and any scaling -----------------------------------------------
 
-  // The accumulators of one vector: packed, 4 bytes per register, if no type widens T.
+  // The accumulators of one vector. If Acc is as small as T, a 4-byte register holds several.
   struct alignas(16) Held {
     uint32_t word[sizeof(Acc) * kElems / 4];
   };

@@ -105,7 +105,7 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
 template <class G, class Finish>
 struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   Finish finish;
-  char* own_grads;  // of my chunk: the nominal target of the ring's last hop
+  char* own_grads;  // the gradients of my chunk: the nominal target of the ring's last hop
 
   RC_TEAM_FN OptimizerOps(const Finish& f, char* own)
       : ReduceOps<G, RedOp::kSum>(int32_t(RedOp::kSum)), finish(f), own_grads(own) {}
@@ -197,7 +197,7 @@ RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Work
     const int peers = e.world() - 1;
     w.update = {w.sources, sums ? e.world() : 1, divisor_of(args, e.world()), peers, run.begin,
                 run.end};
-    w.results[e.rank()] = w.results[peers];  // overwrites my entry: peers' buckets come first
+    w.results[e.rank()] = w.results[peers];  // replaces my entry: only peers' buckets are left
   }
   e.team.sync();
   return true;
@@ -242,7 +242,7 @@ RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_
   });
 }
 
-// Calls `run` with the bucket; clears the norm's words before, and adds them up afterwards.
+// Calls `run` with the bucket; clears the team's norm before, and adds it to the call's afterwards.
 template <class G, bool ring, class Team, class Run>
 RC_TEAM_FN void reduce_scatter_norm_by(Team& team, const LaunchParams& p, int rank_in_launch,
                                        Workspace& w, Run run) {

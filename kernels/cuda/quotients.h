@@ -31,7 +31,7 @@ RC_TEAM_FN float root(float x) {
   return fused_multiply_add(fused_multiply_add(-near, near, x), half, near);
 }
 
-// True where x is neither zero nor, sign aside, `least` or more.
+// True if x is not zero and its magnitude is less than `least`.
 RC_TEAM_FN bool is_below(float x, float least) {
   const uint32_t bound = 2 * bits_of(least);
   return 2 * bits_of(x) - bound > 0 - bound;

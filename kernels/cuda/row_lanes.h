@@ -17,8 +17,8 @@ constexpr int kRowLanes = 32;
 #else
 constexpr int kRowLanes = 1;
 #endif
-// Vectors per lane and turn of a sum; and rounds, of 64 products each, whose vectors are loaded
-// together. Choices, not measured.
+// kRowUnroll: vectors per lane and turn of a sum. kDotRounds: rounds, of 64 products each, whose
+// vectors are loaded together. Chosen without measurements.
 constexpr int kRowUnroll = 4, kDotRounds = 2;
 constexpr int kDotSums = 64;
 

@@ -25,7 +25,7 @@ RC_TEAM_FN float update_moments(float& p, float g, float& m, float& v, float& v_
                : fused_multiply_add(f.one_minus_beta1, to_go, m);
   v = fused_multiply_add(f.one_minus_beta2 * g, g, v * f.beta2);
   if ((f.flags & kAdamAmsgrad) == 0) return v;
-  // As in torch.maximum, a NaN of either wins.
+  // As in torch.maximum, the result is a NaN if either number is.
   v_max = (v_max > v || v_max != v_max) ? v_max : v;
   return v_max;
 }

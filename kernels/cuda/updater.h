@@ -169,7 +169,7 @@ struct Updater {
   }
 
   // If `yes`, stores eight finite masters and the parameters rounded to nearest from them.
-  // copies_known: the number of copies; -1: copy_count.
+  // copies_known: the number of copies; -1: use copy_count.
   template <int copies_known>
   RC_TEAM_FN void store_finite_if(bool yes, uint64_t at, float* masters,
                                   const float (&p)[kTurnElems]) const {

@@ -29,8 +29,8 @@ struct Workspace {
   CallHeader mine;
   Chunks in, out;
   HostPage* host;
-  Portion portion;  // of this block's channel
-  int failure;      // the greatest status of the lanes so far
+  Portion portion;  // the portion of this block's channel
+  int failure;      // the greatest status of any lane so far
   int ring_position;
   // The channel's words as loaded at the call's begin.
   uint64_t sequence;

@@ -1,5 +1,5 @@
-// The update of a run of a shard by the lanes of a block. 256 lanes with 112 bytes each keep 28 KiB
-// in flight.
+// Updates a run of a shard by the lanes of a block. 256 lanes with loads of 112 bytes each keep 28
+// KiB in flight.
 #pragma once
 
 #include "kernels/cuda/quantized_moment_lanes.h"
@@ -17,7 +17,7 @@ struct Narrowed {
                                static_cast<P*>(nullptr));
     return Traits<P>::store(master);
   }
-  // `index` is a multiple of 4: a draw of Philox serves four elements.
+  // `index` is a multiple of 4, since a draw of Philox serves four elements.
   RC_TEAM_FN static void eight(const float (&master)[kTurnElems], const AdamWShard& s,
                                uint64_t index, uint32_t step, P (&param)[kTurnElems]) {
     if (s.rounding == Rounding::kStochastic) {
@@ -58,7 +58,7 @@ struct Updater {
     return reinterpret_cast<P*>(copies[c]) + s.begin + at;
   }
 
-  // The moments that a parameter's update reads and writes.
+  // True if a parameter's update reads and writes its first or second moment.
   RC_TEAM_FN static bool has_first(const AdamWFactors& f) {
     return (f.flags & (kSgd | kMomentum)) != kSgd;
   }
@@ -86,7 +86,7 @@ struct Updater {
     if ((f.flags & kLion) != 0) return lion_element(p, g, m, f);
     const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
                from_end = !(f.one_minus_beta1 < 0.5f);
-    // Uniform branches: every lane of a block works on one parameter.
+    // All lanes of a block take the same branch: they work on one parameter.
     if (from_end) {
       l2        ? amsgrad ? adamw_element<AdamWPath<true, true, true>>(p, g, m, v, v_max, f)
                           : adamw_element<AdamWPath<true, false, true>>(p, g, m, v, v_max, f)
@@ -100,7 +100,7 @@ struct Updater {
     }
   }
 
-  // Of 8-bit moments in memory.
+  // Updates one element whose 8-bit moments were converted to FP32.
   RC_TEAM_FN static void update_wide(float& p, float g, float& m, float& v, const AdamWFactors& f) {
     g = adamw_gradient(g, f);
     const bool l2 = (f.flags & kAdamL2) != 0;
@@ -151,8 +151,8 @@ struct Updater {
     store_one(at, p, f);
   }
 
-  // What eight master copies are made of, as it lies in memory: the copies, or the parameters and
-  // their low halves. Never both, so they share registers.
+  // The raw data of eight FP32 masters: either the masters themselves, or the parameters and their
+  // low halves. The two cases share registers.
   struct Masters {
     Vec16 v[2];
     template <class T>
@@ -216,7 +216,7 @@ struct Updater {
     Narrowed<P>::eight(p, s, s.begin + at, f.step, param);
   }
 
-  // The state of eight elements, as it lies in memory.
+  // The state of eight elements, in memory order.
   struct State {
     Eight<float> m, v, v_max;
     Masters masters;
@@ -256,8 +256,8 @@ struct Updater {
     store_eight(at, p, f);
   }
 
-  // `unroll` times eight elements, `stride` apart: all their loads are under way together. Several
-  // have no registers left for AMSGrad's maxima.
+  // Updates `unroll` times eight elements, `stride` apart; all their loads overlap. With `unroll`
+  // above 1 no registers are left for AMSGrad's maxima.
   template <int unroll>
   RC_TEAM_FN void eights(uint64_t at, uint64_t stride, const GradSum<G>& grads,
                          const AdamWFactors& f) const {
@@ -286,7 +286,7 @@ struct Updater {
 
 // ---- 8-bit moments ------------------------------------------------------------------------------
 
-// Eight elements of a quantization block, with their moments.
+// Updates eight elements of a quantization block; returns their new moments in m and v.
 template <class G, class P>
 RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
                              const AdamWFactors& f, const MomentPair::Quantized& quantized,
@@ -304,8 +304,8 @@ RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& gra
   updater.store_eight(at, p, f);
 }
 
-// Fewer than eight, or what does not lie for vectors: one by one, and few registers. The moments
-// are found by constant numbers, so that they are registers, too.
+// Updates fewer than eight elements, or unaligned ones, one by one with few registers. m and v are
+// indexed by constants, so that they stay in registers.
 template <class G, class P>
 RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
                               int count, const AdamWFactors& f,
@@ -322,8 +322,8 @@ RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& gr
   }
 }
 
-// The quantization block at the begin of a parameter's run, by kMomentLanes lanes. All lanes of a
-// warp come here, some of them with a run of nothing.
+// Updates the quantization block at block.begin, by kMomentLanes lanes. All lanes of a warp call
+// it, some with an empty run.
 template <class G, class P>
 RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
                              const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {
@@ -340,7 +340,7 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
       if (left != 0) work(at, left < kTurnElems ? int(left) : kTurnElems, e);
     }
   };
-  // One lane reads the exponents, which it will write: a shuffle orders no memory.
+  // The lane that writes the exponents later also reads them: a shuffle orders no memory.
   const bool leads = lane % kMomentLanes == 0 && block.begin < block.end;
   const uint64_t number = block.begin / kMomentBlock;
   const uint32_t before = largest_of_lanes<kMomentLanes>(leads ? moments.exponents(number) : 0);
@@ -359,9 +359,9 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
   });
 }
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; with 8-bit moments. Factors are
-// read where they are used, since registers are scarce: too scarce for the kernels of fused steps,
-// which have none of this.
+// Updates elements [run.begin, run.end) of the chunk with 8-bit moments, by all lanes. Factors are
+// loaded where they are used, to save registers. The kernels of fused steps have too few registers
+// for this function, so they do not support 8-bit moments.
 template <class G, class P>
 RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                            int copy_count, Run run, int lane, int lanes) {
@@ -384,7 +384,7 @@ RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* c
   }
 }
 
-// The same with FP32 moments, of AdamW, SGD and Lion; `unroll` times eight elements a turn.
+// Updates elements with FP32 moments by AdamW, SGD or Lion, `unroll` times eight per turn.
 template <class G, class P, int unroll>
 RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                           int copy_count, Run run, int lane, int lanes) {
@@ -398,7 +398,7 @@ RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* co
     if ((f.flags & kAdamActive) == 0) continue;
     const uint64_t from = (here.begin > first ? here.begin : first) - s.begin,
                    to = (here.end < last ? here.end : last) - s.begin;
-    // Segments and chunks begin at whole turns; where a user's layout does not, elements go singly.
+    // Segments and chunks begin at whole turns; if a user's layout does not, elements go singly.
     const bool vectors = aligned && from % kTurnElems == 0;
     const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
     const uint64_t stride = uint64_t(lanes) * kTurnElems;

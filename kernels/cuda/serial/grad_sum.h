@@ -1,5 +1,5 @@
-// The gradients of a chunk on a GPU: 8 elements per lane and turn, so that 16-bit gradients and
-// parameters move in 16 bytes and the FP32 state in two times 16.
+// Loads and sums the gradients of a chunk, 8 elements per lane and turn (16 bytes of 16-bit types,
+// 32 bytes of FP32).
 #pragma once
 
 #include "kernels/cuda/serial/ops.h"
@@ -28,12 +28,12 @@ struct Eight {
   RC_TEAM_FN void set(const T (&x)[kTurnElems]) { memcpy(v, x, sizeof(v)); }
 };
 
-// The gradient: the sum over the sources, and its divisor.
+// The gradient of an element: the sum over the sources, divided by `divide_by` (0: no division).
 template <class G>
 struct GradSum {
   const void* const* ptrs;
   int count, divide_by;
-  uint64_t first;  // of the chunk: the element that ptrs point at
+  uint64_t first;  // element of the chunk that ptrs point at
 
   RC_TEAM_FN const G* source(int s, uint64_t at) const {
     return static_cast<const G*>(ptrs[s]) + (at - first);
@@ -51,8 +51,8 @@ struct GradSum {
     for (int s = 1; s < count; ++s) sum += Traits<G>::load(*source(s, at));
     return finished(sum);
   }
-  // `unroll` times eight elements, `stride` apart. The next source's loads are under way while one
-  // is added.
+  // Sums `unroll` times eight elements, `stride` apart. While the values of one source are added,
+  // the loads of the next source are in flight.
   template <int unroll>
   RC_TEAM_FN void eights(uint64_t at, uint64_t stride, float (&sum)[unroll * kTurnElems]) const {
     Eight<G> now[unroll], next[unroll];

@@ -1,27 +1,27 @@
-// All-reduce, reduce-scatter and all-gather by LL: small messages whose flag travels with the data,
-// so that one trip carries both and no fence stands between (NCCL's LL protocol).
+// All-reduce, reduce-scatter and all-gather by LL, for small messages. Their flag travels with the
+// data, so that one transfer carries both, without a fence between them (NCCL's LL protocol).
 //
 // An LL packet is 8 bytes of payload and two copies of its flag (atomics.h). B bytes, W ranks, one
-// hop: all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B (every
-// rank sends its whole buffer and reduces all of them, in rank order with one rounding: the bits of
-// `one_shot`).
+// hop: all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B. In
+// all-reduce, every rank sends its whole buffer and reduces all of them in rank order with one
+// rounding, so the bits are those of `one_shot`.
 //
-// Every rank sends to and receives from every peer in every LL call; two sets of buffers by
-// turns are therefore enough. I write call e+2 over call e only after I have received the peer's
-// packets of call e+1, which it sent after it had read mine of call e. The flag is the number of
-// the call, counted per channel; all LL calls of a communicator use equally many channels, so
-// that an address in the buffers only ever sees growing flags. Long before the count could come
-// around, both sets are cleared. (The accesses are relaxed. What orders e's reads before e+1's
-// stores, and e+1's reads before e+2's stores, is the end of a kernel and the start of the next.)
+// In every LL call, every rank sends to and receives from every peer. So two sets of buffers, used
+// alternately, are enough: I write call e+2 over call e only after I have received the peer's
+// packets of call e+1, and the peer sent these after it had read my packets of call e. The flag is
+// the call's number, counted per channel. All LL calls of a communicator use the same channels, so
+// the flags at an address only grow. Both sets are cleared long before flags repeat. (The accesses
+// are relaxed: kernel boundaries order e's reads before e+1's stores, and those of e+1 before
+// e+2's.)
 #pragma once
 
 #include "ringcomm/protocol/endpoint.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The sender's header takes the first packets of each channel, 8 bytes in each, and a hash of all
-// but the factor the next: a reader waits for these two, and for the rest only where the hash
-// differs from its own. Packets carry their results, so nobody asks where to put them.
+// The first packets of each channel carry the sender's header, 8 bytes each; the next packet
+// carries a hash of all of the header except the factor. A reader waits for the factor and the
+// hash, and for the whole header only if the hash differs from its own.
 constexpr int kFactorPacket = int(sizeof(CallId) / 8) + 3;
 constexpr int kHeaderPackets = kFactorPacket + 1;
 constexpr int kHashPacket = kHeaderPackets;
@@ -31,41 +31,41 @@ static_assert(offsetof(CallHeader, factor) == kFactorPacket * 8 &&
               offsetof(CallHeader, result_offset) == kHeaderPackets * 8);
 #endif
 
-// Different calls have different hashes but for one in 2^64. Each step can be undone, so no change
-// of a single word is lost. It guards against mistakes: a peer that lies could do so in any word.
+// Two calls have the same hash with probability 2^-64. Each step can be undone, so a change of a
+// single word always changes the hash. The hash guards against mistakes, not against malice.
 RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
   uint64_t hash = 0;
   RC_UNROLL
   for (int i = 0; i < kHeaderPackets; ++i) {
     if (i == kFactorPacket) continue;
-    hash = (hash ^ header[i]) * 0x9e3779b97f4a7c15;  // 2^64 by the golden ratio, an odd number
+    hash = (hash ^ header[i]) * 0x9e3779b97f4a7c15;  // 2^64 / golden ratio, an odd number
     hash ^= hash >> 32;
   }
   return hash;
 }
 
-// Flags come around after 2^32 calls; once in so many each set of buffers is cleared.
+// Flags repeat after 2^32 calls; each set of buffers is cleared once per this many calls.
 constexpr uint32_t kCallsPerClearing = 1u << 24;
 
-// The flag of the call after the one with flag `last`: even and odd by turns, as the sets are. 0 is
-// the flag of memory that was cleared or never written, so no call has it; 1 is left out with it.
+// Returns the flag of the call after the call with flag `last`: even and odd alternately, like the
+// sets. 0 is the flag of cleared memory, so no call has it; 1 is skipped, to keep the alternation.
 RC_FN constexpr uint32_t next_flag(uint32_t last) { return last + 1 == 0 ? 2 : last + 1; }
 
-// Each call clears the set of the other parity, so two calls in turn clear both; the last two
-// before the count comes around are among them.
+// Two consecutive calls clear both sets, since each clears the other set. The last two calls before
+// flags repeat are among them.
 RC_FN constexpr bool clears_other_set(uint32_t flag) {
   return flag % kCallsPerClearing >= kCallsPerClearing - 2;
 }
 
-// Packets whose loads are under way at once, one per rank.
+// Packets, one per rank, whose loads overlap.
 constexpr int kPacketBatch = 8;
 
 struct LLCall {
   uint32_t flag;
-  Extent extent;  // of the message: this channel's payload
+  Extent extent;  // this channel's payload in the message
 };
 
-// 8 bytes of payload at `from`, of which `bytes` exist.
+// Loads up to 8 bytes of payload from `from`, where `bytes` bytes are left.
 RC_TEAM_FN uint64_t load_payload(const char* from, uint64_t bytes) {
   if (bytes >= 8 && (reinterpret_cast<uintptr_t>(from) & 7) == 0)
     return *reinterpret_cast<const uint64_t*>(from);
@@ -91,7 +91,7 @@ RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
 }
 RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
-// `offset` bytes into where `reader` receives what `sender` sends it in a call.
+// Returns the address, plus `offset`, at which `reader` receives `sender`'s packets of a call.
 template <class E>
 RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int reader,
                                 uint64_t offset) {
@@ -99,22 +99,22 @@ RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int 
   return reinterpret_cast<LLPacket*>(set + offset);
 }
 
-// This channel's header. The headers of all channels come first: ranks that disagree on the size of
-// the message still find them at the same addresses.
+// Returns the packets of this channel's header. The headers of all channels come first: ranks that
+// disagree on the size of the message still find them at the same addresses.
 template <class E>
 RC_TEAM_FN LLPacket* header_packets(const E& e, const LLCall& call, int sender, int reader) {
   const uint64_t offset = e.v.layout.ll_header_offset(e.team.channel());
   return packets_at(e, call, sender, reader, offset);
 }
 
-// This channel's payload.
+// Returns the packets of this channel's payload.
 template <class E>
 RC_TEAM_FN LLPacket* payload_packets(const E& e, const LLCall& call, int sender, int reader) {
   const uint64_t offset = e.v.layout.ll_payload_offset(call.extent.begin_bytes);
   return packets_at(e, call, sender, reader, offset);
 }
 
-// One lane: until the packet is there.
+// Waits until the packet has arrived; called by one lane.
 // model: await_packet_slowly (tests/proof/model/ll.pml)
 template <class Team>
 RC_COLD Status await_packet_slowly(Team team, const View& v, const LLPacket* packet, uint32_t flag,
@@ -142,7 +142,7 @@ RC_COLD Status await_packet_slowly(Team team, const View& v, const LLPacket* pac
   }
 }
 
-// One lane: a peer's header differs from mine. Waits for all of it, since people will read it.
+// Reports that a peer's header differs from mine; called by one lane. Waits for the whole header.
 template <class Team>
 RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uint32_t flag,
                            int sender) {
@@ -159,7 +159,7 @@ RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uin
   return Status::kMismatch;
 }
 
-// Advances the count of LL calls; all lanes get it.
+// Advances the count of LL calls; all lanes return the new call.
 // model: begin_ll (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN LLCall begin_ll(E& e, uint64_t message_bytes) {
@@ -167,15 +167,15 @@ RC_TEAM_FN LLCall begin_ll(E& e, uint64_t message_bytes) {
   const LLCall call{next_flag(e.v.ll_epoch), extent_of(message_bytes, e.team.portion())};
   if (e.team.lane() == 0) line->ll_epoch = call.flag;
   if (!clears_other_set(call.flag)) return call;
-  // The other set holds the call before this one, which is over; the peers write into it again only
-  // after they have received what I send below.
+  // The other set holds the previous call, which is over. Peers write into this set again only
+  // after they have received the packets that I send below.
   const uint64_t bytes = e.v.layout.ll_set_bytes() * e.world();
   char* base = e.v.regions[e.rank()] + e.v.layout.ll_offset((call.flag + 1) & 1, 0);
   const Extent mine = extent_of(bytes, e.team.portion());
   for (uint64_t at = mine.begin_bytes + uint64_t(e.team.lane()) * sizeof(LLPacket);
        at < mine.end_bytes; at += uint64_t(e.team.num_lanes()) * sizeof(LLPacket))
     store_ll_packet_sys(reinterpret_cast<LLPacket*>(base + at), 0, 0, 0);
-  // Every lane fences between what all lanes cleared and what it sends.
+  // Every lane fences between the packets that all lanes cleared and the packets that it sends.
   e.team.sync();
   fence_acq_rel_sys();
   return call;
@@ -194,7 +194,7 @@ RC_TEAM_FN void send_headers(E& e, const LLCall& call) {
   }
 }
 
-// One lane: 8 bytes of payload from `sender`, whose packet was seen as `seen`.
+// Takes 8 bytes of payload from `sender`, whose packet was loaded as `seen`; called by one lane.
 // model: take_payload (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN Status take_payload(E& e, const LLCall& call, const LLPacket* from, LLPacket seen,
@@ -207,7 +207,7 @@ RC_TEAM_FN Status take_payload(E& e, const LLCall& call, const LLPacket* from, L
   return Status::kOk;
 }
 
-// Waits for the peers' hashes and compares them with mine, and for their factors. Fills factors().
+// Waits for the peers' hashes and factors; compares the hashes with mine and fills factors().
 template <class E>
 RC_TEAM_FN Status check_headers(E& e, const LLCall& call) {
   const int count = (e.world() - 1) * 2;
@@ -228,7 +228,7 @@ RC_TEAM_FN Status check_headers(E& e, const LLCall& call) {
   return e.team.share(status);
 }
 
-// My payload at `from` (this channel's slice of it) to one reader.
+// Sends this channel's slice of my payload at `from` to one reader.
 // model: send_payload (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int reader) {
@@ -241,11 +241,11 @@ RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int rea
   }
 }
 
-// Reduces 8 bytes at a time: every rank's packet at the same offset, mine from `own`.
+// Reduces 8 bytes at a time: each peer's packet at the same offset, and my own bytes from `own`.
 template <class E>
 RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out) {
   const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
-  // Rank p's packets lie p sets behind rank 0's.
+  // Rank p's packets are p sets after rank 0's.
   const char* const inbox = reinterpret_cast<const char*>(payload_packets(e, call, 0, e.rank()));
   const uint64_t set_bytes = e.v.layout.ll_set_bytes();
   Status status = Status::kOk;

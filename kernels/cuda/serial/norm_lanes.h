@@ -1,5 +1,5 @@
-// The sum of gradients into FP32 and its norm, tile by tile (grad_norm.h), by the lanes of a
-// block.
+// Sums gradients into FP32 and computes the norm of the sum, tile by tile (grad_norm.h), by the
+// lanes of a block.
 #pragma once
 
 #include "kernels/cuda/serial/grad_sum.h"
@@ -9,7 +9,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Adds a tile's sum, or its largest magnitude, to the team's words.
+// Add a tile's sum, or its largest magnitude, to the team's words.
 RC_TEAM_FN void add_to_words(NormWords& words, double sum) {
   add_tile(sum, [&](int k, int64_t digit) { add_relaxed_sys(&words.word[k], digit); });
 }
@@ -24,7 +24,7 @@ RC_TEAM_FN void max_to_words(NormWords& words, uint32_t most) {
 template <class G>
 struct NormTarget {
   GradSum<G> grads;
-  float* out;  // null: the norm only
+  float* out;  // null: compute only the norm
   bool accumulate;
   NormKind kind;
 
@@ -35,7 +35,7 @@ struct NormTarget {
     out[at] = g;
     return g;
   }
-  // Elements [at, at + 8) and the eight half a tile behind them.
+  // Sums elements [at, at + 8), and the eight elements half a tile later.
   RC_TEAM_FN void sixteen(uint64_t at, float (&g)[2 * kTurnElems]) const {
     grads.template eights<2>(at, kTileElems / 2, g);
     if (out == nullptr) return;
@@ -59,7 +59,7 @@ struct NormTarget {
   }
 };
 
-// The terms of a lane of the tile that begins at `begin`; zeros behind `end`.
+// Sets g to a lane's elements of the tile, from `at` on; elements after `end` are zero.
 template <class G>
 RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint64_t end,
                          float (&g)[2 * kTurnElems]) {
@@ -74,7 +74,7 @@ RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint
 RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
 #if RC_CUDA
-// A tile of kTileElems elements by a warp.
+// Sums a tile of kTileElems elements, by a warp.
 template <class G>
 __device__ __forceinline__ void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin,
                                           uint64_t end, int lane, NormWords& words) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void norm_tile(const NormTarget<G>& t, bool aligned, 
 }
 constexpr int kNormLanes = 32;
 #else
-// A tile by one lane, which stands for a warp.
+// Sums a tile by one lane, which does the work of a warp.
 template <class G>
 inline void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end, int,
                       NormWords& words) {
@@ -129,7 +129,7 @@ inline void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin, uint
 constexpr int kNormLanes = 1;
 #endif
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole tile.
+// Sums elements [run.begin, run.end) of the chunk, by all lanes; a tile begins at run.begin.
 template <class G>
 RC_COLD void norm_lanes(NormTarget<G> t, Run run, NormWords& words, int lane, int lanes) {
   const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;

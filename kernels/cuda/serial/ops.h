@@ -1,8 +1,8 @@
-// The Ops of endpoint.h on a GPU: 16-byte accesses, several independent loads in flight per lane,
-// all lanes of a warp side by side. Compiles for the host too, where threads stand for the lanes.
+// Copies and reductions on a GPU (the Ops of endpoint.h): 16-byte accesses, several loads in flight
+// per lane, adjacent lanes at adjacent addresses. On the host, threads are the lanes.
 //
-// Pointers that are not aligned alike (a view that begins at an odd element) go element by element,
-// or byte by byte: right, and several times slower.
+// Pointers of different alignment (a view that begins at an odd element) are accessed element by
+// element or byte by byte, which is several times slower.
 #pragma once
 
 #include "kernels/cuda/ptx.h"
@@ -13,10 +13,10 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
 // Vectors per lane and turn: 256 lanes keep 32 KiB of each of two sources in flight. On an H100
-// (two ranks of one GPU, FP32, 256 MiB) 8 vectors took 0.82 of the time of 6 in an all-reduce and
-// 0.95 in a reduce-scatter; 384 and 512 lanes with fewer registers each were no better
-// (bench/results/gpu/variants-2026-11-26.csv). Narrow types widen to more accumulators a vector,
-// and all must fit into the registers; their 4 is a choice, not swept.
+// (two ranks on one GPU, FP32, 256 MiB), with 8 vectors an all-reduce took 0.82 of its time with 6
+// vectors, and a reduce-scatter 0.95; 384 and 512 lanes with fewer registers each were no better
+// (bench/results/gpu/variants-2026-11-26.csv). Narrow types need more accumulators per vector,
+// which must fit into the registers: their 4 vectors were chosen without measurements.
 constexpr int kCopyUnroll = 8;
 template <class T>
 constexpr int kReduceUnroll = sizeof(T) == 1 || sizeof(typename Traits<T>::Acc) > sizeof(T) ? 4 : 8;
@@ -25,7 +25,7 @@ RC_TEAM_FN uint32_t misalignment(const void* ptr) {
   return uint32_t(reinterpret_cast<uintptr_t>(ptr) & 15);
 }
 
-// Bytes before the first 16-byte boundary of ptr.
+// Returns the bytes before the first 16-byte boundary of ptr.
 RC_TEAM_FN uint64_t head_bytes(const void* ptr, uint64_t bytes) {
   const uint64_t head = (16 - misalignment(ptr)) & 15;
   return head < bytes ? head : bytes;
@@ -48,7 +48,7 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
     for (int u = 0; u < kCopyUnroll; ++u) now[u] = load16(from + (u * lanes + lane) * 16);
   }
   for (; base + stride <= vectors; base += stride) {
-    // The next turn's loads are under way while this one stores.
+    // The next turn's loads are in flight while this turn stores.
     if (base + 2 * stride <= vectors) {
       RC_UNROLL
       for (int u = 0; u < kCopyUnroll; ++u)
@@ -65,13 +65,13 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
   for (uint64_t i = vectors * 16 + lane; i < bytes - head; i += lanes) to[i] = from[i];
 }
 
-// The scaling of a reduction beside its operator: AVG and PREMUL_SUM are SUM with one of these.
+// The scaling around a SUM: AVG divides by divide_by, PREMUL_SUM premultiplies.
 struct Scaling {
   bool premultiply;   // by factors[source]
-  int32_t divide_by;  // 0: leave it
+  int32_t divide_by;  // 0: no division
 };
 
-// The vectors of one lane: from `at_bytes` on, `step_bytes` apart, before `end_bytes`.
+// The vectors of one lane: the first at `at_bytes`, `step_bytes` apart, before `end_bytes`.
 struct Turns {
   uint64_t at_bytes, end_bytes, step_bytes;
 };
@@ -94,7 +94,7 @@ struct Reducer {
     return Traits<T>::store(x);
   }
 
-  // One vector's accumulators. Types that nothing widens stay packed, four bytes a register.
+  // The accumulators of one vector. If Acc is as small as T, a 4-byte register holds several.
   struct alignas(16) Held {
     uint32_t word[sizeof(Acc) * kElems / 4];
   };
@@ -128,10 +128,10 @@ struct Reducer {
     return v;
   }
 
-  // A lane's turns at `at`, at + turn, ... as far as `end`, each of `unroll` vectors, `step` bytes
-  // apart. While one source is added, the loads of the next are under way, and behind the last
-  // source those of the first in the next turn: so it does not wait for the stores either.
-  // Returns where the next turn would be.
+  // Makes a lane's turns at `at`, at + turn, ... before `end`; a turn has `unroll` vectors, `step`
+  // bytes apart. While one source is added, the next source's loads are in flight; the last source
+  // overlaps with the first loads of the next turn, which so need not wait for the stores. Returns
+  // the position of the next turn.
   template <int unroll>
   RC_TEAM_FN static uint64_t reduce_turns(char* dst, char* also, const void* const* sources,
                                           const double* factors, int count, Turns turns,
@@ -196,7 +196,7 @@ struct Reducer {
     const uint64_t vectors = alike ? (bytes - head) / 16 : 0;
     const uint64_t step = uint64_t(lanes) * 16, end = head + vectors * 16;
     const uint64_t stride = step * kReduceUnroll<T>;
-    // A lane's last whole turn begins before the end of the team's.
+    // Unrolled turns stop at the team's last multiple of `stride`.
     Turns turns{head + uint64_t(lane) * 16, head + vectors * 16 / stride * stride, step};
     turns.at_bytes =
         reduce_turns<kReduceUnroll<T>>(dst, also, sources, factors, count, turns, scaling);
@@ -210,7 +210,7 @@ struct Reducer {
   }
 };
 
-// Collectives that only move data.
+// The Ops of collectives that only move data.
 struct MoveOps {
   template <class Team>
   RC_TEAM_FN void copy_shared(Team& team, void* dst, const void* src, uint64_t bytes) const {
@@ -226,7 +226,7 @@ struct MoveOps {
 template <class T, RedOp op>
 struct ReduceOps : MoveOps {
   using R = Reducer<T, op>;
-  RedOp asked;  // kSum's kernels serve kAvg and kPremulSum too
+  RedOp asked;  // kernels of kSum also do kAvg and kPremulSum
 
   RC_TEAM_FN explicit ReduceOps(int32_t redop) : asked(RedOp(redop)) {}
 
@@ -243,7 +243,7 @@ struct ReduceOps : MoveOps {
                     team.num_lanes());
   }
 
-  // The reduction of 8 bytes of every rank, in rank order (ll.h).
+  // Reduces 8 bytes of every rank, in rank order (ll.h).
   struct WordSum {
     static constexpr int kWordElems = 8 / sizeof(T);
     typename R::Acc acc[kWordElems] = {};

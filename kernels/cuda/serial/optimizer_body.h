@@ -10,7 +10,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Threads of a block, and how many of them a multiprocessor has at least.
+// Threads per block, and the least number of blocks per multiprocessor.
 constexpr int kNormThreads = 256, kShardBlocks = 2;
 template <class G>
 constexpr int kStepThreads = 256;
@@ -35,7 +35,7 @@ RC_TEAM_FN Run run_of_channel(const Team& team, uint64_t elems) {
   return {extent.begin_bytes, extent.end_bytes};
 }
 
-// Into shared memory, since its dozen addresses would cost the loops two dozen registers.
+// Copies the shard to shared memory: its dozen addresses would cost the loops 24 registers.
 template <class Team>
 RC_TEAM_FN void load_shard(Team& team, const CallArgs& args, Workspace& w) {
   if (team.lane() == 0) w.shard = *static_cast<const AdamWShard*>(args.update);
@@ -56,8 +56,8 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
     update_lanes<G, P, 1>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
 }
 
-// Between these two the team's tiles are summed in shared memory: 132 multiprocessors that add to
-// six words of global memory for each tile of 512 elements would wait for each other.
+// Between begin_norm() and end_norm() a team sums its tiles in shared memory: 132 multiprocessors
+// that added each tile of 512 elements to six words of global memory would wait for each other.
 template <class Team>
 RC_TEAM_FN void begin_norm(Team& team, Workspace& w) {
   for (int k = team.lane(); k < kNormWords; k += team.num_lanes()) w.norm.word[k] = 0;
@@ -76,7 +76,7 @@ RC_TEAM_FN void end_norm(Team& team, const CallArgs& args, Workspace& w) {
   }
 }
 
-// The norm of a gradient of args.total_bytes that is reduced already.
+// Computes the norm of a reduced gradient of args.total_bytes bytes.
 template <class G, class Team>
 RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                  Workspace& w) {
@@ -91,11 +91,11 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
 
 // ---- collectives --------------------------------------------------------------------------------
 
-// The Ops of buckets.h. The ring's partial sums are reduce_scatter_ring()'s own.
+// The Ops of buckets.h. A ring's partial sums are made by reduce_scatter_ring() itself.
 template <class G, class Finish>
 struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   Finish finish;
-  char* own_grads;  // of my chunk: where the ring's last hop seems to store
+  char* own_grads;  // the gradients of my chunk: the nominal target of the ring's last hop
 
   RC_TEAM_FN OptimizerOps(const Finish& f, char* own)
       : ReduceOps<G, RedOp::kSum>(int32_t(RedOp::kSum)), finish(f), own_grads(own) {}
@@ -123,8 +123,8 @@ struct UpdateFinish {
 
   template <class Team>
   RC_TEAM_FN void operator()(Team& team, const Gradients& from, Run run) const {
-    // One block a multiprocessor leaves registers to unroll by two. On an H100 (two ranks, 256 Mi
-    // bf16 parameters) a step took 4.3 ms by two and 6.0 by three; by one was not measured.
+    // With one block per multiprocessor, registers allow two turns at once. On an H100 (two ranks,
+    // 256 Mi BF16 parameters) a step took 4.3 ms with two, 6.0 ms with three; one was not measured.
     update_lanes<G, P, 2>(*shard, GradSum<G>{from.ptrs, from.count, divide_by, run.begin}, copies,
                           copy_count, run, team.lane(), team.num_lanes());
   }
@@ -145,7 +145,7 @@ struct NormFinish {
   }
 };
 
-// adamw_all_gather and reduce_scatter_adamw_all_gather.
+// The kernel of adamw_all_gather and reduce_scatter_adamw_all_gather.
 template <class G, class P, class Team>
 RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                   Workspace& w) {

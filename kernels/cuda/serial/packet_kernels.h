@@ -1,4 +1,4 @@
-// The kernels of packets that look at nothing beside anything else.
+// The kernels of packets. They load words, headers and payloads one after the other.
 #pragma once
 
 #include "kernels/cuda/body.h"
@@ -7,8 +7,8 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Packets name their call themselves, so nothing is looked at before: a small message costs one
-// trip.
+// Packets identify their call themselves, so a call loads no stream state first: a small message
+// costs one transfer.
 template <class Team, class Ops, class Run>
 RC_TEAM_FN void run_ll(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w, Ops ops,
                        Run run) {
