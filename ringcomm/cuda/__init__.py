@@ -22,7 +22,7 @@ __all__ = ["current", "find_device", "use"]
 
 
 class _ProcessRuntime:
-    """The runtime that this process uses; replaced as a whole in a forked child."""
+    """Holds the runtime that this process uses; a forked child starts with a new, empty object."""
 
     def __init__(self, parents: bool = False) -> None:
         self.lock = threading.Lock()
@@ -35,8 +35,8 @@ _inherited: list[_ProcessRuntime] = []
 
 
 def _forget_runtime_in_child() -> None:
-    # A driver does not survive fork(): the child keeps the object, so that no destructor calls
-    # into it, and never uses it.
+    # A driver does not work after fork(). The child keeps the runtime, so that no destructor calls
+    # the driver, but never uses it.
     global _process
     _inherited.append(_process)
     _process = _ProcessRuntime(_process.runtime is not None or _process.parent_had_one)
@@ -50,7 +50,7 @@ def current() -> DeviceRuntime:
 
     Raises:
         UnsupportedError: there is no usable device; the message says whether CuPy, torch's CUDA,
-            the driver or a device is missing, and quotes a broken driver.
+            the driver or a device is missing, and quotes the driver's error.
         ForkError: this process was forked from one that used its devices.
     """
     process = _process

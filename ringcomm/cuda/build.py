@@ -30,8 +30,8 @@ from ringcomm.errors import UnsupportedError
 # kernels are compiled again; a warning gives each reason once per process.
 
 CACHE_DIR_VARIABLE = "RINGCOMM_CACHE_DIR"
-# A compilation takes up to a minute. A process that holds a lock for this long is stopped, so that
-# others no longer wait for it: the lock only saves work, and results are correct without it.
+# A compilation takes up to a minute. A process that holds a lock for longer than this seems to be
+# suspended, and others stop waiting: the lock only saves work, and results are correct without it.
 LOCK_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 _MAGIC = b"ringcomm kernel 1\n"
@@ -73,7 +73,7 @@ def _warn_once(message: str) -> None:
 
 
 def _why_not_trusted(status: os.stat_result) -> str:
-    # A folder of root, as in a container image, is trusted, too: root may write everything anyway.
+    # A folder of root, as in a container image, is also trusted: root may write everything anyway.
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
     if status.st_mode & _OTHERS_MAY_WRITE:
@@ -85,7 +85,7 @@ class KernelCache:
     """A folder of compiled kernels, which several threads and processes may use at once.
 
     Args:
-        folder: made at first use, for this user alone; None: nothing is kept.
+        folder: the folder, made at first use, for this user alone; None: nothing is kept.
         lock_timeout_s: how long to wait for another process that makes the same entry.
     """
 
@@ -100,7 +100,7 @@ class KernelCache:
 
         Args:
             name: file name; contains a digest of everything that the contents depend on.
-            make: called at most once; its errors pass through.
+            make: makes the entry's contents; called at most once. Its errors are not caught.
         """
         folder = self._open_folder()
         if folder is None:
@@ -179,7 +179,7 @@ class KernelCache:
 
 
 def _digest(name: str, data: bytes) -> bytes:
-    # Includes the name, so that an entry copied over another entry is recognised.
+    # Includes the name, so that an entry copied over another entry is detected.
     return hashlib.sha256(name.encode() + b"\0" + data).digest()
 
 
@@ -294,7 +294,7 @@ class Nvrtc:
             nvrtc.destroyProgram(program)
 
 
-# The choice between binaries and compilation.
+# The choice between the package's binaries and compilation at run time.
 #
 # A build with nvcc leaves binaries in the package (``ringcomm/_kernels``). If there are none, or
 # they were built from other sources or for other GPUs, NVRTC compiles the sources at first use, and
@@ -372,7 +372,7 @@ class KernelBuilder:
         compiler: makes the compiler; called only when it is needed, and raises UnsupportedError
             if there is no compiler.
         cache: keeps compiled units.
-        loops: the loops of all units; the build's binaries have the batched loops.
+        loops: "batched" or "serial" loops in all units; the build's binaries have batched loops.
     """
 
     root: Path
@@ -414,7 +414,7 @@ class KernelBuilder:
     def load_all(self, units: Iterable[str], capability: Capability) -> dict[str, bytes]:
         """See :func:`load_units`."""
         names = list(units)
-        # NVRTC compiles in the calling thread, without Python's lock.
+        # NVRTC compiles in the calling thread, but releases Python's lock: threads run in parallel.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             codes = pool.map(lambda name: self.load(name, capability), names)
             return dict(zip(names, codes, strict=True))
@@ -467,14 +467,14 @@ def _builder() -> KernelBuilder:
 
 
 def prebuilt_by(unit: str, capability: Capability) -> str | None:
-    """Returns the compiler of the binary that :func:`load_unit` takes; None if it compiles."""
+    """Returns the compiler of the package's binary for :func:`load_unit`; None if it has none."""
     return _builder().prebuilt_by(unit, capability)
 
 
 def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
     """Returns code of one unit that a device can load: a fatbin, a cubin, or PTX.
 
-    The first call on a machine may compile for seconds; ranks that call at once compile once.
+    The first call on a machine may compile for seconds; of ranks that call at once, one compiles.
 
     Args:
         unit: a name in :data:`ringcomm.cuda.units.UNITS`.
@@ -482,7 +482,7 @@ def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes
         prebuilt: whether to use the build's binaries; if not, the unit is compiled.
 
     Raises:
-        ArgumentError: there is no such unit, or ``RINGCOMM_KERNELS`` names unknown loops.
+        ArgumentError: there is no such unit, or ``RINGCOMM_KERNELS`` is invalid.
         UnsupportedError: no binary covers the device, and the unit cannot be compiled: no CuPy, no
             NVRTC, an architecture that NVRTC does not support, or an error of the compiler, whose
             first lines the message shows.
@@ -504,7 +504,7 @@ def describe_source(capability: Capability) -> str:
     """Describes where :func:`load_unit` would take kernels from; compiles none.
 
     Raises:
-        ArgumentError: ``RINGCOMM_KERNELS`` names unknown loops.
+        ArgumentError: ``RINGCOMM_KERNELS`` names no variant of the loops.
         UnsupportedError: as :func:`load_unit`.
     """
     return _builder().describe(capability)

@@ -34,7 +34,7 @@ DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _AFFINITY_OF_SM_COUNT = 0
-# CUdevResource: its type, size and offset of the SM count, as in kernels/cuda/driver.cpp.
+# CUdevResource: the type code of SMs, and its size and the SM count's offset, in bytes.
 _RESOURCE_OF_SM, _RESOURCE_BYTES, _RESOURCE_SM_COUNT = 1, 144, 96
 
 
@@ -47,9 +47,9 @@ class CudaDriver:
         library.cuThreadExchangeStreamCaptureMode.argtypes = [POINTER(c_int)]
         library.cuStreamCreateWithPriority.argtypes = [POINTER(c_void_p), c_uint, c_int]
         self._library = library
-        # A query through ctypes takes 1 us longer, and every asynchronous call makes several.
+        # A query of an event through ctypes takes 1 us longer; an asynchronous call makes several.
         self.has_passed = _native.Driver(library_name).has_passed
-        # The limits of a context under MPS, and of a green context (since CUDA 12.4).
+        # They return the SM limits under MPS, and those of a green context (since CUDA 12.4).
         library.cuCtxGetExecAffinity.argtypes = [POINTER(c_uint * 2), c_int]
         library.cuCtxGetCurrent.argtypes = [POINTER(c_void_p)]
         self._get_resource = getattr(library, "cuCtxGetDevResource", None)
@@ -68,10 +68,10 @@ class CudaDriver:
 
     @contextmanager
     def outside_captures(self) -> Iterator[None]:
-        """A context in which this thread may make calls that a capture elsewhere forbids.
+        """A context in which this thread may make calls that another thread's capture forbids.
 
         torch.cuda.graph captures in global mode, in which an allocation or an event's query in
-        any thread breaks the capture. ringcomm's calls use other memory and other streams than
+        any thread breaks the capture. ringcomm's calls do not touch the memory or the streams of
         the capture.
         """
         mode = c_int(_CAPTURE_MODE_RELAXED)
@@ -83,7 +83,7 @@ class CudaDriver:
             self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
 
     def make_stream(self, priority: int) -> int:
-        """Makes a stream not ordered with the legacy default stream; lower numbers go first."""
+        """Makes a stream not ordered with the legacy default stream; lower priorities run first."""
         stream = c_void_p()
         result = self._library.cuStreamCreateWithPriority(
             byref(stream), _STREAM_NON_BLOCKING, priority
@@ -152,13 +152,13 @@ def _key_of(stream: torch.cuda.Stream) -> StreamKey:
 class CudaStream:
     """A stream that no one else uses; it returns to its pool when this object dies.
 
-    torch's own pool has 32 streams per device, and gives the first stream to the 33rd user, too:
-    two communicators on one stream would wait for each other without need. Besides, a handle must
-    stay valid until the process ends, see ``runtime.Stream``.
+    torch's own pool has 32 streams per device; the 33rd user shares the first user's stream: two
+    communicators on one stream would wait for each other without need. Besides, a handle must stay
+    valid until the process ends, see ``runtime.Stream``.
     """
 
     def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
-        # First set the attributes that __del__ reads: it runs even if __init__ raises later.
+        # Set the attributes that __del__ reads first: __del__ also runs if __init__ raises later.
         self.handle = handle
         self._pool = pool
         self.device = device
@@ -193,7 +193,7 @@ class CudaEvent:
 
 
 class _Here(threading.local):
-    """The device that ringcomm has made current in this thread; None if it may be another."""
+    """The device that ringcomm has made current in this thread; None if another may be current."""
 
     device: int | None = None
 
@@ -225,8 +225,8 @@ class _Inside:
         if self._outer != device:
             self._device_before = torch._C._cuda_exchangeDevice(device)
             try:
-                # torch calls the driver only if the device changes: a thread that has made no
-                # CUDA call would be left without a context, and its launches would fail.
+                # torch calls the driver only if the device changes. So without this call, a thread
+                # that has made no CUDA call would have no context, and its launches would fail.
                 self._cuda.setDevice(device)
             except BaseException:
                 torch._C._cuda_maybeExchangeDevice(self._device_before)
@@ -248,8 +248,8 @@ class _Inside:
 class CudaStreams:
     """The methods of ``CudaRuntime`` for devices, streams, events and captures.
 
-    CuPy's functions act on the current device. A method enters its device unless its caller has: a
-    call of a communicator uses up to eight of these methods, but enters the device once.
+    CuPy's functions act on the current device. A method makes its device current unless its caller
+    has done so: a call of a communicator uses up to eight of them, but changes the device once.
     """
 
     def __init__(self, cuda: Any, driver: CudaDriver) -> None:
@@ -356,7 +356,7 @@ class CudaStreams:
             torch.cuda.synchronize(device)
 
     def _service_stream(self, device: int) -> int:
-        """Returns the stream of internal copies; on the default stream they would await kernels."""
+        """Returns the stream of internal copies, which must not wait for the default stream."""
         with self._lock:
             if device not in self._service_streams:
                 self._service_streams[device] = self._driver.make_stream(_SERVICE_PRIORITY)
@@ -439,8 +439,8 @@ def check_torch(count: int) -> None:
 
 # The devices of this process through CuPy (memory, IPC, modules) and torch (streams).
 #
-# For CuPy 13 and 14 with CUDA 12 and 13. Memory comes from cudaMalloc itself, not from torch's
-# allocator, whose ``expandable_segments`` cannot be shared through IPC handles.
+# It works with CuPy 13 and 14, and CUDA 12 and 13. Memory comes from cudaMalloc itself, not from
+# torch's allocator, whose ``expandable_segments`` cannot be shared through IPC handles.
 
 _OUT_OF_MEMORY = 2
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -448,8 +448,8 @@ _HOST_ALLOC_PORTABLE, _HOST_ALLOC_MAPPED = 1, 2
 _COPY_TO_DEVICE, _COPY_TO_HOST = 1, 2
 _MAX_THREADS_PER_BLOCK = 0
 _LAZY_ENABLE_PEER_ACCESS = 1
-# The driver's errors for machine code that another driver or another GPU would take: an image that
-# is invalid, that has no code for this GPU, whose PTX does not compile or is too new for the
+# The driver's errors for machine code that another driver or another GPU might accept: an image
+# that is invalid, that has no code for this GPU, whose PTX does not compile or is too new for the
 # driver, or whose kind the driver does not know.
 _REFUSED_IMAGE = (200, 209, 218, 221, 222, 223, 300)
 
@@ -468,8 +468,8 @@ class _CudaMemory:
         }
 
 
-# Pages that are pinned at a time. A driver may wait for the whole device before it pins or frees
-# host memory, but building or closing a communicator must not wait for others' messages.
+# Number of pages that are pinned at a time. A driver may wait for the whole device before it pins
+# or frees host memory, but building or closing a communicator must not wait for others' messages.
 _PINNED_PAGES = 256
 
 
@@ -514,7 +514,7 @@ class CudaRuntime(CudaStreams):
         super().__init__(cuda, driver)
         self._modules = modules
         self._loading: dict[int, threading.Lock] = defaultdict(threading.Lock)  # by device
-        # The key includes the loops: a benchmark compares both kinds in one process.
+        # The key ends with the kind of loops: a benchmark compares both kinds in one process.
         self._kernels: dict[tuple[int, str, str, str], CudaKernel] = {}
         self._loaded: dict[tuple[int, str, str], int] = {}
         self._exported: dict[int, bytes] = {}
@@ -531,7 +531,7 @@ class CudaRuntime(CudaStreams):
         return CUDA_KIND, device
 
     def _identity(self, device: int) -> DeviceIdentity:
-        # The uuid from torch: CuPy's is cut at the first zero byte.
+        # Take torch's uuid: CuPy cuts the uuid off at the first zero byte.
         properties = torch.cuda.get_device_properties(device)
         return DeviceIdentity(
             index=device,
@@ -543,7 +543,7 @@ class CudaRuntime(CudaStreams):
         )
 
     def usable_multiprocessors(self, device: int) -> int:
-        # Entering the device would leave the green context in which this thread may be.
+        # Do not enter the current device again: this would leave a green context of this thread.
         inside = torch.cuda.current_device() == device
         with nullcontext() if inside else self.on_device(device):
             limits = self._driver.multiprocessors()
@@ -637,7 +637,7 @@ class CudaRuntime(CudaStreams):
         return handle
 
     def open_handle(self, device: int, handle: bytes) -> int:
-        # cudaIpcOpenMemHandle fails on such a handle with a misleading error.
+        # cudaIpcOpenMemHandle's error for a handle of this process itself is misleading.
         if handle in self._exported.values():
             raise UnsupportedError("an IPC handle cannot be opened in the process that made it")
         with self._beside_captures(device):

@@ -91,7 +91,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
 
 
 def granularity_bytes(runtime: DeviceRuntime, device: int, devices: int) -> int:
-    """Returns the unit of window sizes in a multicast object of ``devices`` devices."""
+    """Returns the granularity in bytes of a multicast object's windows, for ``devices`` devices."""
     found = c_size_t()
     with runtime.beside_captures(device):
         driver = _calls(runtime)

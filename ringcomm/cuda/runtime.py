@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-# The variable that sets how many hardware queues a process has on a device; the driver's default.
+# The variable that sets a process's number of hardware queues per device, and its default.
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_CONNECTIONS = 8
-# DLPack's place of a tensor on the host, as (kind of device, number), and its kind of CUDA devices.
+# DLPack's (device type, device number) of host tensors, and its device type of CUDA devices.
 HOST_PLACE, CUDA_KIND = (1, 0), 2
 
 
@@ -57,12 +57,12 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Blocks this thread until all work before the event is done; other threads run on."""
+        """Blocks this thread, but no other, until all work before the event is done."""
         ...
 
 
 class Graph(Protocol):
-    """Captured work, which keeps the memory that was allocated during the capture."""
+    """A captured graph of work; it keeps the memory that was allocated during the capture."""
 
     def replay(self) -> None:
         """Runs the work again, in the order of this thread's current stream."""
@@ -89,7 +89,7 @@ class PinnedPage(Protocol):
 
 
 class Kernel(Protocol):
-    """A kernel that is fully loaded and stays so: no launch of it loads or compiles.
+    """A kernel that is fully loaded and stays loaded: no launch of it loads or compiles code.
 
     Loading may block until the device is idle.
     """
@@ -132,7 +132,7 @@ class DeviceRuntime(Protocol):
     def current_device(self) -> int:
         """Returns this thread's current device, which "cuda" without an index names.
 
-        The native module calls this method, too.
+        The native module also calls this method.
         """
         ...
 
@@ -149,7 +149,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def tensor_place(self, device: int) -> tuple[int, int]:
-        """Returns DLPack's place of tensors on ``device``: a kind and a number."""
+        """Returns DLPack's device type and device number of tensors on ``device``."""
         ...
 
     def identity(self, device: int) -> DeviceIdentity: ...
@@ -157,7 +157,7 @@ class DeviceRuntime(Protocol):
     def usable_multiprocessors(self, device: int) -> int:
         """Returns how many multiprocessors this thread's context of the device may use.
 
-        Under MPS with a share, or in a green context, they are fewer than the device has.
+        With a share of MPS, or in a green context, they are fewer than the device has.
         """
         ...
 
@@ -238,7 +238,7 @@ class DeviceRuntime(Protocol):
     def current_stream(self, device: int) -> int:
         """Returns the handle of the stream on which torch runs this thread's work on ``device``.
 
-        The native module calls this method, too, at each call of a communicator.
+        The native module also calls this method, at each call of a communicator.
         """
         ...
 
@@ -259,7 +259,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def record_event(self, device: int, stream: int) -> Event:
-        """Records an event after all work that ``stream`` has by now."""
+        """Records an event after all work that is queued on ``stream`` now."""
         ...
 
     def wait_event(self, device: int, stream: int, event: Event) -> None:
@@ -267,7 +267,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def keep_for_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keeps torch from reusing the tensor's memory until ``stream``'s work so far is done."""
+        """Keeps torch from reusing the tensor's memory until ``stream`` did its queued work."""
         ...
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
@@ -289,7 +289,7 @@ class DeviceRuntime(Protocol):
     # ---- kernels ----------------------------------------------------------------------------
 
     def call_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
-        """Calls ``function``, whose launches through torch or Triton go to ``stream``."""
+        """Calls ``function``; its launches through torch or Triton are queued on ``stream``."""
         ...
 
     def find_kernel(self, device: int, unit: str, name: str) -> Kernel:

@@ -199,13 +199,13 @@ PREBUILT = (Target(8, 0), Target(9, 0), Target(10, 0), Target(10, 0, ptx=True))
 
 
 def best_target(targets: Iterable[Target], capability: tuple[int, int]) -> Target | None:
-    """Returns the target that a driver loads on a device of ``capability``: machine code first."""
+    """Returns the target that a driver loads on a device of ``capability``: PTX only if need be."""
     covering = [target for target in targets if target.covers(capability)]
     return max(covering, key=lambda t: (not t.ptx, t.major, t.minor), default=None)
 
 
 def targets_for(capabilities: Iterable[str]) -> list[Target]:
-    """Returns the :data:`PREBUILT` targets that devices such as "9.0" load; for no device, all."""
+    """Returns the :data:`PREBUILT` targets that devices of ``capabilities`` load; all if empty."""
     devices = [tuple(map(int, text.split("."))) for text in capabilities]
     if not devices:
         return list(PREBUILT)
@@ -259,7 +259,7 @@ def source_root() -> Path:
         UnsupportedError: neither has ``kernels/``.
     """
     package = Path(__file__).resolve().parent.parent
-    # Look in the package first: beside an installed package there may be a foreign "kernels".
+    # Look in the package first: next to it there may be an unrelated folder "kernels".
     candidates = (package / "_kernels" / "src", package.parent)
     for root in candidates:
         if (root / SOURCE).is_file():
@@ -278,8 +278,8 @@ def _find_header(root: Path, name: str) -> Path | None:
 def read_source(root: Path, unit: KernelUnit) -> UnitSource:
     """Reads the files below ``root`` that a compilation of ``unit`` would read.
 
-    Conditions are not evaluated: a header counts if any line includes it. Headers in angle brackets
-    come with the compiler and are not read.
+    Preprocessor conditions are not evaluated: a header counts if any line includes it. Headers in
+    angle brackets come with the compiler and are not read.
 
     Raises:
         UnsupportedError: a header is missing, or is included by two names.

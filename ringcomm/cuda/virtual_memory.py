@@ -133,7 +133,7 @@ def why_not(runtime: DeviceRuntime, device: int) -> str:
 
 
 class MappedChunk(NamedTuple):
-    """A piece of memory mapped in a range; ``handle`` is the driver's (0: released)."""
+    """A chunk of memory mapped in a range; ``handle`` is the driver's handle (0: released)."""
 
     offset_bytes: int
     size_bytes: int
@@ -185,7 +185,7 @@ class ChunkedRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """The number of bytes from the start of the range that are mapped."""
+        """The number of mapped bytes, counted from the start of the range."""
         return self.chunks[-1].offset_bytes + self.chunks[-1].size_bytes if self.chunks else 0
 
     def create(self, size_bytes: int) -> None:

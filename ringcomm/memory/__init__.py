@@ -64,13 +64,13 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
             ``RINGCOMM_CUDA_HEAP_BYTES``.
 
     Returns:
-        A contiguous tensor. Its memory is reused once the tensor and all its views are gone. On a
-        GPU, the current stream must then also finish the work it has at that time; a tensor that
-        other streams use must live until they are done with it.
+        A contiguous tensor. Its memory is reused once the tensor and all its views are deleted. On
+        a GPU, reuse also waits for the work that is queued on the current stream at that moment;
+        keep a tensor until the work of all other streams that use it is done.
 
     Raises:
         ArgumentError: the shape, dtype or device is not usable.
-        HeapError: the heap has too little free memory; names needed and free bytes, and a remedy.
+        HeapError: too little memory is free in the heap; the message names needed and free bytes.
         UnsupportedError: this machine lacks the device, or its current stream is capturing a graph.
     """
     return _tensor(size, dtype, device, "ringcomm.empty")
@@ -89,9 +89,10 @@ def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
 def normal_tensors() -> Iterator[None]:
     """Turns gradients and inference mode off: tensors made inside can be changed in place later.
 
-    torch refuses to change a tensor from inside ``torch.inference_mode()`` in place outside of it.
+    Outside ``torch.inference_mode()`` torch refuses to change tensors in place that were made
+    inside.
     """
-    # Leaving inference mode turns gradients on, so turn them off after it.
+    # Leaving inference mode turns gradients on, so turn them off after leaving it.
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -24,14 +24,14 @@ from ringcomm.errors import RingcommError, start_thread
 from ringcomm.process import LONGEST_LOOK_S, Deadline
 
 _HELLO = struct.Struct("<Q")  # the heap's token
-_CHUNK = struct.Struct("<QQQ")  # offset and size of the chunk, and size of all chunks
+_CHUNK = struct.Struct("<QQQ")  # the chunk's offset and size, and the size of all chunks, in bytes
 _MAPPED = struct.Struct("<Q")  # bytes of the heap, from its start, that the reader has mapped
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LISTEN = 128
 
 
 class Sent(NamedTuple):
-    """A received chunk; the receiver closes its descriptor."""
+    """A chunk that a reader has received; the reader must close its descriptor."""
 
     offset_bytes: int
     size_bytes: int
@@ -57,7 +57,7 @@ class OfferedHeap(Protocol):
 
 
 class _ReaderProgress:
-    """The progress of a process that maps a heap of this process."""
+    """The bytes of a heap that were sent to a reader, and those that the reader has mapped."""
 
     def __init__(self) -> None:
         self.heap: OfferedHeap | None = None
@@ -129,7 +129,7 @@ class ChunkService:
             self._end_if_idle()
 
     def _hear(self, connection: socket.socket) -> None:
-        """Receives a reader's message: first a heap's token, later the bytes it has mapped."""
+        """Receives a reader's message: first a heap's token, later its count of mapped bytes."""
         try:
             text = connection.recv(_HELLO.size)
         except BlockingIOError:
@@ -160,7 +160,7 @@ class ChunkService:
         connection.close()
 
     def _send_next(self, connection: socket.socket, reader: _ReaderProgress) -> None:
-        """Sends the next chunk to a reader if it has mapped all chunks sent before."""
+        """Sends the next chunk to a reader if the reader has mapped all chunks sent before."""
         heap = reader.heap
         if (
             heap is None
@@ -341,7 +341,7 @@ def receive(connection: socket.socket) -> Sent | None:
     """Returns the next chunk; None if the other process has closed the connection.
 
     Raises:
-        OSError: no message arrived within the socket's timeout, or it is not a chunk.
+        OSError: no message arrived within the socket's timeout, or the message is not a chunk.
     """
     room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
     text, ancillary, _, _ = connection.recvmsg(_CHUNK.size, room, socket.MSG_CMSG_CLOEXEC)

@@ -36,7 +36,7 @@ from ringcomm.memory.host_heap import parse_bytes
 from ringcomm.process import until_exit, warn_of_unknown
 from ringcomm.rendezvous.handles import machine_identity
 
-# ---- Pinned host memory in extents, copied to and from a device during the computation
+# ---- Extents (buffers) of pinned host memory, copied to and from a device while it computes
 
 
 class Copy:
@@ -53,12 +53,12 @@ class Copy:
 
 
 class PinnedStorage:
-    """Pinned host memory of one rank in extents, for one device.
+    """Numbered buffers (extents) of pinned host memory, copied to and from one device.
 
-    A copy begins after all earlier work of the caller's stream, since that work uses the device's
-    memory. Copies of the same extent, or of device memory at the same address, run in the order of
-    submission. Copies to the device and copies from it have a stream each, since PCIe transfers
-    both ways at once.
+    A copy begins after all earlier work of the caller's stream, since this work may use the same
+    device memory. Copies of the same extent, or of device memory at the same address, run in the
+    order of submission. Copies to the device use one stream and copies from it another, since PCIe
+    transfers both ways at once.
 
     Args:
         runtime: runtime of the device.
@@ -70,7 +70,7 @@ class PinnedStorage:
         self._to_device = runtime.make_stream(device)
         self._to_host = runtime.make_stream(device)
         self._extents: list[torch.Tensor] = []
-        # The last copy of each extent, and at each address on the device.
+        # The last copy of each extent, and the last copy at each address on the device.
         self._last: dict[tuple[str, int], Copy] = {}
 
     @property
@@ -91,7 +91,7 @@ class PinnedStorage:
         return len(self._extents) - 1
 
     def read(self, extent: int, memory: torch.Tensor) -> Copy:
-        """Begins to copy an extent to device memory: uint8, as many bytes as the extent has."""
+        """Begins to copy an extent to ``memory`` of the device (uint8, of the extent's size)."""
         return self._copy(extent, memory, memory, self._extents[extent], self._to_device)
 
     def write(self, extent: int, memory: torch.Tensor) -> Copy:
@@ -135,7 +135,7 @@ TOKEN_BYTES = 8
 
 
 class DeviceAllocation:
-    """A part of a device heap; its space is reused after this object and all work that uses it."""
+    """Part of a device heap; its space is reused after its deletion, once no work uses it."""
 
     __slots__ = ("__weakref__", "_streams", "heap", "offset_bytes", "size_bytes")
 
@@ -151,7 +151,7 @@ class DeviceAllocation:
         return self.heap.base_ptr + self.offset_bytes
 
     def keep_for_stream(self, stream: Stream) -> None:
-        """Keeps the space, after this object's end, until work then queued on ``stream`` ends."""
+        """Delays reuse of the space until the work queued on ``stream`` at the deletion ends."""
         self._streams[stream.handle] = stream
 
     def tensor(self) -> torch.Tensor:
@@ -165,7 +165,7 @@ class DeviceAllocation:
 
 @dataclass
 class _FreedAllocation:
-    """A freed allocation; its space is free after ``events`` (None: not recorded yet)."""
+    """A freed allocation; its space may be reused after ``events`` (None: not recorded yet)."""
 
     offset_bytes: int
     streams: dict[int, Stream | None]
@@ -200,11 +200,12 @@ class DeviceHeap:
         self._lock = threading.Lock()
         self._allocator = _native.Allocator(self.capacity_bytes)
         self._live: WeakValueDictionary[int, DeviceAllocation] = WeakValueDictionary()
-        # Allocations are deleted wherever the garbage collector runs, even inside allocate() of the
-        # same thread: a deque accepts them without the lock.
+        # The garbage collector may delete an allocation anywhere, even while this thread holds the
+        # lock in allocate(). So freed allocations are added to a deque, which needs no lock.
         self._dead: deque[_FreedAllocation] = deque()
         self._leaving: list[_FreedAllocation] = []
-        # Offset 0 holds the token: a peer that maps this memory checks that it is the right heap.
+        # Offset 0 holds the token, by which a peer that maps the memory checks that the heap is
+        # right.
         self._allocator.allocate(TOKEN_BYTES, ALLOCATION_ALIGN)
         try:
             self.memory.grow(ALLOCATION_ALIGN)
@@ -231,7 +232,7 @@ class DeviceHeap:
         work, waits for that work.
 
         Raises:
-            HeapError: too little free space; names ``operation``, need, free space and remedy.
+            HeapError: too little free space; the message names ``operation``, need and free space.
             UnsupportedError: the current stream is capturing a graph, whose replays would use the
                 memory after the allocation is deleted.
         """
@@ -252,13 +253,13 @@ class DeviceHeap:
                 return allocation
             if not waits:
                 raise self._no_room(size_bytes, operation, refusal) from refusal
-            # Wait without the lock: another rank's thread may need it to allocate before it makes
-            # the call that this work waits for.
+            # Wait without the lock: another rank's thread may need the lock for an allocation
+            # before it makes the call that the queued work waits for.
             for event in waits:
                 event.synchronize()
 
     def _commit(self, offset_bytes: int, size_bytes: int) -> Exception | None:
-        """Grows the heap to the end of an allocation; on failure frees it and returns the error."""
+        """Grows the heap up to the end of an allocation; returns the error if it cannot grow."""
         try:
             self.memory.grow(offset_bytes + size_bytes)
         except (MemoryError, UnsupportedError) as error:
@@ -270,7 +271,7 @@ class DeviceHeap:
     def await_peers(self, operation: str, timeout_s: float) -> None:
         """Waits until all processes that map this heap have mapped all of it.
 
-        Needed before peers access addresses that no kernel checks.
+        Call it before peers access this heap's memory without checking whether it is mapped yet.
 
         Raises:
             HeapError: a process did not map the heap in time.
@@ -285,7 +286,7 @@ class DeviceHeap:
             )
 
     def give_back(self, offset_bytes: int, streams: dict[int, Stream | None]) -> None:
-        """Takes back an allocation's space; in a forked child the space stays the parent's."""
+        """Frees an allocation's space; does nothing in a forked child, as the parent owns it."""
         if self._closed or self.pid != os.getpid():
             return
         leaving = _FreedAllocation(offset_bytes, {**streams, self.current_stream(): None}, None)
@@ -365,20 +366,20 @@ class DeviceHeap:
 # The heap of this process on each of its devices, and tensors in it.
 #
 # One heap per process and device, made at first use: all communicators and heap tensors on the
-# device share it, and a peer that has mapped it can access all of them. It is freed at exit, after
-# the mappings of peers' heaps.
+# device share it, and a peer that has mapped the heap can access everything in it. It is freed at
+# exit, after the mappings of peers' heaps.
 
 # The default size of a heap that does not grow.
 DEFAULT_HEAP_BYTES = 1 << 30
 # The driver shares memory between processes in whole pages of 2 MiB: with a smaller allocation,
 # peers could read the rest of its page.
 PAGE_BYTES = 2 << 20
-# After the communicators (100) and the mappings of peers' heaps (90).
+# At exit, heaps are freed after the communicators (100) and the mappings of peers' heaps (90).
 EXIT_PRIORITY = 80
 
 
 class _ProcessHeaps:
-    """The heaps that this process holds; replaced as a whole in a forked child."""
+    """The device heaps of this process; a forked child starts with a new, empty object."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -403,7 +404,7 @@ def why_heap_is_fixed(runtime: DeviceRuntime, device: int) -> str:
     """Returns why the heap on ``device`` is, or will be, one allocation; "" if it grows by chunks.
 
     Raises:
-        ArgumentError: ``RINGCOMM_CUDA_HEAP`` is not a kind of heap.
+        ArgumentError: ``RINGCOMM_CUDA_HEAP`` is neither "growing" nor "fixed".
     """
     kind = os.environ.get(HEAP_KIND_VARIABLE, "") or "growing"
     if kind not in ("growing", "fixed"):
@@ -472,7 +473,7 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
     Raises:
         HeapError: the heap cannot be made, or exists already with less than ``heap_bytes``.
         ArgumentError: the size is not usable.
-        UnsupportedError: this process has no devices; says why.
+        UnsupportedError: this process has no devices; the message says why.
         ForkError: this process was forked from one that used its devices.
     """
     runtime = cuda.current()
@@ -480,15 +481,15 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
     with process.lock:
         heap = process.heaps.get(device)
         if heap is not None and heap.runtime is not runtime:
-            # cuda.use() has set another runtime since. Remove the heap from the table first: other
-            # threads may use heaps that they find there.
+            # cuda.use() has set another runtime since the heap was made. Remove the heap from the
+            # table before closing it: other threads use the heaps in the table.
             del process.heaps[device]
             heap.close()
             heap = None
         if heap is None:
             heap = process.heaps[device] = _make_heap(runtime, device, heap_bytes)
             if not process.closes_at_exit:
-                # Not atexit, which children of multiprocessing skip.
+                # Not atexit: child processes of multiprocessing skip its functions.
                 Finalize(None, close_heaps, exitpriority=EXIT_PRIORITY)
                 process.closes_at_exit = True
         elif heap_bytes is not None and heap.capacity_bytes < heap_bytes:
@@ -501,12 +502,12 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
 
 
 def existing_heap(device: int) -> DeviceHeap | None:
-    """Returns the heap on ``device``, or None."""
+    """Returns the heap on ``device``, or None if there is none yet."""
     return _process.heaps.get(device)
 
 
 def heap_of_token(token: int) -> DeviceHeap | None:
-    """Returns this process's heap with that token, on any device, or None."""
+    """Returns this process's heap with this token, on any of its devices, or None."""
     heaps = list(_process.heaps.values())
     return next((heap for heap in heaps if heap.token == token), None)
 
@@ -523,8 +524,7 @@ def close_heaps() -> None:
 def keep_for_stream(device: int, tensor: torch.Tensor, stream: Stream) -> None:
     """Keeps the tensor's memory until the work on ``stream`` that uses the tensor is done.
 
-    The tensor may be from a heap, or any other: for the latter, torch's ``Tensor.record_stream``
-    keeps the memory.
+    If the tensor is not from the heap, torch's ``Tensor.record_stream`` keeps the memory.
     """
     heap = existing_heap(device)
     allocation = (
@@ -553,7 +553,7 @@ def device_empty(
 # another device (by peer access between the two devices), or another process (by chunks that it
 # sends, or by CUDA IPC, which never works in the process that made the handle).
 
-# After the communicators (100), before the heaps of this process (80).
+# At exit, mappings are closed after the communicators (100), before this process's heaps (80).
 UNMAP_PRIORITY = 90
 
 USUAL_CAUSES = (
@@ -579,12 +579,12 @@ class RecorderAddress:
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """A rank's message to its peers: its device heap, its region, and values that must agree.
+    """A rank's message to its peers: its device heap, its region, and values to compare.
 
     ``ipc_handle`` and ``service`` (the socket that sends a growing heap's chunks) are hexadecimal.
     Both are empty if the driver cannot share the heap; ``ipc_refusal`` has the reason. ``proof`` is
-    random in every communicator, so that the values by which ranks test their links differ from an
-    earlier communicator's. The recorder's fields are 0 without a flight recorder.
+    random, so that each communicator tests its links with other values than earlier communicators.
+    The recorder's fields are 0 without a flight recorder.
     """
 
     rank: int
@@ -709,7 +709,7 @@ class MappedDeviceHeap:
 
 
 class _OpenedHeap(MappedDeviceHeap):
-    """Another process's heap, mapped for one device; closed when its last user is deleted."""
+    """Another process's heap, mapped for one device until its last user is deleted."""
 
     __slots__ = ("_closed", "_opened_by", "memory")
 
@@ -742,7 +742,7 @@ class _OpenedHeap(MappedDeviceHeap):
 
 
 class _Mappings:
-    """The heaps that this process has mapped; replaced as a whole in a forked child."""
+    """The heaps that this process has mapped; a forked child starts with a new, empty object."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -778,14 +778,14 @@ def map_device_heap(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) 
     """Returns the heap of ``handle``, mapped for kernels on ``own_heap``'s device.
 
     Args:
-        handle: as received from the peer.
+        handle: the handle that the peer sent.
         own_heap: this rank's heap.
         operation: named in errors.
 
     Raises:
-        UnsupportedError: the two devices cannot access each other; names both and usual causes.
+        UnsupportedError: the two devices cannot access each other; the message names usual causes.
         MismatchError: the ranks use different kinds of device.
-        RendezvousError: the peer is gone, or the mapped memory is not its heap.
+        RendezvousError: the peer has ended, or the mapped memory is not its heap.
     """
     if handle.token == own_heap.token:
         return MappedDeviceHeap(own_heap.base_ptr, 0, own_heap)
@@ -829,7 +829,7 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
             except OSError as error:
                 raise _no_chunks(handle, operation, error) from error
             if not process.closes_at_exit:
-                # Not atexit, which the children of multiprocessing skip.
+                # Not atexit: child processes of multiprocessing skip its functions.
                 Finalize(None, close_mappings, exitpriority=UNMAP_PRIORITY)
                 process.closes_at_exit = True
             found = int.from_bytes(runtime.read(device, opened.base_ptr, TOKEN_BYTES), "little")

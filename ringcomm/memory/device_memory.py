@@ -29,11 +29,11 @@ from ringcomm.memory.chunk_service import (
 )
 from ringcomm.process import Deadline
 
-# A smaller heap doubles when it grows, so that a single communicator takes little memory; a larger
-# heap grows by at least this size. The size is not measured on a GPU.
+# A heap below this size, in bytes, doubles when it grows, so that a single communicator takes
+# little memory; a larger heap grows by at least this size. The size was not tuned on a GPU.
 GROWTH_BYTES = 256 << 20
-# Seconds for which an allocation waits until all processes have mapped the heap's new chunks. It
-# takes one message each way if no driver is busy. Until then kernels copy data in these chunks.
+# Seconds for which an allocation waits until all processes have mapped the heap's new chunks.
+# Mapping takes one message each way if no driver is busy. Until then, kernels copy their data.
 GROWTH_WAIT_S = 2.0
 # Seconds for which a process waits for the chunks of a running peer.
 MAPPING_WAIT_S = 30.0
@@ -71,10 +71,10 @@ class FixedMemory:
         """Does nothing: peer access between the devices is enough."""
 
     def on_reached(self, callback: Callable[[int], None]) -> None:
-        """Does nothing: peers map all of the memory."""
+        """Does nothing: peers map all of the memory at once."""
 
     def await_peers(self, timeout_s: float) -> bool:
-        """Returns True: peers map all of the memory."""
+        """Returns True: peers map all of the memory at once."""
         return True
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class GrowingMemory:
         self.committed_bytes = self.reached_bytes = 0
 
     def grow(self, end_bytes: int) -> None:
-        """Adds chunks up to offset ``end_bytes``; waits GROWTH_WAIT_S for peers to map them.
+        """Adds chunks up to offset ``end_bytes``; waits up to GROWTH_WAIT_S until peers map them.
 
         Raises:
             MemoryError: the device has too little free memory.
@@ -141,7 +141,7 @@ class GrowingMemory:
             service.await_readers(self, self.committed_bytes, GROWTH_WAIT_S)
 
     def export(self) -> tuple[str, str, str]:
-        """Returns "" as the IPC handle, the name of the service that sends chunks, and ""."""
+        """Returns "" (no IPC handle), the name of the chunks' service, and "" (no error)."""
         with self._growing:
             if self._service is None:
                 self._service = offer(self)
@@ -180,7 +180,7 @@ class GrowingMemory:
             except ReferenceError:
                 with self._guard, suppress(ValueError):
                     self._callbacks.remove(each)
-        with self._guard:  # set last: it lets waiting threads launch kernels, which need the calls
+        with self._guard:  # set last: waiting threads then launch kernels, which rely on callbacks
             self.reached_bytes = max(self.reached_bytes, size_bytes)
 
     def await_peers(self, timeout_s: float) -> bool:
@@ -292,8 +292,8 @@ class PeerChunks:
             except BlockingIOError:
                 return True
             except (OSError, RingcommError):
-                # Without an acknowledgement the owner does not use this chunk for this process.
-                # Keep the connection open: the owner takes its end as the end of all mappings.
+                # Without an acknowledgement, the heap's owner treats this chunk as not mapped here.
+                # Keep the connection open: its end would mean that no chunk is mapped here.
                 return False
             return sent is not None
 

@@ -33,8 +33,8 @@ from ringcomm.rendezvous.launchers import read_environment
 # a GPT of 25 M FP32 parameters takes 2,500 to 10,000 page faults, 3 us each on a virtual machine,
 # and 1.06 (stage 2) to 1.18 (stage 3) times as long.
 # The limit depends only on allocations of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So
-# keep_freed_memory() makes and frees one of nearly this size, without touching its pages, which
-# sets the limit to its maximum: the process keeps at most 64 MiB more. If the environment or
+# keep_freed_memory() makes and frees an allocation of nearly this size, without touching its pages.
+# It sets the limit to its maximum: the process keeps at most 64 MiB more. If the environment or
 # mallopt() sets a threshold, glibc uses it instead; other allocators are not affected.
 
 # The largest allocation that raises glibc's limit, less the overhead that malloc and torch add.
@@ -74,7 +74,7 @@ _SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class _ProcessHeap:
-    """The heap of this process; a forked child replaces the whole object."""
+    """Holds the heap of this process; a forked child starts with a new, empty object."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -105,7 +105,7 @@ def parse_bytes(text: str, name: str) -> int:
     stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
     digits = stripped.rstrip("kmgt")
     unit = _SIZE_SUFFIXES.get(stripped[len(digits) :])
-    # int() raises an error of its own for thousands of digits.
+    # int() raises its own error for a number of thousands of digits.
     if unit is None or not digits.strip().isdecimal() or len(digits) > MOST_DIGITS:
         raise ArgumentError(
             f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text[:80]!r}"
@@ -248,7 +248,7 @@ def allocate(size_bytes: int, operation: str) -> _native.Allocation:
     """Returns an allocation of the process's heap, which is freed when the object dies.
 
     Raises:
-        HeapError: too little free memory; names ``operation``, needed and free bytes, and a remedy.
+        HeapError: too little free memory; the message names the needed and the free bytes.
     """
     heap = process_heap()
     try:

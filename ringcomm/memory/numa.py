@@ -63,7 +63,7 @@ def read_topology(folder: Path = SYSTEM_FOLDER) -> NodeTopology:
     for node in in_order:
         path = folder / f"node{node}" / "distance"
         row = path.read_text().split()
-        # One number for each online node.
+        # The file has one number for each online node.
         if len(row) != len(in_order) or not all(each.isdecimal() for each in row):
             raise ValueError(f"{path}: expected {len(in_order)} distances, got {row}")
         distances[node] = dict(zip(in_order, map(int, row), strict=True))
@@ -131,11 +131,11 @@ def own_binding(folder: Path = SYSTEM_FOLDER) -> NodeBinding:
 
 
 def bytes_by_node(ptr: int, maps: Path = _MAPS) -> dict[int, int]:
-    """Returns by NUMA node how many bytes of a mapping this process has touched.
+    """Returns how many bytes of a mapping this process has touched on each NUMA node.
 
     Args:
         ptr: the beginning of the mapping.
-        maps: the kernel's file of the process's mappings by node.
+        maps: the kernel's file that lists this process's mappings and their nodes.
 
     Returns:
         An empty dict if the kernel lacks the file, or the file lacks the mapping.

@@ -1,4 +1,4 @@
-"""Plans of all-gathers whose copies, by the copy engines, read the peers' inputs in place."""
+"""Plans of all-gathers in which the GPU's copy engines read the peers' inputs in place."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ringcomm.comm.host.engine import AUTO, Call, CallEngine
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
 
 # NOTE [Copies without staging]
-# The copy engines take addresses from the host, which enqueues a call before it can know anything
-# of the peers' tensors. An ordinary call therefore copies each input into staging, whose addresses
-# are known. Ranks with a plan have exchanged their inputs' addresses. Its calls are a kernel that
-# waits for all ranks' inputs, a copy from each, and a kernel that waits until all have copied.
+# The copy engines take addresses from the host, which enqueues a call before it can know the
+# addresses of the peers' tensors. An ordinary call therefore copies each input into staging, whose
+# addresses are known. Ranks with a plan have exchanged their inputs' addresses. Each of its calls
+# is a kernel that waits for all ranks' inputs, a copy from each rank, and a kernel that waits until
+# all have copied.
 #
 # The inputs are in the heaps, which peers have mapped at addresses that never change. A plan keeps
-# the memory of its rank's input alive. If the input has other memory by now, a call raises before
-# it launches anything. No peer copies before this rank's first kernel has begun.
+# the memory of its rank's input alive. If the input has other memory at a call, the call raises
+# before it launches anything. No peer copies before this rank's first kernel has begun.
 #
 # The kernels compare the plan's number between ranks, as other calls compare the root. So a rank
 # that calls another plan, or calls without a plan, gets MismatchError.
@@ -39,7 +40,7 @@ class _Input(NamedTuple):
     mark: int
     size_bytes: int
     dtype: int
-    offset: int  # in its heap, in bytes, or _NOT_IN_HEAP
+    offset: int  # in the rank's heap, in bytes, or _NOT_IN_HEAP
     plans: int  # number of plans that the rank has begun to make
 
 
@@ -53,7 +54,7 @@ class _InPlace:
         self._own = own.detach()
 
     def of(self, call: Call) -> Call:
-        """Returns the call by copies from the peers' inputs."""
+        """Returns ``call`` converted to copies from the peers' inputs."""
         (tensor,) = call.inputs
         own = self._own
         if (tensor.data_ptr(), tensor.nbytes, tensor.dtype) != (
@@ -76,7 +77,7 @@ class _InPlace:
 
 
 class _PlannedCore:
-    """A core for one all-gather, which copies from the peers' inputs."""
+    """A core whose only collective is an all-gather that copies from the peers' inputs."""
 
     def __init__(self, core: Core, inputs: Sequence[int], number: int) -> None:
         self._native: _native.DeviceComm = core  # type: ignore[assignment]
@@ -102,14 +103,14 @@ class CopyPlans:
         self._begun = 0
 
     def gather(self, engine: CallEngine, check: Callable[[], Call]) -> Callable[[], Call]:
-        """Returns ``check`` for a plan; collective.
+        """Returns a function that makes a plan's calls; all ranks must call this method.
 
         Args:
             engine: the rank's engine.
-            check: checks the tensors and returns the call, of one input.
+            check: checks the tensors and returns an ordinary call with one input.
 
         Raises:
-            ArgumentError: on all ranks: an input of some rank is not in its heap.
+            ArgumentError: on all ranks, if the input of some rank is not in that rank's heap.
             MismatchError: the ranks' plans differ.
             HeapError: a peer has not mapped this rank's heap within the communicator's timeout.
             UnsupportedError: the current stream is capturing a graph.
@@ -127,7 +128,7 @@ class CopyPlans:
         (own,) = call.inputs
         everyone = _exchange(engine, self._own_input(own))
         _check(engine, name, everyone)
-        # Ranks that have failed to begin a plan have counted fewer.
+        # A rank's count is lower if the rank failed to begin some plan.
         self._begun = number = max(each.plans for each in everyone) % _LARGEST_NUMBER
         reach = self._core.address_in_heap
         inputs = [
@@ -166,7 +167,7 @@ def _check(engine: CallEngine, name: str, everyone: Sequence[_Input]) -> None:
     """Raises on all ranks if they cannot make the plan."""
     for rank, each in enumerate(everyone):
         if each.mark != _MARK:
-            # The other rank took these words for its peers' data.
+            # The other rank has gathered these messages as if they were its peers' data.
             text = (
                 f"{name}: expected rank {rank} to make a plan of the copy engines, too, and it "
                 "gathered other data. All ranks must make the same plans and calls in the same "

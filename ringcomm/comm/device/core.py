@@ -48,14 +48,14 @@ __all__ = ["COLLECTIVES", "MESSAGES", "Calls", "DeviceCore", "DeviceRecorder"]
 
 
 # ---- The flight recorder of a rank on a device --------------------------------------------------
-# A call is recorded when it is enqueued. Its end is noted when the host happens to see it: an event
-# of the communicator has passed, the host waited for the device, a kernel left a fault record, or a
-# reader of the records also read the kernels' count of calls.
+# A call is recorded when it is enqueued. Its end is recorded when the host happens to see it:
+# because an event of the communicator has passed, the host waited for the device, a kernel left a
+# fault record, or a reader of the records also read the kernels' count of calls.
 
 
 COLLECTIVES, MESSAGES = 0, 1
 _ALIGN_BYTES = 64
-# (track, first, last) of calls with consecutive numbers.
+# Calls with consecutive numbers: (COLLECTIVES or MESSAGES, first number, last number).
 Calls = tuple[int, int, int]
 
 
@@ -64,14 +64,14 @@ class DeviceRecorder:
 
     Args:
         comm: the communicator whose calls are recorded from now on.
-        membership: of the communicator; ``options.records`` is 1 or more.
-        operation: named in errors.
+        membership: the communicator's ranks and options; ``options.records`` is 1 or more.
+        operation: the operation that errors name.
 
     Attributes:
         native: this rank's records.
 
     Raises:
-        HeapError: the heap of this process has no room.
+        HeapError: the heap of this process has too little free memory.
     """
 
     def __init__(self, comm: _native.DeviceComm, membership: Membership, operation: str) -> None:
@@ -105,7 +105,7 @@ class DeviceRecorder:
         )
 
     def connect(self, handles: Sequence[DeviceHandle], operation: str) -> None:
-        """Maps the peers' records. Records that cannot be mapped are missing in recordings.
+        """Maps the peers' records. Recordings lack records that cannot be mapped.
 
         Raises:
             RendezvousError: a rank announced records at an impossible offset.
@@ -129,12 +129,12 @@ class DeviceRecorder:
             heap = map_heap(address, self._heap, operation)
         except RingcommError:
             # The operating system may refuse to map host memory although the driver maps device
-            # memory. The communicator works without, and recordings show whose records are missing.
+            # memory. The communicator works without a peer's records; recordings name missing ones.
             return None
         return heap, heap.base_ptr + offset
 
     def recorded(self, rank: int, most: int) -> bytes:
-        """Returns a copy of a rank's recorder with its last ``most`` records; empty if unknown."""
+        """Returns a copy of a rank's recorder and last ``most`` records; empty if not mapped."""
         if rank >= len(self._recorders) or self._recorders[rank] is None:
             return b""
         _, ptr = self._recorders[rank] or (None, 0)
@@ -146,16 +146,16 @@ class DeviceRecorder:
         return [(track, 1, self.native.enqueued(track)) for track in (COLLECTIVES, MESSAGES)]
 
     def gave_up(self, kind: str, peer: int) -> int:
-        """Notes that the last collective failed before its launch; returns its number."""
+        """Records that the last collective failed before its launch; returns its number."""
         number = self.native.enqueued(COLLECTIVES)
         self.native.seen_failed(COLLECTIVES, number, _native.STATUSES[kind], peer)
         return number
 
     def located(self, fault: dict[str, Any]) -> dict[str, Any]:
-        """Returns a fault with the call numbers of the records; notes this rank's failures.
+        """Returns a fault with the call numbers of the records; records this rank's failures.
 
-        A kernel's own numbers differ, since each block counts for itself and replays count, too. A
-        number is 0 if the fault may mean calls from different call sites.
+        A kernel's own numbers differ, since each block counts its calls, replays included. A number
+        is 0 if the fault may mean calls from different call sites.
         """
         own = self._comm.fault()
         message = self._note(own) if own is not None else 0
@@ -173,7 +173,7 @@ class DeviceRecorder:
         }
 
     def _note(self, own: dict[str, Any]) -> int:
-        """Notes the failure of the call in this rank's fault; returns a message's number."""
+        """Records that the call in this rank's fault failed; returns a message's number or 0."""
         status, peer = _native.STATUSES[own["kind"]], own["peer"]
         if not own["message"]:
             calls = self._calls(self._rank, own["sequence"], own["my_call"])
@@ -189,7 +189,7 @@ class DeviceRecorder:
         return _number_of(found)
 
     def _read(self, rank: int, track: int) -> list[Record]:
-        """Returns the records of calls that are not known to be completed."""
+        """Returns a rank's records of calls that are not known to be completed."""
         memory = self.recorded(rank, _native.MAX_RECORDS)
         if not memory:
             return []
@@ -201,7 +201,7 @@ class DeviceRecorder:
         ]
 
     def _calls(self, rank: int, sequence: int, words: tuple[int, ...]) -> list[Record]:
-        """Returns the collectives of ``rank`` to which a kernel's number and call words apply."""
+        """Returns the collectives of ``rank`` that match a kernel's call number and call words."""
         if sequence == 0:
             return []
         call, numbers = call_of(words), set(self.native.numbers_of(sequence))
@@ -223,10 +223,10 @@ def _number_of(calls: Sequence[Record]) -> int:
     return calls[-1].number if len({each.site for each in calls}) == 1 else 0
 
 
-# The value of a protocol word that is raised.
+# The value of a protocol word (4 bytes) after the word was raised.
 RAISED = (1).to_bytes(4, "little")
-# The staging of one rank, and the limits of its segments. The 256 lanes of a block move 32 KiB in a
-# turn. These are choices that no benchmark has swept.
+# The staging of one rank, and the limits of its segments. The 256 threads of a block move 32 KiB
+# per loop turn. No benchmark has compared other values.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
 # A rank that another rank has aborted waits this long, in seconds, for the reason, which the host
@@ -253,7 +253,7 @@ def _calls_of(
     records: _native.DeviceRecorder | None,
 ) -> _native.DeviceCalls:
     place = runtime.tensor_place(device)
-    # A place on the host does not say which of several emulated devices a tensor is on.
+    # DLPack's device of a tensor on the host does not tell several emulated devices apart.
     is_mine = runtime.is_device_tensor if place[0] == HOST_PLACE[0] else None
     return _native.DeviceCalls(
         native,
@@ -267,15 +267,15 @@ def _calls_of(
 
 
 def _find(device: int, unit: str, name: str) -> tuple[int, int]:
-    """Returns the driver's function of a kernel, and the number of threads per block."""
-    # The native object keeps this function, so a bound method would make a reference cycle.
+    """Returns the driver's handle of a kernel, and the kernel's number of threads per block."""
+    # A function and not a method: the native object keeps it, and a method would make a cycle.
     name = units.kernel_name(name, units.chosen_loops())
     kernel = cuda.current().find_kernel(device, unit, name)
     return kernel.handle, kernel.threads
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
-    """Returns a segment size for slots of STAGING_BYTES or half of that per rank; see layout.h."""
+    """Returns a segment size for which a rank's slots take STAGING_BYTES or half of it (bytes)."""
     message_channels = min(channels, _native.MESSAGE_CHANNELS)
     slot_sets = channels * (world_size + 1) + message_channels * world_size
     share_bytes = max(STAGING_BYTES // (slot_sets * slots), SMALLEST_SEGMENT_BYTES)
@@ -306,12 +306,12 @@ class DeviceCore:
         presence: this rank's presence, which ends with :meth:`close`.
 
     Attributes:
-        region: offset in the heap and size, in bytes.
-        choice, multiprocessors: as given.
+        region: the region's offset in the heap and its size, in bytes.
+        choice, multiprocessors: the arguments of these names.
         recorder: the flight recorder; None with ``CommOptions(records=0)``.
         driver: driver of the device.
-        calls: the calls of ``native``, which track the streams of all calls. See NOTE [Device
-            calls] in kernels/bindings/device_calls.h.
+        calls: makes the calls of ``native`` and tracks their streams. See NOTE [Device calls] in
+            kernels/bindings/device_calls.h.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class DeviceCore:
             self._page = self.runtime.allocate_pinned(_native.HOST_PAGE_BYTES)
         self._regions: list[int] = []
         self._capacities: list[int] = []
-        # Bytes of the heap that kernels lend to peers; 0 before there is a table.
+        # Bytes of the heap that peers' kernels may access in place; 0 before connect() has run.
         self._lent_bytes = 0
         self._lending = threading.Lock()
         self._mapped: Sequence[MappedDeviceHeap] = ()
@@ -387,15 +387,15 @@ class DeviceCore:
         )
 
     def announce(self, peers: Sequence[Peer] | None) -> None:
-        """Notes the ranks that may know this region and write into it to prove the links.
+        """Notes the ranks that may write into this region from now on, to prove the links.
 
         Args:
-            peers: by rank, including this rank; None: no rank will write.
+            peers: the ranks by number, including this rank; None: no rank will write.
         """
         self._peers = None if peers is None else list(peers)
 
     def reach(self, handles: Sequence[DeviceHandle], mapped: Sequence[MappedDeviceHeap]) -> None:
-        """Takes the mapped regions of all peers, to which :meth:`abort` and the close write."""
+        """Takes the mapped regions of all peers, which :meth:`abort` and :meth:`close` write to."""
         operation = where("connect", self.rank, self.world_size)
         for handle in handles:
             _check_region(handle, self.native.region_bytes, operation)
@@ -424,7 +424,7 @@ class DeviceCore:
                 f"least {2 * self.native.channels * self.world_size * 64} for {self.world_size} "
                 f"ranks and {self.native.channels} channels, got {self._multicast_bytes}"
             )
-        # All peers have mapped the heap by now; ``heap.memory`` reports memory that is added later.
+        # All peers have mapped the heap by now; ``heap.memory`` calls lend() for later memory.
         self._lent_bytes = self._capacities[self.rank] = self.heap.memory.reached_bytes
         table = self.native.table(
             regions=self._regions,
@@ -445,7 +445,7 @@ class DeviceCore:
         self.heap.memory.on_reached(lend)
 
     def lend(self, size_bytes: int) -> None:
-        """Lets later launches lend ``size_bytes`` of the heap, which all peers have mapped."""
+        """Lets later launches lend the heap's first ``size_bytes``, which all peers have mapped."""
         with self._lending:
             if self._allocation is None or size_bytes <= self._lent_bytes:
                 return
@@ -456,10 +456,10 @@ class DeviceCore:
             self._write(self.native.own_heap_bytes_offset, size_bytes.to_bytes(8, "little"))
 
     def await_peers(self, operation: str) -> None:
-        """Waits until all peers have mapped the memory that this rank's heap has by now.
+        """Waits until all peers have mapped all memory that this rank's heap has now.
 
         Raises:
-            HeapError: a peer has not mapped it within the communicator's timeout.
+            HeapError: a peer has not mapped the memory within the communicator's timeout.
         """
         self.heap.await_peers(where(operation, self.rank, self.world_size), self.timeout_ms / 1000)
 
@@ -469,7 +469,7 @@ class DeviceCore:
         Args:
             rank: the peer's rank.
             part: offset and size in bytes, as the peer announced them.
-            operation: begins the error.
+            operation: the beginning of the error's message.
 
         Raises:
             CorruptedError: the heap has no such part.
@@ -483,7 +483,7 @@ class DeviceCore:
         return self._mapped[rank].base_ptr + offset
 
     def activate(self) -> None:
-        """Allows calls and watches the peers' processes; all peers must be connected."""
+        """Allows calls and watches the peers' processes; needs :meth:`connect` on all ranks."""
         self.native.activate(self._page.host_ptr)
         if self.recorder is not None:
             self.recorder.native.watch(self._page.host_ptr)
@@ -507,17 +507,17 @@ class DeviceCore:
         return self.native.segment_bytes
 
     def chosen(self, algorithm: int) -> int:
-        """Returns the code of the algorithm that a large call with this code runs."""
+        """Returns the code of the algorithm that large calls use if called with ``algorithm``."""
         return self.native.chosen(algorithm)
 
-    # The host waits for no peer: launched calls end by themselves.
+    # Constant, since the host waits for no peer: launched calls end by themselves.
     awaited, arrivals, has_messages = -1, 0, False
 
     def set_left(self, left: bool) -> None:
         """Does nothing: :meth:`DeviceCallEngine.set_peer_left` informs the peers."""
 
     def fault(self) -> dict[str, Any] | None:
-        """Returns the fault record, if possible that of the rank where the fault began."""
+        """Returns the fault record, if possible from the rank where the fault began."""
         found = self._found_fault()
         if found is not None and found["kind"] == "timeout":
             return {**found, "hint": self._crowded()}
@@ -542,7 +542,7 @@ class DeviceCore:
             return own
         found = self._cause(own)
         deadline = time.monotonic() + REASON_GRACE_S
-        # Kernels that a host has aborted may raise their abort word before this host has written
+        # Kernels that their host has aborted may raise the abort word before the host has written
         # the reason.
         while self._awaits_reason(found) and time.monotonic() < deadline:
             time.sleep(REASON_POLL_S)
@@ -567,7 +567,7 @@ class DeviceCore:
         try:
             page = self.runtime.read(self.device, self._regions[rank], _native.CONTROL_PAGE_BYTES)
         except Exception:
-            # The memory of a process that has ended may be gone. This rank's own record remains.
+            # If the rank's process has ended, its memory may be gone; this rank's record remains.
             return None
         return _native.fault_in_page(page, rank, self.world_size)
 
@@ -578,8 +578,8 @@ class DeviceCore:
                 return
             self._aborted = True
             ended_before = self.native.raised
-            # This store by the host comes first: the copies below may fail, or wait in a hardware
-            # queue behind a kernel that only this store ends.
+            # The host's own store comes first: the copies below may fail, or wait in a hardware
+            # queue for a kernel that only this store ends.
             self.native.request_abort()
             if self.recorder is not None:
                 self.recorder.native.stop()
@@ -593,7 +593,7 @@ class DeviceCore:
         self.runtime.write(self.device, self._ptr + offset_bytes, data)
 
     def look(self) -> None:
-        """Notes in the records how many collectives this rank's kernels have begun."""
+        """Writes into the records how many collectives this rank's kernels have begun."""
         if self.recorder is None or not self._regions:
             return
         with self._guard:
@@ -623,7 +623,7 @@ class DeviceCore:
         self.runtime.synchronize(self.device)
 
     def close(self) -> None:
-        """Detaches from the peers; the region is freed once no peer can touch it any more.
+        """Detaches from the peers; the region is freed once no peer can write into it any more.
 
         No kernel of this rank may still run.
         """

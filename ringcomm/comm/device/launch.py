@@ -89,7 +89,7 @@ __all__ = [
 
 
 class StreamContext(RankContext):
-    """A rank's own stream: on a shared stream its kernel would block the awaited peers' kernels."""
+    """A rank's own stream: on a shared stream, its kernel would block the kernels it waits for."""
 
     def __init__(self, device_ref: tuple[DeviceRuntime, int], stream: Stream) -> None:
         self._runtime, self._device = device_ref
@@ -109,10 +109,10 @@ class StreamContext(RankContext):
 
 
 class OwnStreams:
-    """The streams that a communicator has for itself on a rank's device, made when first used.
+    """The private streams of a communicator on a rank's device, each made when first used.
 
     Args:
-        device_ref: the device.
+        device_ref: the device's runtime, and the device's ordinal.
     """
 
     def __init__(self, device_ref: tuple[DeviceRuntime, int]) -> None:
@@ -122,7 +122,7 @@ class OwnStreams:
 
     @property
     def side(self) -> Stream:
-        """The stream of asynchronous calls."""
+        """The stream of asynchronous calls (the side stream)."""
         if self._side is None:
             runtime, device = self._device_ref
             self._side = runtime.make_stream(device, high_priority=True)
@@ -136,7 +136,7 @@ class OwnStreams:
         return StreamContext(self._device_ref, self._thread)
 
     def side_behind_current(self) -> Stream:
-        """Returns the side stream, put behind the current stream; the device must be current."""
+        """Returns the side stream, which now waits for the current stream's work."""
         runtime, device = self._device_ref
         behind = runtime.record_event(device, runtime.current_stream(device))
         runtime.wait_event(device, self.side.handle, behind)
@@ -153,8 +153,8 @@ class DeviceWork(Work):
     """One call on a device's side stream.
 
     ``wait()`` makes the caller's current stream wait for the call, and does not block the host.
-    With a timeout it blocks the host, as torch's NCCL does, and with ``holds`` always: see NOTE
-    [Messages of threads].
+    With a timeout it also blocks the host, as torch's NCCL does; with ``holds`` it always does so:
+    see NOTE [Messages of threads].
     """
 
     __slots__ = ("_check", "_device", "_done", "_holds", "_runtime", "_side", "_source")
@@ -169,7 +169,7 @@ class DeviceWork(Work):
         source: int | None = None,
         holds: bool = False,
     ) -> None:
-        # Sets no attribute that only a host call needs: no thread completes this call.
+        # Does not set the attributes of host calls: no thread completes this call.
         self._name = name
         self._outputs = outputs
         self._future = None
@@ -183,15 +183,15 @@ class DeviceWork(Work):
         return f"<ringcomm.Work {self._name}: on a device>"
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Orders later work of the current stream behind the call, and returns True.
+        """Makes later work of the current stream wait for the call, and returns True.
 
         Args:
             timeout: timedelta or seconds to block this thread until the call is done; None or zero
                 does not block.
 
         Raises:
-            CollectiveTimeout: ``timeout`` passed first; the call still runs.
-            RingcommError: a kernel of this communicator gave up by now.
+            CollectiveTimeout: ``timeout`` passed before the call was done; the call still runs.
+            RingcommError: a kernel of this communicator has given up.
         """
         if timeout is not None or self._holds:
             self._wait_on_host(wait_seconds(timeout))
@@ -228,7 +228,7 @@ class DeviceWork(Work):
         return self._done.query() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Returns the error of a kernel of this communicator, or None (also while it runs)."""
+        """Returns the error of a kernel of this communicator; None if no kernel has failed yet."""
         try:
             self._check()
         except Exception as error:
@@ -236,9 +236,9 @@ class DeviceWork(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[Outputs]:
-        """Returns a future that gives the outputs, ordered on the stream that its consumer uses.
+        """Returns a future of the outputs, which makes its consumers' streams wait for the call.
 
-        The future gives the error instead if a kernel has given up by now.
+        If a kernel has given up, the future has the error instead.
         """
         with _futures_guard:
             if self._future is None:
@@ -249,27 +249,27 @@ class DeviceWork(Work):
         on = self._runtime.torch_device(self._device)
         emulated = on.type == "cpu"
         if emulated:
-            # torch has no streams on the CPU, so the outputs must be complete.
+            # On the CPU, torch has no streams that could wait, so wait for the outputs here.
             self._done.synchronize()
         future: torch.futures.Future[Outputs] = torch.futures.Future(
             devices=None if emulated else [on]
         )
         error = self.exception()
         if error is not None:
-            # torch annotates the exception with the type of the result.
+            # The cast: torch's type hint of set_exception() asks for the type of the result.
             future.set_exception(cast(Any, error))
             return future
         with self._runtime.on_stream(self._side):
-            # The future records events on the streams that are current here, and makes its
-            # consumers' streams wait for them.
+            # The future records events on the streams that are current here, and makes the streams
+            # of its consumers wait for these events.
             future.set_result(self._outputs)
         return future
 
     def source_rank(self) -> int:
-        """Returns the rank that sends the message, without waiting; only for a receive.
+        """Returns the rank that sends the received message; does not wait.
 
         Raises:
-            RingcommError: this is not a receive, or a kernel of this communicator gave up by now.
+            RingcommError: this is not a receive, or a kernel of this communicator has given up.
         """
         if self._source is None:
             return super().source_rank()
@@ -277,13 +277,13 @@ class DeviceWork(Work):
         return self._source
 
     def result(self) -> Outputs:
-        """Orders the current stream behind the call, then returns the output tensors."""
+        """Makes the current stream wait for the call, then returns the output tensors."""
         self.wait()
         return self._outputs
 
 
 class LaunchedWork(DeviceWork):
-    """A call on the devices of one node, whose tensors the native module keeps."""
+    """A call on the devices of one node; the native module keeps its tensors alive."""
 
     __slots__ = ("calls",)
 
@@ -304,7 +304,7 @@ class LaunchedWork(DeviceWork):
         return work
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        # Most waits are one native call.
+        # Most waits take this fast path: one native call.
         if timeout is None and not self._holds:
             try:
                 if self.calls.join(self._done):
@@ -361,20 +361,20 @@ POLL_S = 0.0005
 
 
 def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
-    """Returns the function to which the native object passes the launches of an engine.
+    """Returns the function that the native object calls to launch an engine's prepared call.
 
     The native object keeps the function, so a bound method would make a reference cycle.
     """
 
     def submit() -> None:
         alive = engine()
-        assert alive is not None  # the engine makes this call
+        assert alive is not None  # the engine itself is calling
         alive._submit(alive.device_core.native)
 
     return submit
 
 
-# Casts a core to the core of a call on a device, which has methods that no other core has.
+# Tells the type checker that a core is a device's native core; at run time it does nothing.
 device_comm_of: Callable[[Core], _native.DeviceComm] = itself
 
 
@@ -382,8 +382,8 @@ class DeviceCallEngine(CallEngine):
     """Makes the calls of a rank on a device; a call returns when it is queued on a stream.
 
     A call runs after the earlier work of the caller's current stream and before its later work. All
-    calls of one communicator follow each other, whatever streams they are made on. With
-    ``async_op`` they run on a stream of the communicator's own.
+    calls of one communicator run one after another, even if made on different streams. With
+    ``async_op`` they run on the communicator's side stream.
     """
 
     fast: _native.DeviceCalls
@@ -411,16 +411,16 @@ class DeviceCallEngine(CallEngine):
         self._submission = _submitting(weakref.ref(self))
         if joint_launch is not None:
             core.native.set_submit(self._submission)
-        # Calls whose tensors must live while a graph is captured.
+        # Calls whose tensors must live until the capture of a graph ends, with their streams.
         self._captured: list[tuple[Call, int]] = []
-        # Set when closing: whether the communicator was unusable before, so that an earlier error
-        # has said why.
+        # Set when closing: True if the communicator was unusable before, and an earlier error has
+        # said why.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
         self.streams = OwnStreams(self.device_ref)
         self._side_ref: tuple[DeviceRuntime, int, Stream]
         self.calls.set_shared(joint_launch is not None)
-        # This rank's prepared call, while one thread prepares the calls of all ranks.
+        # This rank's prepared call, set while one thread prepares the calls of all ranks.
         self._collecting = False
         self._collected: Prepared | None = None
         self.sends_alone = False  # while a message is launched
@@ -464,7 +464,7 @@ class DeviceCallEngine(CallEngine):
     # ---- calls --------------------------------------------------------------------------------
 
     def begin_turn(self, name: str) -> None:
-        """Begins a call, if calls are possible; the caller holds the turn and is on the device."""
+        """Begins a call, or raises; the caller holds ``queue.turn`` and is on the device."""
         self.check_usable(name)
         self._name = name
 
@@ -487,7 +487,7 @@ class DeviceCallEngine(CallEngine):
     def _check_capture(self, name: str) -> None:
         runtime, device = self.device_ref
         if runtime.is_capturing(device):
-            # This capture does not include the streams of the other ranks' threads.
+            # The capture in this thread does not include the streams of the other ranks' threads.
             raise UnsupportedError(
                 f"{where(name, *self.rank_of)}: the current stream is capturing a graph, "
                 "and the ranks of one process on one device share a launch, which threads cannot "
@@ -547,7 +547,7 @@ class DeviceCallEngine(CallEngine):
         return work
 
     def keep(self, call: Call, done: _native.DeviceEvent, streams: tuple[int, int]) -> None:
-        """Keeps the call's tensors until it is done, so that no allocator reuses their memory.
+        """Keeps the call's tensors until the call is done, so that no allocator reuses them.
 
         Args:
             call: the launched call.
@@ -560,15 +560,15 @@ class DeviceCallEngine(CallEngine):
             capturing = runtime.is_capturing
             self._captured = [each for each in self._captured if capturing(device, each[1])]
         if runtime.is_capturing(device, stream):
-            # The event of a capture never passes. Memory freed during the capture could be handed
-            # out to a later part of the graph. After the capture the graph's owner keeps its
+            # An event in a capture never passes. Memory that is freed during the capture could be
+            # reused by a later part of the graph. After the capture, the graph's owner keeps the
             # tensors.
             self._captured.append((call, stream))
             return
         self.calls.keep(call, done, current)
 
     def _run(self, call: Call, stream: int) -> None:
-        """Orders the call on ``stream`` and launches it; the caller holds the turn."""
+        """Launches the call on ``stream``, after earlier calls; the caller holds ``queue.turn``."""
         native = self.device_core.native
         try:
             self.calls.follow(stream)
@@ -582,7 +582,7 @@ class DeviceCallEngine(CallEngine):
         increment_version(call.written)
 
     def prepare(self, call: Call, stream: int) -> Prepared:
-        """Returns the launch that :meth:`_run` would make; the caller holds the turn."""
+        """Returns the launch that :meth:`_run` would make; the caller holds ``queue.turn``."""
         self._collecting = True
         self.device_core.native.set_submit(self._submission)
         try:
@@ -655,7 +655,7 @@ class DeviceCallEngine(CallEngine):
         return device_kernel_target(core.native, self.device_ref, core.multiprocessors, head)
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
-        """Raises if this rank cannot expect other threads of this process to make their calls."""
+        """Raises if this process's other threads can no longer make the calls waited for."""
         core, name = self.device_core, self._name
         self.check_usable(name)
         if core.any_aborted():
@@ -697,8 +697,8 @@ class DeviceCallEngine(CallEngine):
 
         Args:
             fn: may call collectives of this communicator; returns the output tensors.
-            opname: named in errors.
-            timeout: for the calls that ``fn`` makes; None keeps the communicator's.
+            opname: the name in errors.
+            timeout: timeout of the calls that ``fn`` makes; None: the communicator's timeout.
 
         Raises:
             AbortedError: the communicator is unusable.
@@ -724,7 +724,7 @@ class DeviceCallEngine(CallEngine):
     def recording(self) -> Recording:
         """See :meth:`CallEngine.recording`."""
         if self.refuse is None:
-            # The records can be read even if the device does not answer any more.
+            # Suppress errors: the records can be read even if the device does not answer any more.
             with suppress(Exception):
                 self.calls.look()
                 self.device_core.look()
@@ -735,7 +735,7 @@ class DeviceCallEngine(CallEngine):
         return recorder.everything() if recorder is not None else []
 
     def _see_completed(self, calls: list[Calls]) -> None:
-        """Notes in the records that the device has completed ``calls``."""
+        """Writes into the records that the device has completed ``calls``."""
         if self.records is not None:
             for each in calls:
                 self.records.seen_completed(*each)
@@ -766,7 +766,7 @@ class DeviceCallEngine(CallEngine):
     def check_work(self, name: str) -> None:
         """Raises if a Work's call may have failed.
 
-        An orderly close does not count: it has waited for all calls.
+        An orderly close is not an error: it has waited for all calls.
         """
         if self._told is not False:
             self.check_usable(name)
@@ -774,7 +774,7 @@ class DeviceCallEngine(CallEngine):
             raise self.fault(name)
 
     def raise_worded(self, name: str, error: BaseException) -> NoReturn:
-        """Raises the error of a call's launch, with a message that names the call."""
+        """Raises the error of a call's launch, with the call's name in front of the message."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt()
         if isinstance(error, RingcommError) or not isinstance(error, (ValueError, RuntimeError)):
@@ -782,7 +782,7 @@ class DeviceCallEngine(CallEngine):
         head = where(name, *self.rank_of)
         if isinstance(error, ValueError):
             raise ArgumentError(f"{head}: {error}") from error
-        # Peers may have launched their part, and would mistake the next call for this one.
+        # Peers may have launched this call, and would take this rank's next call for it.
         raise self._give_up(RingcommError, f"{head}: {error}") from error
 
     def _give_up(
@@ -793,7 +793,7 @@ class DeviceCallEngine(CallEngine):
         Args:
             kind: class of the error.
             text: beginning of its message.
-            waits: fault of a call whose wait before its launch failed; None: the call was
+            waits: the fault, if the call waited before its launch and gave up; None if it was
                 refused.
         """
 
@@ -828,11 +828,11 @@ class DeviceCallEngine(CallEngine):
         return {"kind": kind, "peer": peer, "sequence": number}
 
     def _why_lost(self, peer: int) -> str:
-        # Membership.processes reports processes that have ended.
+        # Only a close is reported here; Membership.processes reports processes that have ended.
         return CLOSED if self.device_core.has_closed(peer) else ""
 
     def _events_of_the_end(self) -> list[Event]:
-        """Returns events that have passed once no launched kernel runs any more."""
+        """Returns events; when all have passed, no launched kernel runs any more."""
         runtime, device = self.device_ref
         events: list[Event] = [*self.calls.kept()[0]]
         last = self.calls.last_stream
@@ -845,7 +845,7 @@ class DeviceCallEngine(CallEngine):
         return events
 
     def _end_calls(self, grace_s: float) -> bool:
-        """Refuses new calls and waits for those under way; False if ``grace_s`` was too short."""
+        """Refuses new calls and waits for launched calls; False if ``grace_s`` was too short."""
         deadline = Deadline(grace_s)
         if not self._takes_turn(deadline):
             return False
@@ -854,7 +854,7 @@ class DeviceCallEngine(CallEngine):
                 self._told = self.refuse is not None
             self._disable(closed(self.rank, self.world_size, self.membership.name))
             if self.calls.has_captured:
-                # This communicator does not know the streams of replays.
+                # Wait for the whole device: the streams of a graph's replays are not known here.
                 self.device_core.synchronize()
             events = self._events_of_the_end()
             while not all(event.query() for event in events):
@@ -867,7 +867,7 @@ class DeviceCallEngine(CallEngine):
             self.queue.turn.release()
 
     def _takes_turn(self, deadline: Deadline) -> bool:
-        """Takes the turn; False when the call that holds it is late or waits for a lost peer."""
+        """Takes ``queue.turn``; False if its holder is late or waits for a lost peer."""
         joint = self.joint_launch
         while not self.queue.turn.acquire(timeout=LOOK_S):
             in_vain = joint is not None and joint.waited_s(self.rank) >= IN_VAIN_S
@@ -901,8 +901,8 @@ class DeviceCallEngine(CallEngine):
         """Waits for the launched calls, then frees the communicator's memory.
 
         Raises:
-            RingcommError: a kernel gave up, and no earlier call has reported it. The memory is
-                freed in this case, too.
+            RingcommError: a kernel gave up, and no earlier call has reported it. The memory is also
+                freed in this case.
         """
         super().close()
         error, self._unreported = self._unreported, None
@@ -920,5 +920,5 @@ class DeviceCallEngine(CallEngine):
         abandon(self.device_core, self._events_of_the_end(), kept, captured=captured)
 
 
-# Casts an engine to the engine of a communicator on the devices of one node.
+# Tells the type checker that an engine is a DeviceCallEngine; at run time it does nothing.
 device_engine_of: Callable[[CallEngine], DeviceCallEngine] = itself

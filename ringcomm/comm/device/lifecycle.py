@@ -1,4 +1,4 @@
-"""Watches of peers' processes, and device memory that outlives its communicator."""
+"""Watches peers' processes, and frees device memory that outlives its communicator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Watched:
 
 
 class _Watcher:
-    """The watches of this process; a forked child replaces the whole object."""
+    """The watches of this process; a forked child starts with a new, empty object."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may end a communicator on a thread that holds this lock.
@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_forget_watches_in_child)
 
 
 def process_of(pid: int) -> _native.Process:
-    """Returns an object that reports the end of a process, which runs now.
+    """Returns an object that reports the end of a process that is running now.
 
     Raises:
         RingcommError: this process has no file descriptor left for the object.
@@ -78,7 +78,7 @@ def _loop(process: _Watcher, wake: threading.Event) -> None:
         wake.wait(POLL_MS / 1000)
         with process.guard:
             if process.thread is not threading.current_thread():
-                return  # Ctrl-C interrupted the starter before it noted this thread
+                return  # Ctrl-C interrupted watch() before it had set ``thread`` to this thread
             if not process.watched:
                 process.thread = None
                 return
@@ -87,7 +87,7 @@ def _loop(process: _Watcher, wake: threading.Event) -> None:
 
 
 def watch(native: _native.DeviceComm, processes: Mapping[int, _native.Process]) -> Watched:
-    """Begins to watch peers.
+    """Begins to watch for the end of peers' processes, and returns the watch.
 
     Args:
         native: the communicator whose page is marked.
@@ -126,11 +126,11 @@ def unwatch(watched: Watched) -> None:
 
 # A peer acknowledges data by writing into this rank's region, possibly after this rank has closed.
 # So a region is freed only when every peer has detached or has ended. A peer in another process has
-# ended when its process has; a rank of this process, when its presence has (docs/protocol.md). A
-# communicator that nobody refers to any more is closed once its kernels have ended.
+# ended when its process has ended; a rank of this process, when its presence (docs/protocol.md) has
+# ended. A communicator that nothing refers to any more is closed once its kernels have ended.
 
 WORD_BYTES = 4
-# Runs after the communicators (100) and before the mappings of peers' heaps (90).
+# At exit, it runs after the communicators (100) and before peers' heaps are unmapped (90).
 EXIT_PRIORITY = 95
 EXIT_GRACE_S = 5.0
 POLL_S = 0.001
@@ -139,8 +139,8 @@ POLL_S = 0.001
 class Peer(NamedTuple):
     """A rank that may write into a region: its process (None for this process) and its presence.
 
-    ``process`` was opened while the process ran. A pid is not enough: it may belong to another
-    process later, or remain after the end until the parent has waited for the process.
+    ``process`` was opened while the process ran. A pid is not enough: another process may get it
+    later, or it may remain after the process's end until the parent has waited for the process.
     """
 
     process: _native.Process | None
@@ -162,7 +162,7 @@ class Peer(NamedTuple):
 class _Retired:
     """A retired region, with the addresses of its peers' detach words.
 
-    ``left`` is called when all peers have left.
+    ``left()`` is called when all peers have detached or ended.
     """
 
     allocation: DeviceAllocation
@@ -187,7 +187,7 @@ class _Retired:
 
 
 class ClosableCore(Protocol):
-    """The part of a communicator that is still to be closed."""
+    """The interface of a core that is still to be closed."""
 
     def abort(self, reason: str) -> None: ...
     def synchronize(self) -> None: ...
@@ -211,7 +211,7 @@ class _Abandoned:
 
 
 class _Process:
-    """The regions, cores and presences of this process; a forked child replaces the whole object.
+    """The regions, cores and presences of this process; a forked child gets a new, empty object.
 
     The garbage collector may add entries at any point, even inside :func:`reclaim` on the same
     thread. So these are deques, which add and remove entries without a lock.
@@ -241,8 +241,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def begin_presence() -> int:
     """Begins the presence of a rank of this process, and returns its number for the rendezvous.
 
-    If the rendezvous fails before the rank has its peers' regions, the rank cannot detach. Then
-    the end of its presence shows peers in its own process that it has ended.
+    If the rendezvous fails before the rank has its peers' regions, the rank cannot detach. Then the
+    end of its presence tells peers in its own process that the rank has ended.
     """
     presence = secrets.randbits(63)
     _process.presences.add(presence)
@@ -261,10 +261,10 @@ def retire(
     peers: Sequence[Peer],
     left: Callable[[], None] = lambda: None,
 ) -> None:
-    """Keeps ``allocation`` until all peers have left it, then calls ``left``.
+    """Keeps ``allocation`` until all peers have detached or ended, then calls ``left``.
 
     ``detached_ptrs`` and ``peers`` have the same order. The end of the caller's own presence and
-    each later rendezvous check whether the allocation may go.
+    each later rendezvous check whether the allocation may be freed.
     """
     _process.regions.append(_Retired(allocation, tuple(detached_ptrs), tuple(peers), left))
 
@@ -272,11 +272,11 @@ def retire(
 def abandon(
     core: ClosableCore, events: Sequence[Event], kept: Sequence[object], *, captured: bool
 ) -> None:
-    """Closes ``core``, whose communicator has died, once its kernels have ended.
+    """Closes the core of a deleted communicator once its kernels have ended.
 
     Args:
-        core: of the communicator.
-        events: pass when the kernels that it launched have ended.
+        core: the communicator's core.
+        events: they pass when the kernels that it launched have ended.
         kept: the objects that those kernels use.
         captured: a graph holds calls of ``core``, and may be replayed until the process ends.
     """

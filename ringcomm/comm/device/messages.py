@@ -23,20 +23,20 @@ __all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "launch_batch", "la
 Tensor = torch.Tensor
 # Messages between two ranks match in the order in which they are sent and received; a receive
 # checks the tag of the next message, and does not search for a tag. Sends run on one stream of the
-# communicator and receives on another, so that two ranks may both send first.
+# communicator and receives on another, so that two ranks may both send before they receive.
 #
 # NOTE [Messages of threads] A copy from a device to pageable memory (``tensor.cpu()``) holds the
-# driver's lock until all work before it on its stream is done. If that work waits for a message of
-# another thread of this process, that thread cannot launch it, and both wait until the deadline. So
-# if ranks of a process share a device, ``wait()`` of a message waits on the host, without that
-# lock: later work on the stream then waits for no peer. (Seen on an H100 with CUDA 13.0: the other
-# thread was blocked in cudaEventRecord or cudaStreamCreate.) Other calls do not need this, since
-# one launch carries them for all ranks.
+# driver's lock until all work before it on its stream is done. If this work waits for a message
+# from another thread of this process, the other thread cannot launch the message, and both wait
+# until the deadline. So if ranks of a process share a device, ``wait()`` of a message waits on the
+# host, without the lock: later work on the stream then waits for no peer. (Seen on an H100 with
+# CUDA 13.0: the other thread was blocked in cudaEventRecord or cudaStreamCreate.) Other calls do
+# not need this, since one launch carries them for all ranks.
 
 # (tensor, peer) of a message.
 TensorAndPeer = tuple[Tensor, int]
 
-# A batch goes out in as few launches as possible. A kernel that sends to a rank may wait until that
+# A batch is sent in as few launches as possible. A kernel that sends to a rank may wait until that
 # rank receives. Two ranks that both send in one launch and receive in the next would wait for each
 # other. In a single launch they send and receive at once.
 
@@ -45,7 +45,7 @@ class PeerMessage(NamedTuple):
     """One message of a batch.
 
     Attributes:
-        messages: the messages of a communicator on a device.
+        messages: makes the messages of a communicator on a device.
         tensor, peer, tag, is_send: as :meth:`DeviceMessages.isend` and ``irecv`` take them.
     """
 
@@ -94,7 +94,7 @@ def launch_batch(messages: Sequence[PeerMessage]) -> LaunchedWork:
 
 
 class DeviceMessages:
-    """The sends and receives of a rank on a device.
+    """Makes the sends and receives of a rank on a device.
 
     Args:
         engine: the communicator's engine.
@@ -151,7 +151,7 @@ class DeviceMessages:
     def check_message(
         self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool
     ) -> tuple[int, int]:
-        """Checks the arguments of an :meth:`isend`, or with ``write`` of an :meth:`irecv`.
+        """Checks the arguments of an :meth:`isend`, or of an :meth:`irecv` if ``write``.
 
         Returns the peer and the tag.
         """
@@ -227,7 +227,7 @@ class DeviceMessages:
         return streams or [self.engine.streams.side]
 
     def _run_alone(self, call: Call) -> None:
-        """Launches messages of this rank alone, outside joint launches."""
+        """Launches messages of this rank outside the joint launches of several ranks."""
         engine = self.engine
         engine.sends_alone = True
         try:

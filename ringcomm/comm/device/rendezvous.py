@@ -1,4 +1,4 @@
-"""The rendezvous of ranks on devices: their devices, their rings, and a proof of every link."""
+"""The rendezvous of ranks on devices: ranks compare devices, choose rings, and prove all links."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def make_window(
     handles: Sequence[DeviceHandle],
     options: CommOptions,
 ) -> MulticastWindow | None:
-    """Makes this rank's window and binds it with all ranks' windows; None if the options say so.
+    """Makes this rank's multicast window and binds it; None if ``multicast_bytes`` is 0.
 
-    All ranks call it, after they have compared their options. Kernels may use the window when all
-    ranks have returned.
+    All ranks call this function, after they have compared their options. Kernels may use the window
+    when all ranks have returned.
 
     Raises:
         UnsupportedError: a device has no multicast, or two ranks share a device.
@@ -106,7 +106,7 @@ def make_window(
     runtime, device, world_size = heap.runtime, heap.device, spec.world_size
     refusal, unit_bytes = why_not(runtime, device), 0
     if not refusal:
-        # Load it before a call, while no peer waits; kernels of other dtypes load at first use.
+        # Load the FP32 kernel now, while no peer waits; kernels of other dtypes load at first use.
         runtime.find_kernel(device, *_PRELOADED)
         unit_bytes = granularity_bytes(runtime, device, world_size)
     inbox = DescriptorInbox()
@@ -134,7 +134,7 @@ def make_window(
     try:
         if spec.rank == 0:
             _send(spec, window, abilities)
-        # Wait here: otherwise bind() would block until every device has been added, or forever.
+        # Wait here, with a deadline: bind() would block until every device is added, or forever.
         rendezvous.everyone("added", {})
         window.bind()
     except BaseException:
@@ -211,8 +211,8 @@ def check_multicast(checks: CallChecks, dtype: torch.dtype, reduction: NativeOp)
 C = TypeVar("C")
 
 # A driver may report peer access, and even map a peer's memory, although data never arrive. So
-# every rank writes to every peer, reads every peer's memory, and checks what the peers wrote to
-# its own, with the same pointers that the kernels will use.
+# every rank writes to every peer, reads every peer's memory, and checks the words that peers wrote
+# to its own memory, with the pointers that kernels will use.
 
 LINE_BYTES = 64
 WORD_BYTES = 8
@@ -224,9 +224,9 @@ LAST_POLL_S = 0.02
 class Links:
     """The links from this rank to all ranks, itself included.
 
-    World_size lines of 64 bytes begin at ``scratch_offset_bytes`` in every rank's region. Each rank
-    writes one of them. Nothing else uses the lines until all ranks have proved their links, and the
-    proof does not clear them.
+    Every rank's region has world_size lines of 64 bytes from ``scratch_offset_bytes`` on. Each rank
+    writes one line in every region. Nothing else uses the lines until all ranks have proved their
+    links, and the proof does not clear them.
     """
 
     heap: DeviceHeap
@@ -241,13 +241,13 @@ class Links:
         return region_ptr + self.scratch_offset_bytes + writer * LINE_BYTES
 
     def word(self, owner: int, writer: int) -> bytes:
-        """Returns the word that ``writer`` writes to its line; it differs by communicator."""
+        """Returns ``writer``'s word for its line at ``owner``; words differ by communicator."""
         handle = self.handles[owner]
         text = f"{handle.token} {handle.proof} {owner} {writer}"
         return hashlib.sha256(text.encode()).digest()[:WORD_BYTES]
 
     def holds(self, owner: int, writer: int) -> bool:
-        """True when this rank now sees the word of ``writer`` in its line."""
+        """True if this rank now reads ``writer``'s word in its line in ``owner``'s region."""
         ptr = self.line_ptr(owner, writer)
         return self.heap.runtime.read(self.heap.device, ptr, WORD_BYTES) == self.word(owner, writer)
 
@@ -265,11 +265,11 @@ def prove_links(
     """Writes to all peers and returns when this rank has seen what all peers wrote.
 
     All ranks call this between the exchange of handles and the confirmation that all are ready. A
-    rank may return while a peer still looks.
+    rank may return while a peer is still checking.
 
     Args:
-        links: to all ranks, whose heaps are mapped.
-        operation: named in errors.
+        links: the links to all ranks, whose heaps are mapped.
+        operation: the operation that errors name.
         deadline: deadline of the proof.
         look: called during a long wait; raises if a peer cannot arrive any more.
 
@@ -277,7 +277,7 @@ def prove_links(
         RendezvousError: a link does not carry data, or a peer did not arrive; the message names
             both ranks, both devices, the direction, and usual causes.
     """
-    # A rank writes its own line first, because a peer that sees its word reads that line, too.
+    # A rank writes its own line first: a peer that sees the rank's word then reads this line.
     for owner in (links.rank, *(r for r in range(len(links.handles)) if r != links.rank)):
         links.write(owner)
     peers = [rank for rank in range(len(links.handles)) if rank != links.rank]
@@ -315,8 +315,8 @@ def _broken_link(
     )
 
 
-# Blocks per collective of a rank with a GPU of its own. They must fill its links and leave the
-# other multiprocessors to the model. No benchmark has swept this choice.
+# Blocks per collective of a rank with a GPU of its own. They must fill the GPU's links and leave
+# the other multiprocessors to the model. No benchmark has compared other numbers.
 CHANNELS_ALONE = 32
 # Kernels that every rank loads before its first call, so that no call loads them while a peer
 # waits. Kernels of other dtypes load at their first call.
@@ -370,7 +370,7 @@ def rendezvous_on_device(
     Args:
         membership: the communicator's members; its store also serves the rendezvous.
         device: this rank's device, as an ordinal in this process.
-        heap_bytes: capacity of the device's heap, if this is its first use.
+        heap_bytes: capacity of the device's heap, if the heap is not made yet.
         build: makes the communicator from the core, the membership, the device's order and, if
             ranks share process and device, their joint launch.
 
@@ -380,8 +380,8 @@ def rendezvous_on_device(
     Raises:
         RendezvousError: a rank is missing or failed; the message names it.
         MismatchError: the ranks disagree.
-        UnsupportedError: too many ranks, devices that cannot reach each other, or sums in groups.
-        HeapError: no room for the heap or the communicator's region in it.
+        UnsupportedError: too many ranks, unreachable devices, or an option ``sum_group_size``.
+        HeapError: no memory for the heap, or for the communicator's region in the heap.
     """
     world_size = len(membership.ranks)
     spec = spec_of(membership)
@@ -424,7 +424,7 @@ def rendezvous_on_device(
             core.activate()
     except BaseException as error:
         if core is not None:
-            # A peer may have seen all ranks ready, and must not wait for this one.
+            # A peer may have seen all ranks ready: the abort ends its wait for this rank.
             core.abort(f"rendezvous failed: {error}")
             core.close()  # frees file descriptors, which the store may need
         rendezvous.fail(error)
@@ -443,7 +443,7 @@ def _refuse_sum_groups(membership: Membership, spec: RendezvousSpec) -> None:
 
 
 def _prove_now(links: Links, rendezvous: Rendezvous, spec: RendezvousSpec) -> None:
-    """Proves the links within the rendezvous' time for a proof; see :func:`prove_links`."""
+    """Proves the links within LINK_PROOF_S or the rendezvous' timeout; see :func:`prove_links`."""
     proof_s = min(LINK_PROOF_S, spec.deadline.timeout_s)
     peers = [rank for rank in range(spec.world_size) if rank != spec.rank]
     look = partial(rendezvous.look_for_failures, peers)
@@ -456,7 +456,7 @@ def _join(
     handles: Sequence[DeviceHandle],
     mapped: Sequence[MappedDeviceHeap],
 ) -> tuple[DeviceOrder, JointLaunch | None]:
-    """Joins the ranks that share this process and device, and the device's other communicators."""
+    """Returns the order of this device's launches, and the joint launch if ranks share it."""
     heap = core.heap
     local = [rank for rank, each in enumerate(mapped) if each.heap is heap]
     operation = f"communicator {membership.name!r}"
@@ -474,7 +474,7 @@ def _join(
     if len(local) > 1:
         proofs = [handles[rank].proof for rank in local]
         joint = joint_launch_of(runtime, core.device, local, proofs, order)
-    # Every rank may have a send and a receive under way.
+    # Every rank may have a send and a receive running at once.
     messages = 2 * core.native.message_channels * len(local)
     # A world of one rank waits for no peer, so its blocks need not all run at once.
     waiting = core.native.channels * len(local) if core.world_size > 1 else 0
@@ -488,8 +488,8 @@ def _join(
 def _blocks_each(heap: DeviceHeap) -> int:
     """Returns how many blocks a multiprocessor runs at once of every kernel that waits for peers.
 
-    The kernels of FP32 sums represent all dtypes and Triton's kernels, which have as many threads:
-    tests/comm/device/test_device_occupancy.py compares them with the others.
+    The kernels of FP32 sums represent all dtypes, and Triton's kernels, which have equally many
+    threads: tests/comm/device/test_device_occupancy.py compares all of them.
     """
     runtime, device = heap.runtime, heap.device
     return min(
@@ -509,7 +509,7 @@ def _exchange_infos(
     rendezvous: Rendezvous, spec: RendezvousSpec, heap: DeviceHeap, presence: int, node_id: str
 ) -> list[_DeviceInfo]:
     identity = heap.runtime.identity(heap.device)
-    # One rank reads the machine for all, because equal plans need equal input and ranks in
+    # Rank 0 reads the machine's topology for all ranks: equal plans need equal input, and ranks in
     # different containers may see different GPUs.
     topology = _read_topology(heap) if spec.rank == 0 else ""
     mine = _DeviceInfo(
@@ -552,19 +552,19 @@ def _topology(infos: Sequence[_DeviceInfo]) -> Topology:
 
 
 def _message_channels(infos: Sequence[_DeviceInfo], channels: int) -> int:
-    """Returns the blocks per message beside collectives of ``channels`` blocks.
+    """Returns how many blocks a send or receive may use beside a collective of ``channels``.
 
-    The number is equal on all ranks. Every rank of a GPU may have a send, a receive and a
-    collective under way at once, whose blocks may each take a multiprocessor.
+    The number is equal on all ranks. Every rank of a GPU may run a send, a receive and a collective
+    at once, and each of their blocks may take a multiprocessor.
     """
     left = min(_shares(infos)) - channels
     return max(1, min(left // 2, _message_share(infos)))
 
 
 def _message_share(infos: Sequence[_DeviceInfo]) -> int:
-    """Returns the blocks per message: 1 if ranks share a GPU, to leave blocks for collectives.
+    """Returns the most blocks per message: 1 if ranks share a GPU, for collectives need blocks.
 
-    On a GPU of a rank alone, messages take at most 1/4 of the multiprocessors.
+    On a GPU with one rank, messages take at most 1/4 of the multiprocessors.
     """
     if not _alone(infos):
         return 1
@@ -572,7 +572,7 @@ def _message_share(infos: Sequence[_DeviceInfo]) -> int:
 
 
 def _shares(infos: Sequence[_DeviceInfo]) -> list[int]:
-    """Returns each rank's share of its GPU's multiprocessors, which the GPU's ranks divide."""
+    """Returns for each rank its equal share of the multiprocessors of its GPU."""
     ranks_on = Counter(info.uuid for info in infos)
     return [info.multiprocessors // ranks_on[info.uuid] for info in infos]
 
@@ -583,11 +583,11 @@ def _alone(infos: Sequence[_DeviceInfo]) -> bool:
 
 
 def _channels(membership: Membership, infos: Sequence[_DeviceInfo]) -> int:
-    """Returns the blocks per collective: the share of each rank on the most shared GPU.
+    """Returns the blocks per collective: a rank's share of the GPU that has the most ranks.
 
-    The number is equal on all ranks, and leaves blocks for the messages of all ranks of that GPU.
-    A world of one rank has no links to fill, and its kernels are bound by the GPU's memory: they
-    take all multiprocessors. No benchmark has compared this with fewer.
+    The number is equal on all ranks, and leaves blocks for the messages of all ranks of a GPU. A
+    world of one rank has no links to fill, and its kernels are bound by the GPU's memory: they take
+    all multiprocessors. No benchmark has compared other numbers.
     """
     if membership.options.channels:
         return membership.options.channels
@@ -619,6 +619,6 @@ def _handles(
             check_announced(spec, mine, theirs, rank)
             check_one_machine(spec, mine, theirs)
     except RingcommError:
-        core.announce(None)  # all ranks compare all handles, so all fail
+        core.announce(None)  # every rank makes this check, so no rank will write
         raise
     return handles

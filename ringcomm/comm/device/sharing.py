@@ -30,7 +30,7 @@ Prepared = _native.DeviceComm | TritonLaunch
 
 
 def launch_prepared(prepared: Sequence[Prepared], stream: int) -> None:
-    """Launches calls of one kind, of ranks on one device, together on ``stream``."""
+    """Launches calls of one kind, made by ranks on one device, in one launch on ``stream``."""
     first = prepared[0]
     if isinstance(first, TritonLaunch):
         first.launch_with(cast(Sequence[TritonLaunch], prepared[1:]), stream)
@@ -41,12 +41,12 @@ def launch_prepared(prepared: Sequence[Prepared], stream: int) -> None:
 # The communicators of this process on a device, and a check that their blocks fit. The native
 # LaunchLedger orders their launches (kernels/cuda/launch_ledger.h, which says why). Messages
 # reserve blocks of their own: a communicator that does not fit beside the reserved blocks is
-# refused when it is built, and messages that do not fit are refused at the first message.
+# refused when it is built; messages that do not fit are refused at the first message.
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The most blocks that a communicator's collective and its messages have on the device."""
+    """The most blocks that a communicator's collective, and its messages, use on the device."""
 
     collective: int
     messages: int
@@ -60,7 +60,7 @@ class DeviceOrder:
         self._device = device
         self._guard = threading.Lock()
         self._members: dict[int, Blocks] = {}
-        self._ranks: Counter[int] = Counter()  # ranks of each member in this process
+        self._ranks: Counter[int] = Counter()  # number of ranks in this process, by member
         self._sending: set[int] = set()
         self._capacity = 0
         self.ledger = _native.LaunchLedger(driver, device)
@@ -104,7 +104,7 @@ class DeviceOrder:
                 self._tell_ledger()
 
     def _kept(self) -> int:
-        """Returns the blocks that are reserved for messages."""
+        """Returns the number of blocks that are reserved for messages."""
         return sum(self._members[each].messages for each in self._sending)
 
     def sends(self, owner: object, operation: str) -> None:
@@ -135,8 +135,8 @@ class DeviceOrder:
             self._tell_ledger()
 
     def before(self, owner: object, blocks: int, stream: int) -> None:
-        """Makes ``stream`` wait for the launches whose end makes room for ``blocks`` blocks."""
-        # The launches of a graph follow each other on its streams.
+        """Makes ``stream`` wait until enough earlier launches ended to fit ``blocks`` blocks."""
+        # In a graph, the capture's streams already order the launches.
         if not self._runtime.is_capturing(self._device, stream):
             self.ledger.before(id(owner), blocks, stream)
 
@@ -151,7 +151,7 @@ _orders: dict[tuple[int, int], DeviceOrder] = {}
 
 
 def order_of(runtime: DeviceRuntime, device: int, driver: _native.Driver) -> DeviceOrder:
-    """Returns the order of launches of ``device``."""
+    """Returns the object that orders the launches on ``device``; one per device."""
     with _guard:
         key = (id(runtime), device)
         if key not in _orders:
@@ -161,9 +161,9 @@ def order_of(runtime: DeviceRuntime, device: int, driver: _native.Driver) -> Dev
 
 # Kernels that wait for each other must run at the same time. Two launches on one device may run one
 # after the other: on one stream (usually the legacy default stream), in one hardware queue, or
-# because both together do not fit. The blocks of one launch that fits run together. So the ranks of
-# a process on one device make a call in one launch, by the rank that arrives last. Streams wait on
-# events, and the host waits only for the other threads to arrive.
+# because both together do not fit. The blocks of one launch run together if they fit on the device.
+# So the ranks of a process on one device share one launch per call, which the last rank to arrive
+# makes. Streams wait on events, and the host waits only for the other threads to arrive.
 
 # The interval at which a waiting rank checks whether the missing ranks can still arrive.
 LOOK_S = 0.05
@@ -174,7 +174,7 @@ Look = Callable[[Sequence[int], float], None]
 
 
 class _Arrival(NamedTuple):
-    """A rank's prepared call, its stream, and an event that marks the call's position there."""
+    """A rank's prepared call, its stream, and an event at the call's position in the stream."""
 
     prepared: Prepared
     stream: int
@@ -191,7 +191,7 @@ class _SharingRound:
 
 
 class JointLaunch:
-    """The ranks of one communicator that share this process and a device, and launch together."""
+    """Makes one launch for the calls of a communicator's ranks in this process on one device."""
 
     def __init__(
         self, runtime: DeviceRuntime, device: int, ranks: Sequence[int], order: DeviceOrder
@@ -200,7 +200,7 @@ class JointLaunch:
         self._device = device
         self._ranks = tuple(ranks)
         self._order = order
-        # A separate stream, so that calls follow each other whatever streams the ranks use.
+        # A separate stream, so that calls run in order even if ranks use different streams.
         self._stream = runtime.make_stream(device)
         self._changed = threading.Condition()
         self._round = _SharingRound()
@@ -213,11 +213,11 @@ class JointLaunch:
         Args:
             rank: the caller's rank.
             prepared: the caller's call.
-            stream: the call runs after the stream's work so far and before its later work.
+            stream: the call runs after the work queued on it now, and before its later work.
             look: called about 20 times a second while ranks are missing.
 
         Raises:
-            BaseException: the error of ``look``, after which this rank's call is withdrawn, or the
+            BaseException: the error of ``look``, whereupon this rank's call is withdrawn; or the
                 error of the launch, which all ranks raise.
         """
         with self._changed:
@@ -232,7 +232,7 @@ class JointLaunch:
                 raise mine.error
 
     def set_left(self, rank: int, left: bool) -> None:
-        """Notes whether the thread of a rank makes no more calls."""
+        """Notes whether the thread of a rank has left, and makes no more calls."""
         if left:
             self._left.add(rank)
         else:
@@ -279,8 +279,8 @@ class JointLaunch:
             kinds.setdefault(arrival.prepared.prepared_kind, []).append(arrival)
         streams = [self._stream]
         while len(streams) < len(kinds):
-            # Calls of different kinds are a mismatch. If the kernels run at once, they find it and
-            # name both calls.
+            # Calls of different kinds are a mismatch. Kernels that run at once detect it and name
+            # both calls.
             streams.append(self._runtime.make_stream(self._device))
         for ((_, channels), each), stream in zip(kinds.items(), streams, strict=True):
             for arrival in each:
@@ -297,7 +297,7 @@ class JointLaunch:
         """Launches the calls of all ranks, which one thread has prepared, on ``stream``."""
         runtime, device, own = self._runtime, self._device, self._stream.handle
         with self._changed:
-            # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
+            # A capture and work outside it cannot wait for each other: see docs/cuda.md.
             captures = runtime.is_capturing(device, stream)
             if not captures:
                 runtime.wait_event(device, stream, runtime.record_event(device, own))
@@ -320,13 +320,13 @@ def joint_launch_of(
     proofs: Sequence[int],
     order: DeviceOrder,
 ) -> JointLaunch:
-    """Returns the joint launch of these ranks, the same object for each of them.
+    """Returns the joint launch of these ranks; each of them gets the same object.
 
     Args:
         runtime: the runtime of this process.
         device: the shared device.
         ranks: the communicator's ranks in this process and on the device.
-        proofs: proofs in the handles of these ranks; they identify the communicator.
+        proofs: the random numbers in these ranks' handles; they identify the communicator.
         order: the device's order of launches.
     """
     key = (device, *proofs)

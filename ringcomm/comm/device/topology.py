@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-# The nearest common ancestor of two GPUs on PCIe, nearest first, in the words of nvidia-smi.
+# The kinds of nearest common ancestor of two GPUs on PCIe, nearest first, named as by nvidia-smi.
 LEVELS = {
     "PSB": "one board",
     "PIX": "one PCIe switch",
@@ -104,8 +104,9 @@ class NvLinks:
 
     Attributes:
         count: number of active links.
-        version: of the links, such as "4.0"; None if unknown.
-        link_gbps: 10^9 bytes per second of one link in one direction; None if unknown.
+        version: NVLink version, such as "4.0"; None if unknown.
+        link_gbps: bandwidth of one link in one direction, in 10^9 bytes per second; None if
+            unknown.
     """
 
     count: int = 0
@@ -124,7 +125,7 @@ class Gpu:
 
     Attributes:
         uuid: as NVML writes it.
-        pci_bus_id: as Linux writes it; orders the GPUs.
+        pci_bus_id: as Linux writes it; GPUs are sorted by it.
         numa_node: the nearest NUMA node with CPUs.
         cpus: the nearest CPUs, such as "0-19,40-59".
         pcie: highest PCIe generation and number of lanes of the slot's link, such as (5, 16).
@@ -200,7 +201,7 @@ class Topology:
         gpus: ordered by PCI bus id, however they were given.
         pairs: at most one per two GPUs; the connection of a missing pair is unknown.
         driver: version of the NVIDIA driver.
-        absent: why nothing could be read; "" if it could.
+        absent: why no GPU could be read; "" if GPUs could be read.
         notes: messages about answers that could not be read or look wrong.
 
     Raises:
@@ -262,7 +263,7 @@ class Topology:
         return self._by_ends.get(frozenset((first, second)), Pair(first, second))
 
     def connection(self, one: Gpu, other: Gpu) -> Connection:
-        """Returns the best connection of two GPUs, with no more links than both ends have."""
+        """Returns the best connection of two GPUs, with at most the links that both ends have."""
         pair = self.pair(one, other)
         # NVIDIA Multi-Instance GPU User Guide, "Application Considerations": in MIG mode there is
         # no access from GPU to GPU, neither over PCIe nor over NVLink.
@@ -296,7 +297,7 @@ class Topology:
             if name is None:
                 break
             if name in found:
-                return []  # CUDA takes a repetition for an error and shows no device
+                return []  # CUDA treats a repetition as an error and shows no device
             found.append(name)
         return found
 
@@ -319,8 +320,8 @@ class Topology:
         """Chooses algorithm and rings for a world whose ranks all run on this machine.
 
         Args:
-            placements: of each rank, the UUID (NVML's spelling or CUDA's) or PCI bus id of its GPU;
-                None if unknown. Ranks with equal placements share the GPU.
+            placements: for each rank, the UUID (NVML's spelling or CUDA's) or PCI bus id of its
+                GPU; None if unknown. Ranks with equal placements share the GPU.
 
         Returns:
             A choice even if connections are unknown. It then assumes no links, and its reason says
@@ -362,7 +363,7 @@ class Topology:
             connection = _connection(self, devices[a], devices[b])
             if connection.links.gbps is None:
                 return None
-            # All hops from one GPU into the switch share its links. Direct links serve one pair.
+            # Hops from one GPU into the switch share the GPU's links. Direct links serve one pair.
             if connection.kind == "nvswitch":
                 times = sum(n for (sender, _), n in load.items() if sender == a)
             shares.append(connection.links.gbps / times)
@@ -447,7 +448,7 @@ def save(topology: Topology, path: str | Path) -> None:
 
 
 def _topology(value: Any) -> Topology:
-    """Inverse of ``to_json``; a missing entry is unknown, but a GPU must have its names."""
+    """Reads what ``to_json`` wrote. A missing entry is unknown; a GPU must have uuid and bus id."""
     if type(value) is dict:
         written = value.pop("format", "no format")
         if written != FORMAT:
@@ -519,7 +520,7 @@ def read_machine() -> Topology:
     """Reads NVML's answers about all GPUs of this machine, regardless of ``CUDA_VISIBLE_DEVICES``.
 
     A failed query raises no error. Without NVML the topology has no GPU and ``absent`` says why. A
-    missing answer is None, and ``notes`` mention it if it is unusual.
+    missing answer is None, and ``notes`` mention unusual ones.
     """
     machine = platform.node()
     try:
@@ -557,7 +558,7 @@ class _Nvml:
         return value.decode(errors="replace") if isinstance(value, bytes) else value
 
     def _note(self, function: str, error: Exception) -> None:
-        # These mean "there is none" or "this driver is too old", which is not worth a note.
+        # These errors mean "there is none" or "the driver is too old": no note is needed.
         usual = ("NotSupported", "InvalidArgument", "FunctionNotFound", "NotFound")
         if type(error).__name__ not in {f"NVMLError_{name}" for name in usual}:
             note = f"{function}: {error}"
@@ -680,12 +681,12 @@ class _MachineReader:
         return _DeviceLinks(bundles, switch)
 
     def _far_end(self, handle: Any, link: int) -> str:
-        """Returns a bus id, "switch", "cpu", or words for an end that cannot be used."""
+        """Returns a link's other end: bus id, "switch", "cpu", or why the end is unusable."""
         kind = self._nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
         if kind == REMOTE_SWITCH:
             return "switch"
         bus_id = self._bus_id("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-        # A driver before R460 does not report the kind of the end, but its address.
+        # A driver before R460 reports only the address of the link's other end, not its kind.
         if kind in (REMOTE_GPU, REMOTE_UNKNOWN, None):
             if bus_id in self._handles:
                 return str(bus_id)
@@ -752,7 +753,7 @@ def _ranges(numbers: list[int]) -> str:
 
 # The search can enumerate (8 - 1)! orders, and no machine without a switch has more GPUs.
 SEARCHED_DEVICES = 8
-# The most GPUs joined pair by pair in a machine of sm_80 or later (HGX A100 4-GPU).
+# The most GPUs with direct links between all pairs in a machine of sm_80 or later (HGX A100 4-GPU).
 MESH_DEVICES = 4
 
 Ring = tuple[int, ...]
@@ -760,16 +761,16 @@ Matrix = Sequence[Sequence[float]]
 
 
 def mesh_rings(count: int) -> tuple[Ring, ...]:
-    """Returns the rings of devices that are joined pair by pair: all orders that begin with 0.
+    """Returns the rings of devices with links between all pairs: all orders that begin with 0.
 
-    Each direction of each pair is a hop of (count - 2)! rings, so with equal shares of the data no
-    link idles.
+    Each direction of each link is in (count - 2)! rings, so with equal shares of the data no link
+    idles.
     """
     return tuple(_orders(count, directed=True))
 
 
 def best_ring(quality: Matrix) -> Ring:
-    """Finds the ring whose worst hop is best; ties are broken by the next worst hop, and so on.
+    """Returns the ring whose worst hop is best; ties are broken by the next worst hop, and so on.
 
     Args:
         quality: symmetric [n, n], larger is better, n from 1 to ``SEARCHED_DEVICES``.
@@ -797,8 +798,8 @@ class TopologyChoice:
         algorithm: "one_shot" (every rank reads from every other) or "ring" (from one neighbour).
         rings: orders of all ranks, each beginning with rank 0; the rank at position i sends to the
             rank at position i + 1, the last to the first. Several rings run at once with equal
-            shares of the data, and no direction of an NVLink idles. The choice "one_shot" has
-            rings, too, since a call may ask for "ring".
+            shares of the data, and no direction of an NVLink idles. The choice "one_shot" also has
+            rings, since a call may request "ring".
         reason: why this choice was made, for people.
     """
 
@@ -809,7 +810,7 @@ class TopologyChoice:
 
 @dataclass(frozen=True)
 class _SharedDevice:
-    """A device that some ranks share: a GPU, an instance of one, or an unknown device."""
+    """A device of one or more ranks: a GPU, an instance of a GPU, or an unknown device."""
 
     ranks: tuple[int, ...]
     gpu: Gpu | None
@@ -903,7 +904,7 @@ def _why_ring(devices: list[_SharedDevice], between: dict[tuple[int, int], Conne
 def _troubles(
     topology: Topology, devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]
 ) -> list[str]:
-    """Lists the problems that a user should know before trusting the choice."""
+    """Returns the problems that a user should know before trusting the choice."""
     told = []
     unknown = [device.ranks[0] for device in devices if not device.known]
     if topology.absent:
@@ -924,7 +925,7 @@ def _troubles(
 def _rings(
     devices: list[_SharedDevice], between: dict[tuple[int, int], Connection]
 ) -> tuple[tuple[Ring, ...], str]:
-    """Returns orders of the devices, and words about them for the choice's reason."""
+    """Returns rings of the devices, and a text about them for the choice's reason."""
     count = len(devices)
     canonical = tuple(range(count))
     if count < 3 or all(each.kind == "nvswitch" for each in between.values()):
@@ -948,7 +949,7 @@ def _either(between: dict[tuple[int, int], Connection], a: int, b: int) -> Conne
 
 
 def _quality(connection: Connection) -> float:
-    """Rates a connection; better ones have larger numbers."""
+    """Returns a sort key of a connection; a better connection has a larger key."""
     levels = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5, "PSB": 6}
     if connection.kind in ("nvlink", "nvswitch"):
         return 100 + (connection.links.gbps or connection.links.count)

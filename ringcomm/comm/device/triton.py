@@ -18,16 +18,17 @@ __all__ = ["CompiledKernels", "TritonLaunch"]
 
 # NOTE [Launches of Triton's kernels]
 #
-# Triton compiles and launches the first call of a kind. From then on the native module launches the
-# compiled kernel, with the parameters in the order of Triton's own launch; a launch by Triton takes
-# 150 to 440 us on an H100's host, whatever the size. Calls that take the fast path
+# Triton itself compiles and launches the first call of each kind. From then on the native module
+# launches the compiled kernel, with the parameters in the order of Triton's own launch; a launch by
+# Triton takes 150 to 440 us on an H100's host, whatever the size. Calls that take the fast path
 # (``engine.compiled``) do not reach this module again.
 #
 # Triton compiles several kernels for one call: it distinguishes numbers that fit into 32 bits, that
-# are 1, and that are multiples of 16. Our kernels avoid the last two distinctions (RUNTIME and
-# tagged() in kernels/tl/endpoint.py). ``TritonKernel.takes`` compares each number with the type
+# are 1, and that are multiples of 16. ringcomm's kernels avoid the last two distinctions (RUNTIME
+# and tagged() in kernels/tl/endpoint.py). ``TritonKernel.takes`` compares each number with the type
 # for which the kernel was compiled. The native module leaves three kinds of calls to Triton: calls
-# that no kernel takes, all calls while Triton has launch hooks, and kernels of unknown parameters.
+# that no compiled kernel takes, all calls while Triton has launch hooks, and kernels of unknown
+# parameters.
 
 
 class CompiledKernels:
@@ -45,7 +46,7 @@ class CompiledKernels:
 
     @staticmethod
     def _kind(plan: KernelPlan, ranks: int) -> Any:
-        # All compile-time properties of the kernel except the types of its numbers.
+        # Key of a kernel: its compile-time properties, except the types of its numeric arguments.
         return plan.kernel.__name__, plan.call[1:], tuple(plan.constants.items()), ranks
 
     def launch(
@@ -90,13 +91,13 @@ class TritonLaunch:
 
     @property
     def prepared_kind(self) -> tuple[int, int]:
-        """A key that is equal for calls that can share a launch, and the blocks of one rank."""
+        """A pair: a key, equal for calls that can share a launch, and the blocks of one rank."""
         plan = self.plan
         key = plan.kernel.__name__, plan.sizes, plan.call, tuple(plan.constants.items())
         return hash(key), self.geometry.channels
 
     def launch_with(self, others: Sequence[TritonLaunch], stream: int) -> None:
-        """Launches this call and those of ``others``, which have the same kind, on ``stream``."""
+        """Launches this call together with ``others``, calls of the same kind, on ``stream``."""
         from ringcomm._tl.launch import launch_kernel
         from ringcomm._tl.native_launch import numbers_of
 
