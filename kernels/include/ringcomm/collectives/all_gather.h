@@ -1,4 +1,4 @@
-// All-gather (every rank gets all contributions) and broadcast (every rank gets one rank's).
+// All-gather (every rank gets all contributions); broadcast (every rank gets one contribution).
 //
 // B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers.
 //
@@ -11,9 +11,9 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Copies read `j` (the j-th part that I take of a sender's data) of each sender of the group to its
-// place, dst_of(sender); peer_reads: peers have just read this place as a source. Skips a sender
-// that has no read `j`, or for which shares(sender) is false.
+// For each sender of the group, copies read `j` (the j-th part of the sender's data) to its place,
+// dst_of(sender); peer_reads: peers have just read this place as a source. Skips a sender that has
+// no read `j`, or for which shares(sender) is false.
 // model: collect_piece (tests/proof/model/one_shot.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
@@ -73,7 +73,7 @@ RC_TEAM_FN Sharing sharing_of(const E& e, Span input, Span own_output, bool shar
   return {input, false, false, e.pieces(input.bytes)};
 }
 
-// Copies a source that stays to my own output in one pass, while my peers read it.
+// Returns the pieces of my input: one if peers read it in place while I copy it in one pass.
 template <class E>
 RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& sharing, Span input) {
   return E::Lanes::kReadsWhole && sharing.stays ? 1 : e.pieces(input.bytes);

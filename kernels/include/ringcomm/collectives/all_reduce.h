@@ -74,7 +74,7 @@ RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out)
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
   const auto shares = [](int) { return true; };
   const uint32_t out_items = most_items(e, in, -1), shared_items = e.pieces(result.bytes);
-  // Chunk 0 is the longest, so its pieces bound the pieces of all chunks.
+  // Chunk 0 is the longest, so no chunk has more pieces.
   const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes);
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
     if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));

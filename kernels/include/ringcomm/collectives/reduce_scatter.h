@@ -106,7 +106,7 @@ RC_TEAM_FN Status reduce_scatter_one_shot(E& e, const Chunks& in, char* out, int
   return drain_chunks(e, in, only_root);
 }
 
-// One piece of one hop: adds my version, `own`, to the partial sum that arrived (if any).
+// Reduces one piece in one hop: adds my version, `own`, to the partial sum that arrived (if any).
 template <class E>
 RC_TEAM_FN void reduce_hop(E& e, char* dst, const char* partial, const char* own, uint64_t bytes,
                            int finish_world) {

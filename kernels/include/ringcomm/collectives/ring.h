@@ -26,7 +26,7 @@ RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes
   return Status::kOk;
 }
 
-// Lane 0: commits the epochs of the ring's streams, which are done.
+// Lane 0: commits the epochs of the ring's streams, which this call no longer uses.
 // model: commit_ring (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN void commit_ring(E& e, const Neighbours& at, uint32_t items) {

@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_
   return old;
 }
 
-// Exchanges a word of this device alone; orders nothing.
+// Exchanges a word that only this device uses; orders no other access.
 __device__ __forceinline__ uint32_t exchange_relaxed_sys(uint32_t* word, uint32_t value) {
   uint32_t old;
   asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;"
@@ -85,7 +85,7 @@ __device__ __forceinline__ LLPacket load_ll_packet_sys(const LLPacket* from) {
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 
-// Change integers that many lanes change in one launch: no lane waits for them, no order shows.
+// Change integers that many lanes of a launch change, in any order; no lane waits for the integers.
 __device__ __forceinline__ void add_relaxed_sys(int64_t* word, int64_t value) {
   atomicAdd_system(reinterpret_cast<unsigned long long*>(word),
                    static_cast<unsigned long long>(value));
@@ -124,7 +124,7 @@ RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
 // model: fence_seq_cst_sys (tests/proof/model/lend.pml, sleep.pml)
 RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-// Fences in the compiler only. Another thread makes the machine execute the rest of the fence.
+// Fences in the compiler only; another thread makes this thread's processor fence (membarrier).
 inline void fence_seq_cst_compiler() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
 RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {

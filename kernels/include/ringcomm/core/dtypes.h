@@ -55,7 +55,7 @@ RC_FN constexpr int size_of(DType t) {
   }
 }
 
-// Returns the element type of the accumulator, Traits<T>::Acc, in memory.
+// Returns the DType of Traits<T>::Acc, the accumulator of a type.
 RC_FN constexpr DType accumulator_of(DType t) {
   return t == DType::kFloat16 || t == DType::kBFloat16 ? DType::kFloat32 : t;
 }

@@ -43,8 +43,8 @@ using uintptr_t = unsigned long long;
 #define RC_FN __host__ __device__ __forceinline__
 #define RC_TEAM_FN __device__ __forceinline__
 #define RC_COLD __device__ __noinline__
-// Follows the parameters of a lambda. A large lambda that is not inlined reads captured variables
-// from local memory.
+// Inlines a lambda, if written after its parameters. A large lambda that is not inlined reads
+// captured variables from local memory.
 #define RC_INLINED __attribute__((always_inline))
 #define RC_UNROLL _Pragma("unroll")
 #define RC_ROLLED _Pragma("unroll 1")
@@ -88,7 +88,7 @@ using uintptr_t = unsigned long long;
 #define RC_IS_SM100 0
 #endif
 
-// 1 where the GPU rounds two numbers at once to bfloat16 or float16; and where it adds such pairs.
+// 1 if the GPU rounds (PAIRS) or adds (SUMS) two bfloat16 or float16 numbers at once.
 #if RC_DEVICE_PASS && __CUDA_ARCH__ >= 800
 #define RC_HAS_HALF_PAIRS 1
 #else
@@ -124,7 +124,7 @@ using uintptr_t = unsigned long long;
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Prefetches the first lines at `at` for a host's next loads. Four lines are a choice, not swept.
+// Prefetches 4 lines at `at`, which a host loads next; 4 was chosen without measurements.
 RC_FN void prefetch_lines(const char* at) {
 #if !RC_DEVICE_PASS
   for (int line = 0; line < 4; ++line) __builtin_prefetch(at + 64 * line);
@@ -140,8 +140,8 @@ RC_FN int log2_of(uint32_t x) {
 #endif
 }
 
-// x / d for d below 2^16. A GPU divides digit by digit: three divisions of 32 bits take less time
-// than one of 64 bits, which is a call of about a hundred instructions.
+// Returns x / d for d below 2^16. A GPU divides digit by digit: three 32-bit divisions take less
+// time than one 64-bit division, which is a call of about a hundred instructions.
 RC_FN uint64_t divide_by_short(uint64_t x, uint32_t d) {
 #if RC_DEVICE_PASS
   uint64_t quotient = 0;
@@ -157,7 +157,7 @@ RC_FN uint64_t divide_by_short(uint64_t x, uint32_t d) {
 #endif
 }
 
-// Correctly rounded; by an instruction if the machine has one.
+// Returns the correctly rounded square root, by an instruction if the machine has one.
 #if RC_CUDA
 RC_FN float square_root(float x) { return sqrtf(x); }
 RC_FN double square_root(double x) { return sqrt(x); }
@@ -170,7 +170,7 @@ RC_FN double square_root(double x) { return __builtin_sqrt(x); }
 RC_FN double power(double base, double exponent) { return __builtin_pow(base, exponent); }
 RC_FN double fused_multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
-// a * b + c, rounded once. Without the instruction: the product is exact in double precision, and
+// Returns a * b + c, rounded once. Without an FMA, the product is exact in double precision, and
 // its sum with c, rounded to odd, rounds to the same FP32 number as the exact sum (Boldo and
 // Melquiond, "Emulation of a FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008).
 RC_FN float fused_multiply_add(float a, float b, float c) {

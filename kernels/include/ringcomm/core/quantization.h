@@ -5,14 +5,14 @@
 // ties to even.
 // In memory all quantized values of the run come first, then the scales' words of 3 bytes each:
 //
-//     format  values             bytes of n    error of a number of a block whose largest is M
+//     format  values             bytes of n    error of a number, if M is the largest of its block
 //     int8    -127 .. 127        131/128 n     M / 254
 //     fp8     e4m3 to 256        131/128 n     |x| / 16, or M / 262144 if that is more
 //     int4    -7 .. 7             67/128 n     M / 14
 //
 // plus 2^-150, half of FP32's smallest number, if M < 2^-62.
 //
-// These bounds include the roundings of FP32. The scale is M over the largest value, times
+// These bounds include the roundings of FP32. The scale is M divided by the largest value, times
 // 1 - 2^-12. This leaves room for the roundings of 1 / s and of x * (1 / s), and the largest number
 // is still nearest to the largest value. The scale has 15 significant bits, so that
 // a value times a scale is exact: a dequantized number is the same with and without fused
@@ -23,7 +23,7 @@
 // before and divided after. So subnormal numbers are as exact as others.
 //
 // Another bit of the word marks a block with infinities or NaNs. The values of largest magnitude
-// then represent these, and M is the largest finite number. int8 and int4 then have one value less,
+// then represent these, and M is the largest finite number. int8 and int4 then have a value less,
 // and errors of M / 252 and M / 12.
 //
 // e4m3 reaches 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of
@@ -48,7 +48,7 @@ constexpr uint64_t kWordBytes = 3;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;
 
-// The bytes of `elems` numbers: values alone, then with scales. Only the last block may be short.
+// Return the bytes of `elems` quantized numbers: of the values, and of the values and the scales.
 RC_FN constexpr uint64_t values_bytes(QuantFormat format, uint64_t elems) {
   return format == QuantFormat::kInt4
              ? elems / kQuantBlock * (kQuantBlock / 2) + (elems % kQuantBlock + 1) / 2
@@ -64,8 +64,8 @@ RC_FN int32_t nearest_whole(float y) {
   return int32_t(bits_of(y + kRounder)) - int32_t(0x4b400000);
 }
 
-// `below` if x < limit, else `other`, for numbers below 2^31, by bit operations: the compiler would
-// turn a choice between sums of floats into a branch, and then not vectorise the loop.
+// Returns `below` if x < limit, else `other`, by bit operations on numbers below 2^31: the compiler
+// would turn a choice between sums of floats into a branch, and then not vectorise the loop.
 RC_FN uint32_t below_or(uint32_t x, uint32_t limit, uint32_t below, uint32_t other) {
   const uint32_t mask = uint32_t(int32_t(x - limit) >> 31);
   return (below & mask) | (other & ~mask);
@@ -82,7 +82,7 @@ struct IntegerFormat {
   static RC_FN float dequantize(uint32_t value) {
     return float(int32_t(value << (32 - kBits)) >> (32 - kBits));
   }
-  // Returns the value of an infinity or NaN, given its bits; the next function maps it back.
+  // Returns the value for an infinity or NaN, given its bits; the next function inverts this.
   static RC_FN uint32_t quantize_special(uint32_t bits) {
     if ((bits & kMagnitude) != kInfinityBits) return kNan;
     return bits >> 31 ? kNan + 1 : kNan - 1;
@@ -130,7 +130,7 @@ struct Fp8Format {
 
 // A block's scale, in the format of its word.
 struct BlockScale {
-  uint32_t word;  // 24 bits: infinities or NaNs, tiny, 8 bits of exponent, 14 of mantissa
+  uint32_t word;  // 24 bits: infinities or NaNs (1), tiny (1), exponent (8), mantissa (14)
 
   static constexpr uint32_t kSpecial = 1u << 23, kTiny = 1u << 22, kFloat = kTiny - 1;
   static constexpr uint32_t kTinyBelow = 64u << 23;                          // the bits of 2^-63

@@ -32,7 +32,7 @@ struct Chunks {
     const uint64_t begin = uint64_t(rank) * chunk_bytes;
     if (begin >= total_bytes) return {base + total_bytes, 0};
     const uint64_t left = total_bytes - begin;
-    return {base + begin, left - 1 < chunk_bytes - 1 ? left : chunk_bytes};  // 0 - 1 is the largest
+    return {base + begin, left - 1 < chunk_bytes - 1 ? left : chunk_bytes};  // 0 - 1 is the maximum
   }
 };
 

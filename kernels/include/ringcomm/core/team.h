@@ -50,7 +50,7 @@ enum class Status : int32_t {
   kAborted = 4,      // some rank aborted the communicator
   kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
   kPeerClosed = 6,   // the awaited rank closed the communicator
-  kCorrupt = 7,      // a peer's words point outside its heap, or at no item of this rank
+  kCorrupt = 7,      // a peer's words point outside its heap, or at an item that does not exist
   kRefused = 8,      // the operating system no longer lets this rank read the peer's process
   kOverlap = 9,      // another call of this rank was under way on the same words
 };

@@ -1,6 +1,6 @@
 // The data of an optimizer's step on a shard: ringcomm/optim writes them, and the kernels of the
-// host, CUDA and Triton read them. The names are AdamW's. By its flags a step may also be SGD's or
-// Lion's (one_moment_element.h), which give some of the data another meaning. Every number that
+// host, CUDA and Triton read them. The names are AdamW's. Flags may make it a step of SGD or of
+// Lion (one_moment_element.h), for which some data have another meaning. Every number that
 // changes from step to step is in memory that the device reads, so that no step waits for the host
 // and a captured graph can be replayed.
 //
@@ -24,7 +24,7 @@ struct AdamWHyper {
   double flags;  // kAdam*, and at most one of kSgd, kLion and kQuantizedState
 };
 
-constexpr uint32_t kAdamActive = 1;  // the parameter takes this step
+constexpr uint32_t kAdamActive = 1;  // the parameter is updated in this step
 constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (Adam), not decoupled
 constexpr uint32_t kAdamAmsgrad = 4;
 constexpr uint32_t kAdamMaximize = 8;
@@ -83,11 +83,11 @@ struct AdamWShard {
   uint64_t segment_count;
   uint64_t bucket_elems;
   uint64_t begin, elems;  // this rank's chunk
-  // FP32 parameters are their own master copy. 16-bit parameters have one of these: `master`;
-  // `remainder` (bfloat16: the low halves of the master); neither (stochastic rounding).
+  // FP32 parameters are their own master copy. 16-bit parameters have `master`, or `remainder`
+  // (bfloat16: the low halves of the master), or neither of the two (stochastic rounding).
   float* master;        // [elems] or null
   uint16_t* remainder;  // [elems] or null
-  // With kQuantizedState, which all parameters then have: addresses of a QuantizedMoment's bytes.
+  // With kQuantizedState (set for all parameters or none): addresses of a QuantizedMoment's bytes.
   float* exp_avg;         // [elems]; null: no group has such a moment (SGD without momentum)
   float* exp_avg_sq;      // [elems]; null: no group has such a moment (SGD, Lion)
   float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad

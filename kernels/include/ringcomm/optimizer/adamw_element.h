@@ -13,7 +13,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The branches of the update that elements take; all elements of a parameter take the same ones.
+// The branches of the update; all elements of a parameter take the same branches.
 template <bool decay_into_grad, bool amsgrad, bool from_end>
 struct AdamWPath {
   static constexpr bool kL2 = decay_into_grad, kMax = amsgrad;
@@ -42,7 +42,7 @@ RC_FN void adamw_element(float& p, float g, float& m, float& v, float& v_max,
   v = fused_multiply_add(f.one_minus_beta2 * g, g, v * f.beta2);
   float root = v;
   if constexpr (Path::kMax) {
-    // A NaN in either operand wins, as in torch.maximum.
+    // As in torch.maximum, the result is a NaN if either operand is.
     v_max = (v_max > v || v_max != v_max) ? v_max : v;
     root = v_max;
   }

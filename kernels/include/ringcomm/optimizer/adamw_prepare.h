@@ -30,8 +30,8 @@ RC_FN void set_adam_factors(AdamWFactors& f, const AdamWHyper& h, double step) {
   f.eps = float(h.eps);
 }
 
-// Computed in double precision, as torch does in Python, and rounded to FP32 where torch's kernels
-// round.
+// Computes the factors in double precision, as torch does in Python, and rounds them to FP32 where
+// torch's kernels round.
 RC_FN AdamWFactors factors_of(const AdamWHyper& h, double step, double inv_scale, double clip) {
   const uint32_t flags = uint32_t(h.flags);
   AdamWFactors f{};

@@ -34,7 +34,7 @@ struct Gradients {
 };
 
 struct Bucket {
-  char* base;  // of the gradients; null: this call exchanges no gradients
+  char* base;  // address of the gradients; null: this call exchanges no gradients
   char* params;
   uint64_t elems, chunk_elems;
   int32_t grad_bytes, param_bytes;  // bytes per element
@@ -58,7 +58,7 @@ struct Bucket {
   }
 };
 
-// Channels share a chunk in whole tiles, for gradients and for parameters. Elements have 2 or 4
+// Returns the cut of a chunk, of gradients or of parameters, into whole tiles. Elements have 2 or 4
 // bytes, and segments are powers of two that contain whole tiles.
 RC_FN Cut cut_by_tiles(int32_t elem_bytes) { return {kTileShift + (elem_bytes == 2 ? 1 : 2)}; }
 

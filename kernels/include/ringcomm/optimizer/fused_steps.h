@@ -1,6 +1,6 @@
 // The optimizer's steps over buckets of gradients and parameters, as collectives.
 //
-// A step takes two passes if it needs the gradients' norm, or whether all gradients are finite,
+// A step takes two passes if it must know the gradients' norm, or whether all of them are finite,
 // before it changes anything; otherwise one pass. Below: B bytes of gradients, P bytes of
 // parameters, W ranks.
 //
@@ -45,7 +45,7 @@ RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
   return return_offers(e, b);
 }
 
-// `e.ops.reduce()` must pass the last hop's sums to consume(). Leaves `e.cut` set for gradients.
+// e.ops.reduce() must pass the last hop's sums to consume(). Sets e.cut to whole tiles.
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   e.cut = cut_by_tiles(b.grad_bytes);
@@ -53,7 +53,7 @@ RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   return reduce_scatter_ring(e, b.grads(), b.grads().get(e.rank()).ptr);
 }
 
-// Makes `grad` consume()'s only source. `grad`: my shard's gradient, from element 0 of my chunk on.
+// Makes the gradient of my chunk, which begins at `grad`, the only source that consume() gets.
 template <class E>
 RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
   const uint64_t begin = slice_of(e, b, e.rank()).begin;

@@ -1,7 +1,7 @@
 // Norms of gradients that do not depend on how the gradient is cut into shards.
 //
-// A floating-point sum depends on its order, and the order usually on the number of ranks. Not
-// here: a tile of kTileElems elements, which is always on one rank, is summed in double precision
+// A floating-point sum depends on its order, and the order usually on the number of ranks. This
+// norm does not: a tile of kTileElems elements, always on one rank, is summed in double precision
 // by halves in a fixed order, and the sums of tiles are added exactly, as integers. A double is cut
 // into digits of 32 bits at fixed positions, as in an accumulator after Kulisch ("Computer
 // Arithmetic and Validity", 2008). Each position has a word of 64 bits, which can add 2^31 digits
@@ -29,7 +29,7 @@ struct NormWords {
   int64_t word[kNormWords];
 };
 
-// One element's term in a tile's sum (or maximum).
+// Returns an element's term in a tile's sum or maximum.
 RC_FN double norm_term(float x, NormKind kind) {
   const double wide = double(x);
   if (kind == NormKind::kTwo) return wide * wide;
@@ -44,7 +44,7 @@ RC_FN void add_tile(double sum, Add add) {
   uint64_t bits;
   memcpy(&bits, &sum, 8);
   const uint64_t mantissa = (bits & 0xfffffffffffffull) | 0x10000000000000ull;
-  const int bit = int(bits >> 52) - 1075 + kNormBias;  // of the mantissa's last bit; never < 0
+  const int bit = int(bits >> 52) - 1075 + kNormBias;  // the mantissa's last bit; never < 0
   const int digit = bit / 32, shift = bit % 32;
   const uint64_t low = mantissa << shift, high = shift == 0 ? 0 : mantissa >> (64 - shift);
   add(digit, int64_t(low & 0xffffffffull));

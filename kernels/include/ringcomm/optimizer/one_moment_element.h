@@ -13,7 +13,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The branches that a run of elements takes; all elements of a parameter take the same.
+// The branches of the update; all elements of a parameter take the same branches.
 template <bool decay_into_grad, bool momentum, bool nesterov>
 struct SgdPath {
   static constexpr bool kL2 = decay_into_grad, kHasMoment = momentum, kLooksAhead = nesterov;

@@ -87,12 +87,12 @@ RC_FN uint8_t quantize_second(float v, uint32_t least, uint32_t random) {
   return uint8_t(larger(value, smaller(int32_t(magnitude), 1)));
 }
 
-// The random bits of a parameter's step.
+// The random bits for one parameter in one step.
 struct MomentDraw {
   uint32_t key, twist;
-  uint32_t first;  // number of a run's first element in the parameter
+  uint32_t first;  // index in the parameter of a run's first element
 
-  // `element`: the number of the first element, at the beginning of a block.
+  // `element`: the index of the first element, at the beginning of a block.
   static RC_FN MomentDraw of(uint64_t seed, uint64_t param, uint32_t step, uint64_t element) {
     const Philox drawn = philox(seed, param, step, 0x80000000u | uint32_t(element >> 32));
     return {drawn.word[0], drawn.word[1], uint32_t(element)};

@@ -43,7 +43,7 @@ constexpr uint64_t kNotInHeap = ~uint64_t(0);
 
 // The part of a call that must be equal on all ranks.
 struct CallId {
-  uint64_t sequence;     // collectives of this communicator so far
+  uint64_t sequence;     // number of collectives of this communicator so far
   uint64_t match_bytes;  // total bytes if all ranks must agree on them, else 0
   Collective collective;
   int32_t dtype, redop, root;
@@ -53,7 +53,7 @@ struct CallId {
 // No padding: LL packets carry headers, and compare them, word by word.
 static_assert(sizeof(CallId) == 2 * sizeof(uint64_t) + 6 * sizeof(int32_t));
 
-// Distinguishes a reduction of gradients from others of the same size, by the sharded module, its
+// Distinguishes a reduction of gradients from reductions of equal size, by the sharded module, its
 // bucket, and the backward that made the gradients. Counts wrap around; a tag of 0 means no tag.
 struct GradTag {
   static constexpr int kBucketBits = 10, kBackwardBits = 6, kModules = 127;
@@ -102,12 +102,12 @@ struct CallHeader {
 };
 static_assert(sizeof(CallHeader) <= kHeaderBytes);
 
-// The record that a wait leaves when it gives up. Its rank writes it once, before the rank sets its
-// abort word to kRaised; every rank reads it only after it has seen this value.
+// The record of a wait that gave up. The waiting rank writes it once, before it sets its abort word
+// to kRaised; every rank reads the record only after it has seen this value.
 struct Fault {
   Status status;
   int32_t rank, peer;     // the reporting rank, and the rank on which it reports
-  uint32_t wanted, seen;  // epochs
+  uint32_t wanted, seen;  // the awaited epoch and the epoch found
   uint32_t item;          // items of this call before the awaited item on its stream
   Stream stream;
   uint32_t on_consumed;  // the awaited word of the line: 1 consumed, 0 ready
@@ -129,15 +129,15 @@ struct ControlPage {
   uint64_t magic;
   uint32_t version;
   int32_t rank, world;
-  uint64_t proof;    // random in every communicator: only readers of this region can announce it
-  uint64_t members;  // digest of all announcements that the owner has read; 0 before
+  uint64_t proof;    // random in every communicator; a rank that announces it has read this region
+  uint64_t members;  // digest of all announcements that the owner has read; until then 0
   Layout layout;
   uint32_t fences_for_all;  // 1: Waiter::can_fence_for_all() is true in the owner's process
   uint32_t reads_peers;     // 1: the owner could read this page of every peer through the kernel
   uint64_t page_ptr;        // address of this page in the owner's process
   uint32_t claimed;         // taken by the only thread of the owner that may write the fault record
   uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
-  alignas(64) uint32_t aborted;  // 0 or a value above; written by the owner, read by every peer
+  alignas(64) uint32_t aborted;  // 0 or a raised value; written by the owner, read by every peer
   uint32_t core;                 // 1 + the core on which the owner's thread was last seen; 0: none
   uint32_t left;                 // 1: the owner, a thread, makes no call until this is 0 again
   alignas(64) Fault fault;

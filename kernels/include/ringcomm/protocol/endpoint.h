@@ -28,7 +28,7 @@ constexpr uint32_t kLookahead = 1;
 
 // Below this many bytes staging is preferred to zero copy. Zero copy must wait at the end until the
 // readers have finished, and the copy (about 1 us at 16 GB/s) costs no more than this hop. Chosen
-// by this estimate, not swept.
+// by this estimate, not measured.
 constexpr uint64_t kZeroCopyMinBytes = 16384;
 
 // NOTE [Single copy]
@@ -40,7 +40,7 @@ constexpr uint64_t kZeroCopyMinBytes = 16384;
 // straight to their place. As with zero copy, the owner waits at the end until the reader has
 // finished, and after its last read the reader checks whether the owner gave up. Before the reader
 // acknowledges a piece, it also checks whether the owner has ended: another process may have got
-// its number.
+// the owner's process ID.
 //
 // Sweep: all_gather and all_reduce of plain tensors on a Xeon (AVX-512) at 2.5 GHz with 2 cores;
 // the speed of single copy relative to staging. 2 ranks: 0.97 to 1.21 for a chunk of 64 KiB, 1.3 to
@@ -49,7 +49,7 @@ constexpr uint64_t kZeroCopyMinBytes = 16384;
 // staged once for three readers, and the kernel copies it more slowly than they do.
 constexpr int kSingleCopyRanks = 2;
 constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
-// Single copy from this size on for results of an all-reduce, shared piece by piece as computed.
+// The least size of single copy for an all-reduce's results, which are shared piece by piece.
 constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 
 // The result of a reduction: one destination, or two from one pass over the sources.
@@ -64,11 +64,11 @@ struct ReduceSources {
   const double* factors;
   int count;
 };
-// The sources of one step among several, such as a ring's hop. On a GPU all these steps of a kernel
+// The sources of one of several steps, such as a ring's hop. On a GPU all these steps of a kernel
 // share one copy of the reduction's code; other reductions inline the code (kernels/cuda/ops.h).
 struct HopSources : ReduceSources {};
 
-// Peers in the order in which this rank visits them: those at distances [first, last).
+// The peers at distances [first, last) from this rank, in the order in which this rank visits them.
 struct Peers {
   int first, last;
 };
@@ -141,7 +141,7 @@ struct Endpoint {
   // its data are there.
   RC_TEAM_FN int group() const { return Team::kShareWaits ? v.world - 1 : 1; }
 
-  // Calls visit(peer) once for each of the peers, spread over the lanes. For words, not data.
+  // Calls visit(peer) once for each of the peers, spread over the lanes; for words, not for data.
   template <class Visit>
   RC_TEAM_FN void each_by_lanes(Peers peers, Visit visit) const {
     RC_ROLLED
@@ -252,7 +252,7 @@ struct Endpoint {
   }
 
   // Publishes item `item` of `span`, which this call shares in items of `item_bytes`. before(peer):
-  // the lanes' other work for each peer, once all lanes have come here.
+  // work for each peer that the lanes do first, once all lanes have arrived here.
   // model: publish_shared (tests/proof/model/endpoint.pml)
   template <class Before = Nothing>
   RC_TEAM_FN void publish_shared(uint32_t item, Span span, bool stays, uint64_t item_bytes,
@@ -361,7 +361,7 @@ struct Endpoint {
     if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
     return pieces(bytes);
   }
-  // Returns the bytes of read `j`, after its arrival; the read begins at segment `j`.
+  // Returns the size of read `j`, once its data have arrived; its data begin at segment `j`.
   RC_TEAM_FN uint64_t read_bytes(Stream s, int sender, uint64_t bytes, uint32_t j) const {
     if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
     return item_length(bytes, segment_bytes(), j);
@@ -410,10 +410,10 @@ struct Endpoint {
   // See NOTE [Single copy].
   RC_TEAM_FN Status read_process(int sender, char* to, const char* from, uint64_t bytes) {
     Status status = team.read_process(sender, to, from, bytes);
-    // If the sender has ended, its number may be another process's, whose memory was then read.
+    // If the sender has ended, another process may have got its process ID, and was then read.
     if (team.has_ended(sender)) status = Status::kPeerLost;
     if (status == Status::kOk) return status;
-    // Either a living sender gave up and its memory is gone, or its header was never true.
+    // Either a living sender gave up and its memory is gone, or its header was false.
     if (status != Status::kPeerLost && abort_seen(v)) status = Status::kAborted;
     const uint32_t first = in(Stream::kShared, sender).base + 1;
     return fail(team, v, status, sender,

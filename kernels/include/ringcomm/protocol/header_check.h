@@ -7,7 +7,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Results are stored in a peer's heap by vectors of this many bytes.
+// The bytes of the vectors that store results in a peer's heap.
 constexpr uint64_t kResultAlign = 16;
 
 // The bytes that this rank stores into each sender's heap, at the offset in the sender's header.

@@ -22,7 +22,7 @@ constexpr uint64_t kLineBytes = 64;
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kHeaderBytes = 128;
 // Messages have no size that all ranks know, so they use a fixed number of channels: this many, or
-// all if there are fewer. A choice, not swept.
+// all if there are fewer. Chosen without measurements.
 constexpr int32_t kMessageChannels = 8;
 
 // Both words are written by the peer and read by the owner of the region.
@@ -62,10 +62,10 @@ RC_FN constexpr bool is_segment(uint32_t bytes) {
 struct Layout {
   int32_t world;
   int32_t channels;
-  int32_t slots;               // per slot set; a power of two, so that epochs wrap around cleanly
-  uint32_t segment_bytes;      // is_segment(): a power of two, so that no code divides by it
-  uint32_t ll_bytes;           // payload of the largest LL message; a multiple of 64, 0: none
-  uint64_t copy_engine_bytes;  // staged by the copy engines at a time; a multiple of 64, 0: none
+  int32_t slots;               // slots per set; a power of two, so that epochs wrap around cleanly
+  uint32_t segment_bytes;      // bytes of a segment; a power of two, so that no code divides by it
+  uint32_t ll_bytes;           // payload of the largest LL message; a multiple of 64, 0: no LL
+  uint64_t copy_engine_bytes;  // bytes staged by copy engines at a time; a multiple of 64, 0: none
 
   RC_FN constexpr bool same(const Layout& other) const {
     return world == other.world && channels == other.channels && slots == other.slots &&
@@ -91,8 +91,8 @@ struct Layout {
   RC_FN constexpr uint64_t channel_offset(int channel) const {
     return kPageBytes + (3 * links() + channel) * kLineBytes;
   }
-  // The header of an item that `peer` publishes to me: one for each slot of (stream, channel,
-  // peer). Near the signals, so that both are in one page in a small world.
+  // Returns the offset of the header of an item from `peer`; each slot of (stream, channel, peer)
+  // has a header. It is near the signals, so that both are in one page in a small world.
   RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t lines = (3 * links() + channels + 1) / 2 * 2;
     return kPageBytes + lines * kLineBytes + (link(s, channel, peer) * slots + slot) * kHeaderBytes;

@@ -74,7 +74,7 @@ RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
 
 struct LLCall {
   uint32_t flag;
-  uint64_t sets;  // offset in a region of the packet sets of this call
+  uint64_t sets;  // offset of this call's packet sets in a region
   uint64_t hash;  // of my header
 };
 
@@ -125,8 +125,8 @@ RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
 }
 RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
-// One rank's end of the packets of a call on one channel. It copies the fields that it needs at
-// once from the view, which may be in slower memory.
+// One rank's end of the packets of a call on one channel. It copies the fields that it needs from
+// the view, which may be in slower memory.
 template <class Team, class Ops>
 struct LLEndpoint {
   using Operations = Ops;
@@ -166,7 +166,7 @@ RC_TEAM_FN LLLane lane_of(const Team& team, const char* in, uint32_t stride, int
           uint32_t(extent.end_bytes)};
 }
 
-// Loads payload together with the words at the beginning of a call: this takes no extra trip.
+// Loads payload together with the first words of a call, so that it costs no extra trip to memory.
 RC_TEAM_FN FirstWords load_first(const LLLane& lane, int world) {
   FirstWords words;
   const char* const from = lane.in + lane.at;
@@ -326,8 +326,8 @@ struct Awaited {
   uint32_t peers = 0;  // a bit for each rank whose payload is awaited
 };
 
-// One lane: waits until all packets have arrived. Each look loads all of them again, so that the
-// last to arrive takes one trip to memory. A header of another call ends the wait at once.
+// One lane: waits until all packets have arrived. Each poll loads all packets again, so the last
+// packet to arrive costs one trip to memory. A header of another call ends the wait at once.
 // model: await_packets (tests/proof/model/ll.pml)
 template <class E>
 RC_TEAM_FN Status await_packets(E& e, const LLCall& call, const Awaited& a, uint64_t* header_word,

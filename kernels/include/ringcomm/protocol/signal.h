@@ -105,7 +105,7 @@ RC_COLD void fill_fault(Fault* record, const View& v, Status status, int peer) {
   record->mine = *v.mine;
 }
 
-// Leaves the fault record and raises this rank's abort word. The first fault stays.
+// Leaves the fault record and raises this rank's abort word. An earlier fault's record stays.
 template <class Team>
 RC_COLD Status fail(Team team, const View& v, Status status, int peer, const CallHeader* theirs,
                     uint64_t expected_bytes) {
@@ -179,8 +179,8 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
     const Stream s = streams[i];
     const uint32_t next = first[i];
     if (!reached(seen[i], next)) continue;
-    // An item that I have acknowledged in this call may be overwritten by now; any other stays. (I
-    // alone write this word, so no ordering is needed.)
+    // An item that I have acknowledged in this call may be overwritten by now; any other item
+    // stays. (Only I write the acknowledgement, so no ordering is needed.)
     if (reached(load_relaxed_sys(&v.signals(peer, s, channel, v.rank)->consumed), next)) continue;
     const CallHeader* theirs = other_call_in(v, s, channel, peer, next);
     if (theirs != nullptr) return theirs;
@@ -227,7 +227,7 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
 }
 
 // A host that has not looked at the clock for this long did not run: its process was stopped, or
-// the machine was suspended. A sleeper looks 100 times a second.
+// the machine was suspended. A sleeper looks at the clock 100 times a second.
 constexpr uint64_t kLongestLookNs = 250'000'000;
 
 // Returns the part of the time since a waiter's last look at the clock that does not count as

@@ -48,8 +48,8 @@ struct View {
   Layout layout;
   char* const* regions;        // [world] every rank's region, as mapped here
   char* const* heaps;          // [world] every rank's heap, as mapped here
-  const uint64_t* heap_bytes;  // [world] of every rank's heap
-  uint64_t timeout_ns;         // of one wait
+  const uint64_t* heap_bytes;  // [world] the size of every rank's heap
+  uint64_t timeout_ns;         // the time limit of one wait
   // Workspace of one channel, shared by the lanes of its team; in shared memory on CUDA.
   PeerState* in;         // [streams][world]
   const void** sources;  // [world], and at least 2
@@ -95,7 +95,7 @@ struct View {
   RC_FN bool in_my_heap(const void* ptr, uint64_t bytes) const {
     return in_heap_of(rank, uint64_t(static_cast<const char*>(ptr) - heaps[rank]), bytes);
   }
-  // An untrusted offset may be any number, so nothing is added to it.
+  // An untrusted offset may be any number, so an addition to it could wrap around.
   RC_FN bool in_heap_of(int owner, uint64_t offset, uint64_t bytes) const {
     return offset < heap_bytes[owner] && bytes <= heap_bytes[owner] - offset;
   }
