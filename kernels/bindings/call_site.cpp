@@ -29,8 +29,8 @@ struct Code {
   std::unordered_map<int, const CallSite*> sites;  // [instruction]
 };
 
-// Used only with the GIL held. (A free-threaded interpreter turns the GIL on for this module, which
-// does not declare that it needs none.) Never destroyed: threads may still run at exit.
+// Used only with the GIL held. (A free-threaded interpreter turns the GIL on for this module, since
+// the module does not declare that it needs none.) Never destroyed: threads may still run at exit.
 struct Known {
   std::vector<std::string> library, programs;
   std::unordered_map<PyObject*, std::unique_ptr<Code>> codes;

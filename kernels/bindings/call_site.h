@@ -15,8 +15,8 @@ void set_library_folders(std::vector<std::string> library, std::vector<std::stri
 // the user, or too many call sites are kept. The result stays valid.
 const CallSite* find_call_site();
 
-// Makes take_call_site() use this call site on the calling thread; null: it looks at the frames
-// again. For calls that run on another thread than the user's call.
+// Makes take_call_site() use this call site on the calling thread; null: take_call_site() looks for
+// it in the frames. For calls that run on another thread than the user's call.
 void hold_call_site(const CallSite* site);
 
 // Sets `call_site` for the call that this thread is about to make. Leaves no Python error set.

@@ -170,7 +170,7 @@ void DeviceCalls::drop_passed() {
   while (!kept_.empty()) {
     const std::shared_ptr<DeviceEvent> first = kept_.front().event;
     if (!first->query()) return;
-    // Another thread may have removed it in the meantime.
+    // Another thread may have removed this entry in the meantime.
     if (kept_.empty() || kept_.front().event != first) continue;
     const nb::object tensors = std::move(kept_.front().tensors);
     kept_.pop_front();
@@ -317,7 +317,7 @@ struct TritonKernels {
   }
 };
 
-// Each gives `then` a function that prepares the call, or returns `otherwise` for slow arguments.
+// Each gives `then` a function that prepares the call. If the checked path is needed: `otherwise`.
 template <class Kernels = CudaKernels, class Result, class Then>
 Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
                   Result otherwise, Then then) {
@@ -375,7 +375,7 @@ Result barrier(DeviceCalls& calls, Result otherwise, Then then) {
   return then(nb::make_tuple(), [&] { calls.comm().barrier(); });
 }
 
-// Return the argument `then`: first for a call made at once, then for a call that is started.
+// Return the argument `then` of the functions above, for a call that is made, started or prepared.
 auto made_by(DeviceCalls& calls) {
   return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
 }

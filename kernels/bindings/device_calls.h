@@ -26,8 +26,8 @@
 
 namespace ringcomm::host {
 
-// A point on a stream after some calls; the records of these calls note that it has passed. The
-// event returns to its pool, so its destructor makes no driver call.
+// A point on a stream after some calls. Once the stream has passed it, the calls' records note
+// their end. The event returns to its pool, so its destructor makes no driver call.
 class DeviceEvent {
  public:
   // When the event has passed, calls [first, last] of a track have ended.
@@ -130,8 +130,8 @@ class DeviceCalls {
   void* const* last_stream() const { return has_last_ ? &last_ : nullptr; }
   bool has_captured() const { return has_captured_; }
 
-  // Returns an event at the end of `stream`, on the current device. all_collectives() returns the
-  // Ends of an event that follows all collectives launched so far.
+  // mark(): records an event at the end of `stream`, on the current device, and returns it.
+  // all_collectives(): the `ends` for an event that follows all collectives launched so far.
   std::shared_ptr<DeviceEvent> mark(void* stream, DeviceEvent::Ends ends);
   DeviceEvent::Ends all_collectives() const;
   // Keeps tensors until the event has passed, or join() has made `stream` wait for it.
@@ -192,7 +192,7 @@ class DeviceCalls {
   // The streams of the last call and of the last captured call, which do not wait for each other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
-  // check_fits() has accepted the side stream; a caller's stream, which is then in fitting_.
+  // Whether check_fits() has accepted the side stream; and another stream, which is then fitting_.
   bool side_fits_ = false, has_fitting_ = false;
   void* fitting_ = nullptr;
   void* behind_ = nullptr;  // the event that every start() uses; null: there is no side stream

@@ -49,7 +49,7 @@ Served& served() {
   return *s;
 }
 
-// Makes the name once, and keeps it.
+// Returns a text as a Python string, which the caller keeps.
 PyObject* kept_name(const char* text) { return PyUnicode_InternFromString(text); }
 
 // Returns the attribute, or an empty object if there is none. Sets no error.
@@ -106,7 +106,7 @@ class Member {
     return is_idle && is_of_size;
   }
 
-  // Returns the rank here of rank `global` of the outermost communicator; negative: none.
+  // Returns the rank in this communicator of the outermost communicator's rank `global`, or -1.
   int rank_of(nb::handle global) const {
     static PyObject *const membership = kept_name("membership"), *const ranks = kept_name("ranks");
     const nb::object found = read_attribute(engine_, membership);
@@ -267,7 +267,7 @@ nb::object broadcast(nb::handle input, nb::handle src, nb::handle group, nb::han
   return out.tensor;
 }
 
-// Writes the sum on rank `dst`, zeros on other ranks.
+// Returns the sum on rank `dst`, and zeros on other ranks.
 nb::object reduce(nb::handle input, nb::handle dst, nb::handle group, nb::handle world_size) {
   Member member;
   Source in;

@@ -23,8 +23,8 @@ namespace {
 struct NativeScratch {
   std::unique_ptr<ScratchPool> pool;
   pid_t pid = getpid();
-  bool hangs = false;  // after the last close()
-  nb::object kept;     // objects that must live while it hangs
+  bool hangs = false;  // true if the last close() has left a transfer under way
+  nb::object kept;     // objects that must live while a transfer hangs
 
   NativeScratch(int fd, int threads, uint64_t cut_bytes)
       : pool(std::make_unique<ScratchPool>(fd, threads, cut_bytes)) {}
@@ -118,9 +118,9 @@ std::optional<Named<nb::any>> result_of(const NativeScratchRequest& r) {
   return d;
 }
 
-// Returns the number of which addresses and offsets of direct I/O must be multiples; the kernel
-// reports it since 6.1. 0: no direct I/O for this file; -1: the kernel does not report it. The
-// structure is written out here, since older C libraries lack its fields.
+// Returns the alignment that direct I/O requires of addresses and offsets; Linux reports it since
+// 6.1. 0: no direct I/O for this file; -1: the alignment is unknown. The code contains the layout
+// of struct statx, since older C libraries lack these fields.
 int direct_alignment(int fd) {
   constexpr unsigned kDirectAlignment = 0x2000;  // STATX_DIOALIGN
   constexpr int kMaskAt = 0, kMemoryAt = 0x98, kOffsetAt = 0x9c;

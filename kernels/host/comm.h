@@ -38,7 +38,7 @@ struct CommConfig {
 
 struct PeerAddress {
   std::shared_ptr<const void> owner;  // keeps the peer's heap mapped
-  char* heap_base;                    // as mapped here
+  char* heap_base;                    // the heap's address in this process
   uint64_t heap_bytes;
   uint64_t region_offset;
   int pid;         // 0: a thread of this process
@@ -82,13 +82,13 @@ struct NormCall {
 };
 
 // Calls that move at least this many bytes, or belong to a step that does, store their results past
-// the caches. The limit is half of the 32 MiB of L3 that two Zen 4 ranks share, chosen without a
-// sweep. 32 MiB of FP32 sums take 3.7 ms past the caches and 4.7 ms through them.
+// the caches. The limit is half of the 32 MiB of L3 that two Zen 4 ranks share, chosen without
+// measurements. 32 MiB of FP32 sums take 3.7 ms past the caches and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
-// Reductions from this size on may run in two levels, whose steps wait for each other. Not swept:
-// no machine of several nodes was available. On one node (Zen 4, 4 ranks on 2 busy cores, 3 rounds,
-// FP32) 8 MiB took 0.8 to 3.7 times as long as in one level, and 64 MiB 0.8 to 1.15 times.
+// Reductions from this size on may run in two levels, whose steps wait for each other. Not measured
+// on several NUMA nodes, for lack of a machine. On one node (Zen 4, 4 ranks, 2 busy cores, 3
+// rounds, FP32) 8 MiB took 0.8 to 3.7 times as long as in one level, and 64 MiB 0.8 to 1.15 times.
 constexpr uint64_t kLevelsMinBytes = 16 << 20;
 // A test knob: sums in groups run in two levels at any size and on any machine.
 inline bool always_in_levels = false;
@@ -147,13 +147,13 @@ class Comm {
 
   void abort(const std::string& reason);
   bool aborted() const;
-  // True once a call of this rank has given up; its abort word is then raised (this waits for it).
+  // True once a call of this rank has given up; then waits until this rank's abort word is raised.
   bool has_failed() const;
   // Marks this rank as left, so that threads of this process stop waiting for it; false unmarks it.
   void set_left(bool left);
   // True if the peer has closed its communicator; it makes no more calls.
   bool has_closed(int peer) const;
-  // Returns the rank for which this rank has waited for a while, or -1. A hint, at any time.
+  // Returns the rank for which this rank has waited for a while, or -1. A hint, without a lock.
   int awaited() const;
   // Returns a number that changes when a peer publishes to this rank or acknowledges: a hint.
   uint64_t arrivals() const;
@@ -165,8 +165,8 @@ class Comm {
   // Records a call that another engine runs on this region, under the next sequence number.
   void record_begin(CallId id);
   void record_end(Status status);
-  // Records a call that consists of the next calls on this region. It takes a sequence number
-  // before them, the same on all ranks. Returns this number; 0: the communicator is closed.
+  // Records a call that consists of the next calls on this region. Its sequence number precedes
+  // theirs and is the same on all ranks. Returns this number; 0: the communicator is closed.
   uint64_t record_around(CallId id);
   void record_around_end(uint64_t number, Status status);
   // Returns the records of `rank` (see Recorder::snapshot()), after a header with the layout, rank
@@ -238,7 +238,7 @@ class Comm {
   std::vector<char*> regions_, heaps_;
   std::vector<uint64_t> heap_bytes_;
   std::vector<std::shared_ptr<const void>> owners_;
-  std::vector<Channel> channels_;  // of the region
+  std::vector<Channel> channels_;  // channels of the region
   std::vector<uint64_t> held_;     // allocations in which peers of a failed call may still store
   std::optional<ThreadShare> threads_;
   int used_channels_ = 1;
@@ -253,7 +253,7 @@ class Comm {
   bool levels_ = false;
 };
 
-// The number of channels follows from the call's bytes, not from threads: all ranks find the same.
+// The number of channels follows from the call's bytes, not from threads, so all ranks agree on it.
 template <class Ops, class Body>
 Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body) {
   return run_on(used_channels_ == 1 ? 1 : threads_for(bytes, used_channels_), true, id, bytes,

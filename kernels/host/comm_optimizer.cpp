@@ -43,7 +43,7 @@ void check_results(const View& v, const char* ptr, uint64_t bytes) {
                                 std::to_string(kResultAlign) + " bytes");
 }
 
-// Throws if a segment would cut a tile: a norm is summed by whole tiles.
+// Throws if a segment would end inside a tile: a norm is summed by whole tiles.
 void check_segments(const View& v, const GradCall& grads) {
   constexpr uint64_t least = kTileElems * sizeof(float);
   if (is_ring(grads) && v.world > 1 && v.layout.segment_bytes < least)

@@ -59,7 +59,7 @@ void Comm::record_around_end(uint64_t number, Status status) {
   if (connected_ && number != 0) recorder_.end(Track::kCollectives, number, status, -1);
 }
 
-// Takes no lock: a call that hangs holds it.
+// Takes no lock: a call that hangs holds the lock.
 std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   if (!recorder_.on() || regions_[rank] == nullptr) return {};
   const uint32_t waits_for = load_relaxed_sys(&view_.control(rank)->waits_for);
@@ -69,7 +69,7 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   return bytes;
 }
 
-// This rank's messenger or an abort may own the fault record; the owner raises the word.
+// This rank's messenger or an abort may own the fault record; the owner raises the abort word.
 void Comm::settle(Status status) const {
   if (status != Status::kOk) await_raised(SoloTeam{{&waiter_}}, view_);
 }
@@ -101,7 +101,7 @@ void Comm::set_left(bool left) {
   store_release_sys(&reinterpret_cast<ControlPage*>(mine)->left, left ? 1 : 0);
 }
 
-// Another thread may close the communicator now; the heap keeps the region's memory.
+// Another thread may close the communicator meanwhile; the heap keeps the region's memory.
 View Comm::own_region(std::vector<char*>* regions) const {
   regions->assign(size_t(view_.world), regions_[view_.rank]);
   View v = view_;

@@ -20,8 +20,8 @@ uint32_t by_tables(const void* data, uint64_t bytes) {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// The instruction takes three cycles and can begin in each, so three strands are summed side by
-// side and joined. Long strands, and prefetches this far ahead, keep more of the memory's lines in
+// An instruction takes three cycles, and each cycle can begin one, so three strands are summed side
+// by side and joined. Long strands, and prefetches this far ahead, keep more memory accesses in
 // flight. Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages: 12.8 GB/s; with
 // strands of 4 KiB and the hardware's prefetches 9.7 GB/s; a loop of loads and additions 9.5 GB/s.
 // From the second-level cache it is 22 GB/s with any strands.

@@ -9,7 +9,7 @@ namespace ringcomm::host {
 // Uses the instruction if this CPU has it, else tables; the choice is made at first use.
 uint32_t crc32c(const void* data, uint64_t bytes);
 
-// For tests: the implementations that run here, ended by a null; crc32c() uses the first.
+// For tests: the implementations that this CPU can run, then a null; crc32c() uses the first.
 struct Crc32cWay {
   const char* name;
   uint32_t (*sum)(const void* data, uint64_t bytes);

@@ -7,7 +7,7 @@
 namespace ringcomm::host {
 namespace {
 
-// True for the optimizer's calls: results have another dtype, and ranks compare bucket elements.
+// True for the optimizer's calls: their headers name the results' dtype and the bucket's elements.
 bool is_optimizers(Collective collective) {
   return collective == Collective::kReduceScatterNorm ||
          collective == Collective::kAdamWAllGather ||

@@ -22,7 +22,7 @@ struct Passages {
   uint64_t count[kPoints];
 };
 
-// 1 while a fault is armed; the only word that pass() reads otherwise.
+// 1 while a fault is armed; while it is 0, pass() reads no other word.
 inline uint32_t fault_is_armed = 0;
 
 void arm(const ArmedFault& fault);  // counts from 0 again; replaces the fault armed before

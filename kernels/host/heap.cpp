@@ -51,8 +51,8 @@ uint64_t number_in(const std::string& path) {
   return file >> value ? value : ~uint64_t(0);  // absent, or "max"
 }
 
-// Returns the cached file pages of a control group, which the kernel reclaims before the limit
-// applies. Shared memory does not count among them.
+// Returns the bytes of a control group's cached file pages, which the kernel reclaims before the
+// limit applies. Shared memory does not count among them.
 uint64_t reclaimable_bytes(const std::string& group, bool is_v1) {
   std::ifstream file(group + "/memory.stat");
   const std::string prefix = is_v1 ? "total_" : "";
@@ -73,7 +73,7 @@ uint64_t available_in(const std::string& group) {
   return limit > kept ? limit - kept : 0;
 }
 
-// Returns the memory that this process may still take: the minimum of machine and groups.
+// Returns the memory that this process may still take: the least that machine or groups grant.
 uint64_t available_bytes(const std::vector<std::string>& groups) {
   uint64_t available = meminfo_bytes("MemAvailable:");
   for (const std::string& group : groups) available = std::min(available, available_in(group));
@@ -219,7 +219,7 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory,
 }
 
 // Makes sure that [0, end) can be touched. A touch raises SIGBUS on a full tmpfs and starts the OOM
-// killer on full memory, so both are checked here, before any tensor is handed out.
+// killer on full memory, so both are checked here, before an allocation in [0, end) is returned.
 void Heap::commit(uint64_t end) {
   if (end <= committed_) return;
   const uint64_t target = std::min(round_up(end, kHugePage), capacity_bytes()),

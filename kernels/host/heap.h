@@ -50,7 +50,7 @@ class Allocator {
   static constexpr uint64_t kNone = ~uint64_t(0);
   uint64_t allocate(uint64_t bytes, uint64_t align);  // offset, or kNone
   void free(uint64_t offset);
-  uint64_t allocation_of(uint64_t offset) const;  // the live one that contains `offset`, or kNone
+  uint64_t allocation_of(uint64_t offset) const;  // the live allocation with `offset`, or kNone
   uint64_t used_bytes() const { return used_; }
   uint64_t largest_free_bytes() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
   static uint64_t rounded(uint64_t bytes);
@@ -58,9 +58,9 @@ class Allocator {
  private:
   void insert_free(uint64_t offset, uint64_t bytes);
   uint64_t used_ = 0;
-  std::map<uint64_t, uint64_t> free_;                // offset -> bytes
-  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // (bytes, offset)
-  std::map<uint64_t, uint64_t> live_;                // offset -> bytes
+  std::map<uint64_t, uint64_t> free_;                // free ranges: offset -> bytes
+  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // free ranges: (bytes, offset)
+  std::map<uint64_t, uint64_t> live_;                // allocations: offset -> bytes
 };
 
 // The beginning of every heap.
@@ -111,7 +111,7 @@ class Heap {
   uint64_t committed_bytes() const;
   uint64_t used_bytes() const;
   uint64_t largest_free_bytes() const;
-  uint64_t huge_bytes() const;  // backed by huge pages so far
+  uint64_t huge_bytes() const;  // bytes backed by huge pages so far
   const std::vector<int>& nodes() const { return nodes_; }
   int placement_error() const { return placement_error_; }  // an errno; 0: none
   bool contains(const void* ptr, uint64_t bytes) const;
@@ -134,7 +134,7 @@ class Heap {
   std::map<uint64_t, Held> held_;  // by offset of the allocation
   uint64_t committed_ = 0;
   uint64_t token_ = 0;
-  std::vector<bool> huge_;  // by 2 MiB page of the heap: requested and granted
+  std::vector<bool> huge_;  // per 2 MiB page of the heap: true if it is a huge page
 };
 
 // Maps a peer process's heap, opened through /proc/<pid>/fd/<fd>: this needs no name in a file

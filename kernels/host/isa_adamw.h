@@ -60,7 +60,7 @@ inline void sum_sources(const GradSources& g, int first, int last, uint64_t begi
   }
 }
 
-// Returns the gradient of a turn: in `buffer`, or in place if it is ready there.
+// Returns the gradient of a turn: in `buffer`, or in place if a source already is the gradient.
 template <class T>
 inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
   if constexpr (kSame<T, float>) {

@@ -38,7 +38,7 @@ inline Vector load_vector(const char* p) {
 inline void stream_vector(char* p, Vector v) { _mm_stream_si128(reinterpret_cast<Vector*>(p), v); }
 #endif
 
-// Copies past the caches, without the fence; dst and src need no alignment.
+// Copies past the caches, without a fence at the end; dst and src need no alignment.
 inline void stream_bytes(char* dst, const char* src, uint64_t bytes) {
   const uint64_t misaligned = reinterpret_cast<uintptr_t>(dst) % RC_VECTOR_BYTES;
   const uint64_t head = misaligned == 0 ? 0 : RC_VECTOR_BYTES - misaligned;

@@ -11,7 +11,7 @@ namespace ringcomm {
 // dst[i] = also[i] = the reduction over s of sources[s][i]. Results may have another element type
 // than the sources.
 struct ReduceJob {
-  void* dst;                       // may be a source of the same type itself
+  void* dst;                       // may be one of the sources if it has their type
   void* also;                      // a second destination, or null
   bool streaming, also_streaming;  // store past the caches
   const void* const* sources;
@@ -76,7 +76,7 @@ using AdamWFn = void (*)(const AdamWJob& job);
 // out[i] = (accumulate ? out[i] : 0) + gradient i for i in [begin, end), and the result's norm.
 struct NormJob {
   GradSources grads;
-  float* out;  // null: the norm only
+  float* out;  // null: compute only the norm
   bool accumulate;
   NormKind kind;
   NormWords* words;     // the norm is added to these; null: no norm
@@ -96,7 +96,7 @@ struct QuantizeJob {
 };
 using QuantizeFn = void (*)(const QuantizeJob& job);
 
-// out[i] = the sum over s of the numbers of sources[s], divided by `divide_by` unless that is 0.
+// out[i] = the sum over s of the numbers of sources[s], divided by `divide_by` (0: no division).
 struct DequantizeJob {
   const uint8_t* const* sources;
   int count;
@@ -194,8 +194,8 @@ extern const KernelTable kAvx512Kernels;
 #endif
 
 const KernelTable& kernels();
-// A test knob: returns false if this CPU, or this build, lacks the instruction set. "" restores the
-// best.
+// For tests: selects an instruction set; "" selects the best. Returns false if this CPU, or this
+// build, lacks the instruction set.
 bool force_isa(const char* name);
 
 }  // namespace ringcomm

@@ -168,7 +168,7 @@ void Messenger::deliver(Message& m, const RequestPtr& r) {
   complete(r, fits ? Status::kOk : Status::kMismatch);
 }
 
-// True if a peer's header_of() can have made this header of a message.
+// True if a peer's header_of() could have made this header of a message.
 bool Messenger::sound(const CallHeader& h, int peer) const {
   const View& v = comm_.view();
   const bool in_heap = h.heap_offset != kNotInHeap;
@@ -180,7 +180,7 @@ bool Messenger::sound(const CallHeader& h, int peer) const {
                  : h.stream_bytes / item_bytes < kMaxMessageItems;
 }
 
-// Ends all requests, and leaves a fault record. Returns false: no data moves any more.
+// Ends all requests, and leaves a fault record. Returns false, since no more data may move.
 bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
   const View& v = comm_.view();
   SoloTeam team{{&comm_.waiter()}};
@@ -255,7 +255,7 @@ bool Messenger::progress_receives(int peer) {
     // Pairs with the release in progress_sends() of the peer.
     const uint32_t ready = load_acquire_sys(&v.signals(v.rank, Stream::kMessage, 0, peer)->ready);
     const uint32_t arrived = ready - v.epochs(Stream::kMessage, 0, peer)->seen;
-    // More items than slots: a sound sender waits for an acknowledgement before it sends so many.
+    // More items than slots: a sound sender waits for an acknowledgement before it sends more.
     if (int32_t(arrived) > v.layout.slots) {
       CallHeader unread{};
       unread.id.collective = Collective::kSend;

@@ -60,7 +60,7 @@ class Messenger {
   RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   // Withdraws a receive unless a message has matched it; true if it is done now, with no source.
   bool withdraw(const RequestPtr& request);
-  // From now on a background thread drives requests for which no thread waits.
+  // Makes a background thread drive the requests for which no thread waits.
   void drive_in_background();
   Status wait(const RequestPtr& request, uint64_t give_up_ns);
   bool idle();  // true if no request is under way
@@ -127,12 +127,12 @@ class Messenger {
   int looking_ = 0;                   // threads in look_at_clock() without the lock
   bool waits_told_ = false;           // the control page names the rank of the present wait
   int waiters_ = 0;  // threads in wait(), to which the background thread leaves the driving
-  // When a thread last looked at the clock, and the total time during which no thread could look.
+  // The time of the last look at the clock, and the total time during which no thread could look.
   uint64_t looked_ns_ = 0, unwatched_ns_ = 0;
   uint32_t kick_ = 0;  // changes to make the driver wake up and look around
   bool background_ = false, stopping_ = false;
   bool resting_ = false;  // the background thread sleeps until it is notified of work
-  bool urgent_ = false;   // it starts driving at once, without waiting for a waiter
+  bool urgent_ = false;   // the background thread drives at once, without waiting for a waiter
   std::thread thread_;
 };
 

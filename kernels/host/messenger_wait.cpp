@@ -168,7 +168,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
   changed_.notify_all();
 }
 
-// After `give_up_ns`, kTimeout leaves the request under way; the communicator's timeout ends it.
+// Returns kTimeout after `give_up_ns`; the request continues until the communicator's timeout.
 Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
   SoloTeam::passing(Point::kAwait, comm_.view(), Stream::kMessage);
   std::unique_lock lock(mutex_);

@@ -1,5 +1,5 @@
 // The Ops of buckets.h on the host: they process the gradients of a run, and each lane takes whole
-// tiles of it.
+// tiles of the run.
 #pragma once
 
 #include "kernels/host/ops.h"
@@ -7,7 +7,7 @@
 
 namespace ringcomm::host {
 
-// Finish{} does a lane's work; it takes the lane's elements, and the sources with their first one.
+// Finish{} does a lane's work. It takes the lane's run, and the whole run's gradients and begin.
 template <class Finish>
 struct OptimizerOps : HostOps {
   Finish finish;

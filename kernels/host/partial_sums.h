@@ -27,9 +27,9 @@ inline RedOp combining_op(RedOp op) { return op == RedOp::kPremulSum ? RedOp::kS
 // ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: the reduction of sources in groups of L.
 struct GroupedSum {
   int ranks;          // ranks per group: L
-  ReduceFn of_group;  // from sources to the accumulator's type
-  ReduceFn of_two;    // for two partial sums
-  ReduceFn of_last;   // for the last two, with the results' rounding and division
+  ReduceFn of_group;  // loop from sources to the accumulator's type
+  ReduceFn of_two;    // loop over two partial sums
+  ReduceFn of_last;   // loop over the last two, with the results' rounding and division
   uint64_t source_bytes, acc_bytes, result_bytes;  // bytes of an element
 
   static GroupedSum of(int ranks, DType dtype, DType results, RedOp op) {
@@ -78,7 +78,7 @@ inline void reduce_in_groups(const GroupedSum& groups, const ReduceJob& job) {
   }
 }
 
-// Says how combine_partials() combines local arrays.
+// The options of combine_partials(), which combines local arrays.
 struct PartialSums {
   DType sources, results;
   RedOp op;

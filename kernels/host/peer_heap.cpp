@@ -11,7 +11,7 @@
 namespace ringcomm::host {
 namespace {
 
-// Returns why the file that a peer announced cannot be its heap; empty: it can.
+// Returns the reason why the file that a peer announced cannot be its heap; empty: it can be.
 std::string unlike_a_heap(int fd, uint64_t capacity_bytes) {
   struct stat st{};
   if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) return "it is no memory file";

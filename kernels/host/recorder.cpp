@@ -22,8 +22,8 @@ constexpr int kReadTries = 64;
 // Times of records are in ticks of one clock, the same for all processes of a machine.
 #if defined(__x86_64__)
 // If the kernel itself keeps time by the processor's counter, the counters of all cores agree and
-// never stop. On Zen 4 in a virtual machine a read of the counter takes 27 ns, and a call of the
-// kernel's clock 55 to 70 ns, twice in every call.
+// never stop. Every call reads the time twice: on Zen 4 in a virtual machine a read of the counter
+// takes 27 ns, and a call of the kernel's clock 55 to 70 ns.
 bool counts_time() {
   char name[16] = {};
   std::FILE* file =

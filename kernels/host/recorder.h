@@ -92,7 +92,7 @@ class Recorder {
   bool on() const { return capacity_ != 0; }
   uint32_t capacity() const { return capacity_; }
 
-  // At most one thread at a time per track. `id.sequence` counts the calls of the track.
+  // One thread at a time may call it for a track. `id.sequence` counts the calls of the track.
   void begin(Track track, const CallId& id, uint64_t bytes, int peer,
              RecordState state = RecordState::kRunning);
   void end(Track track, uint64_t sequence, Status status, int peer);

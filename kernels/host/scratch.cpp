@@ -259,7 +259,7 @@ bool ScratchPool::may_start(const ScratchRequest& request, ScratchResult* refusa
   return refusal->end == ScratchEnd::kDone;
 }
 
-// Ends a request and starts those that waited for it; a request of a damaged extent ends at once.
+// Ends a request and starts the requests that waited for it; if their extent is damaged, ends them.
 void ScratchPool::finish(const ScratchRequestPtr& request, const ScratchResult& result) {
   std::vector<std::pair<ScratchRequestPtr, ScratchResult>> ended{{request, result}};
   while (!ended.empty()) {

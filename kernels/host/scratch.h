@@ -32,8 +32,8 @@ namespace ringcomm::host {
 constexpr uint64_t kScratchPageBytes = 4096;
 
 // While a thread sums a cut, or waits for a core to do it, the disk needs other threads' requests.
-// Xeon family 6 model 207, 2 cores, virtio disk: the step of an optimizer with 64 Mi elements and
-// swap units of 8 MiB, relative to loops of whole requests, 4 and 8 at a time (2.3 GB/s), in turns
+// Xeon family 6 model 207, 2 cores, virtio disk: the time of an optimizer's step (64 Mi elements,
+// swap units of 8 MiB) relative to loops of whole requests, 4 and 8 at a time (2.3 GB/s), in turns
 // on an idle machine; sweep of 2, 3, 4, 5, 6 and 8 threads and cuts of 2, 4 and 8 MiB. The times
 // are 1.06 to 1.10 for 4 threads and 8 MiB, 1.13 to 1.15 for 6 and 4 MiB, 1.05 to 1.26 for 3 and 8
 // MiB, 1.20 to 1.29 for 2 and 8 MiB, 1.16 to 1.54 for 8 and 2 MiB: more threads that sum take the
@@ -51,7 +51,7 @@ enum class ScratchEnd : uint32_t {
   kLate,       // not done yet: the request may still move its bytes
 };
 
-// How a request ended, and where in the file: at the cut of `bytes` at `offset`.
+// How a request ended, and the place in the file: the cut of `bytes` bytes at `offset`.
 struct ScratchResult {
   ScratchEnd end = ScratchEnd::kDone;
   bool is_write = false;
@@ -67,8 +67,8 @@ struct ScratchCounters {
 
 struct ScratchExtent {
   uint64_t offset, bytes;
-  uint64_t content_bytes = 0;  // of the last submitted write; 0: there was none
-  std::vector<uint32_t> sums;  // of the last write, [cut]
+  uint64_t content_bytes = 0;  // size of the last submitted write; 0: there was none
+  std::vector<uint32_t> sums;  // checksums of the last write, [cut]
   ScratchResult fault;         // the first fault; all later requests end with it
 };
 
@@ -93,14 +93,14 @@ class ScratchPool {
     bool is_write;
     uint32_t extent;
     char* memory;
-    uint64_t bytes;  // a read: as many as the last write had, or any number before the first write
+    uint64_t bytes;  // for a read: the size of the last write, or any size if there was none
   };
   // Submits a request, whose memory must stay until it is done. Throws std::system_error if no
   // thread can start.
   Refusal submit(const Wish& wish, ScratchRequestPtr* request);
   using Limit = std::chrono::duration<double>;
   enum class Waited { kDone, kLate, kInterrupted };
-  // Waits for a request. All results but kDone leave it as it is: kLate after the limit;
+  // Waits for a request. All results but kDone leave the request as it is: kLate after the limit;
   // kInterrupted if `interrupted`, called about every 10 ms without a lock, returns true.
   Waited wait(const ScratchRequest& request, bool (*interrupted)(), Limit limit);
   ScratchResult result(const ScratchRequest& request);
@@ -152,7 +152,7 @@ class ScratchRequest {
 
  private:
   friend class ScratchPool;
-  bool is_write_ = false, from_disk_ = true;  // false: a read of an extent never written, as zeros
+  bool is_write_ = false, from_disk_ = true;  // false: zeros are read, since nothing was written
   ScratchExtent* extent_ = nullptr;
   char* memory_ = nullptr;
   uint64_t bytes_ = 0;

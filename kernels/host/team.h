@@ -13,7 +13,7 @@
 
 namespace ringcomm::host {
 
-// The functions of every host team for its waits.
+// The functions with which every host team waits.
 struct HostTeam {
   static constexpr bool kSleeps = true;
   const Waiter* waiter;

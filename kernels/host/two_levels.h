@@ -19,7 +19,7 @@ RINGCOMM_NAMESPACE_BEGIN
 struct Groups {
   int ranks, count;      // ranks per group; number of groups
   int mine, place;       // my group; my position in it
-  uint64_t piece_bytes;  // of a chunk; its partial sum fits a slot
+  uint64_t piece_bytes;  // bytes of a chunk's piece, whose partial sum fits a slot
 
   RC_FN bool has(int rank) const { return rank / ranks == mine; }
   RC_FN bool same_place(int rank) const { return rank % ranks == place; }

@@ -41,9 +41,9 @@ constexpr uint64_t kExitNs = 10'000'000'000, kExitPollNs = 1'000'000;
 //
 // Sweep: 2 ranks on 2 cores next to 0 to 3 busy loops, 4 KiB to 64 MiB, on a Xeon (AVX-512) at 2.5
 // GHz. Spins of 3 to 30 us perform alike; 0 us triples the time of small calls on a quiet machine;
-// without a look at the core, 30 us take 5 times as long next to one loop. The former 3000 polls
-// and 20 yields took 3 to 46 times as long next to three loops. On Zen 4, 300 polls take 3 us, and
-// cost 4 KiB calls through torch.distributed a fifth on a quiet machine.
+// without a look at the core, 30 us take 5 times as long next to one loop. Another policy, 3000
+// polls and 20 yields, took 3 to 46 times as long next to three loops. On Zen 4, 300 polls take 3
+// us, and cost 4 KiB calls through torch.distributed a fifth on a quiet machine.
 constexpr double kSpinNs = 10'000;
 
 // NOTE [Sleep apart]
@@ -62,8 +62,8 @@ constexpr double kSpinNs = 10'000;
 // that come and go, an all_reduce takes 0.26 of the time, and through torch.distributed 0.40; next
 // to three busy loops 0.95 and 0.70.
 
-// The spin of a worker thread, which shares the cores with the thread that computes. Zen 4, 2 ranks
-// on 2 cores, the best of 0 to 30 us.
+// The spin of a worker thread, which shares the cores with the thread that computes. It is the best
+// of 0 to 30 us on Zen 4 with 2 ranks on 2 cores.
 constexpr double kBackgroundSpinNs = 2'000;
 
 // If ranks outnumber cores, a yield passes the core to another rank: 4 KiB calls of 4 ranks on 2
@@ -75,7 +75,7 @@ constexpr PausePolicy kCrowdedPolicy{20, 2000};
 // it. Without the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as above.)
 constexpr uint64_t kLongYieldNs = 1'000'000;
 // The pause after a long yield before the next one. It doubles with each long yield, up to a limit
-// of which a slice is 2 %, and halves with each short yield.
+// where a time slice is 2 % of the pause, and halves with each short yield.
 constexpr uint64_t kMinBusyNs = 2'000'000, kMaxBusyNs = 256'000'000;
 
 // Look at the clock once in this many yields.

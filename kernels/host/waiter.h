@@ -156,7 +156,7 @@ class Waiter {
  private:
   PausePolicy policy_;
   bool fences_for_all_ = false, reads_processes_ = false;
-  // yield() returns false until this time, and the pause after the last long yield.
+  // The time until which yield() returns false, and the length of the last such pause.
   mutable uint64_t busy_until_ns_ = 0, busy_ns_ = 0;
   OtherCall ask_ = nullptr;
   void* of_ = nullptr;

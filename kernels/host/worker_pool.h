@@ -80,7 +80,7 @@ struct Tasks {
   void (*run)(const void* of, int task);
   const void* of;
   int count;
-  uint64_t bytes;   // approximate number that the loops of all tasks move
+  uint64_t bytes;   // approximate bytes that the loops of all tasks move
   bool is_crowded;  // the ranks have more threads than cores
   // Called by the caller about 100 times a second while it waits for workers; or null.
   void (*waiting)(const void* of);
@@ -97,7 +97,7 @@ void run_tasks(int count, uint64_t bytes, int threads, const Task& task) {
 }
 
 // Calls run(begin, end) for parts of [0, elems) whose borders are multiples of `align`. bytes: the
-// number that all parts move.
+// bytes that all parts move together.
 template <class Run>
 void run_in_parts(uint64_t elems, uint64_t align, uint64_t bytes, int threads, const Run& run) {
   const int used = threads_for(bytes, threads);
