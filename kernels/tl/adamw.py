@@ -208,7 +208,7 @@ def _stochastic_float16(x, random):
 
 @triton.jit
 def round_stochastically(x, random, DTYPE: tl.constexpr):
-    """Rounds FP32 to bfloat16 or float16, up with the probability of the fraction cut off."""
+    """Rounds FP32 to a 16-bit type, up with a probability equal to the fraction that is cut off."""
     if DTYPE == tl.float16:
         return _stochastic_float16(x, random)
     else:
@@ -457,7 +457,7 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
 
 @triton.jit
 def extent_of(elems, index, count):
-    """Returns [begin, end) of portion ``index`` of ``count``, whole tiles except for the tail."""
+    """Returns [begin, end) of portion ``index`` of ``count``; only the last can split a tile."""
     tiles = (elems + (TILE_ELEMS - 1)) // TILE_ELEMS
     begin = tl.minimum(tiles * index // count * TILE_ELEMS, elems)
     end = tl.minimum(tiles * (index + 1) // count * TILE_ELEMS, elems)

@@ -146,7 +146,7 @@ def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
 
 @triton.jit
 def finish_ring(ws, before, after, items, status, G: tl.constexpr):
-    """Commits the epochs of the ring's streams, which are done."""
+    """Commits the epochs of the ring's streams, which this call no longer uses."""
     commit_seen(ws, PAIR, before, status, G)
     if status == 0:
         commit_sent(ws, PAIR, after, items, G)
@@ -321,7 +321,7 @@ def share_piece(ws, address, size_bytes, item, status, DTYPE: tl.constexpr, G: t
     for distance in range(1, G.world):
         status = await_slot(ws, SHARED, peer_at(ws, distance, G), item, status, G)
     if status == 0:
-        # All readers' epochs advance together on the shared stream, so any peer names the slot.
+        # All readers share the epochs of the shared stream, so any peer determines the slot.
         slot = my_slot(ws, SHARED, peer_at(ws, 1, G), item, G)
         for distance in range(1, G.world):
             announce(ws, SHARED, peer_at(ws, distance, G), address, size_bytes, item, G)

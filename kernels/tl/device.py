@@ -309,7 +309,7 @@ def wait_acquire_gpu(ws, word, epoch, status, G: tl.constexpr):
     they start first, and in Triton's interpreter they end before the waiting blocks begin.
 
     Returns:
-        The new status: not 0 when this rank has given up elsewhere.
+        The new status: not 0 if another block of this rank has given up.
     """
     if status == 0:
         if not reached(load_acquire_gpu(word), epoch):

@@ -107,7 +107,7 @@ def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
 
 @triton.jit
 def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl.constexpr):
-    """Sets RESULT of ``sender``, whose first piece came, to my results' address in its heap."""
+    """Sets RESULT of ``sender``, whose first piece arrived, to my results' place in its heap."""
     if status == 0:
         header = header_of(ws, get(ws, RANK), stream, sender, of_peer(ws, sender, BASE) + 1, G)
         offset = tl.load(word64(header + RESULT_OFFSET))
@@ -198,7 +198,7 @@ def write_header(ws, header, stream_bytes, item_bytes, heap_offset):
 
 @triton.jit
 def await_slot(ws, stream, reader, item, status, G: tl.constexpr):
-    """Waits until ``reader`` has read what the slot of item ``item`` held before (layout.h)."""
+    """Waits until ``reader`` has read the former item in the slot of item ``item`` (layout.h)."""
     epoch = sent(ws, stream, reader, G) + 1 + item
     return await_acquire_sys(ws, stream, reader, CONSUMED_WORD, item, epoch - G.slots, status, G)
 

@@ -455,7 +455,7 @@ def reduce_scatter_rms_norm_kernel(
     zero = tl.full((), 0, tl.int64)
     block = tl.program_id(0)
     ws, status = begin_kernel(table, block, timeout_ns, G)
-    # After this barrier the blocks of this index read all ranks' partial sums ...
+    # After this barrier the blocks of this index read all ranks' partial sums.
     status = barrier_sys(ws, words, block, 0, status, G)
     if status == 0:
         me = rank_of(ws)
@@ -472,6 +472,6 @@ def reduce_scatter_rms_norm_kernel(
                 partials, more, factors, to, sums, rows, me, eps,
                 D, BLOCK_D, DTYPE, ADDS, KEEPS, False, G,
             )  # fmt: skip
-    # ... and after this one no block does: the callers may overwrite their partial sums.
+    # After this barrier no block reads partial sums: the callers may overwrite them.
     status = barrier_sys(ws, words, block, 1, status, G)
     end_kernel(ws, status, G)

@@ -49,7 +49,7 @@ from .words import PAIR, word64
 INF = tl.constexpr(GRAD_NORM_KINDS["inf"])
 L2_NORM = tl.constexpr(GRAD_NORM_KINDS["l2"])
 WORDS = tl.constexpr(GRAD_NORM_WORDS)
-LANES = tl.constexpr(32)  # the power of two that holds the words
+LANES = tl.constexpr(32)  # number of words, rounded up to a power of two
 NON_FINITE_WORD = tl.constexpr(23)
 BIAS = tl.constexpr(352)
 TILES = tl.constexpr(8)  # of a turn
@@ -93,7 +93,7 @@ def _add_sums(words, sums):
     bit = (bits >> 52) - (1075 - BIAS)  # position of the mantissa's last bit; never below 0
     digit = bit // 32
     shift = bit % 32
-    # 53 bits shifted by up to 31: unsigned, since `high` takes the bits that leave at the top.
+    # 53 bits shifted by up to 31, as unsigned: `high` takes the bits that leave at the top.
     low = mantissa.to(tl.uint64) << shift.to(tl.uint64)
     high = (mantissa >> 1) >> (63 - shift)
     none = mantissa * 0
@@ -261,7 +261,7 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
             header = my_header(ws, PAIR, peer, G)
             write_header(ws, header, size_bytes, item_bytes, offset)
             if params != 0:
-                # Follows write_header()'s own store to the same word, by the same lane.
+                # The same lane stores the word after write_header() has stored another value there.
                 tl.store(word64(header + RESULT_OFFSET), params - my_heap)
             publish_release_sys(ws, PAIR, peer, peer * 0, G)
     return status
@@ -272,7 +272,7 @@ def accept(
     ws, grads, elems, status, ITEM: tl.constexpr, RESULT_ITEM: tl.constexpr, G: tl.constexpr
 ):
     """Waits for all offers. Then SOURCE of a peer is the address of its gradients of my slice, and
-    RESULT its bucket of results, unless RESULT_ITEM, the bytes of its elements, is 0."""
+    RESULT the address of its bucket; RESULT is not set if RESULT_ITEM, in bytes, is 0."""
     _, size_bytes = grads_of(ws, grads, elems, get(ws, RANK), ITEM, G)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
@@ -392,7 +392,7 @@ def adamw_all_gather_kernel(
 
 
 # --------------------------------------------------------------------------------------------------
-# Reduce-scatter of gradients into FP32 shards, with the norm of the result on the way out.
+# Reduce-scatter of gradients into FP32 shards, which also computes the norm of the result.
 #
 # The Triton twin of ringcomm/optimizer/fused_steps.h:
 #

@@ -33,8 +33,8 @@ class Geometry:
     @property
     def tiles_of_2(self) -> Geometry:
         """Returns this geometry, but channels divide a chunk into whole optimizer tiles of 2-byte
-        elements; see cut_by_tiles() of buckets.h. A property, since compiled kernels read it, and
-        name it before they pass it on: NOTE [the oldest Triton]."""
+        elements; see cut_by_tiles() of buckets.h. A property, since compiled kernels read it as
+        NOTE [the oldest Triton] describes."""
         return replace(self, line_bytes=ADAMW_TILE_ELEMS * 2)
 
     @property

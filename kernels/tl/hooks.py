@@ -36,7 +36,7 @@ def lives(peer: int) -> int:
 
 
 _health: Callable[[int], int] = lives
-# The interpreter keeps the position of the program that it runs in a global variable.
+# A global variable of the interpreter holds the position of the program that is running.
 _one_at_a_time = threading.Lock()
 
 
@@ -55,7 +55,7 @@ _looked_ns, _unwatched_ns = time.monotonic_ns(), 0
 
 
 def host_clock_ns() -> int:
-    """Returns the time of a monotonic clock that stops while no kernel reads it, like Deadline."""
+    """Returns a monotonic time that, like Deadline's, stops while no kernel reads the clock."""
     global _looked_ns, _unwatched_ns
     now_ns = time.monotonic_ns()
     if now_ns - _looked_ns > LONGEST_LOOK_S * 1e9:
@@ -116,7 +116,7 @@ def patched_once() -> Iterator[None]:
 
     patch = interpreter._patch_lang
     patched: set[int] = set()
-    scanned: dict[int, dict[str, Any]] = {}  # the values keep their ids unique
+    scanned: dict[int, dict[str, Any]] = {}  # keeps objects alive, so that ids stay unique
 
     def patch_first(fn: Any) -> Any:
         found = fn.__globals__
