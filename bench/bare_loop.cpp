@@ -43,8 +43,8 @@ struct Control {
 Control *mine, *theirs;
 char *my_slots, *their_slots;
 int64_t rank, slot_bytes;
-uint64_t epoch;   // calls
-uint64_t pieces;  // segments over all calls
+uint64_t epoch;   // calls so far
+uint64_t pieces;  // segments of all calls so far
 
 void WaitFor(const Word& word, uint64_t value) {
   constexpr int kPausesBeforeYield = 4096;  // about 50 us: only a peer without a core takes longer

@@ -34,9 +34,9 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 OPS = tuple(REDUCTIONS)
 
-# No power-of-two chunk or segment divides this period of the inputs, so misplaced data are found.
+# The period of the inputs. It is not a multiple of a chunk or segment: misplaced data are found.
 _PATTERN_PERIOD = 10007
-# Inputs are integers from 0 up to, but without, these values.
+# Inputs are whole numbers from 0 to these values minus 1.
 _MOVED_VALUES = 64
 _SUMMED_VALUES = 8
 # Every dtype above holds the sum of this many ranks' inputs exactly.
@@ -49,7 +49,7 @@ POISON = 113
 class Collective:
     """A collective; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
-    ``crossings`` is the busiest link's traffic, in units of all data but a rank's chunk; 0: all
+    ``crossings`` is the busiest link's traffic, in units of all data except a rank's chunk; 0: all
     data cross it once. ``input_is_chunk`` and ``output_is_chunk`` say that this buffer holds
     1/world of ``size``. ``usual`` is the buffer placement in ``torch.distributed``.
     """
@@ -273,7 +273,7 @@ def wrong_elements(
 
 
 def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int | None:
-    # The buffers of one rank in all sets share its case.
+    # In all sets, the buffers of a rank belong to the same case.
     columns = list(zip(*(prepared.buffers for prepared in sets), strict=True))
     for column in columns:
         case = column[0].case

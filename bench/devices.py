@@ -152,7 +152,7 @@ COPY_FACT = "copy GB/s"
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Returns the version of torch's NCCL, or an empty string without NCCL."""
+    """Returns the version of torch's NCCL, or an empty tuple without NCCL."""
     return tuple(_cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
 
 

@@ -26,8 +26,8 @@ DEPTHS = (1, 2, 4, 8)
 
 
 def operations(pattern: str, extents: int, depth: int) -> list[tuple[bool, int]]:
-    """Yields (is a write, extent): "mixed" reads each extent, and ``depth`` extents later writes
-    it.
+    """Yields (is a write, extent): "mixed" reads each extent, and writes it again after ``depth``
+    further extents have been read.
     """
     if pattern != "mixed":
         return [(pattern == "write", extent) for extent in range(extents)]

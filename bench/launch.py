@@ -78,7 +78,7 @@ class RankInfo:
 
 
 def started_by(environment: Mapping[str, str]) -> str | None:
-    """Returns "torchrun", "mpiexec" or "harness" in a rank that it started, None in others."""
+    """Returns "torchrun", "mpiexec" or "harness": what started this process; None: a user did."""
     if _STORE_FILE in environment:
         return "harness"
     if "PMI_RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment:
@@ -95,7 +95,7 @@ def join(wanted: Wanted) -> RankInfo:
         return rank_of_harness()
     if wanted.busy:
         raise LaunchError(
-            "--busy: run the harness alone, which then starts its ranks as equals of the loops"
+            "--busy: run the harness without a launcher; it then starts ranks and loops alike"
         )
     if how == "mpiexec":
         from mpi4py import MPI

@@ -4,9 +4,9 @@ A call takes max(host, fixed + the sum over its parts of bytes / min(memory, in 
 The host's time is measured: the time of the same call with few bytes. Bytes are counted in the
 algorithms, and the bytes in flight per multiprocessor are read from machine code
 (tests/support/cuda_loop_measures.py). The eight other numbers are :class:`Constants`: half of the
-recorded rows (every second row of a system) fit them, and the model predicts the other half. The
-choice of these numbers used all rows. With the halves exchanged, the model predicts 55 of 56 rows
-within a tenth; it overestimates a step of eight ranks in one pass by 16 %.
+recorded rows (every second row of a system) determine them, and the model predicts the other half.
+All rows were used to decide which eight these are. With the halves exchanged, the model predicts
+55 of 56 rows within a tenth; it overestimates a step of eight ranks in one pass by 16 %.
 
 These rows are excluded, by rules that do not depend on the prediction:
 
@@ -220,7 +220,7 @@ class Predicted:
 
 
 def recorded(path: Path = RECORDED) -> list[Predicted]:
-    """Returns the rows of a result file from 16 MiB on, without graphs, in the file's order."""
+    """Returns the rows of a result file of at least 16 MiB, without graphs, in the file's order."""
     rows = [row for row in read(path).rows if row.time_us and not row.graph_calls]
     times = {_key(row, row.size_bytes): row.time_us or 0.0 for row in rows}
     found = []

@@ -1,7 +1,7 @@
 """The runner: parses the command line of a benchmark, starts its ranks, and writes its rows.
 
 A benchmark is a module with a :class:`Bench`, whose ``measure`` runs in each rank. The process that
-a user starts starts the ranks, unless torchrun or mpiexec has started them.
+a user starts launches the ranks, unless torchrun or mpiexec has started them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ import torch
 from .board import Board
 from .report import Row
 
-# Largest number of calls per turn: a Python loop over more gains no precision and costs Gloo's
-# rounds.
+# Largest number of calls per turn: with more calls a Python loop is not more precise, and Gloo's
+# rounds take longer.
 _MAX_BATCH = 200
 
 Call = Callable[[], object]
@@ -35,7 +35,7 @@ class Device:
     return.
     """
 
-    name = "cpu"  # name for ringcomm, or "cuda:0"
+    name = "cpu"  # name for ringcomm, such as "cpu" or "cuda:0"
     tensors = "cpu"  # torch device of its tensors
     cache_bytes = 0  # size of the last-level cache that buffers must exceed; 0: ignored
     late = 0  # turns in which the device waited for calls
@@ -54,7 +54,7 @@ class Device:
         return (clock() - begin) / 1e3
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        """Fills an input before a turn; on a CPU zeros suffice, since they take no less time."""
+        """Refills an input before a turn. Not on a CPU: it moves zeros as slowly as other data."""
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         """Returns a call that makes ``count`` calls, in rotation; on a GPU it replays one graph."""
@@ -124,8 +124,8 @@ class Timing:
 
     @property
     def p95_us(self) -> float:
-        """The 95th percentile by nearest rank: the smallest time that is not below 95 percent of
-        them.
+        """The 95th percentile by nearest rank: the smallest time that at least 95 percent of the
+        times do not exceed.
         """
         return sorted(self.times_us)[math.ceil(len(self.times_us) * 95 / 100) - 1]
 

@@ -1,8 +1,7 @@
 """DeepSpeed's ZeRO as one of the systems of :mod:`.training_systems`, on Gloo and CPUs.
 
 It takes part if it is installed. Like the other systems it neither clips nor computes the norm of
-gradients, and it uses torch's fused AdamW; its other options are those that were fastest on two
-cores.
+gradients, and it uses torch's fused AdamW; its other options were the fastest on two cores.
 """
 
 from __future__ import annotations

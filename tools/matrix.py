@@ -67,7 +67,7 @@ def compiler_name(command: str) -> str:
     said = run(command, "--version").splitlines()[0]
     found = re.search(r"(\d+)\.\d+\.\d+", said)
     if found is None:
-        raise SystemExit(f"matrix: no version in what {command} says: {said}")
+        raise SystemExit(f"matrix: no version in the output of {command}: {said}")
     return f"{'Clang' if 'clang' in said else 'GCC'} {found[1]}"
 
 

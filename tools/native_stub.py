@@ -14,7 +14,7 @@ PATTERNS = ROOT / "kernels" / "bindings" / "stub.nb"
 
 
 def native_stub() -> str:
-    """Returns the stub of the built module. Docstrings are left to the module, for `help()`."""
+    """Returns the stub of the built module without docstrings, which `help()` takes from it."""
     patterns = load_pattern_file(str(PATTERNS))
     generator = StubGen(_native, include_docstrings=False, patterns=patterns)
     generator.put(_native)

@@ -133,8 +133,8 @@ class Chart:
     def _panel(
         self, sheet: Sheet, title: str, curves: Sequence[Curve], left: float, width: float
     ) -> None:
-        """Draws a panel from 84 to 316 below the top; only the first panel has numbers on its y
-        axis.
+        """Draws a panel from 84 to 316 units below the top; only the first panel has numbers on its
+        y axis.
         """
         x_range = (min(self.x_ticks) / 1.3, max(self.x_ticks) * 1.3)
         y_range = (self.y_ticks[0] / 1.4, self.y_ticks[-1] * 2)

@@ -47,11 +47,11 @@ size = partial(option, type=parse_size, metavar="SIZE")
 # staging.
 _HEAP_SLACK_BYTES = 256 << 20
 _STAGING_BYTES = 64 << 20
-# Largest number of buffer sets: more sets make the set-up slow, and such small calls wait for
-# signals, not for bytes.
+# Largest number of buffer sets: more sets make the set-up slow, and calls so small that they need
+# more sets wait for signals, not for bytes.
 _MOST_SETS = 64
 # A graph has fewer calls if together they would move more than this: then the device's time is long
-# compared with the launch of the graph, and a cell should not take seconds. A choice.
+# compared with the launch of the graph. No cell should take seconds. Not measured.
 _GRAPH_BYTES = 4 << 30
 _LEAST_GRAPH_CALLS = 2
 

@@ -1,6 +1,6 @@
-"""The bare loop, an upper bound: not a library, but two ranks over one mapping (bare_loop.cpp).
+"""The bare loop, an upper bound: plain copies by two ranks in one mapping (bare_loop.cpp).
 
-With ``--tensors heap`` its tensors are in memory that both ranks map; otherwise they are plain
+With ``--tensors heap`` its tensors are in memory that both ranks map; otherwise they are ordinary
 tensors, and the data pass through four staging slots.
 """
 

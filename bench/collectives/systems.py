@@ -48,7 +48,7 @@ def find_call(calls: Mapping[str, Call], name: str, library: str) -> Call:
     """Returns the call of the collective ``name`` from the implemented calls of ``library``.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: ``library`` has no such call.
     """
     if name not in calls:
         raise Unavailable(f"{name} is not implemented for {library}")
@@ -96,7 +96,7 @@ class System:
 def open_system(spec: str, setup: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
-    # The spec is ringcomm with other kernels than the default.
+    # The spec may name kernels of ringcomm other than the default kernels.
     kernels = name if name in ("triton", SERIAL) else "native"
     setup = replace(setup, algorithm=algorithm or setup.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]

@@ -1,4 +1,4 @@
-"""Gloo and NCCL, and the calls of ``torch.distributed`` for all libraries that provide them."""
+"""Gloo, NCCL, and calls for all libraries that have the interface of ``torch.distributed``."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ class DeviceCalls {
  public:
   // The functions of torch and of the runtime that this class calls in Python.
   struct Asked {
-    nanobind::object current_stream;  // of a device; returns an address
-    nanobind::object current_device;  // of the calling thread
-    nanobind::object is_mine;         // of a tensor; None: its TensorPlace decides
+    nanobind::object current_stream;  // function: a device's current stream, as an address
+    nanobind::object current_device;  // function: the calling thread's current device
+    nanobind::object is_mine;         // function: is a tensor mine? None: its TensorPlace decides
   };
 
   // comm: a DeviceComm, which this object keeps alive.

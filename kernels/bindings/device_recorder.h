@@ -83,7 +83,7 @@ class DeviceRecorder final : public device::CallObserver {
   Recorder recorder_;
   uint64_t enqueued_[kTracks] = {}, settled_[kTracks] = {};
   uint64_t newest_ = 0;            // number of the last collective
-  uint64_t last_messages_ = 0;     // calls of the last launch of messages
+  uint64_t last_messages_ = 0;     // number of calls in the last launch of messages
   bool last_is_message_ = false;   // true if the last launch made messages
   std::vector<Launch> launches_;   // by call number
   std::vector<uint64_t> counted_;  // [channel] calls that its kernels have counted

@@ -15,8 +15,8 @@ constexpr int kNoOp = -1;
 struct OptionsLayout {
   PyTypeObject* type;
   size_t value_at, timeout_at, async_at;
-  int op_at;         // kNoOp: the class has no op
-  int64_t unset_ms;  // the timeout if a caller has set none
+  int op_at;         // offset of the op; kNoOp: the class has no op
+  int64_t unset_ms;  // the timeout in ms if a caller has set none
 };
 
 // Used with the GIL held. Never destroyed: threads may still run at exit.

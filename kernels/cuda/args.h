@@ -108,9 +108,9 @@ struct RowsArgs {
   const float* weights;  // a weight per entry; null: no weights
   const char* with;      // the [count] rows of a scalar product
   char* out;
-  float* dots;       // [count]
-  bool has_words;    // rows are 1 or 2 words of 4 bytes, at multiples of 4
-  bool has_vectors;  // rows are whole vectors of 16 bytes, at multiples of 16
+  float* dots;       // [count] scalar products
+  bool has_words;    // true: rows are 1 or 2 words of 4 bytes, at multiples of 4
+  bool has_vectors;  // true: rows are whole vectors of 16 bytes, at multiples of 16
   const char* bases[kMaxWorld];
 };
 

@@ -33,7 +33,7 @@ struct DeviceConfig {
 
 struct Kernel {
   void* function = nullptr;
-  unsigned threads = 0;      // per block
+  unsigned threads = 0;      // threads per block
   bool takes_lists = false;  // true: parameters are ListParams, else LaunchParams
 };
 
@@ -299,7 +299,7 @@ class DeviceComm {
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
   std::optional<bool> captures_;          // whether stream_ is capturing, if known
-  std::shared_ptr<LaunchLedger> ledger_;  // or null
+  std::shared_ptr<LaunchLedger> ledger_;  // the ledger, or null
   uint64_t owner_ = 0;
   std::deque<Pending> pending_;
   Prepared prepared_{};

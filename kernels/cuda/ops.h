@@ -161,8 +161,8 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
 
 // The scaling around a SUM: AVG divides by divide_by, PREMUL_SUM premultiplies.
 struct Scaling {
-  bool premultiply;   // by factors[source]
-  int32_t divide_by;  // 0: no division
+  bool premultiply;   // true: first multiply by factors[source]
+  int32_t divide_by;  // the divisor of AVG; 0: no division
 
   // True for a power of two: to divide by it equals to multiply by its reciprocal, which is exact.
   RC_TEAM_FN bool halves() const {

@@ -17,8 +17,8 @@ class TritonKernel {
   // The type of a number that the caller passes. Triton compiles one kernel for numbers that fit
   // into 32 bits and another kernel for larger numbers.
   struct Parameter {
-    bool wide;         // 8 bytes, otherwise 4
-    bool specialized;  // Triton compiles other kernels for 1 and for multiples of 16
+    bool wide;         // true: 8 bytes; false: 4 bytes
+    bool specialized;  // true: Triton compiles other kernels for 1 and for multiples of 16
   };
 
   // function: a CUfunction, which stays loaded. scratch_pointers: the number of parameters after

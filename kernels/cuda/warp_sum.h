@@ -32,13 +32,13 @@ RC_TEAM_FN void share_sums(const Warp& warp, W (&x)[8], int bit) {
 template <class Warp, class W>
 RC_TEAM_FN W warp_tile_sum(const Warp& warp, W (&x)[8]) {
   share_sums<8>(warp, x, 4);              // elements i and i + 128
-  share_sums<4>(warp, x, 3);              // + 64
-  share_sums<2>(warp, x, 2);              // + 32
-  W sum = x[0] + warp.exchange(x[0], 2);  // + 16
-  sum = sum + warp.exchange(sum, 1);      // + 8
-  sum = sum + warp.exchange(sum, 16);     // + 4: the pair that shared the eight
-  sum = sum + warp.exchange(sum, 8);      // + 2
-  return sum + warp.exchange(sum, 4);     // + 1
+  share_sums<4>(warp, x, 3);              // elements i and i + 64
+  share_sums<2>(warp, x, 2);              // elements i and i + 32
+  W sum = x[0] + warp.exchange(x[0], 2);  // elements i and i + 16
+  sum = sum + warp.exchange(sum, 1);      // elements i and i + 8
+  sum = sum + warp.exchange(sum, 16);     // elements i and i + 4; pairs as in the first step
+  sum = sum + warp.exchange(sum, 8);      // elements i and i + 2
+  return sum + warp.exchange(sum, 4);     // elements i and i + 1
 }
 
 }  // namespace device

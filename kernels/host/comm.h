@@ -26,8 +26,8 @@ constexpr int kMostChannels = 64;
 
 struct CommConfig {
   int rank, world;
-  int slots;               // a power of two, at least 2
-  uint32_t segment_bytes;  // a size for which is_segment() is true
+  int slots;               // number of slots: a power of two, at least 2
+  uint32_t segment_bytes;  // bytes of a segment, for which is_segment() is true
   uint64_t timeout_ns;
   uint32_t records;  // entries of the flight recorder; 0: no recorder
   std::string name;
@@ -74,8 +74,8 @@ struct GradCall {
 };
 
 struct NormCall {
-  float* out;       // [elements of this rank's chunk]
-  bool accumulate;  // adds the reduction to `out`; the norm is then the norm of the new `out`
+  float* out;       // the shard's gradients: [elements of this rank's chunk]
+  bool accumulate;  // true: adds the reduction to `out`, and takes the norm of the new `out`
   NormKind kind;
   NormWords* words;     // overwritten with the norm words of this rank's chunk; null: no norm
   uint64_t step_bytes;  // gradient bytes that the step reduces in all buckets; 0: this call's

@@ -13,7 +13,7 @@ enum class FaultAction { kNone, kKill, kStop, kDelay, kSlow };
 struct ArmedFault {
   FaultAction action = FaultAction::kNone;  // kNone: only counts passages
   uint64_t passage = 1;   // the passage that triggers it, from 1 on; kSlow: this and all later ones
-  uint64_t sleep_ns = 0;  // kDelay and kSlow
+  uint64_t sleep_ns = 0;  // how long kDelay and kSlow sleep
   int rank = -1;          // counts only passages of this rank; -1: of all ranks
   uint64_t sequence = 0;  // counts only passages of this collective; 0: of all calls
 };

@@ -19,7 +19,7 @@ namespace ringcomm::host {
 namespace {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kSmallAlign = 256;          // tensors below kPageAlignFrom
+constexpr uint64_t kSmallAlign = 256;          // alignment of tensors below kPageAlignFrom
 constexpr uint64_t kPageAlignFrom = 64 << 10;  // larger tensors get whole pages
 constexpr uint64_t kHugePage = 2 << 20;
 

@@ -13,7 +13,7 @@ namespace ringcomm {
 struct ReduceJob {
   void* dst;                       // may be one of the sources if it has their type
   void* also;                      // a second destination, or null
-  bool streaming, also_streaming;  // store past the caches
+  bool streaming, also_streaming;  // true: store past the caches
   const void* const* sources;
   const double* factors;
   int count;
@@ -91,7 +91,7 @@ struct QuantizeJob {
   const void* in;
   uint8_t* out;
   uint64_t elems;
-  float* error_feedback;  // null: none
+  float* error_feedback;  // null: no error feedback
   uint64_t begin, end;    // quantizes only these; begin is a multiple of kQuantBlock
 };
 using QuantizeFn = void (*)(const QuantizeJob& job);

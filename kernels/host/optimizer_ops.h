@@ -39,7 +39,7 @@ struct OptimizerOps : HostOps {
 // ranks as one source, so the divisor cannot be the number of sources.
 struct GradKind {
   DType dtype;
-  int divide_by;           // 0: the sum
+  int divide_by;           // the divisor of the sum; 0: no division
   int sum_group_size = 0;  // as in GradSources
 };
 

@@ -15,8 +15,8 @@ namespace ringcomm {
 struct Processor {
   bool sse42 = false;
   bool pclmul = false;
-  bool avx2 = false;    // with FMA and BMI2
-  bool avx512 = false;  // F, BW, CD, DQ and VL
+  bool avx2 = false;    // AVX2 with FMA and BMI2
+  bool avx512 = false;  // AVX-512 F, BW, CD, DQ and VL
 };
 
 inline Processor find_processor() {

@@ -44,7 +44,7 @@ struct Record {
   RecordState state;
   CallId id;  // for a message: its number as sequence, its tag as root
   uint64_t bytes;
-  uint64_t begin_ticks, end_ticks;  // on the clock of clock_pair()
+  uint64_t begin_ticks, end_ticks;  // times on the clock of clock_pair()
   int32_t status, peer;             // of a message, or awaited by a failed collective; else -1
   char site[CallSite::kBytes];
 };

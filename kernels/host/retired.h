@@ -22,7 +22,7 @@ class RetiredRegions {
     Layout layout;
     int rank;
     std::vector<Process> peers;  // empty: the communicator never connected
-    std::vector<uint64_t> held;  // by Heap::hold(): allocations into which peers may still store
+    std::vector<uint64_t> held;  // results of Heap::hold(): allocations into which peers may store
   };
   void retire(Region region);
   // Frees regions into which no peer can store. Called when a communicator is made or closed.

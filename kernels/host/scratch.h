@@ -137,7 +137,7 @@ class ScratchPool {
   std::condition_variable to_do_, done_;
   std::vector<std::thread> threads_;
   std::deque<ScratchExtent> extents_;           // a deque, since elements must not move
-  std::vector<ScratchRequestPtr> outstanding_;  // in the order of submission
+  std::vector<ScratchRequestPtr> outstanding_;  // requests in the order of submission
   std::deque<ScratchRequestPtr> ready_;         // requests with cuts that no thread has taken
   uint64_t file_bytes_ = 0;
   ScratchCounters counters_;

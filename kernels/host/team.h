@@ -94,8 +94,8 @@ struct LaneGroup {
     uint32_t passed = 0;
   };
   pthread_barrier_t barriers[2];
-  std::vector<Turn> turns;  // [lane]
-  uint32_t failure = 0;     // of any lane; never reset: a failure ends the communicator
+  std::vector<Turn> turns;  // the barriers that each lane has passed
+  uint32_t failure = 0;     // a lane's failure; never reset: a failure ends the communicator
 };
 
 struct ThreadTeam : HostTeam {

@@ -94,11 +94,11 @@ class Pool {
   std::mutex mutex_;
   std::vector<Job*> jobs_;  // jobs that may have tasks left
   int workers_ = 0;
-  std::vector<pid_t> threads_;   // of the workers that have started
+  std::vector<pid_t> threads_;   // ids of the workers that have started
   int kept_off_ = -1;            // the core on which workers may not run; -1: none yet
-  alignas(64) Word posted_ = 0;  // changes with each job
-  Word sleepers_ = 0;            // workers that sleep on posted_
-  Word begun_ = 0;               // workers that have started
+  alignas(64) Word posted_ = 0;  // a word that changes with each job
+  Word sleepers_ = 0;            // number of workers that sleep on posted_
+  Word begun_ = 0;               // number of workers that have started
 };
 
 // A forked child has none of the threads and starts with a new pool. The parent's pool stays as it

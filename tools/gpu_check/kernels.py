@@ -1,4 +1,4 @@
-"""Compiles the benchmarks' kernels, with both kinds of loops: ``... kernels 9 0`` on an H100.
+"""Compiles the benchmarks' kernels, with both kinds of loops. Its arguments are ``9 0`` on an H100.
 
 One process per unit and kind, all at the same time. Without this, the first benchmark that needs a
 unit would wait for its compilation.

@@ -29,8 +29,8 @@ class Stage:
 
 
 # In running order: measurements first (they check their results, too), among them profiles that
-# show why a kernel is slow. The sum is below ten minutes, with a few seconds left for the files. On
-# an H100 a process took about ten seconds to start.
+# show why a kernel is slow. The budgets' sum is below ten minutes, with a few seconds left for the
+# files. On an H100 a process took about ten seconds to start.
 STAGES = (
     Stage("build", 110.0, 10.0),
     Stage("calls", 35.0, 15.0),

@@ -249,7 +249,7 @@ def sanitize(check: CheckRun, limit_s: float) -> Result:
     end = time.monotonic() + limit_s
     verdicts, said, tail = [], [], ""
     for index, tool in enumerate(TOOLS):
-        # Ignore API errors: torch and CuPy probe the driver with failing calls; ringcomm's raise.
+        # Ignore API errors: torch and CuPy probe the driver by failing calls; ringcomm's raise.
         command = [program, "--tool", tool, "--error-exitcode=99", "--report-api-errors", "no"]
         share_s = (end - time.monotonic()) / (len(TOOLS) - index)
         done = check.runner.run([*command, sys.executable, *SANITIZER_CASES], max(share_s, 1.0))

@@ -24,7 +24,7 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
     pythons = {version: interpreter(version) for version in versions}
     missing = [version for version, python in pythons.items() if python is None]
     if missing:
-        raise SystemExit(f"wheels: no Python {', '.join(missing)}; --python says what to build for")
+        raise SystemExit(f"wheels: no Python {', '.join(missing)}; --python selects the versions")
     sdist = build.build_sdist(out)
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
     bundled = notices.linked_in()

@@ -45,9 +45,9 @@ def write_compiler(folder: Path, architecture: str) -> Path:
     path = folder / f"c++-{architecture}"
     target = f"{architecture}-linux-gnu.{GLIBC}"
     # Zig accepts only underscores in names of x86-64 levels. Zig caches objects, so sources that do
-    # not depend on the interpreter are compiled once for all of them; but it does not cache if it
-    # must list headers (-MD), which a tree that is built once does not need. nanobind's headers use
-    # stderr, and with libc++ and the stable ABI only <cstdio> declares it.
+    # not depend on the interpreter are compiled once for all interpreters; but it does not cache if
+    # it must list headers (-MD), and a tree that is built once needs no list. nanobind's headers
+    # use stderr, and with libc++ and the stable ABI only <cstdio> declares it.
     path.write_text(
         "#!/bin/sh\n"
         "option=\n"

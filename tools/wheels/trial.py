@@ -51,7 +51,7 @@ def try_foreign(wheels: Sequence[Path], root: Path) -> tuple[Path, str]:
     """Runs the wheel for another machine under qemu; returns the wheel and its output.
 
     Args:
-        wheels: Wheels of one machine. The fitting wheel is unpacked like by pip; pip is not run.
+        wheels: Wheels of one machine. The fitting wheel is unpacked as pip does; pip is not run.
         root: The root of a Linux of that machine, with Python in ``usr/bin``.
 
     Raises:
@@ -98,4 +98,4 @@ def try_all(wheels: Sequence[Path], foreign_root: Path | None) -> None:
     for wheel in foreign:
         print(f"{wheel.name}: another machine's, or interpreter's: checked, not run")
     if len(set(sums.values())) > 1:
-        raise SystemExit(f"wheels: they do not add to the same bits: {sums}")
+        raise SystemExit(f"wheels: their sums have different bits: {sums}")

@@ -67,8 +67,8 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
 
 // The scaling around a SUM: AVG divides by divide_by, PREMUL_SUM premultiplies.
 struct Scaling {
-  bool premultiply;   // by factors[source]
-  int32_t divide_by;  // 0: no division
+  bool premultiply;   // true: first multiply by factors[source]
+  int32_t divide_by;  // the divisor of AVG; 0: no division
 };
 
 // The vectors of one lane: the first at `at_bytes`, `step_bytes` apart, before `end_bytes`.

@@ -94,7 +94,7 @@ struct AdamWShard {
   char* params;           // [bucket_elems] of param_dtype
   DType param_dtype;      // kFloat32, kBFloat16 or kFloat16
   Rounding rounding;
-  uint64_t seed;         // for stochastic rounding
+  uint64_t seed;         // the seed of stochastic rounding
   uint64_t bucket;       // number of the bucket: two buckets draw different random numbers
   bool quantized_state;  // true: the moments have the format of kQuantizedState
 };
@@ -115,11 +115,11 @@ RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
 // The arrays of prepare_adamw(); `hyper` has a row per group, the others an entry per parameter.
 struct AdamWTable {
   AdamWControl* control;
-  const AdamWHyper* hyper;  // [groups]
-  const int64_t* group;     // [params]
+  const AdamWHyper* hyper;  // [groups] the groups' hyper-parameters
+  const int64_t* group;     // [params] the index of a parameter's group
   const double* active;     // [params] 0: no rank has a gradient, so the parameter takes no step
   double* step;             // [params] steps taken
-  AdamWFactors* factors;    // [params]
+  AdamWFactors* factors;    // [params] the factors of this step
   uint64_t params;
 };
 

@@ -55,8 +55,8 @@ constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 // The result of a reduction: one destination, or two from one pass over the sources.
 struct ReduceTarget {
   void* dst;
-  bool shared;  // peers read dst
-  void* also;   // private; may be null
+  bool shared;  // true: peers read dst
+  void* also;   // a private destination, or null
 };
 
 struct ReduceSources {
@@ -76,7 +76,7 @@ struct Peers {
 // How buffers are cut, if not into lines of 64 bytes and the layout's segments.
 struct Cut {
   int line_shift = 6;          // channels share a chunk in units of 2^line_shift bytes
-  uint32_t segment_bytes = 0;  // a power of two; 0: the layout's
+  uint32_t segment_bytes = 0;  // size of a segment, a power of two; 0: the layout's
 };
 
 struct Nothing {
@@ -91,7 +91,7 @@ struct Endpoint {
   const View& v;
   Ops& ops;
   Stream pairs = Stream::kPair;     // the stream of data for one reader; kMessage for send/receive
-  bool reads_peer_buffers = false;  // this lane has read data of this call by zero copy
+  bool reads_peer_buffers = false;  // true: this lane has read data of this call by zero copy
   Cut cut = {};
   Stores stores = {};
 

@@ -75,7 +75,7 @@ RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
 struct LLCall {
   uint32_t flag;
   uint64_t sets;  // offset of this call's packet sets in a region
-  uint64_t hash;  // of my header
+  uint64_t hash;  // hash of my header
 };
 
 // The buffers of a call, as one lane sees them: the bytes for rank p are at in + p * stride. The
@@ -83,7 +83,7 @@ struct LLCall {
 // `end`; offsets count bytes of the message.
 struct LLLane {
   const char* in;
-  uint32_t stride;  // 0: every rank is sent the same bytes
+  uint32_t stride;  // bytes between two ranks' data at `in`; 0: all ranks get the same bytes
   const char* own;  // the bytes that this rank keeps for itself
   uint32_t at, step, end;
 };

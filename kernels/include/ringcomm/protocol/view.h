@@ -51,9 +51,9 @@ struct View {
   const uint64_t* heap_bytes;  // [world] the size of every rank's heap
   uint64_t timeout_ns;         // the time limit of one wait
   // Workspace of one channel, shared by the lanes of its team; in shared memory on CUDA.
-  PeerState* in;         // [streams][world]
-  const void** sources;  // [world], and at least 2
-  double* factors;       // [world], and at least 2
+  PeerState* in;         // [streams][world] the state of each peer
+  const void** sources;  // [world, at least 2] addresses of the ranks' data
+  double* factors;       // [world, at least 2] the ranks' factors
   CallHeader* mine;      // the call in progress, for its fault record
   // The ring of this channel's team: ring[position] is a rank. Null: the ranks in order.
   const int32_t* ring = nullptr;
