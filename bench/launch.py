@@ -95,7 +95,7 @@ def join(wanted: Wanted) -> RankInfo:
         return rank_of_harness()
     if wanted.busy:
         raise LaunchError(
-            "--busy: run the harness without a launcher; it then starts ranks and loops alike"
+            "--busy: run the harness without a launcher; it then starts the ranks itself"
         )
     if how == "mpiexec":
         from mpi4py import MPI

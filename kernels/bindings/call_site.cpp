@@ -13,8 +13,8 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// Known code objects are kept alive, so that no new one takes the address of a known one. This many
-// suffice for a program that does not create code as it runs; else the table is cleared.
+// Known code objects are kept alive, so that no new one takes the address of a known one. A program
+// that does not create code as it runs stays below this number; a full table is cleared.
 constexpr size_t kMaxCodes = 1 << 14;
 constexpr size_t kNearCodes = 64;
 // Call sites are kept forever, since unfinished records point to them. A program that generates

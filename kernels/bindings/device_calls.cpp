@@ -228,7 +228,7 @@ bool are_alike(const DeviceComm& one, const DeviceComm& two) {
          a.redop == b.redop;
 }
 
-// Holds the turns of ranks. Its destructor withdraws their prepared calls that were not launched.
+// Holds the call locks of ranks. Its destructor withdraws prepared calls that were not launched.
 class Held {
  public:
   ~Held() {
@@ -259,7 +259,7 @@ int DeviceCalls::make_together(const std::vector<DeviceCalls*>& ranks, Prepare p
   std::vector<DeviceComm*> comms;
   Held held;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    // Do not wait for a turn that another thread holds: that thread may wait for a turn held here.
+    // Do not wait for a call lock that another thread holds: it may wait for a lock held here.
     if (!ranks[i]->is_usable() || !held.take(*ranks[i]) || ranks[i]->captures(stream) ||
         !prepare_call(i, stream) || !are_alike(ranks[0]->comm_, ranks[i]->comm_))
       return kNotFast;

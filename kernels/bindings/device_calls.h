@@ -114,8 +114,8 @@ class DeviceCalls {
   // ranks that this process has on a device.
   template <class Prepare>
   static int make_together(const std::vector<DeviceCalls*>& ranks, Prepare prepare);
-  // Prepares and records a call for a stream that is not capturing; the caller holds the turn and
-  // the GIL. False: the checked path must make the call.
+  // Prepares and records a call for a stream that is not capturing; the caller holds the call lock
+  // and the GIL. False: the checked path must make the call.
   template <class Prepare>
   bool prepare(void* stream, Prepare prepare);
 
@@ -124,7 +124,7 @@ class DeviceCalls {
   device::DeviceComm& comm() const { return comm_; }
 
   // Makes `stream` wait for the communicator's last call, and remembers it as the last call's
-  // stream. The caller holds the turn, and the device is current.
+  // stream. The caller holds the call lock, and the device is current.
   void follow(void* stream);
   // Returns the stream of the last call outside captures; null pointer: there was no call.
   void* const* last_stream() const { return has_last_ ? &last_ : nullptr; }

@@ -175,7 +175,7 @@ void DeviceRecorder::seen_completed(Track track, uint64_t first, uint64_t last) 
 void DeviceRecorder::seen_begun(uint64_t sequence) {
   const std::lock_guard lock(mutex_);
   constexpr Track track = Track::kCollectives;
-  if (!is_whole() || captured_) return;  // replays count as well, and their number is unknown here
+  if (!is_whole() || captured_) return;  // kernels also count replays, whose number is unknown here
   for (uint64_t n = std::min(sequence, enqueued_[int(track)]); n >= oldest(track); --n) {
     if (recorder_.state(track, n) == RecordState::kNone) continue;  // a later launch of a call
     complete(track, settled_[int(track)] + 1, n - 1);

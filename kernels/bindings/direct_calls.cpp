@@ -16,7 +16,7 @@ struct Exported {
   DirectCalls calls;
 };
 
-// Makes a call in the communicator's turn, on a thread that does not hold the GIL.
+// Makes a call under the communicator's call lock, on a thread that does not hold the GIL.
 const auto run = [](NativeComm& n, auto call) {
   if (!n.turn->is_open()) return kNotFast;
   if (n.comm.recorder().on()) {

@@ -1,7 +1,7 @@
 // The most frequent calls, on memory that was read already: see kNotFast. module.cpp makes them
 // with the GIL, and direct_calls.cpp without it.
 //
-// `run(comm, call)` makes a call in the communicator's turn.
+// `run(comm, call)` makes a call under the communicator's call lock.
 #pragma once
 
 #include "kernels/bindings/native_comm.h"

@@ -19,8 +19,8 @@ namespace ringcomm::host {
 // the GIL a thread cannot check whether a Python exception is set.
 bool& signal_raised();
 
-// Held by the thread that runs a call of a communicator. Fast calls take it without Python, which a
-// Python lock would need. Waiting for it has no deadline: the call that holds it has one.
+// The lock of the thread that runs a communicator's call. Fast calls take it without Python; a
+// Python lock would need Python. Waiting for it has no deadline: the call that holds it has one.
 //
 // Callers without the GIL also read here whether they may run a call: no call is queued, and the
 // communicator is usable.
@@ -103,7 +103,7 @@ int recorded(NativeComm& n, Call call) {
   return blocking(call);
 }
 
-// Runs a blocking, recorded call in the communicator's turn.
+// Runs a blocking, recorded call under the communicator's call lock.
 template <class Call>
 int recorded_in_turn(NativeComm& n, Call call) {
   return recorded(n, [&] {

@@ -10,8 +10,7 @@
 
 namespace ringcomm::host {
 
-// The result of a collective whose tensors need a closer look in Python. It has communicated
-// nothing.
+// The result of a collective whose tensors Python must check. It has communicated nothing.
 constexpr int kNotFast = -1;
 
 struct TensorMemory {

@@ -280,8 +280,8 @@ struct DequantizedSum {
   }
 };
 
-// Distributes the blocks of work.run over the warps of all the launch's blocks. The loops stay
-// rolled: to unroll them the compiler would divide to find the number of turns.
+// Distributes the quantization blocks of work.run over the warps of all thread blocks. The loops
+// stay rolled: to unroll them the compiler would divide to find the number of turns.
 template <class Team, class Work>
 RC_TEAM_FN void each_block(const Team& team, const Work& work, bool has_vectors) {
   const uint64_t lanes = uint64_t(team.num_lanes());

@@ -181,7 +181,7 @@ class Comm {
   // the region's. `most`, `is_exact`: see ThreadShare; `is_crowded`: the ranks have more threads
   // than the machine has cores. Throws as start_workers() does.
   void use_threads(int most, bool is_exact, int channels, bool is_crowded);
-  // The groups of sums are on different NUMA nodes. Called before activate(), on all ranks or none.
+  // Makes sums run in two levels, one NUMA node per group. Before activate(), on all ranks or none.
   void sum_in_levels() { levels_ = true; }
   bool sums_in_levels() const { return levels_; }
   int threads() const { return threads_ ? threads_->threads() : 1; }

@@ -17,7 +17,7 @@ struct ReduceJob {
   const void* const* sources;
   const double* factors;
   int count;
-  int finish_world;  // as in finish() of reduce.h; 0: a partial sum
+  int finish_world;  // ranks in the sum, as in finish() of reduce.h; 0: a partial sum
   uint64_t bytes;    // size of a source
 };
 using ReduceFn = void (*)(const ReduceJob& job);

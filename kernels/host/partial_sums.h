@@ -82,7 +82,7 @@ inline void reduce_in_groups(const GroupedSum& groups, const ReduceJob& job) {
 struct PartialSums {
   DType sources, results;
   RedOp op;
-  int divide_by;  // 0: no division; if not 0, op adds
+  int divide_by;  // 0: no division; else op is a sum
   bool streaming;
 };
 

@@ -50,7 +50,7 @@ const Record* record_at(const char* memory, uint64_t index) {
   return reinterpret_cast<const Record*>(memory + sizeof(RecorderHeader)) + index;
 }
 
-// Stores word by word: peers may read now, and the versions around the stores show them changes.
+// Stores word by word: peers may read now, and detect changes by the versions around the stores.
 void store_words(void* to, const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes / 8; ++i) {
     uint64_t word;

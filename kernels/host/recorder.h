@@ -17,7 +17,7 @@ namespace ringcomm::host {
 // "file.py:12", the line of the user's call; cut at the left end to fit, and ended by a zero byte.
 struct CallSite {
   static constexpr int kBytes = 112;
-  uint32_t words = 0;  // of 8 bytes, including the word of the zero byte
+  uint32_t words = 0;  // number of 8-byte words, including the word of the zero byte
   alignas(8) char text[kBytes] = {};
 };
 // The user's line of the call that this thread is about to make; null: unknown.
@@ -45,7 +45,7 @@ struct Record {
   CallId id;  // for a message: its number as sequence, its tag as root
   uint64_t bytes;
   uint64_t begin_ticks, end_ticks;  // times on the clock of clock_pair()
-  int32_t status, peer;             // of a message, or awaited by a failed collective; else -1
+  int32_t status, peer;             // peer of a message, or awaited by a failed collective; else -1
   char site[CallSite::kBytes];
 };
 static_assert(sizeof(Record) == 192 && offsetof(Record, site) == 80);

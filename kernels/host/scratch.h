@@ -158,9 +158,9 @@ class ScratchRequest {
   uint64_t bytes_ = 0;
   int blockers_ = 0;  // requests that must be done before this one
   std::vector<ScratchRequestPtr> followers_;
-  uint64_t taken_bytes_ = 0;  // assigned to threads as cuts
+  uint64_t taken_bytes_ = 0;  // bytes assigned to threads as cuts
   int cuts_under_way_ = 0;
-  ScratchResult result_;  // of the first cut that failed
+  ScratchResult result_;  // result of the first cut that failed
   uint32_t done_word_ = 0;
 };
 

@@ -122,7 +122,7 @@ def native_kernel(made: Any, numbers: Sequence[int]) -> _native.TritonKernel:
         scratch_pointers=_SCRATCH_POINTERS,
     )
     if not kernel.takes(list(numbers)):
-        raise RefusedError("it was compiled for other numbers than those of its launch")
+        raise RefusedError("it was not compiled for the numbers of its launch")
     _loaded.append(made)
     return kernel
 

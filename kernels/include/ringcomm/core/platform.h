@@ -100,7 +100,7 @@ using uintptr_t = unsigned long long;
 #define RC_HAS_HALF_SUMS 0
 #endif
 
-// Vector conversions between half and single precision in hardware.
+// 1 if the processor converts vectors between half and single precision.
 #if !RC_DEVICE_PASS && defined(__F16C__) && defined(__AVX__)
 #define RC_HAS_F16C 1
 #else

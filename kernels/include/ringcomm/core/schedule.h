@@ -19,8 +19,8 @@ RC_FN constexpr uint64_t sum_bytes(const Spans& spans) {
   return total;
 }
 
-// A buffer cut into one chunk per rank: into chunks of chunk_bytes, of which the last may be
-// shorter or empty (0: each chunk is the whole buffer), or by a list of spans.
+// A buffer cut into one chunk per rank, by a list of spans or into chunks of chunk_bytes (0: each
+// chunk is the whole buffer); the last chunks may be shorter or empty.
 struct Chunks {
   char* base;
   uint64_t total_bytes;
@@ -51,8 +51,8 @@ RC_FN constexpr uint32_t items_of(uint64_t bytes, int item_shift) {
 // The item_shift of a stream that is one item of any length.
 constexpr int kOneItem = 63;
 
-// Returns the item size of a zero-copy stream, unless the stream publishes its segments one by one
-// as it makes them.
+// Returns the item size of a zero-copy stream that is published at once, not segment by segment as
+// the segments are made.
 RC_FN constexpr uint64_t whole_item(uint64_t bytes) { return bytes == 0 ? 1 : bytes; }
 
 RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64_t item) {

@@ -17,7 +17,7 @@ RINGCOMM_NAMESPACE_BEGIN
 template <bool decay_into_grad, bool amsgrad, bool from_end>
 struct AdamWPath {
   static constexpr bool kL2 = decay_into_grad, kMax = amsgrad;
-  // torch's lerp starts from whichever end is nearer; from the gradient when beta1 <= 0.5.
+  // torch's lerp starts from the nearer end: from the gradient if beta1 <= 0.5.
   static constexpr bool kFromEnd = from_end;
 };
 

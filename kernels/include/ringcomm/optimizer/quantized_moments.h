@@ -31,7 +31,7 @@ constexpr uint32_t kLeastExponent = 36;
 constexpr uint32_t kNotFinite = 255 - kLeastExponent;
 
 struct FirstMoment {
-  static constexpr uint32_t kBelow = 14;  // exponents of normal numbers below the block's own
+  static constexpr uint32_t kBelow = 14;  // number of normal exponents below the block's exponent
 };
 struct SecondMoment {
   static constexpr uint32_t kBelow = 30;
