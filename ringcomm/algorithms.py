@@ -1,8 +1,8 @@
 """The algorithms of collectives, under the names that each operation uses.
 
-"one_shot" makes each phase of a call in one hop. An all-reduce has two phases, a reduce-scatter and
-an all-gather, so there the same algorithm is named "two_shot". Options for several collectives name
-it "one_shot".
+"one_shot" performs each phase of a call in one hop. An all-reduce has two phases, a reduce-scatter
+and an all-gather, so there the same algorithm is named "two_shot". Options for several collectives
+name it "one_shot".
 """
 
 from __future__ import annotations

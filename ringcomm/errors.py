@@ -34,7 +34,7 @@ class RingcommError(RuntimeError):
     """Root of all errors that ringcomm raises.
 
     Attributes:
-        repeats: True if this rank only repeats an error that another rank raised itself.
+        repeats: True if this rank only repeats an error that another rank raised first.
     """
 
     repeats = False
@@ -81,7 +81,7 @@ class CheckpointError(RingcommError):
 
 
 class DiskError(RingcommError):
-    """State cannot be stored on a disk, or other data were read back.
+    """State cannot be stored on a disk, or a read returned other data than were written.
 
     Attributes:
         path: the folder on the disk, if the error has one.

@@ -14,7 +14,7 @@ def integer(value: Any, *, most: int = MOST, bools: bool = False) -> int | None:
     """Returns the value as an int, or None if it is not an integer of 64 bits.
 
     Any object with ``__index__`` is an integer: NumPy's integers, integer tensors of one element,
-    and users' classes. True and False are not, unless ``bools`` is set: ``keep=True`` is not 1.
+    and users' classes. Bools are integers only if ``bools`` is set: ``keep=True`` does not mean 1.
 
     Args:
         value: any object.

@@ -36,9 +36,9 @@ __all__ = [
     "text_of",
 ]
 
-# Records that ranks post in a store. They are untrusted: a store proves nothing, since torch's
-# TCPStore authenticates nobody. So every field of a record is checked, and a statement about memory
-# is checked again in that memory (``_native.Comm.connect``).
+# Records that ranks post in a store. They are untrusted, since torch's TCPStore authenticates
+# nobody. So every field of a record is checked, and the memory that a record describes is checked
+# as well (``_native.Comm.connect``).
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ FORMAT_VERSION = 1
 # A record has some hundred bytes; a topology of many GPUs some hundred thousand.
 LARGEST_RECORD_BYTES = 4 << 20
 LONGEST_TEXT = 4096
-# The largest signed 64-bit integer; below, the largest C++ int.
+# The largest signed 64-bit integer. Some fields hold a C++ int, or an unsigned integer.
 LARGEST_NUMBER = 2**63 - 1
 _LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device", "recorder_fd"), 2**31 - 1)
 _LARGEST |= dict.fromkeys(("token", "proof", "recorder_token"), 2**64 - 1)
@@ -75,7 +75,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: the path is not a regular file, or larger than ``most_bytes``; says which.
+        ValueError: the file is not regular, or larger than ``most_bytes``; the message says which.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block.
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -95,7 +95,7 @@ def read_json(text: bytes) -> Any:
     """Parses strict JSON: no repeated names, no NaN, no comments.
 
     Raises:
-        ValueError: the text is not strict JSON; says what was found, and where.
+        ValueError: the text is not strict JSON; the message says what was found, and where.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number)
@@ -177,7 +177,7 @@ def read_fields(
         hexadecimal: the fields that hold bytes in hexadecimal digits.
 
     Raises:
-        RendezvousError: anything else was posted; names the field.
+        RendezvousError: anything else was posted; the message names the field.
     """
     record = read_record(text, rank, operation)
     values: dict[str, Any] = {}
@@ -227,17 +227,17 @@ def read_object(kind: type[T], data: Any, where: str = "") -> T:
     Args:
         kind: the dataclass.
         data: the object.
-        where: its name in errors; "" for the whole object.
+        where: the name of ``data`` in errors; "" for the whole file.
 
     Raises:
-        ValueError: a value has the wrong type; says where, and what was expected.
+        ValueError: a value has the wrong type; the message says where, and what was expected.
     """
     if type(data) is not dict:
         raise _wrong(where, "an object", data)
     known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
     for name, value in data.items():
         if name not in known:
-            raise _wrong(f"{where}.{name[:80]}", f"no such entry of a {kind.__name__}", value)
+            raise _wrong(f"{where}.{name[:80]}", f"an entry that a {kind.__name__} has", value)
     hints = typing.get_type_hints(kind)
     return kind(
         **{
@@ -272,9 +272,9 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if type(data) is not kind:
         raise _wrong(where, _EXPECTED[kind], data)
     if kind is int and not -1 <= data < 1 << 64:
-        raise _wrong(where, "a number that is not out of range", data)
+        raise _wrong(where, "a number from -1 to 2^64 - 1", data)
     if kind is str and not _is_printable(data):
-        raise _wrong(where, f"at most {LONGEST_FILE_TEXT} characters to print", data)
+        raise _wrong(where, f"at most {LONGEST_FILE_TEXT} printable characters", data)
     return data
 
 
@@ -310,7 +310,7 @@ def encode(value: object, what: str) -> Any:
         what: the name of the value in the error.
 
     Raises:
-        UnsupportedError: it holds another type, or a subclass of these types.
+        UnsupportedError: ``value`` holds another type, or a subclass of these types.
     """
     kind = type(value)
     if kind in _SCALARS:

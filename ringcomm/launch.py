@@ -49,7 +49,7 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def launch_ranks(start: RankLaunch) -> int:
-    """Starts the ranks and waits for their end, as :func:`run_commands`; writes no file."""
+    """Starts the ranks and waits for their end, like :func:`run_commands`; writes no file."""
     # The socket is bound here and inherited by rank 0, so that no other process can take the port
     # between its choice and its use.
     with socket.create_server(("127.0.0.1", 0), backlog=4 * start.ranks) as listener:
@@ -101,7 +101,7 @@ class RankCommand:
 def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subprocess.Popen[Any]]]:
     """Starts processes, and ends them at the end of the block.
 
-    Only this process receives Ctrl-C. A rank lets the kernel end it with this process: see
+    Only this process receives Ctrl-C. A rank makes the kernel end it when this process ends: see
     :func:`end_with`. ``how`` are arguments of ``subprocess.Popen``.
     """
     processes: list[subprocess.Popen[Any]] = []

@@ -130,7 +130,7 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 class KnownNames:
-    """A module's known unwrapped names, which are looked up by the names in a file.
+    """The unwrapped names of a module, and look-ups of them by the names in a file.
 
     The file may come from a run with other wrappers, whose parts are in its names.
     """
@@ -217,7 +217,7 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: tuple[str, ...]
 
     def in_words(self, has: str) -> str:
-        """Describes the difference for an error; ``has`` is "they have", about the loaded state."""
+        """Describes the difference for an error; ``has`` is its verb, such as "they have"."""
         said = [f"{has} no {some(self.missing_keys)}"] if self.missing_keys else []
         said += [f"the module has no {some(self.unexpected_keys)}"] if self.unexpected_keys else []
         return ", and ".join(said)
@@ -230,7 +230,7 @@ class ModuleNames:
     Attributes:
         tensors: the tensors, by first name; a tied tensor has several names.
         first: the first name of a tensor, by each of its names.
-        buffers: the first name, by the ``id`` of the module that has the buffer, and its key.
+        buffers: the first name, by (``id`` of the module that has the buffer, buffer's key).
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

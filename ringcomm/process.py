@@ -102,7 +102,7 @@ class Deadline:
 
 
 _SELF = Path("/proc/self")
-# Version 1 writes "no limit" as a number near 2^63 bytes.
+# Version 1 of control groups writes "no limit" as a number near 2^63 bytes.
 _NO_LIMIT = 1 << 62
 
 
@@ -115,7 +115,7 @@ def control_groups(controller: str, process: Path = _SELF) -> list[Path]:
 
     Returns:
         The folders of its own group and of the enclosing groups, as far as they are mounted,
-        innermost first; first in version 2 and then in version 1.
+        innermost first; version 2 of control groups before version 1.
     """
     try:
         memberships = (process / "cgroup").read_text().splitlines()
@@ -175,7 +175,7 @@ def memory_limit_bytes(process: Path = _SELF) -> int | None:
 
 
 def available_cores(process: Path = _SELF) -> int:
-    """Returns the cores of the process's affinity mask, at most its control groups' quotas."""
+    """Returns the number of cores that the process's affinity mask and control groups allow."""
     cores = len(os.sched_getaffinity(0))
     for folder in control_groups("cpu", process):
         quota, _, period = _text(folder / "cpu.max").partition(" ")

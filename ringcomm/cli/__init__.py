@@ -34,7 +34,7 @@ class Subcommand(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the command table; ``forwards``: the command passes all its options on."""
+    """An entry of the command table; ``forwards``: the command parses its own options."""
 
     summary: str
     forwards: bool = False
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reader_has_left() -> bool:
     """True if nobody reads stdout any more, as in ``ringcomm estimate | head``.
 
-    Then discards the rest of the buffer: otherwise the interpreter would report it at exit.
+    If so, discards the rest of the buffer: the interpreter would report it at exit.
     """
     stdout = sys.stdout.fileno()
     state = select.poll()
@@ -121,7 +121,7 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
     module: Subcommand | None = None
     for name, entry in COMMANDS.items():
         if entry.forwards:
-            # Without prefix characters "-b 4K" parses as words, which the command passes on.
+            # Without prefix characters "-b 4K" parses as words, which are forwarded unchanged.
             subparser = subparsers.add_parser(
                 name, help=entry.summary, add_help=False, prefix_chars="\0"
             )

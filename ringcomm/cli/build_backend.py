@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Builds the backend for this Python and this torch, and prints its path.
 
     Raises:
-        UnsupportedError: it cannot be built; says why.
+        UnsupportedError: the backend cannot be built; the message says why.
     """
     is_built = find() is not None and not args.force
     path = build(args.force)

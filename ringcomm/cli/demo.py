@@ -45,7 +45,7 @@ def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
     if not quick:
         found.append(DemoRun("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
     text = () if data is None else ("--data", data)
-    # The parameters of the model, whose embedding and output layer share their weights.
+    # Title, width, depth, heads and rounds; embedding and output layer share their weights.
     small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3)
     models = [("A GPT of 0.8 M parameters", 128, 4, 4, 15), ("A GPT of 6 M", 320, 5, 5, 9)]
     for title, width, depth, heads, rounds in [small] if quick else models:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if launched_world() is not None:
         raise ArgumentError(
-            "demo starts its own ranks; run it without torchrun (`ringcomm train` runs under it)"
+            "demo starts its own ranks; run it without torchrun (use `ringcomm train` there)"
         )
     read_corpus(args.data, CONTEXT)
     why = None if args.json is None else why_no_file(args.json)

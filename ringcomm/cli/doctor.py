@@ -34,7 +34,7 @@ SCHEMA = 1
 SELF_TEST_S = 60.0
 SELF_TEST_ELEMS = 100_003  # several segments and a tail
 RANK_TIMEOUT_S = 30.0
-# For torch, staging and tensors of a small run; with less a training process is likely killed.
+# Memory for torch, staging and tensors of a small run; with less, the run is likely killed.
 LITTLE_MEMORY_BYTES = 2 << 30
 LARGE_TENSOR_BYTES = 32 << 20
 
@@ -114,7 +114,7 @@ def check_threads() -> Finding:
 
 
 def check_backend() -> Finding:
-    """Reports the C++ backend of ``torch.distributed``, and what serves ringcomm's own groups."""
+    """Reports the C++ backend of ``torch.distributed``, and which groups use it."""
     from ringcomm.c10d.backend import describe
     from ringcomm.errors import RingcommError
 
@@ -340,7 +340,7 @@ def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
     return Finding("self-test", OK, "2 ranks exchanged and summed what they should")
 
 
-# The checks of GPUs. A machine without a GPU is not at fault.
+# The checks of GPUs. A machine without a GPU has no fault.
 
 LOADING_VARIABLE = "CUDA_MODULE_LOADING"
 

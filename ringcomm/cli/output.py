@@ -1,4 +1,4 @@
-"""Output files and folders of a command: checked before its work, written and named at its end."""
+"""Checks a command's output files and folders before its work, and writes files at its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_file(option: str, path: str | os.PathLike[str], text: str) -> None:
     """Writes the file that an option names.
 
     Raises:
-        ArgumentError: it cannot be written.
+        ArgumentError: the file cannot be written.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")

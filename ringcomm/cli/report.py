@@ -35,7 +35,7 @@ MOST_POINTS = 1000
 
 @dataclass(frozen=True)
 class Text:
-    """Lines of preformatted text; with a title, they are folded away under it."""
+    """Lines of preformatted text; with the title ``folded``, collapsed under this title."""
 
     text: str
     folded: str = ""
@@ -43,7 +43,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. ``shares`` has, by row and column, the filled part of a cell, from 0 to 1."""
+    """Rows of text. ``shares`` maps row and column to the filled fraction of the cell, 0 to 1."""
 
     title: str
     columns: Sequence[str]
@@ -150,7 +150,7 @@ def waits_of(recording: Recording, expected: int) -> list[Wait]:
     that ended on all ranks waited, on each rank, until the last rank began it. If only the root
     sends, all others waited for the root; if only the root receives, the root alone waited.
     Finished messages are omitted, and so are calls on devices, whose hosts do not know when they
-    ran. If a rank's records are missing, the last rank is unknown.
+    ran. If a rank's records are missing, the rank that began last is unknown.
     """
     ranks = [rank for rank in recording.ranks if not rank.on_device]
     found = [wait for rank in ranks for wait in _told(rank, recording.taken_ns)]
@@ -224,7 +224,7 @@ def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Panel]:
 def _waits(
     title: str, names: list[str], waits: list[tuple[list[str], list[Wait]]], note: str
 ) -> Table:
-    """Returns a table with a row for each entry, longest first."""
+    """Returns a table with a row for each entry of ``waits``, longest waits first."""
     sums = [
         (sum(w.seconds for w in each), sum(w.seconds for w in each if w.is_told), each, name)
         for name, each in waits
@@ -299,7 +299,7 @@ KINDS_OF_SPANS = ("compute", "wait", "communication")
 
 
 def of_profile(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> Section:
-    """Returns the section for the profiles of one run; each file has other ranks."""
+    """Returns the section for the profiles of one run; each file has spans of different ranks."""
     spans = [span for _, of_file in files for span in of_file]
     kinds: dict[int, dict[str, float]] = {}
     waits: dict[tuple[int, str], list[float]] = {}
@@ -486,7 +486,7 @@ Profile = tuple[Path, Sequence[Mapping[str, Any]]]
 def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
     """Reads files, and the ``*.json`` of folders.
 
-    Returns the sections, and the files of folders that are not files of a run, with the reasons.
+    Returns the sections, and the folders' files that are not files of a run, with the reasons.
 
     Raises:
         ArgumentError: a file has no known kind or is damaged, or a folder has no file of a run.
@@ -513,7 +513,7 @@ def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
     found = [of_traces(group) for group in by_communicator(taken.traces)]
     runs: dict[tuple[Path, str], list[Profile]] = {}
     for path, spans in taken.profiles:
-        # Groups the files of a run's ranks, such as rank0.json and rank1.json.
+        # Group the files of one run's ranks, such as rank0.json and rank1.json.
         runs.setdefault((path.parent, path.stem.rstrip("0123456789")), []).append((path, spans))
     found += map(of_profile, runs.values())
     return found + taken.sections, left_out
@@ -567,7 +567,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _known(kind: type[T], data: Any, where: str) -> T:
-    """Reads an object's known fields, ignoring those of later versions; checks its numbers."""
+    """Reads an object's known fields, ignoring fields of later versions; checks its numbers."""
     if type(data) is not dict:
         raise ValueError(f"{where}: expected an object, got {shown(data)}")
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]

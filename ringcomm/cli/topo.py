@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints matrix, rings and algorithm; returns 2 for an invalid file or placement.
 
-    A machine without a GPU is not an error: its ranks run on CPUs, and the choice is for them.
+    A machine without a GPU is not an error: its ranks run on CPUs, and the choice is for CPUs.
     """
     try:
         topology = load(args.file) if args.file else read_machine()

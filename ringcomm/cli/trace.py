@@ -59,7 +59,7 @@ def report(
         recording: the recording of one communicator.
         last: how many collectives, and how many messages, to show per rank; 0: all.
         ended: ranks whose processes are known to have ended.
-        level: the node and its ranks, if the communicator spans nodes; None: taken from its name.
+        level: the node and its ranks, if the communicator spans nodes; None: read from its name.
     """
     lines = verdict(recording, ended, level)
     is_nested = (level or NodeLevel.of(recording)) is not None
@@ -317,7 +317,7 @@ def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
 
 
 def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> list[str]:
-    """Follows each rank's wait to its end; says which ranks all others waited for."""
+    """Follows each rank's chain of waits to its end; describes the ranks at the ends."""
     waits = {rank: each.waits_for for rank, each in known.items() if each.waits_for >= 0}
     waiting: dict[int, list[int]] = {}
     ends: dict[int, tuple[int, ...]] = {}
@@ -355,7 +355,7 @@ def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> 
 
 
 def aligned(traces: Sequence[Trace]) -> list[Recording]:
-    """Returns recordings of several machines, moved to the first one's clock by wall clocks."""
+    """Returns several machines' recordings with times of the first clock, by wall clocks."""
     first, shifted = traces[0], []
     for trace in traces:
         recording = trace.recording

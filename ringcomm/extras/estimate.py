@@ -114,7 +114,7 @@ class ActivationBytes(NamedTuple):
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
         """Returns the bytes under ``zero.activations_on(disk)``; ``layers`` includes the ends.
 
-        Memory has buffers, resident tensors, and ``layer`` bytes of one layer, or the ends' bytes.
+        Memory holds buffers, resident tensors, and one layer (``layer`` bytes) or the larger ends.
         """
         kept = self.layers + self.ends
         at_work = max(self.ends, layer - self.recomputed)
@@ -165,11 +165,11 @@ class Transformer:
         )
 
     def attention_core_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns bytes of attention's softmax, dropout mask and output: 5 a s^2 b in 16 bits."""
+        """Returns bytes of softmax, mask, output: in 16 bits 5 x heads x context^2 x sequences."""
         return (2 * elem_bytes + 1) * self.heads * self.context**2 * micro_batch
 
     def layer_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns the bytes that a layer keeps for backward: s b h (34 + 5 a s / h) in 16 bits."""
+        """Returns a layer's bytes for backward: in 16 bits 34 per token's channel, and the core."""
         plane = self.context * micro_batch * self.width
         core = self.attention_core_bytes(micro_batch, elem_bytes)
         return (16 * elem_bytes + 2) * plane + core
@@ -284,7 +284,7 @@ class OffloadBytes(NamedTuple):
             return cls(resident=resident)
         size = max(PAGE_BYTES, *(size for size, _ in rest))
         buffers = min(total, disk.buffer_bytes // size)
-        # Buffer b has the units b, b + buffers, ...: only the first ``sharing`` have several.
+        # Buffer b has units b, b + buffers, ...: only the first ``sharing`` buffers have several.
         sharing = min(buffers, total - buffers)
         ahead, behind = bytes_of(rest, 0, sharing), bytes_of(rest, total - sharing)
         moved = ahead + bytes_of(rest, buffers)
@@ -488,7 +488,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory; of offloaded state, buffers and the resident part."""
+        """Returns the model state in memory; offloaded state: its buffers and resident part."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -551,7 +551,7 @@ class Training:
         return WorkingBytes(each.grad * bucket * buckets, units if stage == 3 else 0, grad_shard)
 
     def _chunks(self, elems: int, shares: int) -> Iterator[tuple[int, int]]:
-        """Yields (elements, number of chunks) of a rank, for full buckets and for the last."""
+        """Yields (elements, number of chunks) of a rank for full buckets, and for the last one."""
         bucket = self.largest_bucket
         whole, rest = divmod(elems, bucket) if bucket else (0, 0)
         for size, count in ((bucket, whole), (rest, 1)):
@@ -666,7 +666,7 @@ class Training:
         Args:
             stage: 0 to 3.
             bandwidth: 1e9 bytes/s that a rank sends to the ranks of its node.
-            network: 1e9 bytes/s that a rank sends to other nodes while all its node's ranks do.
+            network: 1e9 bytes/s that a rank sends to other nodes while all ranks of its node send.
             latency_us: microseconds from the end of a message between nodes until the receiver
                 continues; the defaults are assumptions, which ``docs/scaling.md`` explains.
             message_us: microseconds that a message occupies the network in addition to its bytes.

@@ -48,7 +48,7 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
             means 30 minutes).
 
     Raises:
-        ArgumentError: the model has no sharding FSDP2 module, or a module is plugged already, or
+        ArgumentError: the model has no FSDP2 module that shards, or a module is plugged already, or
             ``options`` are given for a group that already has a communicator.
         UnsupportedError: ranks of a group run on several machines; the message names two. A rank
             that gets the error from another rank raises RendezvousError with the same text.
@@ -58,7 +58,7 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
     if not found:
         raise ArgumentError(
             "fsdp2.plug: expected a model with modules that fully_shard() has sharded, got a "
-            f"{type(model).__name__} without; call fully_shard(model) first"
+            f"{type(model).__name__} without one; call fully_shard(model) first"
         )
     for name, param_group in found:
         if any(isinstance(comm, _OnHeap) for comm in _comms(param_group).values()):
@@ -186,7 +186,7 @@ class _Connections:
         self._users.add(user)
 
     def release(self, user: _OnHeap) -> None:
-        """Removes a plug point; the removal of the last closes the communicators built here."""
+        """Removes a custom collective; with the last one, closes the communicators built here."""
         self._users.discard(user)
         if not self._users:
             self.close()
@@ -202,7 +202,7 @@ class _OnHeap(Comm):
 
     Args:
         connections: the communicators of the plugged model.
-        before: FSDP2's object that was at the plug point before.
+        before: FSDP2's own object, which unplug() restores.
     """
 
     def __init__(self, connections: _Connections, before: Comm) -> None:

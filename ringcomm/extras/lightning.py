@@ -145,7 +145,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         """Shards the module, and for ``fit()`` makes it configure its optimizer."""
         if self._layer_sync:
             raise UnsupportedError(
-                "RingcommStrategy: sync_batchnorm=True: torch's needs CUDA and a group of its own; "
+                "RingcommStrategy: sync_batchnorm=True: torch's layer needs CUDA and a group; "
                 "call ringcomm.zero.convert_sync_batchnorm() in configure_model()"
             )
         for callback in trainer.callbacks:
@@ -199,7 +199,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         if len(self.optimizers) != 1:
             raise UnsupportedError(
                 f"RingcommStrategy: configure_optimizers: expected one optimizer, got "
-                f"{len(self.optimizers)}: one steps all trainable parameters of a sharded module"
+                f"{len(self.optimizers)}: one optimizer steps all parameters of a sharded module"
             )
         # Prepare now, so that the optimizer owns the shards, and not Lightning's wrapper of it.
         self._optimizer().prepare()
@@ -222,15 +222,15 @@ class RingcommStrategy(_strategies.DDPStrategy):
         return self._step("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's step, as :meth:`training_step`."""
+        """Calls the module's step, like :meth:`training_step`."""
         return self._step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's step, as :meth:`training_step`."""
+        """Calls the module's step, like :meth:`training_step`."""
         return self._step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's step, as :meth:`training_step`."""
+        """Calls the module's step, like :meth:`training_step`."""
         return self._step("predict_step", args, kwargs)
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -101,8 +101,8 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """An ``nn.Linear`` layer whose input features are divided over W ranks.
 
-    Maps its features of all tokens [W n, in / W] or [batch, W n, in / W] to all features of this
-    rank's tokens [..., n, out]. :func:`parallelize` makes it from a linear layer.
+    Maps this rank's features of all tokens [W n, in / W] or [batch, W n, in / W] to all features of
+    this rank's tokens [..., n, out]. :func:`parallelize` makes it from a linear layer.
     """
 
     group: Communicator
@@ -119,16 +119,15 @@ def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
     if input.size(-1) != features:
         raise ArgumentError(
             f"{type(layer).__name__}({layer.extra_repr()}): expected {features} features on this "
-            f"rank, got {input.size(-1)}. After a layer that is {COLUMN!r} comes one that is "
-            f"{ROW!r}, and before {ROW!r} one that is {COLUMN!r}; heads must name all attributes "
-            "that count heads"
+            f"rank, got {input.size(-1)}. A layer that is {ROW!r} must follow each that "
+            f"is {COLUMN!r}, and only such a layer; heads must name all attributes that count heads"
         )
 
 
 class _OnTokens(nn.Module):
     """A module that works on a rank's tokens, so that its gradients are partial sums.
 
-    In its forward its parameters are local tensors.
+    During its forward its parameters are local tensors.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +166,8 @@ def parallelize(
     Args:
         model: a model whose parameters are not DTensors; they may be on the meta device.
         plan: maps names of modules, as in ``named_modules()``, to one of ``KINDS``; a ``*`` matches
-            any characters of one part of a name. A module that is not named has the kind of the
-            nearest named module around it. Every module with parameters must have a kind.
+            any characters between two dots. A module that is not named has the kind of the nearest
+            named module around it. Every module with parameters must have a kind.
         mesh: a mesh of one dimension, such as ``mesh["tp"]``.
         heads: maps names of modules to the names of their attributes that count heads; each such
             attribute is divided by the number of ranks.
@@ -382,7 +381,7 @@ class _Region:
         self.tokens: torch.Size | None = None
 
     def watch(self, found: _ParallelPlan) -> None:
-        """Hooks the modules that are "whole", and the begin and the end of a forward."""
+        """Hooks the modules that are "whole", and the beginning and the end of a forward."""
         found.model.register_forward_pre_hook(self._forget)
         found.model.register_forward_hook(self._forget)
         for name, module in found.model.named_modules():
@@ -403,8 +402,8 @@ class _Region:
         if args[0].shape[:-1] == self.tokens:
             raise ArgumentError(
                 f"{_OPERATION}: {name!r}: expected a module that is {WHOLE!r} to be called before "
-                f"{SPLIT!r} or after {GATHER!r}, got a call with a rank's tokens, so that no rank "
-                f"would sum its partial gradients; it is {SEQUENCE!r}"
+                f"{SPLIT!r} or after {GATHER!r}, got a call with a rank's tokens, whose partial "
+                f"gradients no rank would sum; make the module {SEQUENCE!r}"
             )
 
 

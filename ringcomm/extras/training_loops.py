@@ -57,14 +57,14 @@ def must_be_sharded(optimizer: Any, where: str) -> ShardedOptimizer:
     """Returns the optimizer, if it is a ringcomm optimizer.
 
     Raises:
-        ArgumentError: it is not a ringcomm optimizer.
+        ArgumentError: the optimizer is not a ringcomm optimizer.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
     raise ArgumentError(
         f"{where}: expected an optimizer of ringcomm.optim, got {type(optimizer).__name__}, which "
         "would step each rank alone: use ringcomm.optim.AdamW, or "
-        "ringcomm.optim.Sharded(torch.optim.SGD, parameters, ...) for any elementwise one"
+        "ringcomm.optim.Sharded(torch.optim.SGD, parameters, ...) for other elementwise optimizers"
     )
 
 
@@ -120,6 +120,6 @@ def writing(module: nn.Module) -> Iterator[None]:
 def next_number(folder: Path) -> int:
     """Returns the number of the next checkpoint in a folder, the same on all ranks.
 
-    Ranks get equal numbers: a checkpoint is complete only after all ranks have called this.
+    Ranks get equal numbers: no checkpoint becomes complete before all ranks have called this.
     """
     return (Checkpoints(folder).latest() or 0) + 1

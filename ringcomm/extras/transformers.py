@@ -39,8 +39,8 @@ class ZeroTrainer(_trainer.Trainer):
     Args:
         args: all positional arguments of ``Trainer``.
         stage: stage of ZeRO, 0 to 3.
-        zero_options: options of the sharding, including precision, instead of ``bf16`` and
-            ``fp16``.
+        zero_options: options of the sharding, including precision, which replaces ``bf16`` and
+            ``fp16`` of ``args``.
         optimizer_options: options of the optimizer.
         settings: all keyword arguments of ``Trainer``.
 
@@ -78,7 +78,7 @@ class ZeroTrainer(_trainer.Trainer):
         if self.optimizer is not None:
             if not is_sharded(module):
                 raise ArgumentError(
-                    "ZeroTrainer: optimizers: expected None, or one on parameters of a model that "
+                    "ZeroTrainer: optimizers: expected None, or an optimizer of a model that "
                     "ringcomm.zero.shard() has sharded before"
                 )
             return self.optimizer

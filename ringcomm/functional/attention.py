@@ -7,7 +7,7 @@ whole sequence:
 * :func:`ring_attention` takes W steps. In each step a rank's queries attend to the keys and values
   of one rank, while the previous rank sends it the next keys and values. Partial results are merged
   by their log-sum-exp, so a rank holds at most two ranks' keys and values. In forward a rank sends
-  W - 1 blocks of keys and values; in backward it sends as many again, and W FP32 gradients of them.
+  W - 1 blocks of keys and values; in backward it sends W - 1 blocks and W blocks of FP32 gradients.
 * :func:`ulysses_attention` uses two all-to-alls, which exchange tokens for heads: each rank
   computes some heads of the whole sequence. A rank sends (W - 1) / W of its queries, keys, values
   and results. W must divide the number of heads.
@@ -144,7 +144,7 @@ def ulysses_attention(
     """Computes the attention of :func:`ring_attention` by two all-to-alls of tokens and heads.
 
     Args:
-        query: [batch, heads, n, dim]; n tokens on every rank, heads that the world size divides.
+        query: [batch, heads, n, dim]; n tokens on every rank; the world size divides heads.
         key: [batch, key heads, n, dim]; the number of key heads divides the number of heads. If
             there are fewer key heads than ranks, their number must divide the world size.
         value: as ``key``.
@@ -165,8 +165,8 @@ def ulysses_attention(
     key, value = (_for_all_ranks(world_size, each) for each in (key, value))
     if query.size(1) % world_size or key.size(1) % world_size:
         raise ArgumentError(
-            f"{_head('ulysses_attention', spec)}: expected heads and key heads that {world_size} "
-            f"ranks divide, got {query.size(1)} and {key.size(1)}; use ring_attention"
+            f"{_head('ulysses_attention', spec)}: expected multiples of {world_size} heads and key "
+            f"heads, got {query.size(1)} and {key.size(1)}; use ring_attention"
         )
     tokens = query.size(2)
     heads = [each.size(1) // world_size for each in (query, key, value)]
@@ -248,7 +248,7 @@ def _checked(
                 f"{head}: {name}: expected a tensor [batch, heads, tokens, dim], got {got!r:.80}"
             )
         if not tensor.is_floating_point():
-            raise ArgumentError(f"{head}: {name}: expected floating-point numbers: {tensor.dtype}")
+            raise ArgumentError(f"{head}: {name}: expected floating point, not {tensor.dtype}")
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ArgumentError(
                 f"{head}: {name}: expected {query.dtype} on {query.device} as the query, got "
@@ -331,9 +331,9 @@ class _TokenRange(NamedTuple):
 def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | None:
     """Returns which keys of rank ``owner`` this rank's queries attend to; None for no keys.
 
-    In zigzag order this rank has chunks r and 2 W - 1 - r. The first chunk of a lower rank is
-    before all queries here, which attend to it; the second is after all of them. Both chunks of a
-    higher rank are between the two chunks here, so only the second chunk's queries attend to them.
+    In zigzag order this rank has chunks r and 2 W - 1 - r. All queries here attend to the first
+    chunk of a lower rank, which is earlier, and none to its second, which is later. Both chunks of
+    a higher rank are between this rank's two, so only queries of the second attend to them.
     """
     everything = slice(0, tokens)
     rank, half = form.comm.rank, tokens // 2
@@ -347,7 +347,7 @@ def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | No
 
 
 def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
-    """Starts a send to the next rank; the result awaits and returns the previous rank's tensor."""
+    """Starts a send to the next rank; the returned function receives the previous rank's tensor."""
     came = torch.empty_like(tensor)
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     works = batch_isend_irecv(
@@ -488,7 +488,7 @@ register(
 )
 
 
-# The all-to-alls of ulysses_attention do not know its options, so an operator compares them.
+# The all-to-alls of ulysses_attention do not get its options, so another operator compares these.
 
 
 def _same_options(query: Tensor, *form: Any) -> Tensor:
@@ -560,8 +560,8 @@ def _attend(
 def _check_device(query: Tensor) -> None:
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
-            f"functional.ring_attention: expected bfloat16 or float16 on {query.device}, for which "
-            f"torch has flash attention there, got {query.dtype}"
+            f"functional.ring_attention: expected bfloat16 or float16, for which torch has flash "
+            f"attention on {query.device}, got {query.dtype}"
         )
 
 

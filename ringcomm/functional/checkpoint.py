@@ -63,8 +63,8 @@ def partitioned_checkpoint(
     if group is None:
         raise ArgumentError(
             f"{_OPERATION}: group: expected the tensor-parallel ranks, such as mesh['tp'], which "
-            "have the same activations, got None. Data-parallel ranks have different ones, which "
-            "cannot be divided: use torch.utils.checkpoint there"
+            "have the same activations, got None. Data-parallel ranks have different "
+            "activations, which cannot be divided: use torch.utils.checkpoint there"
         )
     comm = communicator_of(group, _OPERATION)
     refuse_transforms(_OPERATION, _WITHOUT_TRANSFORMS, *args)

@@ -101,7 +101,7 @@ def register(
     derivatives: Derivatives | None,
     batching: Batching | None = None,
 ) -> None:
-    """Makes ``kernel`` an operator whose calls keep their order; see NOTE [Ranks stay in step].
+    """Makes ``kernel`` an operator, whose calls keep their order in graphs on all ranks.
 
     Args:
         name: name of the operator in ``torch.ops.ringcomm``.
@@ -130,7 +130,7 @@ def register(
     registered.append(name)
 
 
-# ---- derivatives; see NOTE [Forward mode] -------------------------------------------------------
+# ---- derivatives, in backward and forward mode --------------------------------------------------
 
 
 # torch has a single level of dual numbers, 0; nested transforms share it.
@@ -196,7 +196,7 @@ def _below_autograd(operator: Any, keyset: Any, inputs: Sequence[Any]) -> Any:
 def _function(operator: Any, derivatives: Derivatives) -> Any:
     """Returns the autograd function of an operator.
 
-    Its last argument is a pair: the set of dispatch keys, and whether an input has a tangent.
+    Its last argument is a pair: the set of dispatch keys, and True if an input has a tangent.
     """
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -305,7 +305,7 @@ def _stacked(operator: Any, samples: Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(samples))
 
 
-# ---- order in inductor; see the NOTE ------------------------------------------------------------
+# ---- order in inductor: calls stay in the order of the program on all ranks ----------------------
 
 
 @cache
@@ -373,7 +373,7 @@ DEFAULT = ""
 _OF_TORCH = "torch.distributed "
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Key, rank and world size. A tuple: dynamo takes it as a constant in every version of torch.
+# Key, rank and world size: a tuple, which every version of dynamo takes as a constant.
 GroupSpec = tuple[str, int, int]
 
 _holders: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
@@ -408,7 +408,7 @@ def group_spec_of(group: Any, operation: str) -> GroupSpec:
     """Returns the key, rank and world size of ``group`` for a graph; traceable.
 
     Raises:
-        ArgumentError: this rank is not in the group, or it is not a group of ringcomm.
+        ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.
         RingcommError: there is no default group.
     """
     if not torch.compiler.is_compiling():
@@ -554,7 +554,7 @@ def named(operation: str) -> str:
 
 
 def _expect(holds: bool | torch.SymBool, otherwise: str) -> None:
-    """Raises unless a condition holds; its sizes may be symbols, which kernels' checks refuse."""
+    """Raises unless a condition holds; its sizes may be symbols, unlike in kernels' checks."""
     torch._check(holds, lambda: otherwise)  # type: ignore[no-untyped-call]
 
 
@@ -706,7 +706,7 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 # gradients need no special case. Each rank multiplies the gradient it receives by its own factor.
 #
 # The operators are linear. So in forward mode the tangents of the ranks' inputs pass through the
-# collective of the values, with the same op and factor. See NOTE [Tangents on all ranks].
+# collective of the values, with the same op and factor; all ranks must then have tangents.
 
 LINEAR = ("SUM", "AVG", PREMUL_SUM)
 # The operators, for calls in backward.
@@ -891,7 +891,7 @@ def all_to_all(
     Args:
         tensor: [n, ...], of one dtype and row shape on all ranks; any strides.
         output_splits: the number of rows from each rank; None means equal numbers, and needs
-            ``input_splits=None``, since the rows a rank sends do not determine those it receives.
+            ``input_splits=None``, since sent rows do not determine received rows.
         input_splits: the number of rows to each rank, with the sum n; None means equal numbers.
         group: a Communicator, process group of the backend or mesh; None means the default group.
 
@@ -940,7 +940,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
 
 
 def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[str, int]:
-    """Checks a call as far as no shape is needed; returns the group's key and world size.
+    """Makes the checks of a call that need no shape; returns the group's key and world size.
 
     Args:
         function: the public function that is called.

@@ -8,13 +8,13 @@ Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matr
   rank's n rows of the sum over all ranks. On the host it computes the products in the heap, where
   the peers read them.
 
-Each function computes the other's gradient with respect to the rows. :func:`_weight_gradient`
-computes the gradient of the weights; the two functions compute the gradients of this gradient. On
-several nodes and on devices the collectives of ``ringcomm.functional`` are used instead.
+Each function computes the gradient of the other for the rows. :func:`_weight_gradient` computes the
+gradient of the weights; the two functions compute the gradients of this gradient. On several nodes
+and on devices the collectives of ``ringcomm.functional`` are used instead.
 
-Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
-Deep Learning Models" (ASPLOS 2023), has the decomposition by ranks; Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (2022, arXiv:2205.05198), the layers.
+Sources: decomposition by ranks: Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition in Large Deep Learning Models" (ASPLOS 2023); layers: Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022, arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Tensor = torch.Tensor
 
 
 def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
-    """Returns this rank's part of a sequence that is equal on all ranks; gathers the gradients.
+    """Returns this rank's part of a sequence that is equal on all ranks; backward gathers.
 
     Args:
         tensor: [..., world_size * n, k], equal on all ranks.
@@ -172,14 +172,14 @@ Bias = Tensor | None
 # the same: reading was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 #
 # A rank's rows of at least READ_FROM_BYTES are read in place; smaller ones are gathered. In place,
-# each rank's product packs the weights again. Compared to all-gather and one product, this was 0.6
-# to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to 1.13 at 4 MiB
-# with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and
-# 1.6 to 1.8 at 16 MiB, where a gathered copy needs new pages.
+# each rank's product packs the weights again. Compared to all-gather and one product, reading in
+# place was 0.6 to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to
+# 1.13 at 4 MiB with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as
+# the copy) and 1.6 to 1.8 at 16 MiB, where a gathered copy needs new pages.
 READ_FROM_BYTES = 4 << 20
-# Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to product and
-# reduce-scatter this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2
-# MiB, 1.0 to 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
+# Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to products outside of
+# it, this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0 to
+# 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
 # With at least ROWS_OF_A_PRODUCT rows, each sequence of a batch and each rank has its own product;
 # with fewer, one product of the batch is computed and then copied.
@@ -322,7 +322,7 @@ def _product_into(out: Tensor, rows: Tensor, weight: Tensor, bias: Bias) -> None
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Bias, out: Tensor) -> None:
-    """Writes the product to ``out``, whose sequences, but not the whole batch, are contiguous."""
+    """Writes the product to ``out``, where each sequence is contiguous, but not the whole batch."""
     if rows.dim() == 2:
         _product_into(out, rows, weight, bias)
     elif rows.size(-2) < ROWS_OF_A_PRODUCT:

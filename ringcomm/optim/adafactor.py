@@ -3,12 +3,12 @@
 The update of an element needs sums over its row, its column and the whole parameter, so each
 parameter has an owner (``optim/muon.py``). The state of an m x n matrix is m + n numbers, few
 compared to its m n elements. So every rank keeps the whole state, and a single rank can save and
-load it. The state of a parameter that is not a matrix, such as a bias, is its variance.
+load it. The state of a parameter that is not a matrix, such as a bias, is a variance per element.
 
-W ranks that share the state exchange W buckets at a time, so that each rank owns about one bucket:
-a step needs memory for two float32 buckets in addition to one bucket of gradients. If several ranks
-have pieces of a parameter, 12 bytes per element are sent: the gradient and the value to the owner,
-and the new value back.
+The W ranks divide the updates. They exchange W buckets at a time, so that each rank owns about one
+bucket; a step needs memory for two float32 buckets in addition to one bucket of gradients. If
+several ranks have pieces of a parameter, 12 bytes per element are sent: the gradient and the value
+to the owner, and the new value back.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
 def take_step(
     value: Tensor, grad: Tensor, kept: Mapping[str, Tensor], step: float, group: Group
 ) -> None:
-    """Steps one whole parameter in place, by the operations of ``torch.optim.Adafactor``.
+    """Steps one whole parameter in place, with the operations of ``torch.optim.Adafactor``.
 
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
     with torch's meaning of lr and eps.
@@ -115,7 +115,7 @@ class AdafactorRule(TensorRule):
         self.groups: Sequence[Group] = ()
         #: The parameters, by bucket number.
         self.params: dict[int, list[OwnedParam]] = {}
-        #: True if every rank keeps the whole state, as at stage 0.
+        #: True if every rank updates everything, as at stage 0.
         self.is_replicated = False
         self._kept: dict[int, dict[str, Tensor]] = {}
         # Buckets that wait for their exchange, by number, with their gradients: [chunk elements].
@@ -204,7 +204,7 @@ class AdafactorRule(TensorRule):
             self._update_waiting(run)
 
     def _owning(self, run: TensorBackend) -> Communicator | None:
-        """Returns the ranks that divide the updates; None at stage 0: every rank updates all."""
+        """Returns the ranks that divide the updates; None at stage 0, where each rank makes all."""
         return None if self.is_replicated else run.sharers
 
     def _update_waiting(self, run: TensorBackend) -> None:
@@ -272,15 +272,15 @@ class Adafactor(ShardedOptimizer):
     """Adafactor, which keeps one row and one column of moments per matrix; ranks share the work.
 
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
-    as in ``torch.optim.Adafactor``. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
-    :class:`ringcomm.optim.AdamW`.
+    as in ``torch.optim.Adafactor``. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh``
+    like :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; of any shape.
         lr: upper bound of the relative step.
         beta2_decay: exponent of the step number in the second moment's weight.
-        eps: two numbers: the lower bound of the second moment's root (None means the machine
-            precision of float32), and of a parameter's root mean square, which scales its step.
+        eps: two lower bounds: of the second moment's root (None means the machine precision of
+            float32), and of a parameter's root mean square, by which its step is scaled.
         d: root mean square above which an update is scaled down.
         weight_decay: a step multiplies each parameter by 1 - lr * weight_decay.
         foreach: accepted and ignored: the results have the bits of foreach=False.

@@ -35,7 +35,7 @@ class AdamW(ShardedOptimizer):
         differentiable: must be False.
         fused: see ``foreach``.
         comm: the ranks that share the work: a Communicator, a ProcessGroup of
-            ``torch.distributed`` or a one-dimensional DeviceMesh. None takes ringcomm's default
+            ``torch.distributed`` or a one-dimensional DeviceMesh. None means ringcomm's default
             group, else the default group of ``torch.distributed``, else this rank alone. "alone"
             means this rank alone even if groups exist: use it with DDP, which reduces gradients.
         options: options that torch's optimizer does not have.
@@ -188,14 +188,14 @@ class SGD(ShardedOptimizer):
 
     Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
     2013. The results have the bits of ``torch.optim.SGD`` with ``foreach=False`` on a CPU with
-    AVX2. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` as
+    AVX2. It takes ``comm``, ``options``, ``loss_scaler`` and ``mesh`` like
     :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks.
         lr: learning rate; a tensor of one element is read on its device at each step.
         momentum: decay of the momentum; 0 for no momentum, which takes no memory.
-        dampening: fraction of each gradient after the first that is not added to the momentum.
+        dampening: fraction of a gradient that the momentum leaves out, except at the first step.
         weight_decay: a step adds weight_decay times the parameter to the gradient.
         nesterov: use Nesterov's momentum.
         maximize: maximize the objective.
@@ -251,7 +251,7 @@ class Lion(ShardedOptimizer):
     Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2. A step
     moves each element by lr, however large its gradient is. Compared to AdamW, the paper divides lr
     by 3 to 10, and multiplies weight decay by 3 to 10. It takes ``comm``, ``options``,
-    ``loss_scaler`` and ``mesh`` as :class:`ringcomm.optim.AdamW`.
+    ``loss_scaler`` and ``mesh`` like :class:`ringcomm.optim.AdamW`.
 
     Args:
         params: as torch takes them; float32, bfloat16 or float16, equal on all ranks.

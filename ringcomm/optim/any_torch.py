@@ -1,9 +1,9 @@
-"""Shards any elementwise torch optimizer: a trial of its class, its state, and its step.
+"""Shards any elementwise torch optimizer: tries its class, keeps its state, and steps shards.
 
 An optimizer can be sharded if the update of an element depends only on the element's value, its
 gradients, and numbers that are equal for all elements, such as the step. A class does not declare
-this. So a *trial* steps a small parameter with one instance of the class, and pieces of the same
-parameter with an instance each; the pieces must end with the bits of the whole parameter.
+whether this holds. So a *trial* steps a small parameter with one instance of the class, and pieces
+of a copy with one instance each; the pieces must end with the bits of the whole parameter.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Trial:
         return {name: value for name, value in state.items() if value is not None}
 
     def complaint(self) -> str:
-        """Returns a change by the instance that cannot be sharded; "" if it made no such change."""
+        """Describes a change by the steps that cannot be sharded; "" if there was none."""
         if self.param.data_ptr() != self._address:
             return "it replaces a parameter's memory by another tensor"
         if any(key is not self.param for key in self.optimizer.state):
@@ -153,7 +153,7 @@ class Trial:
 
 
 def try_class(made: OptimizerClass, hyper: Group, device: torch.device) -> StateKinds:
-    """Runs the trial of a class with some hyper-parameters; returns the kinds of its state.
+    """Runs the trial of a class with given hyper-parameters; returns the kinds of its state.
 
     Args:
         made: the class.
@@ -369,7 +369,7 @@ class Instance:
         groups: param groups of the whole optimizer.
         segments: the segments of parameters.
         values: float32 [chunk elements], the parameters or their masters, which steps change.
-        moment: returns by name the flat tensor of a state: float32 [chunk elements].
+        moment: returns the flat tensor of the state with a given name: float32 [chunk elements].
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class Instance:
         self._keep()
 
     def _keep(self) -> None:
-        """Replaces state tensors that the instance has made by copies in the flat tensors."""
+        """Moves the state tensors that the instance has made into the flat tensors."""
         for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
             state = self._optimizer.state.get(param, {})
             for name, value in state.items():
@@ -429,7 +429,7 @@ class Instance:
                 if not isinstance(value, Tensor) or value.shape != param.shape:
                     raise UnsupportedError(
                         f"optimizer.step: {name_of(self._tried.kind)} keeps {name!r}, which it did "
-                        "not keep when tried, and which is not a tensor of its parameter's shape"
+                        "not keep in its trial, and which is not a tensor of its parameter's shape"
                     )
                 views[name] = self._view(segment, name).copy_(value)
                 state[name] = views[name]
@@ -449,7 +449,7 @@ class Instance:
         return found
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        """Continues from the states of all parameters, whose elements are in the flat tensors.
+        """Continues from loaded states of all parameters; the flat tensors have the elements.
 
         A parameter without state gets the initial state that the class makes.
         """
@@ -471,7 +471,7 @@ class Instance:
 # ---- ``Sharded``: instances of any elementwise optimizer's class step the shards ----------------
 
 
-# Options whose other values need AdamW's kernels, and the values that ``Sharded`` accepts.
+# ``Sharded`` accepts only these values of these options: other values need AdamW's kernels.
 _OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
 
 
@@ -499,7 +499,7 @@ class TorchRule(TensorRule):
         self.name = name_of(made.kind)
         self._tried = TriedClass(made)
         self._device = torch.device("cpu")
-        # Instances by the key of a bucket or piece; _bare steps parameters without elements here.
+        # Instances by the key of a bucket or piece; _bare steps parameters without local elements.
         self._instances: dict[tuple[int, int], Instance] = {}
         self._bare: Instance | None = None
         self._buckets: Sequence[Bucket] = ()
@@ -571,7 +571,7 @@ class TorchRule(TensorRule):
             if segments:
                 made = self._instances[bucket.key] = self._instance(groups, bucket, segments)
                 made.take_states(states)
-        # Every rank counts the steps of parameters of which it has no elements.
+        # Every rank also counts the steps of parameters whose elements are all on other ranks.
         bare = [
             ChunkSegment(index, spec.group)
             for index, spec in enumerate(layout.params)

@@ -57,16 +57,16 @@ class StepTable:
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
         factors: uint8 [params, bytes]: factors that the kernels compute from the other tensors.
-        told: float64 [params], on the host [params + 2]: the maximum of ``active`` over all ranks;
-            on the host then the maxima of the hyper-parameters' digest and of its negative: see
-            NOTE [Hyper-parameters are compared at each step].
+        told: float64 [params]: the maxima of ``active`` over all ranks. On the host float64 [params
+            + 2], also with the maxima of the hyper-parameters' digest and of its negative; see NOTE
+            [Hyper-parameters are compared at each step].
 
     NOTE [Hyper-parameters are compared at each step]
     Ranks with different hyper-parameters would step their shards differently, and no kernel would
     notice. So a digest and its negative are reduced together with ``active``: their maxima add up
-    to 0 exactly if the ranks' digests are equal. The digest also covers the bound of a norm. A rank
-    that refuses the step sends infinity, so that the other ranks do not wait for it. On a GPU the
-    ranks do not compare, since reading the maxima would wait for the device.
+    to 0 exactly if the ranks' digests are equal. The digest also covers the bound of a clipped
+    norm. A rank that refuses the step sends infinity, so that the other ranks do not wait for it.
+    On a GPU the ranks do not compare, since reading the maxima would wait for the device.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Backend(ABC):
     """
 
     #: True if an update needs several buckets, so that it may happen in :meth:`end`. The backend
-    #: then loads parameters that are not in memory itself.
+    #: then itself loads parameters that are not in memory.
     defers = False
 
     def __init__(
@@ -180,7 +180,7 @@ class Backend(ABC):
         return
 
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates the chunk that this rank keeps state for; calls no other rank.
+        """Updates the chunk that this rank keeps state for, without any other rank.
 
         Args:
             bucket: bucket whose parameters are written.
@@ -271,7 +271,7 @@ class StagePlan(ABC):
         return
 
     def begin(self, table: StepTable) -> None:
-        """Begins the updates of a step, for which ``table`` has the numbers."""
+        """Begins the updates of a step, whose numbers are in ``table``."""
         self.backend.begin(table)
 
     def end(self) -> None:
@@ -315,12 +315,12 @@ class StagePlan(ABC):
 
 
 class OwnPlan(StagePlan):
-    """The plan if every rank has all parameters and all its gradients, as at stage 1.
+    """The plan for ranks that have all parameters and all their own gradients, as at stage 1.
 
     Args:
         backend: updates the buckets.
-        reducer: reduces gradients; None takes the backend's reducer. A world of one does not use
-            the backend's reducer.
+        reducer: reduces gradients; None means the backend's reducer, which a world of one does not
+            use.
         rounded: maps the parameters' dtype to the 16-bit dtype of their reduced gradients; None to
             keep reduced gradients in float32.
     """
@@ -392,7 +392,7 @@ def shard_of(
     tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
-        # FP32 parameters: the kernel updates the masters as parameters; gathering quantizes them.
+        # FP32 parameters have masters if they are sent quantized. The kernel updates the masters.
         before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
         params_ptr, master = master.data_ptr() - before_bytes, None
 
@@ -529,13 +529,13 @@ class DeviceBackend(Backend):
     The kernels run in the communicator's order of calls, on the caller's current stream.
 
     Args:
-        comm: communicator of the device; a world of one has one as well.
+        comm: communicator of the device; even a world of one needs a communicator.
         options: options of the optimizer.
         table: table of the optimizer.
         moments: see :func:`shard_of`.
-        quantized_state: True if moments are quantized to 8 bits. Fused with a collective, their
-            update would need more registers than a GPU thread has and spill to local memory, so
-            reduction, update and gathering are then separate calls.
+        quantized_state: True if moments are quantized to 8 bits. Their update, fused with a
+            collective, would need more registers than a GPU thread has and spill to local memory,
+            so reduction, update and gathering are then separate calls.
     """
 
     def __init__(
@@ -583,7 +583,7 @@ class DeviceBackend(Backend):
     def begin(self, table: StepTable) -> None:
         known, memory = self._prepare, self._memory
         if memory.reached_bytes < memory.committed_bytes:
-            # Peers read this rank's buckets in place, and write parameters into them.
+            # Peers must have mapped this rank's buckets, which they read and write in place.
             self._engine.device_core.await_peers("step")
         if known is None:
             run = methodcaller("prepare_adamw", self._table.data_ptr())
@@ -698,7 +698,7 @@ class TritonReducer(Reducer):
         self._triton = triton
         self._comm = comm
         self._op = op
-        # Maps an output's address to a tensor: the addresses that kernels read, then norm words.
+        # Maps an output's address to a tensor for the kernels: two addresses, then norm words.
         self._descriptors: dict[int, Tensor] = {}
 
     def forget(self) -> None:
@@ -762,9 +762,9 @@ class TritonReducer(Reducer):
 
 
 class TritonBackend(Backend):
-    """Updates buckets by AdamW in Triton's kernels.
+    """Updates buckets with Triton's kernels for AdamW.
 
-    The kernels run on the caller's thread, or with a communicator in its order of calls.
+    Without a communicator the kernels run on the caller's thread, else in its order of calls.
 
     Args:
         comm: the communicator, or None for a world of one on the host.

@@ -41,7 +41,7 @@ _LEAST_EXPONENT = 36
 _NOT_FINITE = 255 - _LEAST_EXPONENT
 _WORD = (1 << 32) - 1
 
-#: A value for random bits that rounds to nearest, and ties to the larger magnitude.
+#: The value in place of random bits that rounds to nearest, ties to the larger magnitude.
 TO_NEAREST = 1 << (_CUT_BITS - 1)
 
 
@@ -50,7 +50,7 @@ class MomentFormat:
     """The 8-bit number format of a moment.
 
     Attributes:
-        below: number of exponents of normal numbers below the exponent of the quantization block.
+        below: the exponent of the quantization block minus that of the smallest normal number.
         signed: True if a value has a sign, its highest bit.
     """
 
@@ -206,10 +206,10 @@ def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
 class OutsideWrites:
     """Detects in-place writes to parameters between steps, and copies them to the masters.
 
-    A step stores the rounded masters in the parameters. Without this class it would silently undo a
-    ``load_state_dict()`` of the module. A write is detected if it changes a parameter's version;
-    writes through ``.data`` do not. Under stochastic rounding masters are not updated, since the
-    values do not show which elements were written.
+    A step stores the rounded masters in the parameters. Without this class a step would silently
+    undo a ``load_state_dict()`` of the module. A write is detected if it changes a parameter's
+    version; a write through ``.data`` does not. Under stochastic rounding masters do not follow
+    writes, since the values do not show which elements were written.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class OutsideWrites:
         followed_params = [
             params[each.param] for bucket in followed for each in bucket.layout.segments
         ]
-        # Parameters that are in no group, and their masters, are in the same buckets.
+        # Buckets also have parameters that are in no group, and the masters of these.
         followed_params += left_out if followed else []
         # A write to a local tensor does not change the version of its DTensor.
         self._params = with_local(followed_params)
@@ -259,7 +259,7 @@ class OutsideWrites:
                     self._versions[at] += 1
 
     def take_over(self) -> None:
-        """After writes to parameters, sets masters that do not round to them to the parameters."""
+        """If parameters were written to, copies them to the masters that do not round to them."""
         versions = self._read()
         if versions != self._versions:
             for bucket in self._buckets:
@@ -269,21 +269,21 @@ class OutsideWrites:
 
 # ---- Parameters that nodes exchange in quantized form, and their FP32 masters -------------------
 # NOTE [Quantized parameters] With ``Compression(parameters=)`` every rank, including the rank that
-# updates a parameter, computes with its quantized FP32 master: dequantized, and then rounded to the
-# parameter's dtype. So all nodes have equal bits, whichever rank updates. As in mixed precision the
-# parameters are rounded masters, but blocks of 128 elements, counted from the bucket's begin, are
-# quantized together. Chunks begin at block boundaries, so the rounding does not depend on the world
-# size. Quantizing dequantized values again would change them, so the masters are kept for as long
-# as the module is sharded. They are in ``ParamBucket.wide``, which is also the master in an
-# optimizer's state.
+# updates a parameter, computes with the parameter's FP32 master after it was quantized,
+# dequantized, and rounded to the parameter's dtype. So all nodes have equal bits, whichever rank
+# updates. As in mixed precision the parameters are rounded masters, but blocks of 128 elements,
+# counted from the bucket's beginning, are quantized together. Chunks begin at block boundaries, so
+# the rounding does not depend on the world size. Quantizing dequantized values again would change
+# them, so the masters are kept for as long as the module is sharded. They are in
+# ``ParamBucket.wide``, which is also the master in an optimizer's state.
 #
 # Masters follow outside writes to parameters: a master whose dequantized value differs from its
-# parameter is set to the parameter. The block is then quantized again, which changes its other
-# elements if its largest element has changed.
+# parameter is set to the parameter. The master's block is then quantized again, which changes its
+# other elements if its largest element has changed.
 
 
 def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
-    """Quantizes FP32 numbers, in blocks from the first number on, and dequantizes them.
+    """Returns FP32 numbers after quantizing (in blocks from the first on) and dequantizing them.
 
     Args:
         wide: float32, contiguous, on the CPU.
@@ -446,12 +446,12 @@ class ShardState:
 
 
 def heap_device_of(comm: Communicator | None) -> torch.device:
-    """Returns the heap device for a communicator's buckets; the CPU without a communicator."""
+    """Returns the device whose heap holds a communicator's buckets; the CPU if it is None."""
     return torch.device("cpu") if comm is None else comm.heap_device
 
 
 class ParamHolder(Protocol):
-    """The owner of a rank's chunk of the parameters, which may at times be out of memory."""
+    """The owner of a rank's chunk of the parameters; the chunk is not always in memory."""
 
     @property
     def is_here(self) -> bool:
@@ -652,7 +652,7 @@ class Bucket:
         """Yields the pieces of the bucket one after the other, each with its state in memory.
 
         Without offload the only piece is the bucket itself. With offload a piece is a bucket whose
-        chunk is a part of this bucket's chunk; its state is in memory until the next piece's is.
+        chunk is a part of this bucket's chunk; its state stays in memory until the next piece.
 
         Args:
             begin: skip pieces that end at or before this element of the bucket.
@@ -678,7 +678,7 @@ class Bucket:
         """Returns a copy of the state of bucket elements [begin, end), all in this rank's chunk.
 
         Args:
-            name: name of a moment; or "master" for the FP32 masters, else the parameters.
+            name: name of a moment; or "master": the masters, or the parameters if there are none.
             begin: the first element.
             end: one after the last element.
 
@@ -827,10 +827,10 @@ class Bucket:
             )
 
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
-        """Sets the masters of bucket elements [begin, end), by default of all, to the parameters.
+        """Sets the masters of bucket elements [begin, end), by default all, to the parameters.
 
-        With quantized parameters, it instead sets all masters that do not yield their parameters,
-        inside and outside of [begin, end).
+        If parameters are quantized, the range is ignored: each master whose quantized value is not
+        its parameter is set to the parameter.
         """
         if self.compression is not None:
             self.follow_params()
@@ -853,7 +853,7 @@ class Bucket:
 def make_bucket(
     number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, device: torch.device
 ) -> Bucket:
-    """Makes a bucket on a heap device; every rank keeps all its parameters and gradients."""
+    """Makes a bucket in the heap on ``device``; every rank keeps all parameters and gradients."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
     params = zeros(layout.elems, dtype=layout.dtype, device=device)
     grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=device)
@@ -888,7 +888,7 @@ class Buckets(list[Bucket]):
         options: AdamWOptions,
         device: torch.device,
     ) -> Buckets:
-        """Makes all buckets of a layout, with new memory on a heap device.
+        """Makes all buckets of a layout, with new memory from the heap on ``device``.
 
         This rank keeps state for chunk ``shard_index``.
         """

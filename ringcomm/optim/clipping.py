@@ -2,9 +2,9 @@
 
 NOTE [What clipping writes]
 Clipping by the norm of the whole gradient writes no gradient: it yields one coefficient, by which
-the kernels of the step multiply. Clipping some parameters, or each element, writes to the reduced
-shards. The norm of some parameters is summed over a copy of a chunk that has zeros in place of the
-other parameters, so that the tiles of 512 elements are the same for every number of ranks.
+the step's kernels multiply the gradients. Clipping some parameters, or each element, writes to the
+reduced shards. The norm of some parameters is summed over a copy of a chunk that has zeros in place
+of the other parameters, so that the tiles of 512 elements are the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
         bound_of: returns the bound, or raises.
 
     Raises:
-        ArgumentError: the bound cannot be used; on a CPU on all ranks.
+        ArgumentError: the bound cannot be used; on a CPU all ranks raise.
         MismatchError: on a CPU, if the ranks have different bounds.
     """
     sharded.refuse_in_backward("clip_grad_norm_")
@@ -147,7 +147,7 @@ def clip_joint_norm(
     """Makes the next steps of all terms scale their gradients by one joint norm; collective.
 
     Args:
-        terms: the terms; all ranks of a stage share the first, whose messages report refusals.
+        terms: the terms. All ranks of a stage share the first, which reports a rank's refusal.
         stages: the ranks with other stages of the model, or None.
         bound_of: returns the bound, or raises.
 
@@ -242,8 +242,8 @@ def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormB
         Their norm before clipping.
 
     Raises:
-        ArgumentError: a parameter is not the optimizer's, or the bound cannot be used; on a CPU on
-            all ranks.
+        ArgumentError: a parameter is not the optimizer's, or the bound cannot be used; on a CPU all
+            ranks raise.
         MismatchError: on a CPU, if the ranks passed different arguments.
         UnsupportedError: Triton's kernels are used by several ranks.
     """
@@ -293,16 +293,16 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 
 
 def _check_step(sharded: ShardedStep, operation: str) -> None:
-    """Raises if the step cannot be taken, or cannot sum norms of gradients after writes to them."""
+    """Raises if the step cannot be taken, or cannot sum norms after gradients were written."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
     sharded.refuse_in_backward(name)
     sharded.refuse_if_partly_updated(name)
     sharded.check_hyper()
     if setting.options.kernels == "triton" and setting.world_size > 1:
         raise UnsupportedError(
-            f"{setting.where(name)}: among several ranks Triton's kernels sum a norm only while "
-            "they reduce, and clipping by value or of some parameters writes gradients after that; "
-            'use kernels="native"'
+            f"{setting.where(name)}: with several ranks, Triton's kernels sum a norm only during "
+            "the reduction, but clipping by value, or of only some parameters, changes gradients "
+            'after the reduction; use kernels="native"'
         )
 
 

@@ -26,10 +26,10 @@ Tensor = torch.Tensor
 
 
 #: A context in which torch does not call ``__torch_function__`` of the classes of sharded and
-#: resharded parameters. Each call takes 0.1 us per attribute.
+#: resharded parameters. Such a call takes 0.1 us for each attribute that is read.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
-#: Classes known not to be DTensors, since looking up an absent attribute is slow.
+#: Classes known not to be DTensors. The set spares slow look-ups of an absent attribute.
 TORCH_CLASSES: set[type] = {Tensor, torch.nn.Parameter}
 
 
@@ -63,7 +63,7 @@ def set_local(param: Tensor, local: Tensor) -> None:
 
 
 def apart(param: Tensor, view: Tensor) -> Tensor:
-    """Returns ``view``, for a DTensor with a storage of its own in the same memory.
+    """Returns ``view``; for a DTensor, as a tensor with its own storage in the same memory.
 
     Dynamo cannot trace two DTensors whose local tensors share a storage.
     """
@@ -188,7 +188,7 @@ def check_placements(param: Tensor, called: str) -> None:
         return
     if any(each is param for each in of_fully_shard()):
         raise ArgumentError(
-            f"{called}: expected a tensor that every rank of comm= has whole, got a "
+            f"{called}: expected a tensor that is not divided among the ranks of comm=, got a "
             f"{type(param).__name__} of fully_shard(), which shards it over the same ranks; use "
             "torch.optim for it, or ringcomm.zero.shard() in place of fully_shard()"
         )
@@ -228,7 +228,7 @@ def check_placements(param: Tensor, called: str) -> None:
 _GRAD: Any = torch._C.TensorBase.grad
 #: Returns the gradient that autograd accumulated on this rank, even if ``p.grad`` is overridden.
 grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-#: Sets what :func:`grad_of` returns.
+#: Sets the gradient that :func:`grad_of` returns.
 set_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
 
@@ -340,7 +340,7 @@ class MeshView:
         }
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """True if this rank represents its replicas in a sum over the mesh.
+        """True if a sum over the mesh counts this rank, the first of its replicas.
 
         Args:
             mesh_dims: the dimensions of the mesh along which the summed tensor is sharded.

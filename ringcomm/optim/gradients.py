@@ -78,7 +78,7 @@ class Gradients:
         self._buckets = buckets
         self._slots = [_slot(index, params[index], view) for index, view in buckets.grads.items()]
         self._slot_of = {slot.number: slot for slot in self._slots}
-        # All DTensors, even those of which this rank has no elements: other ranks may have some.
+        # All DTensors, even if this rank has none of their elements: other ranks may have some.
         self._distributed = [
             param
             for param, spec in zip(params, layout.params, strict=True)
@@ -101,7 +101,7 @@ class Gradients:
 
         Raises:
             ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
-                bucket, or was frozen when the buckets were laid out.
+                bucket, or has a gradient but was frozen when the buckets were laid out.
         """
         with without_torch_function():
             self._check()
@@ -129,7 +129,7 @@ class Gradients:
                 )
 
     def collect(self) -> list[float]:
-        """Moves all gradients into the buckets; returns 1.0 per parameter with one, else 0.0."""
+        """Moves all gradients into the buckets; returns 1.0 for each parameter with one, else 0."""
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
@@ -162,7 +162,7 @@ class Gradients:
             torch._foreach_zero_(absent)
 
     def flats(self) -> list[Tensor] | None:
-        """Returns the tensors that a GradScaler must unscale; None means ``p.grad`` everywhere."""
+        """Returns the tensors that a GradScaler must unscale; None means all ``p.grad``."""
         return None
 
     def frozen(self) -> list[int]:
@@ -431,8 +431,8 @@ class AccumulatedGradients(Gradients):
 # ---- Reduction of gradients to FP32 shards, and their norms --------------------------------------
 
 
-# The number of norm words (kernels/include/ringcomm/optimizer/grad_norm.h): a sum in 20 digits of
-# 32 bits, the lowest of weight 2^-352, and the number of tiles with an infinity or a NaN.
+# The number of norm words (kernels/include/ringcomm/optimizer/grad_norm.h). They hold a sum in 20
+# digits of 32 bits, the lowest of weight 2^-352, and the number of tiles with an infinity or NaN.
 NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20
 BIAS = 352
@@ -476,7 +476,7 @@ def combine(words: Tensor, kind: str) -> Tensor:
 
 
 def leave_to_replica(words: Tensor) -> None:
-    """Zeroes a bucket's sum if another replica counts it; keeps the count of non-finite tiles.
+    """Zeroes a bucket's sum, which another replica counts; keeps the count of non-finite tiles.
 
     Args:
         words: int64 [24], of the bucket.
@@ -665,7 +665,7 @@ class HostReducer(Reducer):
 
 
 class DeviceReducer(HostReducer):
-    """Reduces by the native kernels on a device, whose blocks add to the norm words."""
+    """Reduces with the native kernels on a device; the kernels' blocks add to the norm words."""
 
     def __init__(self, comm: Communicator, options: ReduceOptions) -> None:
         super().__init__(comm, options)

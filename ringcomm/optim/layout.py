@@ -81,7 +81,7 @@ class ParamSpec:
         """Returns the spec of a parameter of any strides.
 
         Raises:
-            ArgumentError: its dtype is not float32, bfloat16 or float16.
+            ArgumentError: the tensor's dtype is not float32, bfloat16 or float16.
         """
         if tensor.dtype not in DTYPE_NAMES:
             raise _unknown(name or tuple(tensor.shape), tensor.dtype)
@@ -111,7 +111,7 @@ class ParamSpec:
 
     @property
     def in_bucket(self) -> bool:
-        """True if the parameter lies in a bucket."""
+        """True if the parameter is in a bucket."""
         return self.trainable and self.tied_to is None and self.elems > 0
 
     def view(self, flat: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class BucketLayout:
         return self.chunk_of_size(number, _native.chunk_elems(self.elems, world_size))
 
     def chunk_of_size(self, number: int, size_elems: int) -> Chunk:
-        """Returns chunk ``number`` of size ``size_elems``; the bucket's end makes it smaller."""
+        """Returns chunk ``number`` of size ``size_elems``, or smaller at the bucket's end."""
         begin, end = number * size_elems, (number + 1) * size_elems
         return Chunk(min(begin, self.elems), min(end, self.elems))
 
@@ -270,9 +270,9 @@ class BucketLayout:
         return [self.chunk(sharers.steps.shard_index_of(rank), count) for rank in range(count)]
 
     def chunk_of_copy(self, comm: Communicator) -> Chunk:
-        """Returns this rank's part of its chunk if each node has a copy of the state.
+        """Returns this rank's part of its chunk, for state that is copied on each node.
 
-        One rank of each node (a *rail*) then has a copy of the same chunk; they divide the chunk.
+        The ranks with the same chunk, one on each node, are a *rail*; they divide the chunk.
         """
         node = comm.node
         each = _native.chunk_elems(self.elems, node.world_size)
@@ -282,7 +282,7 @@ class BucketLayout:
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
-        """Returns the bucket with indices from ``index_of``; None leaves a parameter out."""
+        """Returns the bucket with parameter indices from ``index_of``; None drops a parameter."""
         moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
         segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
         return replace(self, segments=tuple(segments))
@@ -434,7 +434,7 @@ class ShardLayout:
         """Inverse of :meth:`describe`.
 
         Raises:
-            CheckpointError: it is not the description of a layout of this version.
+            CheckpointError: ``described`` is not a layout's description in this version.
         """
         try:
             if described["version"] != LAYOUT_VERSION:

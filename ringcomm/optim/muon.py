@@ -4,7 +4,7 @@ Terms. The *direction* of a matrix is computed from its gradient and momentum, e
 The *update* is the orthogonalised direction, which needs the whole matrix. The *owner* of a matrix
 is the rank that orthogonalises it. There are W ranks, and M elements in all matrices.
 
-The state is sharded by elements, as AdamW's: chunk r of a bucket has pieces of several matrices.
+The state is sharded by elements, like AdamW's: chunk r of a bucket has pieces of several matrices.
 As in every optimizer, a step reduces gradients and gathers parameters; between the two:
 
 1. each rank computes the directions of its pieces, in bfloat16, the dtype in which torch
@@ -85,7 +85,7 @@ class OwnedParam:
         return slice(low - self.begin, high - self.begin) if low < high else None
 
     def piece_in(self, flat: Tensor, chunk: Chunk) -> Tensor | None:
-        """Returns a view of the parameter's elements in ``flat``, which has a chunk's, or None."""
+        """Returns the parameter's elements in ``flat`` [chunk elements] as a view, or None."""
         inside = self.within(chunk)
         if inside is None:
             return None
@@ -126,7 +126,7 @@ class OwnerExchange:
         self._rank = 0 if sharers is None else sharers.rank
         self._owners = owners_of(costs, ranks)
         self.mine = [number for number, owner in enumerate(self._owners) if owner == self._rank]
-        # For each parameter, each rank's slice of its elements.
+        # For each parameter, the slice of its elements that each rank has.
         self._slices = [self._slices_of(each, buckets[each.bucket]) for each in params]
 
     def _slices_of(self, param: OwnedParam, bucket: Bucket) -> list[slice | None]:
@@ -140,7 +140,7 @@ class OwnerExchange:
         return inside == slice(0, self._params[number].spec.elems)
 
     def to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Returns the parameters that this rank owns, whole and flat, by number; callers may write.
+        """Returns this rank's own parameters, whole and flat, by number; callers may change them.
 
         Args:
             pieces: this rank's piece of each parameter; None if this rank has no piece.
@@ -171,7 +171,7 @@ class OwnerExchange:
         room_for: Mapping[int, Tensor],
         shared: Sequence[Sequence[Tensor]] = (),
     ) -> None:
-        """Fills each rank's pieces from the whole parameters of their owners.
+        """Sends the owners' whole parameters, and fills each rank's pieces of them.
 
         Args:
             wholes: by number, the parameters that this rank owns, flat.
@@ -395,7 +395,7 @@ class MuonRule(TensorRule):
 
     def begin_updates(self, run: TensorBackend) -> None:
         self._buckets.clear()
-        # Makes the native kernels skip matrices, like parameters without gradient.
+        # Make the native kernels skip matrices, like parameters without gradient.
         matrices = [matrix.index for matrix in self.matrices]
         flags_word = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
         run.table.factors.view(torch.int32)[matrices, flags_word] = 0
@@ -502,7 +502,7 @@ def _check_matrix(param: Tensor, called: str) -> None:
         )
     if is_divided(param):
         raise UnsupportedError(
-            f"{called}: each rank of the mesh has a part of the matrix, but Muon needs the whole. "
+            f"{called}: each rank of the mesh has a part of the matrix, but Muon needs all of it. "
             'Put it in a group with "algorithm": "adamw"'
         )
 
@@ -514,8 +514,8 @@ def muon_groups(
 
     Args:
         module: the module.
-        adamw: names of matrices that AdamW steps, such as embeddings and the head, even while they
-            are frozen; a ``*`` matches any characters of one part of a name.
+        adamw: names of matrices that AdamW steps, such as embeddings and the head, frozen or not; a
+            ``*`` matches any characters between two dots of a name.
         settings: further entries of AdamW's group, such as ``lr``; the optimizer's values apply to
             missing entries, including ``weight_decay``.
 
@@ -540,7 +540,7 @@ class Muon(ShardedOptimizer):
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as in
     ``torch.optim.Muon``; one rank orthogonalises each matrix. It takes ``comm``, ``options``,
-    ``loss_scaler`` and ``mesh`` as :class:`ringcomm.optim.AdamW`. :func:`muon_groups` makes the
+    ``loss_scaler`` and ``mesh`` like :class:`ringcomm.optim.AdamW`. :func:`muon_groups` makes the
     groups of a module.
 
     Args:

@@ -33,7 +33,7 @@ class Compression:
 
     Attributes:
         gradients: format of sums of gradients: "none", "param", or a quantized format: "int8",
-            "fp8" or "int4". None takes ``CommOptions.compression`` of the communicator. ZeRO++
+            "fp8" or "int4". None means ``CommOptions.compression`` of the communicator. ZeRO++
             (Wang et al., 2023) calls quantized gradients qgZ.
         parameters: format of updated parameters: "param" (their dtype), or a quantized format:
             "int8", "fp8" or "int4". If quantized, all ranks compute with quantized and dequantized
@@ -57,9 +57,9 @@ class Compression:
             )
         if self.error_feedback and self.gradients not in _native.QUANT_FORMATS:
             raise ArgumentError(
-                f"error_feedback: expected quantized gradients with it, one of "
-                f"{', '.join(_native.QUANT_FORMATS)}, got {self.gradients!r}, which leaves nothing "
-                "to keep"
+                f"error_feedback: expected quantized gradients, one of "
+                f"{', '.join(_native.QUANT_FORMATS)}, got {self.gradients!r}, which makes no "
+                "quantization errors to keep"
             )
         if self.parameters not in PARAMETER_COMPRESSIONS:
             known = ", ".join(PARAMETER_COMPRESSIONS)
@@ -73,7 +73,7 @@ class Compression:
         return self.parameters != "param"
 
     def check_parameters(self, state: str, master: str, rounding: str) -> None:
-        """Checks that the other options allow quantized parameters, if ``parameters`` wants them.
+        """Checks that the optimizer's options allow quantized parameters, if these are quantized.
 
         Args:
             state: as in :class:`AdamWOptions`.
@@ -89,13 +89,13 @@ class Compression:
         asked = f"compression: parameters={self.parameters!r}"
         if state == "node":
             raise ArgumentError(
-                f'{asked}: expected state="world" with it, got "node", which sends no '
-                "parameters between nodes, but sums of gradients (Compression(gradients=))"
+                f'{asked}: expected state="world", got "node": nodes then exchange sums of '
+                "gradients (Compression(gradients=)) and no parameters"
             )
         if master != "fp32" or rounding != "nearest":
             raise ArgumentError(
-                f'{asked}: expected master="fp32" and rounding="nearest" with it, since FP32 '
-                f"masters are quantized to the nearest value; got {master!r} and {rounding!r}"
+                f'{asked}: expected master="fp32" and rounding="nearest", since FP32 masters are '
+                f"quantized to the nearest value; got {master!r} and {rounding!r}"
             )
 
 
@@ -110,8 +110,8 @@ class AdamWOptions:
             multiple of 512.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
         master: master weights of 16-bit parameters: "fp32" keeps an FP32 copy. "remainder" keeps
-            the 16 bits below a bfloat16 parameter: FP32 precision in half the memory, but ties
-            round away from zero. "none" keeps no masters, and needs stochastic rounding.
+            the 16 bits of a master below its bfloat16 parameter: FP32 precision in half the memory,
+            but ties round away from zero. "none" keeps no masters, and needs stochastic rounding.
         rounding: rounding of 16-bit parameters: "nearest" or "stochastic".
         seed: seed of stochastic rounding; the same seed gives the same parameters in any world.
         accumulate_dtype: None sums gradients in ``p.grad``, in its dtype, as in torch.
@@ -202,8 +202,8 @@ class AdamWOptions:
         stochastic = self.rounding == "stochastic"
         if self.master == "none" and not stochastic:
             raise ArgumentError(
-                'master: "none" loses every step below half an ulp of the parameter unless they '
-                'are rounded stochastically; pass rounding="stochastic" too, or keep a master'
+                'master: "none" loses every step below half an ulp of a parameter if rounding '
+                'is to nearest; pass rounding="stochastic" too, or keep a master'
             )
         if self.master == "remainder" and stochastic:
             raise ArgumentError(

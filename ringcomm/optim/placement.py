@@ -68,8 +68,8 @@ class ModelMesh(MeshView):
         if unknown:
             raise ArgumentError(
                 f"{operation}: mesh: expected the axes {STAGES}, {', '.join(SHARING)}, {_TENSOR} "
-                f"and those of DTensor parameters, got {unknown[0]!r}, along which it is unknown "
-                "whether ranks have the same parameters; pass a mesh without it"
+                f"and the axes of DTensor parameters, got {unknown[0]!r}, along which it is "
+                "unknown whether ranks have the same parameters; pass a mesh without this axis"
             )
         self._stages = [dim for dim, name in enumerate(names) if name == STAGES]
 
@@ -79,7 +79,7 @@ class ModelMesh(MeshView):
         return bool(self._stages)
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """True if this rank represents its replicas in a sum; stages are not replicas.
+        """True if a sum counts this rank, the first of its replicas; stages are not replicas.
 
         Args:
             mesh_dims: the dimensions of the DTensors' mesh along which the summed tensor is
@@ -94,7 +94,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _axis_of(dim: int, tensor_mesh: MeshView, whole: MeshView, operation: str) -> int | None:
-    """Returns the axis of ``whole`` with the ranks of DTensors' dimension ``dim``; None if one."""
+    """Returns the axis of ``whole`` with the ranks of dimension ``dim``; None for one rank."""
     if tensor_mesh.mesh.size(dim) == 1:
         return None
     mine = dist.get_process_group_ranks(tensor_mesh.mesh.get_group(dim))
@@ -140,12 +140,12 @@ def read_mesh(
         raise ArgumentError(
             f"{operation}: mesh: expected a DeviceMesh with an axis 'dp', whose ranks share the "
             f"state, got one with the axes {names}; make it by ringcomm.Mesh(pp=, dp=, tp=), with "
-            "dp=1 if no rank shares any"
+            "dp=1 if no ranks share state"
         )
     if mesh.get_coordinate() is None:
         raise ArgumentError(
-            f"{operation} on rank {dist.get_rank()}: mesh: expected one with this rank, got "
-            f"{mesh}; only its members may call"
+            f"{operation} on rank {dist.get_rank()}: mesh: expected a mesh with this rank, got "
+            f"{mesh}; only ranks of the mesh may call"
         )
     several = [name for name in sharing if mesh.size(names.index(name)) > 1] or sharing[:1]
     others = tuple(
@@ -304,7 +304,7 @@ def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str)
         operation: name of the operation, for the error.
 
     Raises:
-        ArgumentError: on all ranks, if their coordinates on the mesh differ.
+        ArgumentError: the ranks' coordinates on the mesh differ; all ranks raise.
     """
     if comm is None or mesh is None or comm.world_size == 1:
         return
@@ -313,9 +313,9 @@ def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str)
         return
     other = next(rank for rank, each in enumerate(coordinates) if each != coordinates[0])
     raise ArgumentError(
-        f"{where(operation, comm.rank, comm.world_size)}: comm: the parameters are DTensors, of "
-        f"which rank 0 has the local tensors at {coordinates[0]} of their mesh, and rank {other} "
-        f"those at {coordinates[other]}; only ranks with the same local tensors can share state. "
+        f"{where(operation, comm.rank, comm.world_size)}: comm: the parameters are DTensors. "
+        f"Rank 0 has the local tensors at {coordinates[0]} of their mesh, rank {other} the local "
+        f"tensors at {coordinates[other]}; only ranks with equal local tensors can share state. "
         'Pass the axis of data parallelism, as comm=mesh["dp"] of a mesh with the names '
         '("dp", "tp")'
     )
@@ -381,7 +381,7 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
 
 
 def end_changes(comm: Communicator, buckets: Sequence[Bucket]) -> None:
-    """Ends changes of parameters that other ranks read in this rank's memory; collective.
+    """Publishes changes of parameters that other ranks read in this rank's memory; collective.
 
     It updates all copies of the parameters, and returns only once all ranks' copies are updated.
     """
@@ -406,19 +406,19 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
     if algorithm == "ring":
         raise UnsupportedError(
             f'{head}: algorithm: expected "auto" or "one_shot" over several nodes, got "ring", '
-            "which exists within one (Communicator.node)"
+            "which works only within one node (Communicator.node)"
         )
     if kernels != "native":
         raise UnsupportedError(
             f'{head}: kernels: expected "native" over several nodes, got {kernels!r}, which '
-            "exist within one (Communicator.node)"
+            "work only within one node (Communicator.node)"
         )
 
 
 def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> None:
-    """Checks that all nodes have equally many ranks, as state that each node copies requires.
+    """Checks that all nodes have equally many ranks.
 
-    The ranks of a rail update and exchange the same chunk, so all nodes must have equal chunks.
+    The ranks of a rail, one per node, update and exchange one chunk, so nodes need equal chunks.
 
     Raises:
         UnsupportedError: the nodes have different numbers of ranks.
@@ -428,7 +428,7 @@ def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> 
         raise UnsupportedError(
             f"{where(operation, comm.rank, comm.world_size)}: {asked}: expected nodes with equally "
             f"many ranks, got {', '.join(map(str, sizes))}. Pass {instead}, start as many ranks on "
-            "each node, or shard over a new_group() with equally many ranks of each"
+            "each node, or shard over a new_group() with equally many ranks of each node"
         )
 
 
@@ -437,7 +437,7 @@ def check_segments(comm: Communicator, algorithm: int) -> None:
     segment_bytes, least = comm.engine.segment_bytes, TILE_ELEMS * 4
     if comm.engine.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
-            f"optimizer: the ring forms move whole tiles of {TILE_ELEMS} elements, so they "
+            f"optimizer: ring algorithms move whole tiles of {TILE_ELEMS} elements, so they "
             f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
         )
 
@@ -540,10 +540,10 @@ class Placement(ABC):
 
     @abstractmethod
     def options(self, options: AdamWOptions) -> AdamWOptions:
-        """Returns the optimizer's options, with the options that the placement decides.
+        """Returns the optimizer's options; the placement's values replace some of them.
 
         Raises:
-            ArgumentError: the optimizer was given other values for these options.
+            ArgumentError: the optimizer was given other values for the replaced options.
         """
 
     @abstractmethod
@@ -590,7 +590,7 @@ class Placement(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """Ends a step with ``update="in_backward"``, which backward has made; collective.
+        """Ends a step whose updates backward has made (``update="in_backward"``); collective.
 
         Raises:
             RingcommError: a bucket could not be updated, on this rank or another.
@@ -687,7 +687,7 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
 def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> Placement | None:
     """Returns the placement of an optimizer's parameters, or None if they have no placement.
 
-    ``grows`` allows that parameters are missing, since a later group may add them.
+    With ``grows`` parameters may be missing, since a later group may add them.
 
     Raises:
         ArgumentError: the parameters have several placements, or only some have a placement, or
@@ -723,7 +723,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> 
     if missing:
         raise ArgumentError(
             f"optimizer: expected all trainable parameters of the sharded module, {len(missing)} "
-            f"are missing, the first is {missing[0]!r}. Pass module.parameters(), or freeze those "
-            "not to be trained (requires_grad_(False)), which add_param_group() can take later"
+            f"are missing, the first is {missing[0]!r}. Pass module.parameters(), or freeze the "
+            "others by requires_grad_(False); add_param_group() can add them later"
         )
     return placement

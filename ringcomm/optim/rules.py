@@ -46,7 +46,7 @@ Group = Mapping[str, Any]
 class ParamState:
     """A parameter's state: its numbers, and the names of its tensors, but not their elements.
 
-    The buckets have the tensors in :attr:`tensors`; :meth:`UpdateRule.kept_whole` has the others.
+    The buckets have the tensors in :attr:`tensors`; :meth:`UpdateRule.kept_whole` returns others.
 
     Attributes:
         numbers: numbers of the state by name, such as "step".
@@ -112,7 +112,7 @@ class UpdateRule(ABC):
         """
 
     def replaced(self, group: Group) -> dict[str, Any]:
-        """Returns converted entries of a new group, such as betas, which replace the given ones."""
+        """Returns converted entries, such as betas, which replace the entries of a new group."""
         return {"betas": numbers(group["betas"])} if "betas" in group else {}
 
     def compared(self, group: Group) -> dict[str, Any]:
@@ -132,13 +132,13 @@ class UpdateRule(ABC):
         """Returns the names of the state tensors (FP32, flat) that steps of checked groups need."""
 
     def names_of(self, group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
-        """Returns the names among :meth:`names` that parameters of one of the groups need."""
+        """Returns the subset of :meth:`names` that the parameters of ``group`` need."""
         return self.names(groups)
 
     def names_in(
         self, bucket: BucketLayout, layout: ShardLayout, groups: Sequence[Group]
     ) -> tuple[str, ...]:
-        """Returns the names among :meth:`names` that a bucket of a layout needs."""
+        """Returns the subset of :meth:`names` that a bucket of a layout needs."""
         return self.names(groups)
 
     def names_by_bucket(
@@ -237,7 +237,7 @@ class UpdateRule(ABC):
         """Returns a parameter's state, read from its entry in torch's format.
 
         Raises:
-            ValueError: the entry does not belong to this optimizer; names the expected entries.
+            ValueError: the entry is not this optimizer's; the message names the expected entries.
         """
         names = self.names([group])
         try:
@@ -255,7 +255,7 @@ class UpdateRule(ABC):
 
 @dataclass(frozen=True)
 class StepControl:
-    """The numbers of a step that Python code reads from the device's table, which takes a wait.
+    """The numbers of a step that Python code reads from a table; reading waits for the device.
 
     Attributes:
         skips: True if the step changes nothing.
@@ -269,7 +269,7 @@ class StepControl:
 
     @classmethod
     def read(cls, table: StepTable) -> StepControl:
-        """Reads the numbers of the step that begins from its table."""
+        """Reads the numbers of a step from its table, when the step begins."""
         params = len(table.active)
         told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
         factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
@@ -287,7 +287,7 @@ class TensorRule(UpdateRule):
     """A rule that updates by torch operations, which a :class:`TensorBackend` runs.
 
     A rule that is not elementwise first collects buckets, and updates them by the end of the step.
-    In a skipped step none of the methods is called.
+    A skipped step calls none of the methods.
 
     Attributes:
         writes_gradients: True if :meth:`update` changes the gradient that it is given.

@@ -88,7 +88,7 @@ class LossScaler:
         scale, hysteresis = self.options.init_scale, self.options.hysteresis
         with normal_tensors():
             self._scale = torch.full((), scale, dtype=torch.float32, device=device)
-            # The number of clean steps in a row, and of overflows until the scale falls.
+            # Numbers of clean steps in a row, and of further overflows until the scale falls.
             self._clean = torch.zeros((), dtype=torch.int64, device=device)
             self._credit = torch.full((), hysteresis, dtype=torch.int64, device=device)
         self._owner: weakref.ref[object] | None = None
@@ -184,7 +184,7 @@ class Setting:
         rule: the update rule of the optimizer.
         options: options that torch's optimizer does not have.
         loss_scaler: the loss scaler, or None.
-        accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
+        accumulator: with ``options.accumulate_dtype``, the sums that backwards add to; else None.
         others: the mesh of other stages and shards of the model, or None.
     """
 
@@ -213,7 +213,7 @@ class Setting:
 
     @property
     def launches(self) -> bool:
-        """True if the kernels run on a device, so that reading results on the host takes a wait."""
+        """True if the kernels run on a device; to read results, the host waits for the device."""
         return self.comm is not None and self.comm.launches
 
     @property
@@ -230,5 +230,5 @@ class Setting:
             self.accumulator.unwatch(param)
 
     def where(self, operation: str) -> str:
-        """Returns the head of a message about an operation."""
+        """Returns the beginning of a message about an operation, which names it and this rank."""
         return where(f"optimizer.{operation}", self.rank, self.world_size)

@@ -53,7 +53,7 @@ class GrownStep(ShardedStep):
     """A step with added groups, which replaces an earlier step; building it is collective.
 
     Args:
-        before: the earlier step, which stays unchanged if this raises.
+        before: the earlier step, which stays unchanged if the constructor raises.
         groups: the groups of the earlier step, followed by the added groups.
     """
 
@@ -72,7 +72,7 @@ class GrownStep(ShardedStep):
             self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def _compared_groups(self) -> list[dict[str, Any]]:
-        """Adds the new group's lr to the compared values: different lr then raise before a step."""
+        """Adds the new group's lr to the compared values, so that different lr raise at once."""
         *known, added = super()._compared_groups()
         # On a device the lr may be a device tensor, and reading it would wait.
         rate = {"lr": as_json(self.groups[-1].get("lr"))} if self.table.compares else {}
@@ -117,7 +117,7 @@ class GradScaler(torch.amp.GradScaler):
     makes the other calls.
 
     Args:
-        device: "cpu" or "cuda"; None takes the communicator's device.
+        device: "cpu" or "cuda"; None means the communicator's device.
         comm: the ranks that agree on the steps of optimizers that are not ringcomm's, in a form
             that :class:`AdamW` takes. It is first used when gradients of such an optimizer are
             unscaled.
@@ -178,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
             for dtype in {each.dtype for each in sums}:
                 alike = [each for each in sums if each.dtype is dtype]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, local, inv_scale)
-                # A step detects stale results by tensors' versions, which the operator leaves.
+                # A step detects stale results by versions, which the operator does not change.
                 if not asks:
                     torch.autograd.graph.increment_version(alike)
             found = {local.device: local}
@@ -207,7 +207,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
-    """Returns this rank's local gradients: torch refuses a list with tensors and DTensors."""
+    """Returns this rank's local gradients, since torch refuses lists of tensors and DTensors."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [local_of(grad) for grad in map(grad_of, params) if grad is not None]
 
@@ -217,8 +217,8 @@ def _check_not_fp16(optimizer: ShardedOptimizer) -> None:
         for grad in map(grad_of, group["params"]):
             if grad is not None and grad.dtype is torch.float16:
                 raise ArgumentError(
-                    "GradScaler.unscale_: expected FP32 gradients, got float16, which unscaled "
-                    "would lose their small values. To clip them, build the optimizer with "
+                    "GradScaler.unscale_: expected FP32 gradients, got float16, whose small "
+                    "values unscaling would lose. To clip them, build the optimizer with "
                     "loss_scaler=ringcomm.optim.LossScaler() in place of a GradScaler: its "
                     "clip_grad_norm_() takes the scale into account"
                 )
@@ -335,7 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.communicator = found
         if options.update == "in_backward":
             _check_in_backward(type(self).__name__, self.placement, rule, loss_scaler)
-        # On a device a communicator launches the kernels, even one of a single rank.
+        # On a device a communicator launches the kernels, even in a world of one.
         alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
         if accumulator is not None and self.placement is not None:
@@ -374,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if mesh is not None and others != self.placement.others:
             raise ArgumentError(
                 f"{type(self).__name__}: mesh: the parameters were sharded over another mesh; "
-                "pass the same to shard(), or omit mesh= here"
+                "pass the same mesh to shard(), or omit mesh= here"
             )
         return comm, self.placement.others
 
@@ -442,10 +442,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if options.compression.error_feedback:
             raise ArgumentError(
                 f"{self._setting.where('step')}: expected loss_scaler=ringcomm.optim.LossScaler() "
-                "with Compression(error_feedback=True), got a GradScaler: whether gradients are "
-                "scaled "
-                "when they are quantized depends on when it unscales them, and the errors of "
-                "quantization are kept in the gradients' scale"
+                "with Compression(error_feedback=True), got a GradScaler, which may unscale "
+                "gradients before or after they are quantized, while kept quantization errors need "
+                "one scale"
             )
 
     def _count(self, column: int) -> Tensor:
@@ -510,9 +509,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if id(param) not in own:
                     raise ArgumentError(
                         f"{self._setting.where('prepare')}: param group {index}, parameter "
-                        f"{number}: expected one that the optimizer was built on, got another. "
-                        'Pass comm="alone" if DeepSpeed, or another library that shards or '
-                        "reduces by itself, has replaced it, else the ranks as comm="
+                        f"{number}: expected a parameter that the optimizer was built on. If "
+                        "DeepSpeed, or another library that shards or reduces by itself, has "
+                        'replaced it, pass comm="alone", else the ranks as comm='
                     )
         self._built_on = None
 
@@ -532,8 +531,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ArgumentError: hyper-parameters or parameters cannot be used.
             MismatchError: the ranks add different groups; on a CPU also if only ``lr`` differs.
 
-        If it raises once the optimizer is prepared, it raises on all ranks, and no rank has the
-        group.
+        If the optimizer is prepared and one rank fails, all ranks raise, and no rank has the group.
         """
         # torch's constructor calls this method before self.param_groups is complete.
         before = self._sharded
@@ -714,7 +712,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket.refresh_master()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's shard, in the format that :mod:`ringcomm.optim.state` describes.
+        """Returns this rank's shard of the state, in the format of :mod:`ringcomm.optim.state`.
 
         As in torch, its tensors are not copies. Collective before the first step.
         """
@@ -729,8 +727,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Loads results of :meth:`state_dict`; collective: all ranks load, or no rank does.
 
         Args:
-            state_dict: this rank's state if as many ranks saved; or a list with the states of all
-                ranks that saved, any number of them in any order.
+            state_dict: this rank's saved state, if as many ranks saved as load; or a list with the
+                states of all ranks that saved, any number of them in any order.
 
         Raises:
             CheckpointError: the state is damaged, incomplete or of another model; nothing was
@@ -776,7 +774,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
-            f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
+            f"{type(self).__name__}: cannot be copied or pickled, since its parameters are in this "
             "process's heap; save state_dict()"
         )
 
@@ -787,19 +785,18 @@ def _check_in_backward(
     """Raises ArgumentError unless a backward can update the buckets one by one."""
     if placement is None:
         raise ArgumentError(
-            f"{name}: update: expected parameters that zero.shard() has sharded at stage 2 or 3 "
-            'with "in_backward", since a step reduces the gradients of other parameters; got '
-            "others"
+            f'{name}: update: "in_backward": expected parameters that zero.shard() has sharded at '
+            "stage 2 or 3, got other parameters, whose gradients are reduced by step()"
         )
     if not rule.elementwise:
         raise ArgumentError(
             f'{name}: update: expected "in_step", got "in_backward": the update of an element '
-            "depends on others, in whole parameters or in several buckets"
+            "depends on others, of its parameter or of several buckets"
         )
     if loss_scaler is not None:
         raise ArgumentError(
             f'{name}: loss_scaler: expected None with update="in_backward": whether a gradient '
-            "overflows is known once all are reduced, and parameters change before that"
+            "overflows is known only once all gradients are reduced, but parameters change earlier"
         )
 
 
@@ -811,7 +808,7 @@ def refuse_join(**kwargs: Any) -> NoReturn:
     """
     raise UnsupportedError(
         "Join: a rank that has no batches left must still update its shards, with the clipping, "
-        "loss scale and learning rate of the others, which torch's Join does not do; iterate "
+        "loss scale and learning rate of other ranks, but torch's Join does not do this; iterate "
         "over ringcomm.zero.uneven(batches, comm=...) instead, which gives such a rank its last "
         "batch again with the weight 0"
     )

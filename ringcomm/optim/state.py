@@ -3,12 +3,12 @@
 A shard is a dict. "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``). For Adafactor "state" also has "whole": by parameter, a dict of tensors that all
-ranks have. "param_groups" is as in torch. "shard" is JSON: rank, world size and layout; for an
-optimizer other than AdamW also its name, and each parameter's further state. With error feedback,
-"state" has "error_feedback", by bucket the buffers or None (see ``ErrorFeedback``), and "shard" the
-number of their node. The rank in "shard" is the index of the chunk: ``StepCalls.shard_index`` over
-several nodes. With ``AdamWOptions(state="node")`` the rank and world size in "shard" are within the
-node, and all nodes have equal shards.
+ranks have. "param_groups" is as in torch. "shard" has, as JSON types, rank, world size and layout;
+for an optimizer other than AdamW also its name and each parameter's further state. With error
+feedback, "state" has "error_feedback", for each bucket the buffers (see ``ErrorFeedback``) or None,
+and "shard" has the number of the node. The rank in "shard" is the index of the chunk:
+``StepCalls.shard_index`` over several nodes. With ``AdamWOptions(state="node")`` the rank and world
+size in "shard" are within the node, and all nodes have equal shards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ringcomm.optim.step import ShardedStep
 Tensor = torch.Tensor
 
 #: A function (node, first element, tensor) that reads a bucket's saved errors into the tensor: the
-#: errors of the partial sums of ``node``, or for None those of the sums. Elements that were not
+#: errors of the partial sums of ``node``, or of the sums if it is None. Elements that were not
 #: saved become zeros.
 Read = Callable[[int | None, int, Tensor], None]
 
@@ -102,7 +102,7 @@ def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFee
 
 
 def nodes_for(saved: Debtors, sharded: ShardedStep) -> range:
-    """Returns the nodes at saving whose error feedback this rank's node loads."""
+    """Returns the numbers of the saved nodes whose error feedback this rank's node loads."""
     comm = sharded.setting.comm
     assert comm is not None  # a world of one keeps no error feedback
     return range(comm.node_of(comm.rank), saved.nodes, comm.num_nodes)
@@ -168,7 +168,7 @@ class SavedErrorFeedback:
         debtors: the description of the run that saved.
         node: the node of the rank that saved.
         layout: the layout of the parameters when they were saved.
-        runs: by bucket number, (first element, errors) for partial sums, and then for sums.
+        runs: by bucket number, two pairs (first element, errors): of partial sums, and of sums.
     """
 
     debtors: Debtors
@@ -509,7 +509,7 @@ def _debtors(shard: SavedShard) -> Debtors | None:
 
 
 class SavedShards:
-    """Saved shards of one run, from all of its ranks or from some."""
+    """Saved shards of one run, from all or some of its ranks."""
 
     def __init__(self, saved: Sequence[Any], operation: str) -> None:
         self.operation = operation
@@ -557,11 +557,11 @@ class SavedShards:
             missing = sorted(set(range(self.world_size)) - set(self.by_rank))
             raise CheckpointError(
                 f"{self.operation}: to load into another world or layout, pass the shards of all "
-                f"{self.world_size} ranks; missing are those of {missing}"
+                f"{self.world_size} ranks; the shards of {missing} are missing"
             )
 
     def cut(self, layout: ShardLayout, rank: int, world_size: int) -> ChunkTensors:
-        """Returns copies of a rank's state for ``layout``, another layout of these parameters."""
+        """Returns copies of a rank's state for ``layout``, a layout of the same parameters."""
         mine: ChunkTensors = []
         for bucket in layout.buckets:
             chunk = bucket.chunk(rank, world_size)
@@ -589,7 +589,7 @@ class SavedShards:
     def _read(self, param: int, name: str, begin: int, target: Tensor) -> None:
         """Fills ``target`` with a parameter's saved state from element ``begin`` on.
 
-        Leaves ``target`` as it is if no parameter of the saved bucket needs the tensor (Muon).
+        Leaves ``target`` as it is if no parameter of the saved bucket has the tensor, as with Muon.
         """
         number, segment = self.layout.locations[param]
         if name not in self.first.buckets[number]:
@@ -753,7 +753,7 @@ def check_same_optimizer(rule: UpdateRule, saved: str, operation: str) -> None:
     """Raises CheckpointError unless a state was saved by an optimizer of the same class."""
     if saved != rule.saved_as:
         raise CheckpointError(
-            f"{operation}: expected the state of {rule.saved_as}, got that of {saved}"
+            f"{operation}: expected the state of {rule.saved_as}, got the state of {saved}"
         )
 
 
@@ -768,7 +768,7 @@ def check_states(sharded: ShardedStep, states: Sequence[ParamState | None], oper
     unknown = sorted(numbers - sharded.rule.numbers) if expected else []
     if unknown:
         raise CheckpointError(
-            f"{operation}: {sharded.rule.name} keeps no {unknown[0]!r} with its hyper-parameters"
+            f"{operation}: {sharded.rule.name} keeps no {unknown[0]!r} with these hyper-parameters"
         )
 
 
@@ -776,7 +776,7 @@ def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> 
     """Raises CheckpointError unless both layouts have equal parameters; names may differ."""
     if len(mine.params) != len(saved.params):
         raise CheckpointError(
-            f"{operation}: expected the state of {len(mine.params)} parameters, got that of "
+            f"{operation}: expected the state of {len(mine.params)} parameters, got a state of "
             f"{len(saved.params)}"
         )
     for index, (spec, given) in enumerate(zip(mine.params, saved.params, strict=True)):
@@ -795,8 +795,8 @@ def _own(sharded: ShardedStep, saved: SavedShards, operation: str) -> ChunkTenso
         return shard.buckets
     if same_world and shard is None:
         raise CheckpointError(
-            f"{operation}: expected the shard of this rank, or of all ranks, got those of "
-            f"{sorted(saved.by_rank)}"
+            f"{operation}: expected the shard of this rank, or of all ranks, got the "
+            f"shards of {sorted(saved.by_rank)}"
         )
     saved.require_all()
     return saved.cut(sharded.layout, rank, world_size)

@@ -72,7 +72,7 @@ def piece_elems(buffer_bytes: int) -> int:
 
 
 def elems_of_pieces(elems: int, largest: int) -> int:
-    """Returns the elements of a piece, except the last, of a chunk of ``elems`` elements."""
+    """Returns the size in elements of a chunk's pieces; the last piece may be smaller."""
     count = -(-elems // largest)
     return round_up(-(-elems // count), TILE_ELEMS)
 
@@ -176,7 +176,7 @@ def add_unit_tensors(
 ) -> None:
     """Makes the tensors of a state views of a swap unit: uint8 [bytes].
 
-    If ``unit`` is on the device "meta", the tensors are as well, and the size of ``unit`` is free.
+    If ``unit`` is on the device "meta", so are the tensors, and ``unit`` may have any size.
     """
     begin = 0
     for each in unit_tensors:
@@ -249,7 +249,7 @@ class SwapBuffer:
 
     @property
     def holds(self) -> StatePiece | None:
-        """The piece whose swap unit is in the buffer or being read into it; None if none is."""
+        """The piece whose swap unit is in the buffer or is being read into it, or None."""
         return None if self._holds is None else self._holds()
 
     def begin_with(self, piece: StatePiece) -> None:
@@ -257,7 +257,7 @@ class SwapBuffer:
         self._holds = weakref.ref(piece)
 
     def swap_in(self, piece: StatePiece, storage: SwapStorage) -> None:
-        """Submits the transfers that replace the content by a piece's swap unit; see wait()."""
+        """Submits the transfers that replace the content by a piece's swap unit; then wait()."""
         if self.holds is piece:
             return
         self.swap_out(storage)
@@ -314,7 +314,7 @@ class StatePiece:
         return sum(map(rounded_up, sizes))
 
     def extent_of(self, storage: SwapStorage) -> int:
-        """Returns the number of the piece's extent, allocated at the first call; 0 if no state."""
+        """Returns the number of the piece's extent, allocated at first use; 0 without state."""
         if not self.size_bytes:
             return 0
         if self.extent is None:
@@ -361,7 +361,7 @@ class PiecedOffload(StateOffload):
         # Maps each piece that the current step visits to the piece that needs its buffer next, in
         # this step or at the start of the next step; None between steps.
         self._visited: dict[StatePiece, StatePiece] | None = None
-        # By parameter, nonzero if it takes the step; None if begin_step() has used these numbers.
+        # By parameter, nonzero if it takes the step; None unless update_only() has set the numbers.
         self._active: Sequence[float] | None = None
         self.fault: DiskError | None = None
 
@@ -438,8 +438,8 @@ class PiecedOffload(StateOffload):
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
             if count < len(pieces):
-                # Reserve extents for the pieces that will leave their buffers now, before the disk
-                # is full.
+                # Reserve now, before the disk is full, the extents of pieces that will leave their
+                # buffers.
                 piece.extent_of(self.storage)
 
     def reserve(self) -> None:
@@ -585,7 +585,7 @@ def wait_limit_s(disk: Disk, comms: Iterable[Communicator]) -> float:
 
 
 def make_offload(setting: Setting) -> StateOffload:
-    """Returns the offload that an optimizer's options choose; collective unless in memory.
+    """Returns the offload that an optimizer's options choose; collective if state is offloaded.
 
     Raises:
         UnsupportedError: the offload does not support the parameters' device.

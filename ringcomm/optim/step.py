@@ -142,7 +142,7 @@ class PreparedStep:
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
         self.backend = self._make_backend()
-        #: The order in which a step reduces, updates and gathers each bucket.
+        #: The way in which a step reduces, updates and gathers each bucket.
         self.plan: StagePlan
         self._check_ranks()
         # Make the offload after the ranks have compared their options, since it is collective.
@@ -245,7 +245,7 @@ class PreparedStep:
         if find_placement(self.groups, grows=True) is not self._placement:
             raise ArgumentError(
                 f"{self.setting.where('add_param_group')}: expected parameters of no sharded "
-                "module, like the optimizer's other parameters; build another optimizer for these"
+                "module, like the optimizer's other parameters; build another optimizer for them"
             )
 
     def _lay_out(self) -> ShardLayout:
@@ -437,7 +437,7 @@ class ShardedStep(PreparedStep):
         self._ensure_all()
 
     def check_hyper(self) -> None:
-        """Raises if this rank must refuse a step or clipping; callers tell all ranks."""
+        """Raises if this rank must refuse a step or clipping; callers tell the other ranks."""
         if self._placement is not None and self._placement.lost is not None:
             raise self._placement.lost
         for index, group in enumerate(self.groups):
@@ -544,7 +544,7 @@ class ShardedStep(PreparedStep):
     def count_step(self) -> None:
         """Increments the versions of the parameters that the step has changed.
 
-        On a device the host does not know which parameters step, so all trainable versions grow.
+        On a device the host does not know which parameters step, so it increments all versions.
         """
         table = self.table
         if self._launches:
@@ -572,7 +572,7 @@ class ShardedStep(PreparedStep):
     def _forget_losses_of_skipped(self) -> None:
         """Clears the error-feedback buffers if the step was skipped.
 
-        A gradient with an infinity may also have finite elements that are far too large.
+        A gradient with an infinity may also have finite elements, and errors, far too large.
         """
         buffers = [
             bucket.error_feedback for bucket in self.buckets if bucket.error_feedback is not None
@@ -732,8 +732,8 @@ class ShardedStep(PreparedStep):
 
         Args:
             kind: "l2", "l1" or "inf".
-            gradient_of: returns the part of a bucket's gradient that this rank sums, with the range
-                of :meth:`own_gradient`; or None, on all ranks, to leave the bucket out.
+            gradient_of: returns the gradient of the elements that :meth:`own_gradient` returns for
+                a bucket; or None, on all ranks, to leave the bucket out.
 
         Returns:
             int64 [24], the sum over all buckets and ranks.

@@ -145,7 +145,7 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
 
 
 def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
-    """Returns saved states by this optimizer's indices; "params" of the groups lists the keys."""
+    """Returns saved states by this optimizer's indices; groups list the saved keys in "params"."""
     keys = [key for group in given["param_groups"] for key in group["params"]]
     found: dict[int, Any] = {}
     for index, key in enumerate(keys):
@@ -182,8 +182,8 @@ def _local_tensor(sharded: ShardedStep, index: int, given: Any, called: str) -> 
         )
     if not lies_alike(given, param):
         raise CheckpointError(
-            f"{called}: expected a tensor that is whole, or a DTensor with the mesh and placements "
-            "of the parameter, got another DTensor; pass .full_tensor() of it"
+            f"{called}: expected a whole tensor, or a DTensor with the mesh and placements of the "
+            "parameter, got another DTensor; pass its .full_tensor()"
         )
     return local_of(given)
 

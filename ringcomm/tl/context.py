@@ -46,7 +46,7 @@ T = TypeVar("T")
 _TWO_NUMBERS = struct.Struct("<qq")
 # Memory of contexts that ended without all ranks' consent, so that a peer may still use it.
 _abandoned: list[object] = []
-# Key: a kernel's id and the names of its address parameters. Value: the kernel, its launch form.
+# Maps a kernel's id and its address parameters' names to the kernel and the form to launch.
 _launched: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}
 
 
@@ -82,8 +82,8 @@ def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
     """Returns the kernel in a form that compiles once for all values of ``addresses``.
 
     Triton would compile again (seconds, while the peers wait) for an address that is a multiple of
-    16 after others that were not, and for one below 2^31, which it takes for an int32. The kernels
-    themselves check whether addresses are aligned.
+    16 after others that were not, and for an address below 2^31, which it would take for an int32.
+    The kernels themselves check whether addresses are aligned.
     """
     if not isinstance(kernel, JITFunction) or not addresses:
         return kernel  # the interpreter's kernel, or the user's own wrapper of a kernel
@@ -106,10 +106,10 @@ def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
 
 
 class Context:
-    """Lets a rank launch its own kernels that communicate; all ranks make it in the same way.
+    """Launches a user's kernels that communicate; all ranks must build it with equal arguments.
 
-    It owns the memory that it allocates. :meth:`close`, or the end of the ``with`` block, frees it
-    once all ranks are there: then no peer's kernel can use it any more. If the context ends in
+    A context owns memory. :meth:`close`, or the end of the ``with`` block, frees the memory once
+    all ranks have arrived, so that no peer's kernel can use it any more. If the context ends in
     another way (an exception, a fault, no close) its memory stays until the process ends.
 
     A communicator's collectives and a context's kernels are separate: on a GPU order them by the
@@ -221,10 +221,10 @@ class Context:
         return Symmetric(whole[: prod(shape)].view(shape), ptrs)
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
-        """Returns the result of ``make`` from the first call with ``key``: a kernel's words.
+        """Returns the result that ``make`` had in the first call with ``key``.
 
         Args:
-            key: names the object in this context.
+            key: names the result in this context, for instance a kernel's synchronization words.
             make: may allocate symmetric memory; then all ranks must make this call.
         """
         if key not in self._kept:
@@ -305,7 +305,7 @@ class Context:
         """Waits for all ranks, then frees the memory; a second call does nothing.
 
         Raises:
-            RingcommError: a rank did not come, or the communicator is unusable. The memory stays
+            RingcommError: a rank did not arrive, or the communicator is unusable. The memory stays
                 until the process ends.
         """
         if self._closed:
@@ -350,8 +350,8 @@ class Context:
 Tensor = torch.Tensor
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Choices, not swept: the blocks that pull or sum rows, the chunks into which they cut them, and the
-# tile sizes: on a GPU by the bytes of an element, and in the interpreter.
+# Chosen without measuring other values: the number of blocks that pull or sum rows, the chunks of
+# rows per such block, and the tile sizes (on a GPU by the bytes of an element).
 _MOVING_BLOCKS = 16
 _MOVING_BLOCKS_ON_HOST = 2
 _CHUNKS_PER_BLOCK = 4
@@ -376,8 +376,8 @@ class _Site:
         """Checks a matrix that peers read in place; returns this rank's copy."""
         if not isinstance(given, Symmetric):
             raise self.fail(
-                f"{name}: expected what Context.empty() or zeros() returned, which peers can read, "
-                f"got {type(given).__name__}. Call one of them, write to its .tensor, and pass it"
+                f"{name}: expected a result of Context.empty() or zeros(), which peers can read, "
+                f"got {type(given).__name__}. Allocate one, write to its .tensor, and pass it"
             )
         tensor = given.tensor
         if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
@@ -414,12 +414,12 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Words:
-    """The words by which the blocks of a fused kernel synchronize; they are never reset.
+    """The words of memory by which blocks of a fused kernel synchronize; they are never reset.
 
     Attributes:
-        ranks: words between ranks.
-        chunks: words between blocks, for chunks that have arrived or are stored.
-        epochs: call counts of the blocks that keep one.
+        ranks: words by which ranks synchronize.
+        chunks: words by which blocks signal that chunks have arrived or are stored.
+        epochs: numbers of calls, for the blocks that count calls.
     """
 
     ranks: Symmetric
@@ -470,7 +470,7 @@ def _shape_of_blocks(context: Context, moving: int, dtype: torch.dtype) -> dict[
 
 
 def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
-    """Computes ``torch.cat(every rank's a) @ b``, on arrived rows while other rows arrive.
+    """Computes ``torch.cat(every rank's a) @ b``; multiplies some rows while others arrive.
 
     Products are summed in FP32 and rounded once. All ranks call it, in the same order. On a GPU it
     runs on the current stream and can be captured into a graph after one uncaptured call.
@@ -605,7 +605,7 @@ def reduce_scatter_rms_norm(
         context: this rank's context, with equally many blocks on all ranks.
         x: [world * n, d], from ``context.empty``; of one shape and dtype on all ranks, d up to
             16384. It is read in place and may be overwritten once the work is done.
-        weight: [d], of the same dtype as ``x``, as is the result.
+        weight: [d]; ``weight`` and the result have the dtype of ``x``.
         eps: added to the mean square of a row.
         residual: [n, d], added to the sum.
         summed: [n, d], receives the sum, with the residual, rounded; may be ``residual``.

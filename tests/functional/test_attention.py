@@ -163,7 +163,7 @@ def test_wrong_tensors(worlds, shapes, options, says):
 def test_what_cannot_be_divided(worlds):
     def body(comm: Communicator) -> None:
         three = torch.zeros(1, 3, 2, 8)
-        with pytest.raises(ArgumentError, match="heads that 2 ranks divide, got 3 and 3"):
+        with pytest.raises(ArgumentError, match="multiples of 2 heads and key heads, got 3 and 3"):
             ulysses_attention(three, three, three, comm)
         with pytest.raises(ArgumentError, match=r"multiple of 4 .*zigzag.*, got 6; pad it"):
             context_positions(6, comm, zigzag=True)

@@ -97,7 +97,7 @@ def test_ranks_with_different_inputs_are_told():
 
 
 def test_it_needs_ranks_that_have_the_same():
-    with pytest.raises(ArgumentError, match="Data-parallel ranks have different ones"):
+    with pytest.raises(ArgumentError, match="Data-parallel ranks have different activations"):
         partitioned_checkpoint(torch.relu, torch.ones(1), group=None)
 
 

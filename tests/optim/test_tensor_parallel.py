@@ -273,7 +273,7 @@ def refusals(rank, world_size):
     for comm in (None, mesh["tp"]):
         optimizer = AdamW(distributed(mesh["tp"]), comm=comm)
         with pytest.raises(
-            ArgumentError, match=r'comm: .*rank 0 has the local tensors.*comm=mesh\["dp"\]'
+            ArgumentError, match=r'comm: .*Rank 0 has the local tensors.*comm=mesh\["dp"\]'
         ):
             optimizer.prepare()
     partial = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()], run_check=False)

@@ -311,11 +311,11 @@ def _refusals(store, rank, world):
         for each in (rc.all_gather_matmul, rc.matmul_reduce_scatter, rc.reduce_scatter_rms_norm)
     )
     cases: list[Any] = [
-        ("a: expected what Context.empty", gather, b, b),
+        ("a: expected a result of Context.empty", gather, b, b),
         ("8 rows, the columns of a", gather, a, b.T),
         ("8 rows, the columns of a", gather, a, b.half()),
         ("context: expected more than 2 blocks", rc.all_gather_matmul, rc.Context(comm, 2), a, b),
-        ("inbox: expected what Context.empty", scatter, b, b, b),
+        ("inbox: expected a result of Context.empty", scatter, b, b, b),
         (r"a: expected a contiguous tensor \(4, 4\)", scatter, torch.ones(4, 8)[:, ::2], b, a),
         ("a: expected a matrix of 4 rows", scatter, weight, b, a),
         (r"b: expected a matrix \(3, 8\) of torch.float32", scatter, torch.ones(4, 3), b, a),

@@ -194,12 +194,12 @@ REFUSALS = [
     Refusal(
         {"sharing": ("state by node",), "compression": ("parameters", "both")},
         ArgumentError,
-        'expected state="world" with it',
+        'expected state="world", got "node"',
     ),
     Refusal(
         {"precision": NO_MASTERS, "compression": ("parameters", "both")},
         ArgumentError,
-        'expected master="fp32" and rounding="nearest" with it',
+        'expected master="fp32" and rounding="nearest", since FP32',
     ),
     Refusal(
         {"offload": ("parameters",), "compression": ("parameters", "both")},

@@ -11,8 +11,8 @@ and moments have the same layout. At stage 3 a param group may consist of severa
 
 NOTE [Checkpoints of torch]
 The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their offsets in the
-files; each chunk is a complete ``torch.save()`` archive inside a file. The planner has saved the
-path to each value: the optimizer's paths contain "state" and "param_groups", as
+files; each chunk is a complete ``torch.save()`` archive inside a file. It also has each value's
+path, the keys in nested dicts: the optimizer's paths contain "state" and "param_groups", as
 ``get_optimizer_state_dict()`` makes them, flattened or not. All other paths are the model's.
 """
 
@@ -102,7 +102,7 @@ def convert(
     latest = checkpoints.latest()
     if latest is not None and number <= latest:
         raise ArgumentError(
-            f"{OPERATION}: {root}: expected a step after {latest}, which is there, got {number}"
+            f"{OPERATION}: {root}: expected a step after the latest, {latest}, got {number}"
         )
     tensors = {f"model.{name}": each for name, each in state.weights.items()}
     for kind, moments in state.moments.items():
@@ -238,7 +238,7 @@ class ForeignState:
         groups: hyper-parameters of the param groups.
         group_params: names of the parameters of each param group.
         tied: aliases of parameters, with the names whose tensors they share.
-        step: number under which it was saved; None if the checkpoint has no number.
+        step: number under which the state was saved; None if the checkpoint has no number.
         data: further JSON data.
     """
 
@@ -361,7 +361,7 @@ _OWN = {
 
 
 def _find_folder(folder: Path) -> Path | None:
-    """Returns the folder of a DeepSpeed checkpoint: ``folder``, or the one its "latest" names."""
+    """Returns the folder of a DeepSpeed checkpoint: ``folder``, or the folder in its "latest"."""
     latest = folder / "latest"
     if latest.is_file():
         try:
@@ -423,8 +423,8 @@ class _DeepSpeedCheckpoint:
                 continue
             if int(match[2]):
                 raise UnsupportedError(
-                    f"{self._folder}: has files of model-parallel ranks, whose parameters are "
-                    "parts; convert it to DeepSpeed's universal format and load that there"
+                    f"{self._folder}: has files of model-parallel ranks, which have only "
+                    "parts of parameters; convert it to DeepSpeed's universal format for DeepSpeed"
                 )
             found[int(match[1])] = path
         if sorted(found) != list(range(len(found))) or not found:
@@ -690,7 +690,7 @@ def _split(path: Any) -> Keys:
 
 
 def _leads(prefix: Keys | None, path: Keys) -> bool:
-    """True if a path leads into the optimizer's state at a prefix."""
+    """True if a path leads into the optimizer's state, whose path is ``prefix``."""
     is_state = _STATE in path or _GROUPS in path
     return prefix is not None and path[: len(prefix)] == prefix and is_state
 

@@ -85,7 +85,7 @@ def refuse_unsupported(operation: str, asked: Iterable[tuple[str, str]]) -> None
     reasons = [f"{name}: {text}" for name, text in asked]
     if reasons:
         raise UnsupportedError(
-            f"{operation}: {len(reasons)} of the keys ask for what ringcomm does not have:\n  "
+            f"{operation}: {len(reasons)} of the keys request features that ringcomm lacks:\n  "
             + "\n  ".join(reasons)
         )
 
@@ -293,7 +293,7 @@ ALIASES = section_of("aliases")
 _AUTO = section_of("auto")
 #: Maps the type of a DeepSpeed optimizer to the reason why ringcomm cannot build it.
 OTHER_OPTIMIZERS = section_of("optimizers")
-# Values that turn an unsupported key off, and the keys for which other values do.
+# Values that turn an unsupported key off; for some keys, _OFF_OF has other such values.
 _OFF = (None, False, "none")
 _OFF_OF = {name: json.loads(values) for name, values in section_of("off").items()}
 _SWITCHES = section_of("switches")
@@ -361,7 +361,7 @@ class DeepSpeedSetup:
         )
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """Returns the configuration's scheduler for ``optimizer``, whichever class it has.
+        """Returns the configuration's scheduler for ``optimizer``, which may have any class.
 
         Raises:
             ArgumentError: the configuration has no scheduler.
@@ -381,7 +381,7 @@ def from_deepspeed(
 
     Args:
         config: as ``deepspeed.initialize(config=)`` takes it: a dict, or the path of a JSON file.
-        world_size: number of ranks among which the batches are divided; None takes the size of
+        world_size: number of ranks among which the batches are divided; None means the size of
             ``comm``.
         comm: the ranks, as ``zero.shard`` takes them.
 
@@ -472,7 +472,7 @@ class _Given:
         ]
         if auto:
             raise ArgumentError(
-                f'{_DEEPSPEED}: "auto" is what Hugging Face\'s Trainer replaces; {"; ".join(auto)}'
+                f'{_DEEPSPEED}: "auto" is a value of Hugging Face\'s Trainer; {"; ".join(auto)}'
             )
         asked = [
             (name, DEEPSPEED_KEYS[name].text)
@@ -628,13 +628,13 @@ class _Given:
         return optim.AdamW if decoupled else optim.Adam, hyper
 
     def _hyper(self, kind: str) -> dict[str, Any]:
-        """Returns the hyper-parameters of an optimizer; refuses those of other optimizers."""
+        """Returns the hyper-parameters of an optimizer; refuses hyper-parameters of others."""
         defaults = _PARAMS_OF[kind]
         for name in self.values:
             mapped = name.startswith(_ADAM) and DEEPSPEED_KEYS[name].fate == MAPPED
             if mapped and name.removeprefix(_ADAM) not in defaults:
                 told, known = self.values["optimizer.type"], ", ".join(defaults)
-                raise ArgumentError(f"{_DEEPSPEED}: {name}: {told} has none; it has {known}")
+                raise ArgumentError(f"{_DEEPSPEED}: {name}: {told} has only {known}")
         read: dict[type, Callable[[str, Any], Any]] = {
             float: self.number,
             bool: self.flag,
@@ -702,7 +702,7 @@ def _turned_on(section: Mapping[str, Any], switch: str, off: Sequence[Any]) -> b
 
 
 def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
-    """Returns micro batch, accumulation steps and batch; computes those that are not given."""
+    """Returns micro batch, accumulation steps and batch; computes the numbers that are missing."""
     # 0 means that a number is not given.
     batch = given.integer("train_batch_size", 1, 0)
     micro = given.integer("train_micro_batch_size_per_gpu", 1, 0)
@@ -757,7 +757,7 @@ class FSDP2Setup:
         """Returns the settings with nested calls of ``fully_shard`` added; their modules are units.
 
         Args:
-            nested: maps the name of an inner module (a ``*`` matches any characters of one part) to
+            nested: maps the name of an inner module (a ``*`` matches any characters but dots) to
                 the arguments ``reshard_after_forward`` and ``mp_policy`` of its call. A module
                 without ``param_dtype`` stays FP32 if other modules have a ``param_dtype``.
 
@@ -850,7 +850,7 @@ def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -
         if unknown:
             raise ArgumentError(
                 f"{_FSDP2}: nested: {name!r}: expected reshard_after_forward and mp_policy, "
-                f"got {unknown[0]!r}; pass what holds for the whole module to from_fsdp2()"
+                f"got {unknown[0]!r}; pass arguments for the whole module to from_fsdp2()"
             )
         policies[name] = arguments.get("mp_policy") or MixedPrecisionPolicy()
     precision = options.precision

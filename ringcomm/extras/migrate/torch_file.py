@@ -188,7 +188,7 @@ class _Machine:
         self._memo += [None] * (at + 1 - len(self._memo))
         self._memo[at] = self._stack[-1]
 
-    # ---- containers, which are the last on the stack --------------------------------------------
+    # ---- changes to the container at the top of the stack ---------------------------------------
 
     def extend(self, values: Sequence[Any]) -> None:
         target = self._stack[-1]
@@ -226,7 +226,7 @@ class _Machine:
         self.push({})
         self.update(pairs)
 
-    # ---- calls, which the unpickler would make ------------------------------------------------
+    # ---- calls that Python's unpickler would make ---------------------------------------------
 
     def stack_global(self, _: Any = None) -> None:
         module, name = self.last(2)
@@ -513,7 +513,7 @@ class TorchFile:
             raise ValueError("a tensor has elements outside its storage")
         self._left_bytes -= elems * storage.dtype.itemsize
         if self._left_bytes < 0:
-            raise ValueError("its tensors have the same bytes more than a few times")
+            raise ValueError("its tensors repeat the same bytes more than a few times")
         flat = torch.frombuffer(self._map, dtype=storage.dtype, count=storage.elems, offset=at)
         # A dimension of 1 may have any stride, even one that does not fit an integer.
         stride = [step if n > 1 else 1 for n, step in zip(size, stride, strict=True)]

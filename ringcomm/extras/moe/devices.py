@@ -99,7 +99,7 @@ class _DeviceDispatch(NamedTuple):
     tokens_ptrs: list[int]
 
     def pull(self, entries_ptr: int, entry_words: int, ptrs: list[int], out: Tensor) -> None:
-        """Fills ``out`` with one row for each entry."""
+        """Fills ``out`` with one row for each entry: a rank, and the number of a row there."""
         row_bytes = out.nbytes // len(out) if len(out) else 0
         given = (entries_ptr, entry_words, len(out), ptrs, row_bytes, out.data_ptr())
         run_native(self.comm, self.operation, "copy_rows", *given)
@@ -304,8 +304,8 @@ def _expert_rows(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
 def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
     """Returns the rows that ``sources`` names.
 
-    If the rows are quantized, it copies all values, and behind them all scales, so that the copy
-    can be dequantized as a whole.
+    If the rows are quantized, it copies all values, and after them all scales, so that the copy can
+    be dequantized as a whole.
     """
     r, count, hidden = call.routes, len(sources), call.routes.x.size(1)
     rows = r.x.new_empty((count, hidden))

@@ -223,8 +223,8 @@ class MoE(nn.Module):
         found = len(self.experts) * world_size
         if given not in (None, found) or not found:
             raise ArgumentError(
-                f"{self._head}: experts: expected this rank's of {given or 'all'} experts, got "
-                f"{len(self.experts)} for a rank, of {world_size} ranks"
+                f"{self._head}: experts: expected this rank's share of {given or 'all'} experts, "
+                f"divided over {world_size} ranks, got {len(self.experts)} experts"
             )
         return found
 
@@ -245,7 +245,7 @@ class MoE(nn.Module):
         if isinstance(x, DTensor):
             raise ArgumentError(
                 f"{self._head}: x: expected this rank's tokens as a local tensor, got a DTensor; "
-                "pass x.to_local() where its rows are whole"
+                "if it is not sharded over the hidden dimension, pass x.to_local()"
             )
         tokens = x.reshape(-1, x.size(-1))
         with torch.autocast(tokens.device.type, enabled=False):
@@ -382,8 +382,8 @@ def shard(
         mesh: instead of ``comm``, a DeviceMesh with the axis "ep", axes of data parallelism, and
             perhaps "pp" and "tp".
         options: options of the dense layers.
-        expert_options: options of the experts, whose names are "0.1.weight" and so on, by layer;
-            None takes ``options`` without the names of modules in them.
+        expert_options: options of the experts, whose parameters have names by layer, such as
+            "0.1.weight"; None means ``options`` without the names of modules in them.
 
     Returns:
         ``module``.
@@ -393,7 +393,7 @@ def shard(
             experts have buffers, or are on the meta device; the mesh has no "ep".
         Exception: see ``zero.shard``.
 
-    If it raises, it raises on all ranks, and the module is unchanged.
+    If one rank fails, all ranks raise, and the module is unchanged.
     """
     ranks = _ranks_of(comm, mesh, module)
     everyone, options = ranks.everyone, zero.ZeroOptions() if options is None else options
@@ -490,13 +490,13 @@ def _group_of(layers: Mapping[str, MoE], everyone: Communicator) -> Communicator
         if (group.rank, group.world_size) != (first[1].rank, first[1].world_size):
             raise ArgumentError(
                 f"{_SHARD}: expected layers whose experts are divided over the same ranks, but "
-                f"this is rank {first[1].rank} of {first[1].world_size} of {first[0]!r}, and "
-                f"{group.rank} of {group.world_size} of {name!r}"
+                f"this is rank {first[1].rank} of {first[1].world_size} for {first[0]!r}, and rank "
+                f"{group.rank} of {group.world_size} for {name!r}"
             )
     if everyone.world_size % first[1].world_size:
         raise ArgumentError(
             f"{_SHARD}: comm: expected all ranks that train the module, a multiple of the "
-            f"{first[1].world_size} that its experts are divided over, got {everyone.world_size}"
+            f"{first[1].world_size} ranks that divide its experts, got {everyone.world_size}"
         )
     return first[1]
 
@@ -509,8 +509,8 @@ def _replicas_of(group: Communicator, everyone: Communicator) -> Communicator:
         if replicas.world_size * group.world_size != everyone.world_size:
             raise ArgumentError(
                 f"{_SHARD}: expected groups of {group.world_size} ranks that divide the "
-                f"{everyone.world_size} evenly, but {replicas.world_size} have rank {group.rank} "
-                "in their groups"
+                f"{everyone.world_size} ranks evenly, but {replicas.world_size} ranks have number "
+                f"{group.rank} in their groups"
             )
     return replicas
 
@@ -519,8 +519,8 @@ def _check_experts(layers: Mapping[str, MoE]) -> None:
     for name, layer in layers.items():
         for buffer, _ in layer.experts.named_buffers():
             raise ArgumentError(
-                f"{_SHARD}: {name}.experts: expected no buffers, which all ranks would get from "
-                f"one, got {buffer}"
+                f"{_SHARD}: {name}.experts: expected no buffers, since all ranks would get "
+                f"one rank's values, got {buffer}"
             )
         for param, each in layer.experts.named_parameters():
             if each.is_meta:
@@ -531,7 +531,7 @@ def _check_experts(layers: Mapping[str, MoE]) -> None:
 
 
 def _dense_options(layers: Mapping[str, MoE], options: zero.ZeroOptions) -> zero.ZeroOptions:
-    """Returns the options of the dense layers, which leave experts out and routers in FP32."""
+    """Returns the options of the dense layers, with experts ignored and routers in FP32."""
     prefixes = [f"{name}." if name else "" for name in layers]
     experts = [
         f"{prefix}experts"
@@ -599,7 +599,7 @@ class Optimizer:
         experts: the optimizer of the experts; None if this rank has no experts.
 
     Raises:
-        ArgumentError: the module was not sharded, or ``make`` returns something else.
+        ArgumentError: the module was not sharded, or ``make`` returns no ringcomm optimizer.
         UnsupportedError: an optimizer has a loss scaler, which can serve only one optimizer.
     """
 
@@ -836,6 +836,6 @@ def _check_there(root: Path, groups: ExpertGroups, step: int | None) -> None:
         raise CheckpointError(
             f"{_LOAD}: {root}: expected a checkpoint of both parts, of step "
             f"{'any' if step is None else step} in dense and {folder.name}, found "
-            f"{', '.join(others) or 'no experts'}; experts are loaded by as many ranks as they "
-            "were divided over"
+            f"{', '.join(others) or 'no experts'}; load experts on as many ranks as divided "
+            "them at saving"
         )

@@ -267,7 +267,7 @@ def _send_back(
 def fetch_rows(
     comm: Communicator, outboxes: Outboxes, y: Tensor, sources: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Lent]:
-    """Sends experts' rows to places where their tokens' ranks can read them; collective.
+    """Makes experts' rows readable for the ranks of the rows' tokens; collective.
 
     Args:
         comm: the ranks.
@@ -277,7 +277,7 @@ def fetch_rows(
         expert_rows: int64 [tokens, k, 2].
 
     Returns:
-        A table like ``expert_rows``, and for each rank the address from which its rows are counted.
+        A table like ``expert_rows``, and for each rank the address of its row number 0.
     """
     got, arriving = _send_back(comm, y, sources, expert_rows, local=False)
     [own] = outboxes.take(y.numel() * y.element_size())

@@ -136,7 +136,7 @@ class Outboxes:
         return tensor.data_ptr() - self._own_base if tensor.numel() else 0
 
     def at(self, offsets: Sequence[int]) -> list[int]:
-        """Returns, by rank of the node, the addresses here of offsets in the ranks' heaps."""
+        """Returns for each rank of the node the local address of an offset in the rank's heap."""
         return [base + offset for base, offset in zip(self._bases, offsets, strict=True)]
 
 
@@ -200,7 +200,7 @@ def exchange(
         operation: named in errors.
         mine: this rank's header.
         refusal: the error for which this rank refuses its arguments, or None; raised here once all
-            ranks know of it.
+            ranks have received it.
         refused: int64 on the device, added to ``mine.refused``: nonzero if the device has found a
             bad argument. If it is nonzero on this rank, this function returns the headers, and the
             caller must raise.
@@ -237,7 +237,7 @@ def exchange(
 def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -> Iterator[None]:
     """A context for reading peers' memory; waits for peers at the end if memory was lent.
 
-    An error inside occurs only on this rank, so it aborts the communicator: peers would wait.
+    An error inside aborts the communicator: no peer has the error, and all would wait.
     """
     try:
         yield
@@ -462,7 +462,7 @@ def check_combined(checks: CallChecks, y: Tensor, sources: Tensor) -> None:
 
 
 def rows_by_rank(comm: Communicator, headers: Sequence[RowsHeader], counts_ptrs: list[int]) -> int:
-    """Returns this rank's number of rows; raises on all ranks if one has no room for its rows."""
+    """Returns this rank's number of rows; all ranks raise if one rank has no room for its rows."""
     here = headers[0].experts // comm.world_size
     for rank, header in enumerate(headers):
         if header.limit < 0 and rank != comm.rank:

@@ -398,7 +398,7 @@ def test_lion_has_its_own_defaults():
 
 
 def test_parameters_of_another_type_are_refused():
-    with pytest.raises(ArgumentError, match=r"params.betas: SGD has none; it has lr, momentum"):
+    with pytest.raises(ArgumentError, match=r"params.betas: SGD has only lr, momentum"):
         read(optimizer={"type": "SGD", "params": {"betas": [0.9, 0.99]}})
 
 

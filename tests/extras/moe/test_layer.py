@@ -282,7 +282,7 @@ def test_bad_layers():
         for message, call in {
             "router: expected float32 parameters": lambda: moe.MoE(router.half(), experts, comm),
             "num_experts: expected the number": lambda: moe.MoE(nn.Linear(4, 2), Grouped(2), comm),
-            "experts: expected this rank's of 3": lambda: moe.MoE(
+            "experts: expected this rank's share of 3": lambda: moe.MoE(
                 nn.Linear(4, 3), experts, comm, num_experts=3
             ),
             "top_k: expected at most the 2": lambda: moe.MoE(
