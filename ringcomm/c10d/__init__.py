@@ -2,7 +2,7 @@
 
 ``register`` is the entry point of the group ``torch.backends``: torch calls it at the end of
 every ``import torch``, so this module loads neither the native module nor the process group. So
-``torch.distributed.init_process_group("ringcomm")`` works without an import of ringcomm.
+programs need not import ringcomm for ``torch.distributed.init_process_group("ringcomm")``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _keep_flight_recorder_off(c10d: Any) -> None:
-    """Stops torch 2.15 from attaching its flight recorder (pytorch/pytorch#192233) to our groups.
+    """Stops torch 2.15 from attaching its flight recorder (pytorch/pytorch#192233) to its groups.
 
     The recorder hooks the C++ methods of a group, which a Python group does not use, and attaching
     it to such a group fails because it has no C++ backend. torch skips the backends in this set.

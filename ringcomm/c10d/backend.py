@@ -83,7 +83,7 @@ def find() -> Path | None:
 
 
 def describe() -> str:
-    """Describes where the library is, and which groups use it.
+    """Returns a text: where the library is, and which groups use it.
 
     Raises:
         ArgumentError: ``RINGCOMM_BACKEND`` has no valid value.
@@ -118,8 +118,8 @@ def load(what: str, instead: str = "or leave that variable unset") -> Any:
     """Returns the class of the C++ backend.
 
     Args:
-        what: the feature that needs the backend; begins the error.
-        instead: an alternative for the user; ends the error.
+        what: the feature that needs the backend, for the error's beginning.
+        instead: an alternative for the user, for the error's end.
 
     Raises:
         UnsupportedError: the backend is not built for this Python, this torch and these sources.
@@ -143,7 +143,7 @@ def build(force: bool = False) -> Path:
 
     Raises:
         UnsupportedError: there is no compiler, a header or a folder is missing, or compilation
-            fails; contains the beginning of the compiler's log.
+            fails (with the beginning of the compiler's log).
     """
     found = find()
     if found is not None and not force:
@@ -227,4 +227,4 @@ def _compile(compiler: str, headers: list[Path], target: Path) -> None:
     of_others = target.name.rpartition(".")[0].rpartition(".")[0]
     for older in target.parent.glob(f"{of_others}.*.so"):
         if older != target:
-            older.unlink()  # built from earlier sources; processes that have loaded it keep it
+            older.unlink()  # an earlier library; processes that have loaded it are unaffected

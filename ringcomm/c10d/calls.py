@@ -59,9 +59,9 @@ __all__ = [
 ]
 
 
-# ---- Work objects that ``torch.distributed`` accepts, wrapping the communicator's ---------------
-# torch's C++ callers (DDP's reducer, ``wait_tensor``) use ``wait`` and ``get_future`` of a Python
-# subclass of ``torch.distributed.Work``; Python callers use all methods.
+# ---- Work objects that ``torch.distributed`` accepts, around the communicator's Works
+# --------------- torch's C++ callers (DDP's reducer, ``wait_tensor``) use ``wait`` and
+# ``get_future`` of a Python subclass of ``torch.distributed.Work``; Python callers use all methods.
 
 
 # Results of torch's ``Work._get_op_type()``, by the communicator's methods.
@@ -89,7 +89,7 @@ OP_TYPES = {
     "batch": int(OpType.COALESCED),
 }
 
-# Wait this much longer: a kernel that gives up reports a more exact fault than a timeout.
+# Wait this many seconds longer: a kernel that gives up reports a more exact fault than a timeout.
 KERNEL_GRACE = timedelta(seconds=5)
 
 
@@ -97,10 +97,10 @@ KERNEL_GRACE = timedelta(seconds=5)
 class CompletedWork(Work):
     """The work of a call that ran on the caller's thread: there is nothing to wait for.
 
-    A call on a device ran on the caller's current stream, so later work there follows it.
+    A call on a device is on the caller's current stream, whose later work follows it.
 
-    :func:`completed` makes it, since an ``__init__`` in Python would double the cost; a
-    ``__dict__`` would add a quarter.
+    :func:`completed` makes the work, since an ``__init__`` in Python would double the cost of
+    making it; a ``__dict__`` would add a quarter.
     """
 
     __slots__ = ("_op_type", "_tensors")
@@ -156,7 +156,7 @@ class PendingWork(Work):
 
     Args:
         inner: the communicator's work.
-        tensors: the tensors that ``result()`` and the future return once it is done.
+        tensors: the tensors that ``result()`` and the future return once the call is done.
         op_type: a value of :data:`OP_TYPES`.
     """
 
@@ -205,13 +205,13 @@ class PendingWork(Work):
         return self._inner.source_rank()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Returns a future of the tensors; on failure a C++ waiter gets an error, not a value.
+        """Returns a future of the tensors, which also fails for waiters in C++ if the call fails.
 
         For a call on a device the future has its value at once; its consumer's streams wait.
 
         ``Future.set_exception`` would store the exception as a value that only Python unwraps, and
-        DDP's reducer would take it for the reduced bucket. A callback that raises makes the future
-        fail for C++ as well.
+        DDP's reducer would use the exception as the reduced bucket. A callback that raises makes
+        the future fail for C++ as well.
         """
 
         if isinstance(self._inner, DeviceWork):
@@ -226,7 +226,7 @@ class PendingWork(Work):
 
 @only_inlined_methods
 class BarrierWork(PendingWork):
-    """The work of a barrier on a device: ``wait`` blocks until all ranks have come.
+    """The work of a barrier on a device: ``wait`` blocks until all ranks have called it.
 
     Args:
         inner: the communicator's work.
@@ -284,11 +284,11 @@ class WorkGroup(Work):
 
 # ---- Calls of a process group as torch's modes see them: as operators of ``torch.ops.c10d`` ------
 # torch's own groups make their calls through its dispatcher, so that a mode on the stack, such as
-# CommDebugMode, sees each call. But torch calls this package's group, which is in Python, directly.
+# CommDebugMode, sees each call. But torch calls this package's Python group directly.
 
 
 class Seen(NamedTuple):
-    """One call for torch's modes to see: the communicator's method, the arguments, the options."""
+    """One call that torch's modes will see: the communicator's method, arguments and options."""
 
     group: ProcessGroup
     name: str
@@ -302,11 +302,11 @@ def _lists(tensors: Sequence[Tensor] | None) -> list[list[Tensor]]:
 
 
 def _any_op() -> Any:
-    # A ReduceOp is opaque in Python, which can make only this default; the call itself has its op.
+    # Python can make only this default ReduceOp for an operator; the call itself uses its own op.
     return torch.classes.c10d.ReduceOp()
 
 
-# The operator for each method, and the beginning of its arguments; _GROUP marks the group's place.
+# The operator for each method, and the operator's first arguments; _GROUP is replaced by the group.
 _GROUP = object()
 _OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
     "all_reduce": ("allreduce_", lambda t, op: [[t], _GROUP, _any_op(), None]),
@@ -401,7 +401,7 @@ def seen_by_modes(call: Seen, make: Callable[[], Work]) -> Work | None:
     return below.work
 
 
-# Converts the argument forms of ``torch.distributed.ProcessGroup`` to one form; checks tensors.
+# Functions that convert the argument forms of ``torch.distributed.ProcessGroup`` and check tensors.
 #
 # Every method of torch's class has the form that ``torch.distributed`` itself uses (lists of
 # tensors and an options object) and older forms (single tensors, ``op`` or ``root``, ``timeout``).
@@ -409,7 +409,7 @@ def seen_by_modes(call: Seen, make: Callable[[], Work]) -> Work | None:
 _Options = TypeVar("_Options")
 
 BACKEND_NAME = "ringcomm"
-# The timeout in an options object if the caller gave none.
+# The timeout in an options object if the caller did not set a timeout.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 _TORCH_CLASSES = frozenset({Tensor, Parameter})
@@ -441,7 +441,7 @@ def options(kind: type[_Options], given: Any, timeout: timedelta | None, **field
 
 
 def single(tensors: Any, operation: str) -> Tensor:
-    """Returns the only tensor of a list; like torch's CPU backends, takes no more.
+    """Returns the only tensor of a list; like torch's CPU backends, accepts only one tensor.
 
     Raises:
         ArgumentError: the list does not have exactly one tensor.
@@ -458,7 +458,7 @@ def single(tensors: Any, operation: str) -> Tensor:
 
 
 def in_memory(tensor: Tensor, operation: str) -> Tensor:
-    """Returns a tensor that holds its data itself; waits for a functional collective's tensor.
+    """Returns a tensor with its own memory; waits if it is a functional collective's result.
 
     Raises:
         UnsupportedError: the tensor's class keeps its data elsewhere (DTensor), or has no data (a
@@ -470,7 +470,7 @@ def in_memory(tensor: Tensor, operation: str) -> Tensor:
 
 
 def in_memory_all(tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
-    """Does :func:`in_memory` for each tensor of a list."""
+    """Calls :func:`in_memory` for each tensor of a list; returns the results."""
     return [in_memory(tensor, operation) for tensor in tensors]
 
 
@@ -486,7 +486,7 @@ def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
 
 # Messages between devices that are sent together: torch's coalescing brackets and its batches.
 #
-# ``ringcomm.comm.device.messages`` explains why, and which messages share a launch.
+# ``ringcomm.comm.device.messages`` explains the reason, and which messages share a launch.
 
 
 class Posted(NamedTuple):
@@ -498,7 +498,7 @@ class Posted(NamedTuple):
 
 @dataclass
 class Batch:
-    """The calls since ``_start_coalescing``: works of started calls, and messages not yet sent."""
+    """The calls since ``_start_coalescing``: works of begun calls, and messages not sent yet."""
 
     works: list[Work] = field(default_factory=list)
     posted: list[Posted] = field(default_factory=list)
@@ -517,7 +517,7 @@ class Batch:
 
 
 def _as_int(value: Any) -> Any:
-    """Converts integers to int, so that equal ranks compare equal; the launch checks the rest."""
+    """Returns an int for any integer, so that equal ranks compare equal; else ``value``."""
     number = integer(value, bools=True)
     return value if number is None else number
 
@@ -564,10 +564,10 @@ _OPS = {
 
 
 def op_of(opts: Any) -> Any:
-    """Returns the op of an options object: a constant of ``ReduceOp`` if it equals one.
+    """Returns the op of an options object, as a constant of ``ReduceOp`` if possible.
 
     Reading ``opts.reduceOp`` makes a new object each time, but the communicator finds the constants
-    by identity, which is fast. PREMUL_SUM keeps its object, which has the factor.
+    by identity, which is fast. For PREMUL_SUM it returns the object itself, which has the factor.
     """
     op = opts.reduceOp
     return _OPS.get(hash(op), op)
@@ -599,7 +599,7 @@ class Calls:
             communicator: the communicator for the call's tensors.
             tensors: the outputs, for the work's result and future.
             method: a method of the communicator; its last argument selects an asynchronous call.
-            args: its arguments except the last.
+            args: the method's arguments except the last.
         """
         name = method.__name__
         if is_watched():
@@ -630,7 +630,7 @@ class Calls:
         admit_keys(where(name, communicator.rank, communicator.world_size))
         how = (True, UNSET_TIMEOUT) if opts is None else (opts.asyncOp, opts.timeout)
         work = seen_by_modes(Seen(cast(ProcessGroup, self), name, args, *how), make)
-        # A mode that does not pass the operator on has made the call itself, or suppresses it.
+        # None: a mode has not called the operator; it has made the call itself, or suppresses it.
         return completed([], OP_TYPES[name]) if work is None else work
 
     def _made(self, status: int, engine: CallEngine, name: str, tensors: list[Tensor]) -> Work:
@@ -638,7 +638,7 @@ class Calls:
         if status > 0:
             raise engine.fault(name)
         self._sequence += 1
-        # Inlined from completed(), to save a Python call on small collectives.
+        # The code of completed(), inlined: this saves a Python call on small collectives.
         work = CompletedWork()
         work._tensors = tensors
         work._op_type = OP_TYPES[name]
@@ -692,7 +692,7 @@ class Calls:
 def _admit(
     communicator: Communicator, name: str, written: list[Tensor], args: Sequence[Any] = ()
 ) -> None:
-    """Admits a call that the communicator will make on another thread."""
+    """Checks a call, on this thread, that the communicator will make on another thread."""
     if communicator.launches:
         return  # the call runs on this thread, and is admitted there
     tensors = (tensor for each in args for tensor in (each if type(each) is list else [each]))

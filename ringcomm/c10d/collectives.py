@@ -44,11 +44,11 @@ def sparse_all_reduce(
 ) -> None:
     """Sums a sparse tensor over all ranks, in place; the result is coalesced.
 
-    Three all-gathers: each rank's number of non-zeros, all indices, all values. The sum runs in
-    rank order, so all ranks get equal bits.
+    It makes three all-gathers: of each rank's number of non-zeros, of all indices, and of all
+    values. The sum runs in rank order, so all ranks get equal bits.
 
     Args:
-        host: the group's host communicator, for the numbers of non-zeros, which the caller needs.
+        host: the group's host communicator, for the numbers of non-zeros.
         communicator: the communicator of the tensor's device; may be ``host``.
         tensor: sparse COO, of one shape and dtype on all ranks, with any number of non-zeros.
         op: only SUM.
@@ -107,7 +107,7 @@ def _counts_of_non_zeros(communicator: Communicator, mine: Tensor, where: str) -
 
 
 def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> list[Tensor]:
-    """Returns the rows of every rank, by rank; all dimensions but the first are equal."""
+    """Returns the rows of every rank, by rank; ranks may differ only in the number of rows."""
     outputs = [rows.new_empty(count, *rows.shape[1:]) for count in counts]
     communicator.all_gather(outputs, rows.contiguous())
     return outputs
@@ -121,11 +121,11 @@ def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> li
 # the caller's current stream; with ``asyncOp`` they run concurrently with that stream.
 
 # NOTE [Plain calls]
-# ``torch.distributed`` mostly makes a synchronous call of one CPU tensor with the group's own
-# timeout. Python functions and torch's properties would take longer than such a call of 4 KiB
-# itself. So the native module reads the options and the tensors and makes the call. For any other
-# call it does nothing and returns NOT_FAST. Then the method reads its arguments, finds the
-# communicator, and in the same way offers the call to a device.
+# ``torch.distributed`` mostly makes synchronous calls of one CPU tensor with the group's own
+# timeout. Python functions and torch's properties would take longer than the call itself at 4 KiB.
+# So the native module reads the options and the tensors and makes the call. For any other call it
+# does nothing and returns NOT_FAST. Then the method reads its arguments, finds the communicator,
+# and tries a device's native call in the same way.
 
 
 class GroupCollectives(Calls):

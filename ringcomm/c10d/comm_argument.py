@@ -1,10 +1,10 @@
-"""Finds the ranks that an argument ``comm`` specifies; no other module interprets it.
+"""Finds the ranks that an argument ``comm`` specifies; only this module interprets the argument.
 
 NOTE [Groups of other backends]
-A group of another backend has no communicator. The first call for such a group builds one of the
-same ranks over the group's store, so all members must make that call; later calls find it. It is
-dropped with the group: torch keeps a group's Python object until ``destroy_process_group()``, and
-the table's reference is weak. A user of the communicator, such as an optimizer, keeps it alive.
+A group of another backend has no communicator. The first call for such a group builds one of its
+ranks over the group's store, so all members must make this call; later calls find the communicator.
+It is dropped with the group: torch keeps a group's Python object until ``destroy_process_group()``,
+and the table's reference is weak. A user of the communicator, such as an optimizer, keeps it alive.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
 
     Ranks of one node are adjacent, in the order of nodes, whatever numbers the launcher gave them,
     and the innermost axes ("tp", then "cp", then "dp") connect neighbors. So an axis stays within
-    nodes if it and the axes inside it fit there. ``mesh["tp"]`` goes to ``parallelize_module``,
-    ``mesh["dp"]`` to ``optim.AdamW(comm=)`` and ``zero.shard(comm=)``.
+    nodes if the axis and its inner axes fit into a node. Pass ``mesh["tp"]`` to
+    ``parallelize_module``, ``mesh["dp"]`` to ``optim.AdamW(comm=)`` and ``zero.shard(comm=)``.
 
     Args:
         device: "cpu" or "cuda", the type of the tensors; None: the default group's type.
@@ -74,7 +74,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
         )
     group = dist.group.WORLD
     assert group is not None
-    # A value that is not an integer is kept: then all ranks raise for it.
+    # Keep a value that is not an integer: all ranks then raise for it.
     read = {name: integer(size) for name, size in axes.items()}
     axes = {name: axes[name] if size is None else size for name, size in read.items()}
     _check_same(axes, group)
@@ -162,7 +162,7 @@ def _device_type(group: dist.ProcessGroup) -> str:
 
 
 def _warn_of_axes_over_nodes(sizes: dict[str, int], grid: torch.Tensor, nodes: list[int]) -> None:
-    """Warns if ranks that share each matrix product are on several nodes."""
+    """Warns if ranks that share the work of each matrix product are on several nodes."""
     if "tp" not in sizes:
         return
     for ranks in grid.view(-1, sizes["tp"]).tolist():
@@ -228,7 +228,7 @@ def find_device_type(comm: CommArgument, operation: str) -> str:
     """Returns the device type of the tensors for ``comm``, or "cpu"; connects nothing.
 
     Raises:
-        ArgumentError: as :func:`find_communicator`, except for a launcher's ranks.
+        ArgumentError: as :func:`find_communicator`, except for ``comm=None`` under a launcher.
     """
     named, mesh_device = _named(comm, operation)
     if isinstance(named, Communicator):
@@ -280,7 +280,7 @@ def _not_a_member(operation: str, got: str) -> ArgumentError:
 
 
 def _check_alone(operation: str) -> None:
-    """Raises if a launcher has started several ranks: each would train a model of its own."""
+    """Raises if a launcher has started several ranks: each would train its own model."""
     launched = read_environment()
     if launched.world_size > 1:
         raise ArgumentError(
@@ -293,7 +293,7 @@ def _check_alone(operation: str) -> None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:
-    """Returns the device type of a group's tensors, as far as the group knows it."""
+    """Returns the device type that a group names for its tensors; "cpu" by default."""
     bound = group.bound_device_id
     if bound is not None:
         return bound
@@ -303,7 +303,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device | str:
 def _over(
     group: dist.ProcessGroup, operation: str, device: torch.device | str
 ) -> Communicator | None:
-    """Returns the group's communicator for a device; None for a single-rank group without one."""
+    """Returns the group's communicator for a device; None for one rank without a communicator."""
     ours = behind(group)
     if ours is not None:
         return ours.communicator_on(device)

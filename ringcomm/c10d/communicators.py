@@ -26,9 +26,9 @@ _Made = TypeVar("_Made", bound="Communicators")
 class Communicators:
     """Finds the communicator for the tensors of a call.
 
-    The communicator of a device is built at the first call with tensors there. If all members of
-    the group make that call, building needs no further agreement. A first call by only some
-    members, such as a message, would wait for the others: bind the device instead
+    The communicator of a device is built at the first call with tensors on the device. If all
+    members of the group make this call, building needs no further agreement. A first call by only
+    some members, such as a message, would wait for the other members: bind the device instead
     (``init_process_group(device_id=...)``), or call a collective first.
 
     Args:
@@ -57,7 +57,7 @@ class Communicators:
         """Builds the communicators of a group called ``name``, which may contain blanks.
 
         Args:
-            store: a store that only the members use.
+            store: a store that only the members of the group use.
             rank: the rank of this process in the group.
             world_size: the size of the group.
             name: the name of the group.
@@ -83,7 +83,7 @@ class Communicators:
 
         Args:
             group: a group of torch; all its members must call this.
-            user: the user of the communicators; part of their name.
+            user: the feature that uses the communicators; part of their names.
             options: the options of the communicators, including the timeout.
         """
         return cls.rendezvous(
@@ -100,7 +100,7 @@ class Communicators:
 
         Raises:
             ArgumentError: the tensors are on several devices, or on an unsupported kind of device.
-            UnsupportedError: this process lacks the device; says why.
+            UnsupportedError: this process lacks the device; the error says why.
             RingcommError: the members could not connect their devices.
         """
         for tensor in tensors:
@@ -138,7 +138,7 @@ class Communicators:
         """Returns the communicator of a device of this process; builds it at the first use.
 
         Raises:
-            UnsupportedError: this process lacks the device; says why.
+            UnsupportedError: this process lacks the device; the error says why.
             RingcommError: the members could not connect their devices.
         """
         communicator = self._by_device.get(device)
@@ -156,7 +156,7 @@ class Communicators:
                 f"{self._checks(operation)}: the process group was aborted or shut down; "
                 "make a new one"
             )
-        # Named by a count, since one device has different numbers in different processes.
+        # The name has a count and not the device's number, which differs between processes.
         return host.group_at(
             self._store,
             range(host.world_size),

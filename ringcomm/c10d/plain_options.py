@@ -25,14 +25,14 @@ from ringcomm import _native
 __all__ = ["read_from_memory"]
 
 _WORD_BYTES = 8
-# Bytes of the C++ objects, up to the last field that is read, in torch's c10d/Types.hpp.
+# Sizes in bytes of the C++ objects of torch's c10d/Types.hpp, up to the last field that is read.
 _VALUE_BYTES: dict[Any, int] = {
     AllgatherOptions: 16,
     AllreduceOptions: 48,
     ReduceScatterOptions: 48,
 }
 _PROBED_OPS = (ReduceOp.MAX, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.BXOR)
-# Chosen so that flags, timeouts and ops never change in step: no other offset can match.
+# The probes' flags, timeouts and ops vary independently, so that no other offset can match.
 _PROBED_FLAGS = (True, False, False, True, True)
 _PROBED_MS = (0x1234567, 7, 0x7654321, 0x20301, 86_400_000)
 
@@ -85,5 +85,5 @@ def _is_read(kind: Any, size: int) -> bool:
 
 @cache
 def read_from_memory() -> frozenset[Any]:
-    """Makes native calls read options from memory; returns the classes that they can read."""
+    """Makes native calls read options from memory; returns the classes for which this works."""
     return frozenset(kind for kind, size in _VALUE_BYTES.items() if _is_read(kind, size))

@@ -137,7 +137,7 @@ def _barrier_of(communicator: Communicator) -> Callable[[], list[Tensor]]:
     return run
 
 
-# ``monitored_barrier``: a barrier that names the ranks that did not come.
+# ``monitored_barrier``: a barrier whose error names the ranks that did not call it.
 #
 # It uses the group's store, not the communicator: it must name missing ranks while ranks hang
 # inside a collective, and a rank that does not come must leave the communicator usable.
@@ -170,13 +170,13 @@ class MonitoredBarrier:
         """Blocks until every rank of the group has called.
 
         Args:
-            timeout: the longest that rank 0 waits for the others, and the others for rank 0.
+            timeout: how long rank 0 waits for the other ranks, and the other ranks for rank 0.
             wait_all_ranks: rank 0 reports all ranks that did not come, not only the first.
 
         Raises:
             CollectiveTimeout: on rank 0, naming the ranks that did not come in time.
-            PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, when
-                rank 0 did not come, has ended or reported a failure.
+            PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, if rank 0
+                did not come, has ended or reported a failure.
         """
         # The store may still contain posts of an earlier attempt: the prefix excludes them.
         prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
@@ -244,7 +244,7 @@ class MonitoredBarrier:
             ) from cause
 
     def _verdict(self, key: str, timeout: timedelta) -> str:
-        """Waits for rank 0's verdict, or returns why there is none."""
+        """Waits for rank 0's verdict, and returns the verdict, or why there is none."""
         deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
         while not self._store.check([key]):
             why = ""
@@ -271,8 +271,8 @@ def _ms(timeout: timedelta) -> int:
 # Between CPU tensors messages are matched by tag. Between devices they are matched in order, and
 # their tags must agree; a receive on a device names its sender.
 
-# torch requests an asynchronous message from the group even if its function waits for it at once:
-# such a message needs neither a work nor a thread of ours that drives it.
+# torch.distributed.send() and recv() call the group's asynchronous method and then wait at once.
+# The group makes these messages synchronously: they need neither a Work nor a thread.
 _WAITING = {
     unwrap(function).__code__ for function in (torch.distributed.send, torch.distributed.recv)
 }
@@ -280,7 +280,7 @@ _WAITING = {
 
 def _is_waited_for() -> bool:
     """True if ``torch.distributed.send()`` or ``recv()`` has made the group's call."""
-    # The frames in between: this function, the group's method, and isend() or irecv().
+    # Frames up to the caller: this function, the group's method, and isend() or irecv().
     frame = sys._getframe(2).f_back
     return frame is not None and frame.f_code in _WAITING
 
@@ -366,7 +366,7 @@ class PeerToPeer(Calls):
     def _start_coalescing(self, device: torch.device) -> None:
         """Begins to collect the following calls.
 
-        Collectives, and messages of CPU tensors, run at once; messages of devices wait for the end.
+        Collectives, and messages of CPU tensors, run at once; device messages are sent at the end.
         """
         if self._coalescing is not None:
             raise ArgumentError("_start_coalescing: the group is coalescing already")
@@ -387,12 +387,12 @@ class PeerToPeer(Calls):
 def create_process_group(
     group: Any, pg_options: Any, kind: type[Communicators] = Communicators
 ) -> Any:
-    """Returns the object that makes this rank's calls; every member of the new group calls it.
+    """Returns the object that makes this rank's calls; all members of a new group must call it.
 
     Args:
         group: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout,
             group_id.
-        pg_options: a ``ringcomm.CommOptions`` or None. The group's timeout overrides its timeout.
+        pg_options: a ``ringcomm.CommOptions`` (its timeout is replaced by the group's) or None.
         kind: the class that finds the group's communicators.
 
     Returns:
@@ -409,7 +409,7 @@ def create_process_group(
     others = _other_backends(config)
     native = _native_backend(config, others)
     if native is not None and (made := _backend_behind(outer)) is not None:
-        return made  # torch asked for another device of the same group before
+        return made  # torch called this function before, for another device of the group
     if others and isinstance(pg_options, BackendOfTorch.Options):
         pg_options = None  # torch passes all backends the same options
     if pg_options is not None and not isinstance(pg_options, CommOptions):
@@ -435,12 +435,12 @@ def create_process_group(
     made._set_group_name(group.group_id)
     find_behind_by(_communicator_behind)
     if outer is not None and outer.name() == _UNDEFINED:
-        # torch does this for plugins, but does not recognize ours, and would warn at the end.
+        # torch does this for plugins, but does not recognize ringcomm, and would warn at exit.
         outer._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     return native(made, _Splits(native), _direct_calls(communicators.host))
 
 
-# Torch's name for the default backend of a group that has none.
+# Torch's backend name for a group without a default backend.
 _UNDEFINED = "undefined"
 
 
@@ -474,7 +474,7 @@ def _native_backend(config: BackendConfig | None, others: dict[str, str]) -> Any
     """Returns the class of the C++ backend, if the group needs it or the user requests it.
 
     Raises:
-        UnsupportedError: it is not built.
+        UnsupportedError: the C++ backend is not built.
     """
     if others:
         return load(
@@ -524,7 +524,7 @@ def behind(group: Any, device: torch.device | None = None) -> ProcessGroup | Non
 
 
 def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
-    """Returns the default group's communicator, and ``members``: they will be split from it.
+    """Returns (the default group's communicator, ``members``), for splitting the members off.
 
     Returns None if the default group itself is being made, or has another backend.
     """
@@ -540,7 +540,7 @@ def _communicator_behind(group: Any) -> Communicator | None:
 
 
 class _Splits:
-    """Makes the C++ backends of a group's subgroups; only the members of the subgroup call it.
+    """Makes the C++ backends of a group's subgroups; only a subgroup's members call it.
 
     Args:
         native: the class of the backends.
@@ -557,7 +557,7 @@ class _Splits:
 
         Args:
             group: the group that is split.
-            store: of the new group. torch splits once for each type of device, with one store.
+            store: the new group's store. torch splits once per type of device, with one store.
             ranks: the members' ranks in ``group``, by rank in the new group.
             timeout: the timeout of the new group.
         """
@@ -605,9 +605,9 @@ def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 def admit_ringcomm_to_batches() -> None:
     """Lets ``torch.distributed.batch_isend_irecv`` batch the messages of groups of ringcomm.
 
-    That function opens a coalescing bracket only for groups of exactly torch's own class, and
-    makes all other groups send and receive one by one. The replacement passes messages between
-    devices to ringcomm's groups as a whole, and everything else to the original.
+    torch's function opens a coalescing bracket only for groups of exactly torch's own class, and
+    makes all other groups send and receive one by one. The replacement passes a batch of messages
+    between devices to ringcomm's group as a whole, and all else to torch's function.
     """
     _batch_isend_irecv.__doc__ = _of_torch.__doc__
     distributed_c10d.batch_isend_irecv = _batch_isend_irecv
@@ -617,10 +617,10 @@ def admit_ringcomm_to_batches() -> None:
 def admit_ringcomm_to_monitored_barrier() -> None:
     """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
 
-    Up to torch 2.14 that function raises for every backend that is not named gloo, before it
-    calls the group; later versions accept a group with a CPU backend (pytorch/pytorch#189070).
-    If torch still tests the name, calls for ringcomm's groups go directly to the group and all
-    other calls to the original function.
+    Up to torch 2.14 torch's function raises for every backend that is not named gloo, before it
+    calls the group; later versions accept a group with a CPU backend (pytorch/pytorch#189070). If
+    torch still tests the name, calls for ringcomm's groups go directly to the group and all other
+    calls to the original function.
     """
     original = distributed_c10d.monitored_barrier
     if "GLOO" not in original.__code__.co_names:
@@ -648,7 +648,7 @@ def admit_ringcomm_to_monitored_barrier() -> None:
 class ProcessGroup(  # type: ignore[misc]
     CoalescedCollectives, PeerToPeer, Barriers, torch.distributed.ProcessGroup
 ):
-    """A process group of torch, over a host communicator and one for each device in use.
+    """A process group of torch; it uses a host communicator, and one communicator per device.
 
     A call runs where its tensors are. Calls without tensors, such as barriers, and calls with
     objects run on the host unless a device is named or bound.
@@ -698,7 +698,7 @@ class ProcessGroup(  # type: ignore[misc]
 
         Raises:
             ArgumentError: this process has no such device.
-            UnsupportedError: this process has no devices; says why.
+            UnsupportedError: this process has no devices; the error says why.
             RingcommError: the members could not connect their devices.
         """
         index = find_device(device, "communicator_on")
@@ -750,7 +750,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # The CPU first: torch puts pickled objects there, and the host moves them without a copy.
+        # The CPU first: torch puts pickled objects on the first device; the host needs no copy.
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device | str) -> ProcessGroup:  # type: ignore[override]
@@ -771,7 +771,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     @property
     def options(self) -> None:
-        """The options that a split passes to its child: None, so the child uses the defaults."""
+        """The options that a split passes to the new group: None, so it uses the defaults."""
         return None
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
@@ -826,7 +826,7 @@ class ProcessGroup(  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> ProcessGroup | None:
-        """Makes a group of some members of this one; only they take part.
+        """Makes a group of some members of this group; only these members need to call it.
 
         Args:
             new_ranks: ranks of this group, in the order of their ranks in the new group.
@@ -887,7 +887,7 @@ class ProcessGroup(  # type: ignore[misc]
             cuda.current().synchronize(device)
 
     def abort(self) -> None:
-        """Makes the calls of all ranks on this group fail at once."""
+        """Makes all ranks' calls on this group fail at once."""
         self._communicators.abort("the process group was aborted")
 
     def shutdown(self) -> None:

@@ -26,9 +26,9 @@ LARGEST_BYTES = 1 << 30
 
 
 def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
-    """Returns, by position, whether ``mine`` is true on some rank; collective.
+    """Returns for each flag in ``mine`` whether it is True on some rank; collective.
 
-    It runs on the host communicator, so that no rank waits for a device.
+    It uses the host communicator, so that no rank waits for a device.
     """
     if comm.world_size == 1:
         return list(mine)
@@ -46,7 +46,7 @@ def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def _faults_of_host(comm: Communicator) -> Iterator[None]:
-    """Ends ``comm``, as its own fault would, if a call of its host communicator fails."""
+    """Ends ``comm`` if a call of its host communicator fails, as a fault of ``comm`` would."""
     comm.engine.raise_if_unusable("all_reduce")
     try:
         yield
@@ -54,7 +54,7 @@ def _faults_of_host(comm: Communicator) -> Iterator[None]:
         comm.engine.interrupt()
         raise
     except RingcommError as error:
-        # If the device has a fault, it has ended both communicators.
+        # If the device has a fault, the fault has ended both communicators.
         comm.engine.raise_if_unusable("all_reduce")
         comm.abort(str(error))
         raise
@@ -64,7 +64,7 @@ def _faults_of_host(comm: Communicator) -> Iterator[None]:
 
 
 class Ranks(Protocol):
-    """Ranks that can exchange data: if a rank is lost, :meth:`exchange` raises on the others."""
+    """Ranks that can exchange data; if a rank is lost, :meth:`exchange` raises on the others."""
 
     @property
     def rank(self) -> int: ...
@@ -81,7 +81,7 @@ class Ranks(Protocol):
 
 
 class RankMesh(Protocol):
-    """The interface of a mesh whose ranks have different local tensors."""
+    """The interface of a device mesh whose ranks have different local tensors."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -104,7 +104,7 @@ def exchange(comm: Communicator, mine: Any) -> list[Any]:
     """Returns JSON data of every rank, by rank; collective.
 
     Raises:
-        CorruptedError: a rank sent something other than JSON data; names the rank.
+        CorruptedError: a rank sent something other than JSON data; the error names the rank.
     """
     text = json.dumps(mine).encode()
     size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
@@ -253,7 +253,7 @@ def mismatch(
         other: a rank whose data differ from rank 0's.
         advice: what to do.
         names: names of the ranks; default "rank 0" and so on.
-        who: a name for all ranks together.
+        who: the name of the ranks together, such as "ranks".
 
     Raises:
         CorruptedError: the data of a rank are not a description.
@@ -304,8 +304,8 @@ def _in_words(label: str, first: Any, other: Any, names: tuple[str, str]) -> str
     return f"{said} and {_short(other)} on {names[1]}"
 
 
-# Sections of a description, in the order in which they are compared, and the name of one entry.
-# Parameters come first, since a difference of parameters explains the others.
+# Sections of a description, in the order in which they are compared, and the name of an entry of
+# each. Parameters come first, since a difference of parameters explains the others.
 _LABELS = {
     "params": "parameter",
     "buckets": "bucket",
@@ -353,7 +353,7 @@ def _short(value: Any) -> str:
 
 
 class RankOutcome(NamedTuple):
-    """How one rank's part of the work ended: the class and text of its exception, or ""."""
+    """How one rank's part of the work ended: the class and text of its exception, or "" and ""."""
 
     name: str
     kind: str
@@ -363,7 +363,7 @@ class RankOutcome(NamedTuple):
 
 @contextmanager
 def _keeping(errors: list[Exception]) -> Iterator[None]:
-    """Stores an exception instead of raising, so that the other ranks need not time out."""
+    """Stores an exception instead of raising it, so that other ranks need not time out."""
     try:
         yield
     except Exception as error:
@@ -373,10 +373,10 @@ def _keeping(errors: list[Exception]) -> Iterator[None]:
 def outcomes(
     ranks: Ranks, operation: str, error: Exception | None, value: Any = None
 ) -> list[RankOutcome]:
-    """Returns how work ended on each rank, with JSON data of each rank; collective.
+    """Returns how the work ended on each rank, and each rank's JSON data; collective.
 
     Raises:
-        CorruptedError: a rank sent something other than an outcome; names the rank.
+        CorruptedError: a rank sent something other than an outcome; the error names the rank.
     """
     failed = ("", "") if error is None else (type(error).__name__, str(error))
     told = ranks.exchange([ranks.name, *failed, value])
@@ -390,7 +390,7 @@ def outcomes(
 
 @contextmanager
 def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
-    """Checks a load inside the context; at its end all ranks continue, or none; collective.
+    """A context for loading state; at its end all ranks continue, or all raise; collective.
 
     Yields:
         A list for values that must be equal on all ranks.
@@ -423,7 +423,7 @@ def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
 def all_or_none(
     comm: Communicator | None, operation: str, mesh: RankMesh | None = None
 ) -> Iterator[None]:
-    """Runs work that may fail on one rank only; at its end all continue, or none; collective.
+    """A context for work that may fail on one rank; at its end all continue, or none; collective.
 
     Inside, no rank may wait for another rank, which may have failed.
 
@@ -434,7 +434,7 @@ def all_or_none(
 
     Raises:
         Exception: the exception raised on this rank.
-        RingcommError: another rank's exception; of the same class if that is a class of ringcomm.
+        RingcommError: another rank's exception; of the same class if the class is ringcomm's.
     """
     errors: list[Exception] = []
     with _keeping(errors):
@@ -450,7 +450,7 @@ def all_or_none(
     told = [] if ranks is None else outcomes(ranks, operation, error)
     if error is not None:
         raise error
-    assert ranks is not None  # if ranks is None, only this rank can have failed, and it has raised
+    assert ranks is not None  # None: only this rank can fail, and it has raised above
     kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
     first = next(each for each in told if each.kind)
     failed = kinds.get(first.kind, RingcommError)(

@@ -185,7 +185,7 @@ class Communicator(Collectives, Messages):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the outermost communicator, by rank in this one."""
+        """The members' ranks in the outermost communicator, by rank in this communicator."""
         return self.engine.membership.ranks
 
     @property
@@ -235,11 +235,11 @@ class Communicator(Collectives, Messages):
         return self.engine.device_core.choice
 
     def recording(self) -> Recording:
-        """Returns the last calls of all ranks, and for whom they wait, from the flight recorders.
+        """Returns the last calls of all ranks, and who waits for whom, from the flight recorders.
 
         This is local and works at any time before :meth:`close`, also while calls are under way
         and after a fault. The recording is empty with ``CommOptions(records=0)``. On devices it
-        only holds what the hosts have seen.
+        only contains events that the hosts have noticed.
 
         Raises:
             AbortedError: the communicator is closed.
@@ -257,9 +257,9 @@ class Communicator(Collectives, Messages):
     def close(self) -> None:
         """Ends the calls under way, then frees the communicator's memory; may be called repeatedly.
 
-        Calls that move data, also asynchronous ones, are finished first. A call, of this or of
-        another thread, that waits for a peer that does not come ends with AbortedError at once, and
-        so do its peers' calls. Peers need not close at the same time.
+        Synchronous and asynchronous calls that move data are finished first. A call of any thread
+        that waits for a peer that does not come ends with AbortedError at once, and so do its
+        peers' calls. Peers need not close at the same time.
 
         Raises:
             RingcommError: on a device: a call failed, and no earlier error has reported it. The
@@ -280,7 +280,7 @@ class Communicator(Collectives, Messages):
 
     @property
     def rail(self) -> tuple[int, ...]:
-        """The ranks with which this rank exchanges between nodes, by node, including this rank."""
+        """The ranks of this rank's exchanges between nodes, by node, including this rank."""
         return self.node_layout.rail(self.node_layout.local_rank)
 
     @property
@@ -299,9 +299,9 @@ class Communicator(Collectives, Messages):
         name: str | None = None,
         timeout: timedelta | float | None = None,
     ) -> Communicator | None:
-        """Builds a communicator of some of this one's ranks, which become 0, 1, ... in order.
+        """Builds a communicator of some of these ranks, which are renumbered 0, 1, ... in order.
 
-        Only the members need to call it; all members of any group must call in the same order.
+        Only members need to call this method, but all members of a group in the same order.
 
         Args:
             ranks: ranks of this communicator, distinct; order does not matter.
@@ -358,14 +358,14 @@ class Communicator(Collectives, Messages):
         options: CommOptions,
         device: Device = None,
     ) -> Communicator:
-        """Builds a communicator of some of this one's ranks, whose rendezvous uses another store.
+        """Builds a communicator of some of this communicator's ranks, over another store.
 
         During the rendezvous the members watch each other through this communicator, which may
         already be unusable.
 
         Args:
             store: a store that all members reach.
-            members: ranks of this communicator, including this rank, by rank in the new one.
+            members: ranks of this communicator, including this rank, by new rank.
             name: as in :meth:`from_store`.
             options: the options of the new communicator.
             device: as in :meth:`from_store`.
@@ -414,7 +414,7 @@ class Communicator(Collectives, Messages):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divides the ranks: the ranks of each ``color`` get a communicator of their own.
 
-        All ranks must call it.
+        All ranks must call this method.
 
         Args:
             color: any integer of 64 bits; None: this rank joins no communicator.
@@ -477,7 +477,7 @@ def live_at(identity: int) -> Communicator | None:
 
 
 def _build(membership: Membership, device: Device, heap_bytes: int | None = None) -> Communicator:
-    """Builds a communicator on ``device``, which is as in :meth:`Communicator.from_store`."""
+    """Builds a communicator; ``device`` is as in :meth:`Communicator.from_store`."""
     index = find_device(device, f"communicator {membership.name!r}")
     if index is None:
         return _build_on_host(membership, heap_bytes)
@@ -489,7 +489,7 @@ def _build_on_host(membership: Membership, heap_bytes: int | None = None) -> Com
     if isinstance(met, OneNode):
         engine = HostEngine(met.core, membership.after_rendezvous(met.heaps, met.processes))
         return Communicator(engine, HostMessages(engine, met.core), _one_node(membership))
-    if membership.options.kernels == "triton":  # on all ranks: they have compared their options
+    if membership.options.kernels == "triton":  # all ranks raise: they have compared their options
         raise UnsupportedError(f"{met.spec.operation}: {TRITON_IS_OF_NODES}")
     membership = replace(membership, processes=met.spec.lookout.processes)
     built = build(membership, met, heap_bytes, _build_on_host)

@@ -48,7 +48,7 @@ class _NonMember:
 
 
 class GroupMember:
-    """Holds the value that :func:`new_group` returns on ranks that are not members."""
+    """The namespace of the value that :func:`new_group` returns on ranks that are not members."""
 
     NON_GROUP_MEMBER = _NonMember()
 
@@ -91,8 +91,8 @@ def default_communicator(operation: str) -> Communicator:
 def default_places() -> tuple[object, dict[str, Any]]:
     """Returns the objects in which the native module looks up :func:`default_communicator`.
 
-    The default of a thread is the attribute ``communicator`` of the first value; the default of
-    the process has the key ``_process`` in the second.
+    A thread's default is the attribute ``communicator`` of the first object; the process's default
+    has the key ``_process`` in the second object.
     """
     return _thread, globals()
 
@@ -108,7 +108,7 @@ _finders: list[Callable[[ProcessGroup], Communicator | None]] = []
 def find_behind_by(finder: Callable[[ProcessGroup], Communicator | None]) -> None:
     """Sets the function that finds the communicator of a process group of torch's own class.
 
-    The package that makes such groups over communicators registers it.
+    The package c10d, which makes these groups, sets it.
     """
     if finder not in _finders:
         _finders.append(finder)
@@ -428,8 +428,8 @@ def group_rank(communicator: Communicator, global_rank: Any, operation: str, nam
 
 # ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
 # (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
-# torch has no ``algorithm`` and ``kernels``, so these are keyword-only. Arguments are checked as by
-# the :class:`Communicator` method of the same name, with the same errors.
+# torch has no ``algorithm`` and ``kernels``, so these are keyword-only. The :class:`Communicator`
+# method of the same name checks the arguments.
 
 Tensor = torch.Tensor
 
@@ -441,7 +441,7 @@ def root_of(
     global_rank: int | None,
     rank_in_group: int | None,
 ) -> int:
-    """Returns the group rank that ``src`` or ``group_src`` (``dst`` or ``group_dst``) names.
+    """Returns the group rank given by ``src`` or ``group_src`` (or ``dst`` or ``group_dst``).
 
     Raises:
         ArgumentError: both or none are given, or the global rank is not in the group.
@@ -781,8 +781,8 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Posts all operations; their order may differ between ranks. Returns the Works in this order.
 
-    On devices the messages of a communicator with one tag run in one launch, where none waits for
-    another. A second message to, or from, the same rank runs in a second launch, and so on.
+    On devices the messages of a communicator with one tag run in one launch, where no message waits
+    for another. A second message to, or from, the same rank runs in a second launch, and so on.
 
     Raises:
         ArgumentError: the list is empty or holds something other than P2POp, or an entry has a

@@ -49,7 +49,7 @@ def make_call(
             the launch; or the algorithm "copy_engine".
     """
     if algorithm == "copy_engine":
-        # Copy engines would wait for the other ranks' launches, which this thread makes later.
+        # Copy engines would wait for launches of other ranks, which this thread makes later.
         communicator.engine.checks(name).fail(
             'algorithm: expected any but "copy_engine" for all ranks from one thread; for it run '
             "the ranks as threads (LocalWorld.run)"
@@ -72,9 +72,9 @@ def make_call(
 
 
 def launch_calls(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:
-    """Launches one checked call of every rank, from one thread and on its current streams.
+    """Launches one checked call of every rank, from this thread and on its current streams.
 
-    There is one launch per device. It serves timing, tests, and graphs, which one thread captures.
+    There is one launch per device. This function serves timing, tests, and the capture of graphs.
 
     Args:
         communicators: the ranks of a world, all on devices of this process.
@@ -121,8 +121,8 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
 def _settle_vector_math() -> None:
     """Makes oneMKL choose its vector functions before ranks call them at the same time.
 
-    It chooses at the first call in a process. If several threads make first calls at once, some run
-    functions with relative errors of about 1e-4 (pytorch/pytorch issue 188792).
+    oneMKL chooses at the first call in a process. If several threads make first calls at once, some
+    run functions with relative errors of about 1e-4 (pytorch/pytorch issue 188792).
     """
     torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
@@ -139,7 +139,7 @@ class LocalWorld(Sequence[Communicator]):
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         self._communicators = tuple(communicators)
-        # The native call objects if one launch carries the calls of all ranks; else empty.
+        # The ranks' native call objects if one launch carries the calls of all ranks; else empty.
         self._one_launch = _calls_of_one_device(self._communicators)
         _settle_vector_math()
 
@@ -225,7 +225,7 @@ class LocalWorld(Sequence[Communicator]):
             algorithm: as in the communicator's method.
 
         Raises:
-            ArgumentError: a rank's bad argument, or tensors that differ; no rank was disturbed.
+            ArgumentError: a rank's bad argument, or tensors that differ; nothing was launched.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         ends = self._one_launch
@@ -278,7 +278,7 @@ class LocalWorld(Sequence[Communicator]):
         launch_calls(list(self), calls)
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
-        """Raises for tensors that differ between ranks; in the call they would abort the world."""
+        """Raises for tensors that differ between ranks: a call with them would abort the world."""
         for by_rank in zip(*arguments, strict=True):
             if not all(isinstance(each, Tensor) for each in by_rank):
                 continue
@@ -322,7 +322,7 @@ class LocalWorld(Sequence[Communicator]):
 
 
 def _calls_of_one_device(communicators: Sequence[Communicator]) -> list[_native.DeviceCalls]:
-    """Returns the native calls of the ranks; [] unless all ranks are on one device."""
+    """Returns the native call objects of the ranks; [] unless all ranks are on one device."""
     engines = [each.engine for each in communicators]
     on_device = [each for each in engines if isinstance(each, DeviceCallEngine)]
     if len(on_device) < len(engines) or len({each.device_ref[1] for each in on_device}) > 1:
@@ -345,14 +345,14 @@ def _bind(fn: Callable[[], T], communicator: Communicator, turn: RankContext) ->
 
 
 def _distance(error: BaseException) -> int:
-    """Ranks an error by its distance from the cause: a peer may raise before the culprit does."""
+    """Returns an error's distance from its cause: a peer may raise before the failed rank does."""
     if isinstance(error, AbortedError):
         return 2  # raised because of the abort
     return 1 if isinstance(error, RingcommError) and error.repeats else 0
 
 
 class _Leaving:
-    """Informs the ranks of a run which ranks make no more calls.
+    """Informs the ranks of a run about ranks that have left and make no more calls.
 
     Args:
         store: the store through which the world and the groups of its ranks were built.
@@ -363,7 +363,7 @@ class _Leaving:
         self._left: set[int] = set()
 
     def note(self, rank: int, raised: bool) -> bool:
-        """Informs the others that a rank has left; returns False while its calls are under way.
+        """Informs the other ranks that a rank has left; returns False while its calls still run.
 
         Args:
             rank: the rank that has returned or raised.
@@ -396,7 +396,7 @@ def _outermost(engine: CallEngine) -> int:
 
 
 def _stays(rank: int, raised: bool) -> bool:
-    """The default for ``note_end``: does nothing."""
+    """The default for ``note_end``: does nothing and returns True."""
     return True
 
 
@@ -410,7 +410,7 @@ def _run_threads(
     Args:
         calls: by rank.
         on_error: called with a rank and the exception that its call raised.
-        note_end: called with an ended rank, and whether it raised; if False, called again later.
+        note_end: called with an ended rank, and whether it raised; if False, called again.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -529,7 +529,7 @@ def local_world(
         )
 
     def leave(rank: int, error: BaseException) -> None:
-        # A rank whose build failed has already informed the others; this covers all other errors.
+        # A rank whose build failed has already informed the others; this covers other errors.
         lookout = Lookout(tuple(range(n)), {})
         Rendezvous(RendezvousSpec(store, "local", rank, n, Deadline(0.0), lookout)).fail(error)
 

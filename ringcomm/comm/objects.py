@@ -84,7 +84,7 @@ _NUMPY_KINDS = frozenset(
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 _END = 2**63
-# The limit of NumPy and of torch's operators.
+# NumPy and torch's operators allow at most this many dimensions.
 _MOST_DIMS = 64
 
 Keep = Callable[[bytes | bytearray], list[int]]
@@ -93,7 +93,7 @@ Keep = Callable[[bytes | bytearray], list[int]]
 class NotData(Exception):
     """Raised for a value that cannot be sent as data.
 
-    ``path`` leads to the value; each container adds its step, the innermost first.
+    ``path`` leads to the value: each container on the way appends its key, the innermost first.
     """
 
     def __init__(self, reason: str) -> None:
@@ -105,7 +105,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     """Returns the list that encodes a value of torch or NumPy; None for any other value.
 
     Raises:
-        NotData: ``value`` comes from torch or NumPy but cannot be sent; says what to send instead.
+        NotData: ``value`` comes from torch or NumPy but cannot be sent; names a substitute.
     """
     kind = type(value)
     if kind is torch.Size:
@@ -116,7 +116,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
         return ["v", value.type, value.index]
     if isinstance(value, torch.Tensor):
         return _tensor_leaf(value, keep)
-    # Unless NumPy is in sys.modules, no value can be NumPy's.
+    # If NumPy was never imported, no value can be NumPy's.
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
@@ -127,7 +127,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
         raise NotData(f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)")
     if name not in _NUMPY_KINDS or not value.dtype.isnative:
         raise NotData(
-            f"NumPy's {shown(value.dtype.str)} cannot travel: convert it with astype() to a "
+            f"NumPy's {shown(value.dtype.str)} cannot be sent: convert it with astype() to a "
             "bool, integer, float or complex dtype of this machine's byte order"
         )
     tag = "A" if isinstance(value, numpy.ndarray) else "N"
@@ -275,7 +275,7 @@ def _from_numpy(tag: str, name: Any, dims: Any, data: bytearray) -> Any:
 MAGIC = b"RCP1"
 _LENGTH_BYTES = 8
 DEEPEST = 100
-# A dict adds two levels of lists, a leaf at most three.
+# In the text, a dict adds two levels of lists, and a leaf at most three.
 _DEEPEST_TEXT = 2 * (DEEPEST + 1) + 3
 _LONGEST_PATH = 200
 _LONGEST_REASON = 300
@@ -325,7 +325,7 @@ class _Packer:
         try:
             for each in value:
                 kind = type(each)
-                # Inline, since lists may hold millions of these values.
+                # Inline, since a list may have millions of these values.
                 if (
                     kind is str
                     or (kind is int and -_SMALL_INT <= each < _SMALL_INT)
@@ -393,7 +393,7 @@ def pack(value: Any, operation: str) -> bytearray:
     """Returns the bytes of ``value``.
 
     Raises:
-        UnsupportedError: ``value`` holds something that is not data; says where and what it is.
+        UnsupportedError: ``value`` contains an object that is not data; the error says where.
         RingcommError: this rank has no memory or stack left to pack it.
     """
     packer = _Packer()
@@ -428,14 +428,14 @@ class _Unpacker:
     def _raw(self, at: Any, size: Any) -> memoryview:
         if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
             raise ValueError("expected an entry of two sizes")
-        # Entries are contiguous and in order, as pack() writes them, so that none is copied twice.
+        # Entries are contiguous and in order, as pack() writes them, so that none is decoded twice.
         if at != self._read or at + size > len(self._blob):
             raise ValueError("an entry is past the end, or not directly after the previous entry")
         self._read = at + size
         return self._blob[at : at + size]
 
     def value(self, data: Any, depth: int = 0) -> Any:
-        """Decodes a part of the text; :meth:`_node` decodes lists, which begin with a tag."""
+        """Returns the value of a part of the text; :meth:`_node` decodes lists, which have tags."""
         return self._node(data, depth) if type(data) is list else data
 
     def _node(self, data: list[Any], depth: int) -> Any:
@@ -502,7 +502,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_junk, object_pairs_hook=_junk)
     except RecursionError:
-        # The sender is not to blame if only this rank's stack was nearly full.
+        # The sender is at fault only if the text is too deep; else this rank's stack was full.
         if _too_deep(text):
             raise ValueError(f"nested deeper than {DEEPEST}") from None
         raise
@@ -512,7 +512,7 @@ def unpack(raw: memoryview, operation: str, sender: int) -> Any:
     """Returns the value that :func:`pack` encoded as ``raw``.
 
     Raises:
-        CorruptedError: :func:`pack` does not write such bytes; names the sender.
+        CorruptedError: :func:`pack` does not write such bytes; the error names the sender.
         UnsupportedError: the value needs NumPy, which is not installed here.
         RingcommError: this rank has no memory or stack left to unpack it.
     """
@@ -658,7 +658,7 @@ class Codec:
         raise error
 
     def sizes_of_all(self, parcel: Parcel) -> list[int]:
-        """Returns the size of each rank's parcel; raises on all ranks if any has a refusal."""
+        """Returns the size of each rank's parcel; raises on all ranks if one is a refusal."""
         communicator = self._communicator
         told = torch.empty(communicator.world_size, dtype=torch.int64, device="cpu")
         mine = torch.tensor([parcel.told_size], dtype=torch.int64, device="cpu")
@@ -677,7 +677,7 @@ class Codec:
         return sizes
 
     def sizes_of_root(self, parcels: list[Parcel], count: int, root: int) -> list[int]:
-        """Returns the sizes of ``root``'s ``count`` parcels; raises on all ranks at a refusal."""
+        """Returns the sizes of ``root``'s parcels; raises on all ranks if one is a refusal."""
         refused = next((each for each in parcels if each.refusal), None)
         told = [refused.told_size] * count if refused else [each.told_size for each in parcels]
         sizes = torch.tensor(told or [0] * count, dtype=torch.int64, device="cpu")
@@ -697,7 +697,7 @@ class Codec:
         if mine.refusal:
             raise mine.refusal
         error = UnsupportedError(
-            f"{self.where}: rank {rank} has an object that cannot travel, so no rank's did. The "
+            f"{self.where}: rank {rank} has an object that cannot be sent, so none was. The "
             f"reason: {first.raw.decode('utf-8', 'replace')}"
         )
         error.repeats = True
@@ -828,7 +828,7 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> None:
-    """Copies entry r of ``scatter_object_input_list`` of ``src`` (default 0) to rank r's output.
+    """Sends entry r of ``scatter_object_input_list`` of ``src`` (default 0) to rank r.
 
     Args:
         scatter_object_output_list: a non-empty list; its first entry is replaced.

@@ -36,8 +36,8 @@ _SIZES = ("number of rows", "size in bytes", "size of an element in bytes")
 def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Tensor, ...]:
     """Returns every rank's ``tensor``, by rank, as mapped in this process; collective.
 
-    Reads are one-sided: the ranks must agree by other means, such as ``comm.barrier()``, when no
-    rank writes. The views keep the peers' heaps mapped, but do not keep the peers' tensors alive.
+    Reads are one-sided: the ranks must ensure, as by ``comm.barrier()``, that no rank writes during
+    a read. The views keep the peers' heaps mapped, but do not keep the peers' tensors alive.
 
     Args:
         comm: the ranks.
@@ -76,8 +76,8 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
 def heap_bases(comm: Communicator) -> tuple[int, ...]:
     """Returns, by rank, the addresses at which this process has mapped the ranks' heaps.
 
-    Data at an offset in a peer's heap can be read at that offset from its base while the
-    communicator lives; as for :func:`peer_tensors` the ranks must agree when to read.
+    While the communicator lives, data at an offset in a peer's heap can be read at the heap's
+    address plus the offset, under the rule of :func:`peer_tensors`.
 
     Args:
         comm: ranks of one node, on the host or on devices.
@@ -120,7 +120,7 @@ def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:
 
 def _on_host(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:
     memory = (ctypes.c_uint8 * size_bytes).from_address(ptr)
-    # The tensor keeps the array alive, and the array the mapping.
+    # The tensor keeps the array alive, and the array keeps the mapping.
     memory.heap = heap  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -136,8 +136,8 @@ def lent_to_peers(
 
     Args:
         comm: ranks on the host, all of one node.
-        tensor: of equal shape and dtype on all ranks, with at least one dimension, in any memory;
-            no rank may write to it within the block.
+        tensor: a tensor in any memory, of equal shape and dtype on all ranks, with at least one
+            dimension; no rank may write to it within the block.
         operation: the name of the operation, for errors.
 
     Raises:

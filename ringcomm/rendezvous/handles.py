@@ -43,10 +43,10 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.same_node import Lookout
 
-# ---- File descriptors: errors when the process has none left, and sending one to another process
-# A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their device
-# again, and ``pidfd_getfd`` needs the permission to trace the other process, which Yama mostly
-# denies. So they are sent as SCM_RIGHTS over a Unix socket.
+# ---- File descriptors: errors when the process has none left, and sending a descriptor to a
+# process A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their
+# device again, and ``pidfd_getfd`` needs the permission to trace the other process, which Yama
+# mostly denies. So they are sent as SCM_RIGHTS over a Unix socket.
 
 _NONE_LEFT = {
     errno.EMFILE: "this process has no file descriptor left. Its limit is {limit} (ulimit -n): "
@@ -67,7 +67,7 @@ def _spare(count: int) -> OSError | None:
     """Returns the error of opening ``count`` more descriptors, or None if that works."""
     opened: list[int] = []
     try:
-        # "/" always exists; duplicating a descriptor needs one to start with.
+        # "/" always exists, and opening it needs no other descriptor, unlike duplicating.
         opened.extend(os.open("/", os.O_PATH | os.O_CLOEXEC) for _ in range(count))
     except OSError as error:
         return error
@@ -78,7 +78,7 @@ def _spare(count: int) -> OSError | None:
 
 
 def shortage_of(error: BaseException | None) -> str:
-    """Returns a sentence on the exhausted resource in an error or its causes, or ""."""
+    """Returns a sentence on the resource whose exhaustion caused an error, or ""."""
     texts = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE)}
     seen, known = error, set[int]()
     while seen is not None and id(seen) not in known:  # a chain of causes may be circular
@@ -88,7 +88,7 @@ def shortage_of(error: BaseException | None) -> str:
         for text, number in texts.items():
             if text in str(seen):
                 return _words_of(number)
-        # These exceptions hide why a file could not be opened, so try to open a descriptor.
+        # These exceptions hide why a file could not be opened, so try to open a file now.
         if isinstance(seen, (ImportError, socket.gaierror)) and (spare := _spare(1)) is not None:
             return shortage_of(spare)
         seen = seen.__cause__ or seen.__context__
@@ -100,15 +100,15 @@ def forming(operation: str) -> Iterator[None]:
     """Converts errors inside that come from exhausted descriptors to RendezvousError.
 
     Args:
-        operation: the communicator that is built, and the rank.
+        operation: names the communicator that is built and the rank, for errors.
 
     Raises:
-        RendezvousError: no descriptor is left; names ``ulimit -n``.
+        RendezvousError: no descriptor is left; the error names ``ulimit -n``.
     """
     try:
         yield
     except Exception as error:
-        # If the heap has no memory, HeapError already has a good text.
+        # If there is no memory for the heap, HeapError's message already says so.
         no_memory = isinstance(error, HeapError) and not _is_of_descriptors(error)
         shortage = "" if no_memory else shortage_of(error)
         if not shortage:
@@ -126,10 +126,10 @@ def need_descriptors(count: int, operation: str, purpose: str) -> None:
     Args:
         count: the number of descriptors.
         operation: the name of the operation, for the error.
-        purpose: what they are for.
+        purpose: the purpose of the descriptors, for the error.
 
     Raises:
-        RendezvousError: they cannot be opened; names ``ulimit -n``.
+        RendezvousError: they cannot be opened; the error names ``ulimit -n``.
     """
     error = _spare(count)
     if error is not None:
@@ -153,7 +153,7 @@ class DescriptorInbox:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        # The kernel then reports the sender of a message.
+        # With this option the kernel reports the sender of each message.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("")
         self.name: bytes = self._socket.getsockname()
@@ -161,8 +161,8 @@ class DescriptorInbox:
     def receive(self, sender_pid: int, wait_s: float) -> int | None:
         """Returns the descriptor, which the caller must close, or None if it does not come in time.
 
-        Messages from other processes than ``sender_pid`` of this user are dropped: every process
-        on the machine can find the name.
+        Messages from other processes than ``sender_pid`` of this user are dropped: every process on
+        the machine can find the inbox's name.
         """
         self._socket.settimeout(wait_s)
         room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS)
@@ -202,9 +202,9 @@ def send_descriptor(name: bytes, descriptor: int) -> None:
 # ranks mostly arrive together, then less often. Seconds between two polls.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
-# The stages in which ranks post first.
+# The first stages: a rank that has arrived has posted in one of them.
 FIRST_STAGES = ("device", "heap")
-# Seconds. When rank 0 ends, its store mostly ends, so it waits for its peers to read its error.
+# Seconds for which rank 0 waits until peers have read its error: its store mostly ends with it.
 LINGER_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
 MOST_NODE_ID_CHARS = 200
@@ -271,7 +271,7 @@ class HeapHandle:
     def machine(self) -> tuple[str, ...]:
         """Facts that ranks share if they may be able to map each other's memory.
 
-        Host names are not included: they may be truncated, and be equal on different machines.
+        Host names are not included: they may be truncated, or equal on different machines.
         """
         return (self.node_id,) if self.node_id else (self.boot, self.pid_namespace)
 
@@ -290,7 +290,7 @@ def launch_attempt() -> str:
 
 
 def attempts_differ() -> bool:
-    """True if ranks of one attempt may have different numbers for it.
+    """True if ranks of one attempt may have different numbers for the attempt.
 
     Each agent of torchrun counts only the restarts that its own ranks caused.
     """
@@ -365,12 +365,12 @@ def _write(spec: RendezvousSpec, key: str, value: str) -> None:
 
 # NOTE [Agreeing on a rendezvous]
 #
-# If the ranks do not all know the same number of their attempt, rank 0 draws a number for each
+# If ranks may have different numbers for their attempt, rank 0 draws a random number for each
 # rendezvous. Every other rank draws a word and posts it as a hello; rank 0 posts an answer with its
 # number and the words that it has read; a rank takes the number once the answer has its own word.
-# So an answer left by an earlier attempt has no effect: no rank finds its word there. Rank 0
-# rereads the words of the ranks that have not taken the number, and continues when all have.
-# torchrun ends all ranks of an attempt before it starts the next attempt.
+# So an answer left by an earlier attempt has no effect: no rank finds its word in it. Rank 0
+# rereads the words of the ranks that have not taken the number, and continues when all have taken
+# it. torchrun ends all ranks of an attempt before it starts the next attempt.
 
 
 def _agree(spec: RendezvousSpec) -> str:
@@ -466,7 +466,7 @@ def check_one_machine(spec: RendezvousSpec, mine: Announced, theirs: Announced) 
     """Checks that two ranks on devices are on one machine.
 
     Raises:
-        UnsupportedError: two ranks cannot share memory; names both machines.
+        UnsupportedError: two ranks cannot share memory; the error names both machines.
     """
     operation, rank = spec.operation, theirs.rank
     if (theirs.host, theirs.boot) != (mine.host, mine.boot):
@@ -494,8 +494,8 @@ class Rendezvous:
     def __init__(self, spec: RendezvousSpec) -> None:
         self._spec = spec
         # Each rank counts its arrivals under this name, so that keys of an earlier communicator
-        # with the same name in the same store are never read again. After an attempt that failed
-        # the counts may differ.
+        # with the same name in the same store are never read again. After a failed attempt, the
+        # ranks' counts may differ.
         self._arrivals, self._arrival = "", 0
         if attempts_differ():
             self._prefix = f"ringcomm/{spec.name}/{_agree(spec)}"
@@ -515,7 +515,7 @@ class Rendezvous:
         """Posts this rank's handle and returns the handles of all ranks, by rank.
 
         Raises:
-            RendezvousError: a rank is missing at the deadline, failed, or posted junk; names it.
+            RendezvousError: a rank (the error names it) is missing, failed, or posted junk.
             MismatchError: the ranks disagree on world size or options.
         """
         operation = self._spec.operation
@@ -545,7 +545,7 @@ class Rendezvous:
         record: dict[str, Any],
         read: Callable[[int, bytes], None] | None = None,
     ) -> list[bytes]:
-        """Posts ``record`` and returns what all ranks posted in this stage, by rank, as text.
+        """Posts ``record`` and returns the texts that all ranks posted in this stage, by rank.
 
         Args:
             stage: the name of the stage.
@@ -553,7 +553,7 @@ class Rendezvous:
             read: called with each rank and text as soon as the text arrives.
 
         Raises:
-            RendezvousError: a rank is missing at the deadline, failed, or posted junk; names it.
+            RendezvousError: a rank (the error names it) is missing, failed, or posted junk.
         """
         self._post(stage, record)
         return self._collect(stage, read)
@@ -588,7 +588,7 @@ class Rendezvous:
             try:
                 _wait_for(spec, missing, pause_s, partial(self._came_twice, missing))
             except (PeerLost, AbortedError):
-                self._look_for_told()  # the ended rank may have posted the cause of its end
+                self._look_for_told()  # the ended rank may have posted its error
                 # A record that a rank posted before it ended is still valid.
                 if all(self._has_posted(stage, rank) for rank in missing):
                     continue
@@ -618,13 +618,13 @@ class Rendezvous:
         )
 
     def look_for_failures(self, awaited: Iterable[int]) -> None:
-        """Raises if a rank has failed; for waits during which peers post nothing.
+        """Raises if a rank has failed. Call it in waits during which peers post nothing.
 
         Args:
             awaited: the ranks without which this rank cannot continue.
 
         Raises:
-            RendezvousError: a rank has reported a failure; names it.
+            RendezvousError: a rank has reported a failure; the error names the rank.
             PeerLost, AbortedError: as :meth:`Lookout.look`.
         """
         self._look_for_told()
@@ -652,17 +652,17 @@ class Rendezvous:
         handles: Sequence[HeapHandle] = (),
         unreached: Mapping[int, str] = MappingProxyType({}),
     ) -> list[dict[int, str]]:
-        """Posts that this rank is ready, and returns when all are; raises when a rank failed.
+        """Posts that this rank is ready, and returns when all ranks are; raises if a rank failed.
 
         Args:
-            handles: the handles as this rank read them, to be compared; none: no comparison.
+            handles: the handles that this rank has read, to be compared; empty: no comparison.
             unreached: the ranks of this machine that this rank cannot map, with the reasons.
 
         Returns:
-            By rank, the ranks that it could not reach.
+            For each rank, the ranks that it could not reach, with the reasons.
 
         Raises:
-            RendezvousError: a rank failed, or read another handle of a rank; names the ranks.
+            RendezvousError: a rank failed, or ranks read different handles of one rank.
         """
         saw = [digest_of(asdict(handle)) for handle in handles]
         here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}
@@ -688,18 +688,18 @@ class Rendezvous:
         return everyone
 
     def fail(self, error: BaseException) -> bool:
-        """Tells the peers, in whatever stage they wait, that this rank cannot take part.
+        """Informs the peers, in any stage, that this rank cannot take part.
 
         Only the first failure is posted, since later ones mostly follow from it. Rank 0 waits
-        briefly for the peers that have already arrived to read it.
+        briefly until the peers that have already arrived have read the failure.
 
         Returns:
             False if the store does not answer.
         """
         spec = self._spec
         told = str(error).removeprefix(f"{spec.operation}: ")
-        # The store may be gone, often with the rank that served it. The error that is being
-        # reported matters more.
+        # Ignore the store's errors: it may be gone, often with the rank that served it, and the
+        # error that is being reported matters more.
         with contextlib.suppress(RuntimeError):
             if not spec.store.check([f"{self._prefix}/failed"]):
                 self._post("failed", {"error": f"{type(error).__name__}: {told}"})
@@ -711,7 +711,7 @@ class Rendezvous:
         return False
 
     def _wait_for_ends(self) -> None:
-        """Waits briefly until the peers that have arrived have ended as well."""
+        """Waits briefly until the peers that have arrived have noticed the failure and ended."""
         store, here = self._spec.store, self._prefix
         peers = [
             rank

@@ -57,7 +57,7 @@ class LaunchedRank:
         rank: the rank of this process.
         world_size: the number of ranks.
         local_world_size: the ranks on this node; all ranks, if the launcher does not set it.
-        has_master: MASTER_ADDR and MASTER_PORT are set.
+        has_master: True if MASTER_ADDR and MASTER_PORT are set.
         job: the launcher's name for the launch, or "".
         address: the rendezvous address for several nodes without MASTER_ADDR, if known.
     """
@@ -72,7 +72,7 @@ class LaunchedRank:
 
     @property
     def is_here(self) -> bool:
-        """True if all ranks are on this node, as far as the launcher tells."""
+        """True if the launcher's variables say that all ranks are on this node."""
         return self.local_world_size == self.world_size
 
     def store(self, timeout_s: float) -> Store:
@@ -84,7 +84,7 @@ class LaunchedRank:
                 of their rendezvous.
         """
         operation = where(f"communicator from {self.launcher}", self.rank, self.world_size)
-        # torch's server has a connection to each rank, and does not report a shortage.
+        # torch's server needs a descriptor per rank, and does not report a lack of descriptors.
         needed = SPARE_DESCRIPTORS + (self.world_size if self.rank == 0 else 0)
         with forming(operation):
             if self.world_size > 1:
@@ -149,7 +149,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchedRa
 
 
 def _is_of_srun(variables: Mapping[str, str]) -> bool:
-    """True if srun set the PMI variables, as with --mpi=pmi2; Hydra sets more of them."""
+    """True if srun set the PMI variables, as with --mpi=pmi2; Hydra sets more PMI variables."""
     return "MPI_LOCALNRANKS" not in variables and variables.get("SLURM_PROCID") == variables.get(
         "PMI_RANK"
     )
@@ -204,7 +204,7 @@ PORT_VARIABLE = "RINGCOMM_MASTER_PORT"
 FIRST_PORT, PORTS = 20000, 10000
 # Jobs on one host mostly have adjacent ids and few steps.
 PORTS_PER_JOB = 31
-# With more digits int() may raise an error of its own.
+# With more digits, int() may raise its own error.
 MOST_DIGITS = 20
 MOST_HOSTS = 1 << 16
 SHOWN_CHARS = 200
@@ -218,7 +218,7 @@ class MasterAddress:
         host: a name or an IPv4 address.
         port: a TCP port.
         source: describes the variable from which it was derived.
-        is_here: True if this rank runs on that host.
+        is_here: True if this rank runs on ``host``.
     """
 
     host: str
@@ -264,7 +264,7 @@ def hosts_of(text: str) -> list[str]:
         ArgumentError: the text is not a host list.
     """
     hosts: list[str] = []
-    # Do not split at a comma inside brackets: a closing bracket follows it before an opening one.
+    # Do not split at a comma inside brackets: the next bracket after the comma is a closing one.
     for part in re.split(r",(?![^\[]*\])", text):
         if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", part, re.ASCII):
             raise _no_list(text, f"{part[:SHOWN_CHARS]!r} is no name")
@@ -277,7 +277,7 @@ def hosts_of(text: str) -> list[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    """Expands the text inside brackets; numbers keep the width of the first of their range."""
+    """Expands the text inside brackets; a range's numbers get the width of its first number."""
     numbers: list[str] = []
     for each in ranges.split(","):
         found = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", each, re.ASCII)
@@ -362,14 +362,14 @@ _JOB = "OMPI_MCA_ess_base_jobid"
 def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
     """Returns mpirun's host if mpirun reports exactly one address, which is IPv4; else None.
 
-    One of several addresses may be unreachable (a bridge of containers), and it is not marked.
+    If there are several, some may be unreachable (a bridge of containers); they are not marked.
     """
     uri = re.fullmatch(
         r"\d+\.0;tcp://(\d+\.\d+\.\d+\.\d+):\d+", variables.get(_LAUNCHER_URI, ""), re.ASCII
     )
     if uri is None or not variables.get(_JOB) or not variables.get(_DAEMON_URI):
         return None
-    # The lower 16 bits number the programs that one mpirun starts.
+    # The lower 16 bits are the number of the program among the programs that one mpirun starts.
     family, number = divmod(integer(variables, _JOB), 1 << 16)
     port = port_of(family, number, variables)
     source = f"the host of mpirun by {_LAUNCHER_URI}={uri[0]}"
@@ -377,10 +377,10 @@ def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
     return MasterAddress(uri[1], port, source, is_here)
 
 
-# ---- the store there ----------------------------------------------------------------------------
+# ---- the store at the address --------------------------------------------------------------------
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
-# Seconds. A host that is down answers no connection, and resolvers give up after 5 to 30 s.
+# Seconds per attempt: a host that is down does not answer; resolvers give up after 5 to 30 s.
 ATTEMPT_S, LONGEST_ATTEMPT_S = 10.0, 60.0
 
 
@@ -396,10 +396,10 @@ def open_store(
 
     Args:
         address: host and port.
-        world_size: how many ranks use it; a server does not wait for them, since the rendezvous
-            does, which can name missing ranks.
+        world_size: how many ranks use the store. The server does not wait for them: the rendezvous
+            does, and its errors name missing ranks.
         timeout_s: how long to wait for the server, and the timeout of the store's operations.
-        serves: this process is the server.
+        serves: True if this process is the server.
         multi_tenant: share a server that this process already has at that port.
 
     Raises:
@@ -435,14 +435,14 @@ def _await_server(address: tuple[str, int], deadline: Deadline) -> None:
         pause_s = min(pause_s * 2, LAST_RETRY_S)
 
 
-# A server is never closed: another rank may be about to connect for its next communicator.
+# Servers are never closed: another rank may be about to connect for its next communicator.
 _stores: dict[tuple[str, int], Store] = {}
 
 
 def store_at(
     address: MasterAddress, launcher: str, rank: int, world_size: int, timeout_s: float
 ) -> Store:
-    """Returns a store at an address that was derived; rank 0 serves it.
+    """Returns a store at an address that the launcher's variables give; rank 0 serves it.
 
     Raises:
         RendezvousError: rank 0 is on another host, or no server answers there in time.

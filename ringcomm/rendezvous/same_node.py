@@ -6,7 +6,7 @@ started them. The socket is in a folder that only this user can enter, so no oth
 
 Rank 0 also listens at an abstract socket of the same name, which needs no folder: ranks in
 containers that share the network but not the folder find it there, and warn. Another user may own
-that name, so each side asks the kernel for the user at the other end.
+this name, so each side gets the other side's user from the kernel.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = ["LOOPBACK", "Lookout", "Parent", "store_on_node"]
 
 # ---- Watches the members of a rendezvous for ranks that can no longer come ----------------------
 # A rank that ends without an error posts nothing, so the others would wait for it until the
-# timeout. But they know some processes: of a group's parent communicator, and of the handles that
-# have arrived.
+# timeout. But they have some ranks' processes: from a group's parent communicator, and from the
+# handles that have arrived.
 
 
 LOOK_S = 0.01
-# Seconds. A process loses its connections before it counts as ended.
+# Seconds to wait for a process's end: a process loses its connections before it counts as ended.
 ENDS_S = 0.5
 
 
@@ -65,10 +65,10 @@ class Parent(Protocol):
 
 
 class Lookout:
-    """A rank's knowledge of the other members' processes.
+    """Keeps the processes of other members, and finds members that can no longer come.
 
     Args:
-        ranks: the members' ranks in the outermost communicator, by rank in the new one.
+        ranks: the members' ranks in the outermost communicator, by new rank.
         processes: the processes known already, by rank in the outermost communicator.
         parent: the parent of the new communicator; None: it has none.
 
@@ -93,7 +93,7 @@ class Lookout:
             self.processes[self._ranks[rank]] = _native.Process(pid, with_descriptor=False)
 
     def named(self, rank: int) -> str:
-        """Names a member; if its outermost rank differs, with both numbers."""
+        """Returns a member's name, with both numbers if the outermost rank differs."""
         world_rank = self._ranks[rank] if rank < len(self._ranks) else rank
         return f"rank {rank}" if world_rank == rank else f"rank {world_rank} (rank {rank} here)"
 
@@ -106,10 +106,10 @@ class Lookout:
     def look(self, awaited: Iterable[int], operation: str) -> None:
         """Raises if an awaited member cannot come any more, or this rank cannot continue.
 
-        Called often, but looks only 100 times per second.
+        It may be called often: it looks only 100 times per second.
 
         Raises:
-            PeerLost: a member's process has ended, or it has closed or left the parent; names it.
+            PeerLost: a member, named in the error, has ended, or has closed or left the parent.
             AbortedError: the parent is unusable on this rank, for example closed.
         """
         now_s = time.monotonic()
@@ -164,9 +164,9 @@ class Lookout:
 
 LOOPBACK = "127.0.0.1"
 RETRY_S, ACCEPT_S = 0.005, 0.1
-# Seconds. A socket of this age that refuses connections belonged to a process that was killed.
+# Seconds: a socket of this age that refuses connections belonged to a process that was killed.
 STALE_S = 3600
-# Seconds. A rank sends its request as soon as it is connected.
+# Seconds to wait for a request: a rank sends it as soon as it is connected.
 ASKS_WITHIN_S = 1.0
 _REQUEST = b"?"
 _PORT = struct.Struct("!H")
@@ -182,9 +182,9 @@ def store_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -
     Args:
         rank: this rank.
         world_size: how many ranks take part.
-        timeout_s: seconds.
-        job: the launcher's name for this launch; "" if it has none: then the ranks must be
-            children of one process.
+        timeout_s: how long to wait for the other ranks, in seconds.
+        job: the launcher's name for this launch; "" without a name: then the ranks must be children
+            of one process.
 
     Raises:
         RendezvousError: the ranks did not find each other within ``timeout_s`` seconds, or another
@@ -224,7 +224,7 @@ class LaunchSockets:
 
     Attributes:
         folder: a folder of this user only; None if there is none.
-        refused: why there is no folder; "" if there is one.
+        refused: why there is no folder; "" if there is a folder.
         name: the name of the socket in the folder.
         operation: the name of the operation, for errors.
     """
@@ -277,7 +277,7 @@ def opened(folder: Path) -> Iterator[str]:
 
     Raises:
         OSError: the folder does not exist and cannot be made, belongs to another user, or is open
-            to others. The message names its owner.
+            to others. The message names the owner.
     """
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
@@ -325,8 +325,8 @@ def serve(sockets: LaunchSockets, world_size: int, timeout_s: float) -> Store:
             undo.callback(listener.close)
         from torch.distributed import TCPStore
 
-        # Passing torch a socket that listens already confines the store to the loopback
-        # interface; otherwise torch would listen on all interfaces.
+        # Pass torch a socket that already listens on the loopback interface: otherwise torch would
+        # listen on all interfaces.
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         server.bind((LOOPBACK, 0))
         server.listen(world_size)
@@ -353,7 +353,7 @@ def serve(sockets: LaunchSockets, world_size: int, timeout_s: float) -> Store:
 
 
 def _listen(sockets: LaunchSockets, world_size: int) -> list[socket.socket]:
-    """Listens in the folder first: a rank that then misses it there uses the abstract socket."""
+    """Listens in the folder, then at the abstract socket, for ranks that lack the folder."""
     listeners = []
     if sockets.folder is not None:
         with opened(sockets.folder) as short:
@@ -370,7 +370,7 @@ def _listen(sockets: LaunchSockets, world_size: int) -> list[socket.socket]:
     try:
         listeners.append(_listener(sockets.abstract, sockets, world_size))
     except RendezvousError:
-        # Ranks that share the folder do not need the abstract socket, whoever owns it.
+        # Ranks that share the folder do not need the abstract socket, so another user may own it.
         if not listeners:
             raise
     return listeners
@@ -384,7 +384,7 @@ def _listener(address: str, sockets: LaunchSockets, world_size: int) -> socket.s
         except OSError as error:
             if error.errno != errno.EADDRINUSE or _holder(address) or address[0] == "\0":
                 raise
-            os.unlink(address)  # left by a rank 0 that was killed
+            os.unlink(address)  # a killed rank 0 has left this socket
             listener.bind(address)
         listener.listen(world_size)
     except OSError as error:
@@ -434,7 +434,7 @@ def hand_out(
                 with suppress(OSError), key.fileobj.accept()[0] as connection:  # type: ignore[union-attr]
                     connection.settimeout(ASKS_WITHIN_S)
                     is_peer = credentials(connection)[1] == os.geteuid()
-                    # A process that only checks who listens here sends no request.
+                    # A process that only checks which process listens here sends no request.
                     if is_peer and connection.recv(len(_REQUEST)) == _REQUEST:
                         connection.sendall(_PORT.pack(port))
                         peers -= 1
@@ -444,7 +444,7 @@ def hand_out(
 
 
 def ask_port(sockets: LaunchSockets, deadline: Deadline) -> int:
-    """Asks rank 0 for the port of its store, repeatedly until the deadline."""
+    """Requests the port of rank 0's store, repeatedly until the deadline, and returns it."""
     strangers: set[str] = set()
     while not deadline.is_over():
         with _connected(sockets.abstract, strangers) as outside:
@@ -490,7 +490,7 @@ def _warn_of_no_folder(sockets: LaunchSockets) -> None:
 
 @contextmanager
 def _connected(address: str, strangers: set[str]) -> Iterator[socket.socket | None]:
-    """Yields a connection to this user's process at an address; None if there is none.
+    """Yields a connection to this user's process at an address; None if none listens there.
 
     If a process of another user listens there, adds it to ``strangers``.
     """
@@ -510,7 +510,7 @@ def _connected(address: str, strangers: set[str]) -> Iterator[socket.socket | No
 
 
 def _answer(connection: socket.socket, deadline: Deadline) -> int | None:
-    """Asks for the port; returns None if rank 0 does not answer because it has ended."""
+    """Requests and returns the port; None if rank 0 does not answer because it has ended."""
     try:
         connection.sendall(_REQUEST)
         while not deadline.is_over():

@@ -507,7 +507,7 @@ class DeviceCore:
         return self.native.segment_bytes
 
     def chosen(self, algorithm: int) -> int:
-        """Returns the code of the algorithm that large calls use if called with ``algorithm``."""
+        """Returns the code of the algorithm that a large call runs if given ``algorithm``."""
         return self.native.chosen(algorithm)
 
     # Constant, since the host waits for no peer: launched calls end by themselves.

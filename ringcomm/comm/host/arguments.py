@@ -97,7 +97,7 @@ def _keys_of_torch() -> int:
 
 
 def _agrees_with_torch() -> bool:
-    """Compares the word that the native module reads with torch's own answer."""
+    """True if the native module reads the same word of keys as torch reports."""
     if not _native.watch_keys(_WATCHED):
         return False
     for key in (_KEY.Python, _KEY.FuncTorchDynamicLayerFrontMode, _KEY.Functionalize):
@@ -110,7 +110,7 @@ def _agrees_with_torch() -> bool:
     return True
 
 
-# False if torch keeps the word elsewhere: then all calls take the path with Python's checks.
+# False if the native module does not find the word of keys: then Python checks all calls.
 WATCHES_KEYS = _agrees_with_torch()
 intercepting_keys: Callable[[], int] = _native.intercepting_keys if WATCHES_KEYS else _keys_of_torch
 
@@ -145,7 +145,7 @@ def _find_keys() -> None:
     if len(impl_at) == len(keys_at) == 1:
         (impl,), (keys,) = impl_at, keys_at
         allowed = torch._C._dispatch_keys(ordinary)
-        for key in (_KEY.CUDA, _KEY.AutocastCUDA):  # the keys that a GPU tensor has instead
+        for key in (_KEY.CUDA, _KEY.AutocastCUDA):  # a GPU tensor's keys
             allowed |= torch._C.DispatchKeySet(key)
         _native.read_keys_at(impl * _WORD_BYTES, keys * _WORD_BYTES, allowed.raw_repr())
 
@@ -211,7 +211,7 @@ def admit_keys(operation: object) -> None:
 
 
 def is_watched() -> bool:
-    """True under a mode on torch's stack; :func:`admit_keys` raises for some of the modes."""
+    """True if a mode is on torch's stack of modes; :func:`admit_keys` raises for some of them."""
     return bool(intercepting_keys() & _OF_MODES)
 
 
@@ -267,7 +267,7 @@ def only_inlined_methods(cls: Class) -> Class:
 
 
 def is_below_autograd() -> bool:
-    """True in a kernel of an operator: the operator provides its gradient."""
+    """True inside an operator of torch, below autograd: the operator provides the gradient."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality)
 
 
@@ -275,7 +275,7 @@ def is_below_autograd() -> bool:
 # Other outputs have no gradient, so that a program may combine a list of gathered tensors with the
 # rank's own tensor, which has a gradient.
 _GIVES_OUTPUTS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"})
-# A leaf keeps its hook as long as it lives, so each leaf is warned about once.
+# Leaf tensors that have the warning hook. They keep it for life, so each gets it only once.
 _warned_leaves: Any = WeakIdKeyDictionary()
 
 
@@ -451,7 +451,7 @@ PREMUL_SUM = "PREMUL_SUM"
 
 
 class PremulSum:
-    """The op that multiplies each input by ``factor``, then sums; see :func:`premul_sum`."""
+    """The op that multiplies each rank's input by ``factor``, then sums; see :func:`premul_sum`."""
 
     __slots__ = ("factor",)
 
@@ -533,20 +533,20 @@ def reduction_of(op: object) -> NativeOp:
 
 
 def _kind_and_factor(op: object) -> tuple[object, object]:
-    """Returns the kind and factor of an op of torch."""
-    # Checked first, because torch makes isinstance(kind, ReduceOp) true as well.
+    """Returns the kind of an op of torch, and its factor (None without a factor)."""
+    # Check RedOpType first: torch makes isinstance(kind, ReduceOp) true for a RedOpType as well.
     if isinstance(op, ReduceOp.RedOpType):
         return op, None
-    # Only the pickle state shows the factor (in torch 2.13 __reduce_ex__ aborts the process: it is
-    # a pybind11 type without a constructor).
+    # Only the pickle state contains the factor (in torch 2.13 __reduce_ex__ aborts the process,
+    # since ReduceOp is a pybind11 type without a constructor).
     state: tuple[object, object] = cast(Any, op).__getstate__()
     return state
 
 
 # The native module finds the ops by identity, because hashing or comparing torch's op objects costs
-# more than the rest of a small call. The objects live as long as torch. If torch's tensors lack the
-# interface, or its dispatcher keeps its keys elsewhere, all calls take the path with Python's
-# checks.
+# more than the rest of a small call. The objects live as long as torch. If torch's tensors lack
+# DLPack's C interface, or the native module cannot find the dispatcher's keys, Python checks all
+# calls.
 if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     _native.read_tensors_with(
         torch.Tensor.__dlpack_c_exchange_api__,
@@ -586,21 +586,21 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a contiguous copy whose bytes are its elements in order."""
+    """Returns ``tensor`` if contiguous, else a contiguous copy with the elements in order."""
     if is_contiguous(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or scratch memory of its shape; :func:`put_back` copies it back."""
+    """Returns ``tensor`` if contiguous, else scratch memory; :func:`put_back` copies it back."""
     if is_contiguous(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def put_back(tensor: Tensor, scratch: Tensor) -> None:
-    """Copies ``scratch`` back if :func:`writable` or :func:`readable` did not return ``tensor``."""
+    """Copies ``scratch`` (of :func:`writable` or :func:`readable`) to ``tensor``, if different."""
     if scratch is not tensor:
         tensor.detach().copy_(scratch)
 
@@ -711,7 +711,7 @@ class CallChecks:
             for index, tensor in enumerate(tensors)
             if tensor.numel() and tensor.is_contiguous()
         )
-        # The furthest end so far, of written spans (True) and of all spans (False).
+        # The largest end address so far: of written spans (True), and of all spans (False).
         ends = {True: (0, ""), False: (0, "")}
         for ptr, length, is_written, label in spans:
             end, earlier = ends[not is_written]

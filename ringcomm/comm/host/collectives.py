@@ -40,9 +40,10 @@ _COPY_ENGINE = "copy_engine"
 class Plan:
     """A collective that was checked and prepared once, to be made many times.
 
-    Calling the plan makes the collective with the same tensors and their contents at that time.
-    Calling the plan counts in the order of calls, making it does not. The plan keeps the tensors
-    alive; if a tensor has other memory, another shape or dtype by then, the call is checked again.
+    Calling the plan makes the collective on the same tensors, with their current contents. Calls of
+    the plan, but not the making of the plan, count in the order of calls that all ranks must keep.
+    The plan keeps the tensors alive. If a tensor has new memory, shape or dtype, the call is
+    checked again.
 
     Args:
         engine: runs the call.
@@ -435,7 +436,7 @@ class Collectives:
         algorithm: str = "auto",
         kernels: str | None = None,
     ) -> Work | None:
-        """Gives every rank the ``input`` of all ranks, one after the other.
+        """Gives every rank the ``input`` of all ranks, concatenated in rank order.
 
         Args:
             output: contiguous, world_size * N elements.
@@ -600,7 +601,7 @@ class Collectives:
         Args:
             tensor: any shape, same element count and dtype on all ranks; on ``dst`` it may
                 be ``gather_list[dst]`` itself.
-            gather_list: on ``dst`` world_size tensors with as many elements; elsewhere None.
+            gather_list: on ``dst`` world_size tensors of ``tensor``'s size; elsewhere None.
             dst: the rank that receives.
             async_op: return a Work at once instead of waiting.
 
@@ -686,9 +687,9 @@ class Collectives:
         """Gives rank r the ``scatter_list[r]`` of rank ``src``.
 
         Args:
-            tensor: receives; any shape, same element count and dtype on all ranks. On
+            tensor: receives the data; any shape, same element count and dtype on all ranks. On
                 ``src`` it may be ``scatter_list[src]`` itself.
-            scatter_list: on ``src`` world_size tensors with as many elements; elsewhere None.
+            scatter_list: on ``src`` world_size tensors of ``tensor``'s size; elsewhere None.
             src: the rank that has the data.
             async_op: return a Work at once instead of waiting.
 
@@ -727,7 +728,7 @@ class Collectives:
         input_tensor_list: list[Tensor],
         async_op: bool = False,
     ) -> Work | None:
-        """Sends ``input_tensor_list[r]`` to rank r, and receives entry r of the output from it.
+        """Sends ``input_tensor_list[r]`` to rank r, and receives output entry r from rank r.
 
         Args:
             output_tensor_list: world_size tensors; entry r has as many elements as rank r sends to
@@ -859,7 +860,7 @@ class Collectives:
 
         Args:
             async_op: return a Work at once instead of waiting.
-            timeout: for this call only; None: the communicator's timeout.
+            timeout: timeout of this call only; None: the communicator's timeout.
 
         Raises:
             RingcommError: a fault; see ``ringcomm.errors``.

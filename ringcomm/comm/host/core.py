@@ -18,7 +18,7 @@ __all__ = ["Core", "CoreOwner", "FastCalls", "NoFastCalls"]
 
 
 class Core(Protocol):
-    """The collectives of one rank, on addresses.
+    """The collectives of one rank, on tensors given by their addresses.
 
     Calls return 0, or a nonzero status when they have failed; the owner then has the fault.
     """
@@ -198,20 +198,20 @@ class CoreOwner(Protocol):
 
     @property
     def arrivals(self) -> int:
-        """A count that grows while peers do their part of a call."""
+        """A count that grows while peers progress in a call."""
 
     @property
     def has_messages(self) -> bool:
         """True while messages are under way."""
 
     def chosen(self, algorithm: int, /) -> int:
-        """Returns the code of the algorithm that a large call with this code runs."""
+        """Returns the code of the algorithm that a large call runs if given ``algorithm``."""
 
     def fault(self) -> dict[str, Any] | None:
-        """Returns a fault record, if possible of the rank where the fault began."""
+        """Returns a fault record, if possible from the rank where the fault began."""
 
     def set_left(self, left: bool, /) -> None:
-        """Sets whether this rank, a thread, makes no more calls."""
+        """Notes whether this rank, a thread, has left and makes no more calls."""
 
     def abort(self, reason: str, /) -> None:
         """Ends the calls of this rank and its peers; any thread may call this."""

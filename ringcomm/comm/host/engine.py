@@ -61,7 +61,7 @@ Outputs = list[torch.Tensor]
 
 
 def wait_seconds(timeout: timedelta | float | None) -> float:
-    """Returns the seconds to wait; -1 means no limit. Zero means no limit, as in torch's Work."""
+    """Returns the seconds to wait; -1 for no limit, which None and 0 mean, as in torch's Work."""
     if timeout is None:
         return -1.0
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -163,11 +163,11 @@ class Work:
         return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Returns the exception that the call raised, or None (also while it runs)."""
+        """Returns the exception that the call raised; None if it raised none, or still runs."""
         return self._error
 
     def get_future(self) -> torch.futures.Future[Outputs]:
-        """Returns a future that gives the list of output tensors, or the error."""
+        """Returns a future whose value is the list of output tensors, or the error."""
         with self._guard:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -191,7 +191,7 @@ class Work:
             return
         if not isinstance(error, Exception):
             error = RingcommError(f"{self._name}: {error!r}")
-        # A cast, since torch annotates the exception with the type of the result.
+        # The cast: torch's type hint of set_exception() asks for the result's type.
         future.set_exception(cast(Any, error))
 
     def finish(self, outputs: Outputs, error: BaseException | None) -> None:
@@ -285,8 +285,8 @@ class CallQueue:
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        # Stopped until the thread runs: if Ctrl-C comes anywhere in here, the queue takes no calls
-        # and waits for no thread. A thread that did start ends itself if _thread is another object.
+        # _stopped is True until the thread runs: after a Ctrl-C in this method, the queue takes no
+        # calls and waits for no thread. A thread that started, but is not in _thread, ends itself.
         self._stopped = True
         try:
             start_thread(
@@ -306,13 +306,13 @@ class CallQueue:
         return self._thread is not None and threading.get_ident() == self._thread.ident
 
     def inside_call(self) -> bool:
-        """True in a call that the worker thread runs, which holds the turn already."""
+        """True in a call that the worker thread runs; the thread then holds ``turn`` already."""
         return self._in_call and self.on_worker_thread()
 
     def _loop(self) -> None:
         with self._guard:
             if self._thread is not threading.current_thread():
-                return  # Ctrl-C came before the starting thread had noted this thread
+                return  # Ctrl-C came before _begin() had set _thread
         _native.wait_in_background()
         while True:
             item = self._items.get()
@@ -332,7 +332,7 @@ class CallQueue:
         work.finish(*ended)
 
     def run_now(self, run: Callable[[], Outputs], work: Work) -> None:
-        """Runs a call that was made on the worker thread immediately, ahead of the queue."""
+        """Runs a call that was made on the worker thread at once, ahead of the queue."""
         if self._in_call:
             ended = _outcome(run)
         else:
@@ -373,10 +373,10 @@ class RankContext:
 class Call:
     """A checked call, ready to run.
 
-    ``run`` takes the core and returns its status; ``outputs`` are the tensors that hold the result
-    afterwards, ``inputs`` are the other tensors. ``written`` are the outputs whose contents and
-    versions change, by default all. Every call makes a Call, so it is not a frozen dataclass, which
-    takes three times as long to make.
+    ``run`` takes the core and returns the call's status; ``outputs`` are the tensors that hold the
+    result afterwards, ``inputs`` are the other tensors. ``written`` are the outputs whose contents
+    and versions change, by default all. Every call makes a Call, so it is not a frozen dataclass,
+    which takes three times as long to make.
     """
 
     __slots__ = ("inputs", "name", "outputs", "run", "written")
@@ -399,12 +399,12 @@ class Call:
 # Functions and not methods, so that the returned closures refer to no communicator: a reference
 # cycle would keep its memory and descriptors until the garbage collector runs.
 def refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
-    """Returns a function that makes the error of a call after the communicator's first fault."""
+    """Returns a function that makes the error for calls after the communicator's first fault."""
     return lambda op: unusable_error(op, rank, world_size, first)
 
 
 def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommError]:
-    """Returns a function that makes the error of a call after the communicator was closed."""
+    """Returns a function that makes the error for calls after the communicator was closed."""
     return lambda op: AbortedError(
         f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
     )
@@ -425,7 +425,7 @@ Use = Callable[[Core], Core | TritonEnd]
 
 
 def itself(core: Any) -> Any:
-    """Returns ``core`` itself; assigned to typed names that cast to a communicator's core type."""
+    """Returns ``core`` itself; names of another type that are set to it are casts."""
     return core
 
 
@@ -450,11 +450,11 @@ class Unusable:
 
 # Seconds for calls under way at exit to end by themselves, before they are aborted.
 EXIT_GRACE_S = 5.0
-# Seconds that a call may wait for a peer that sends nothing, once its communicator is closed.
+# Seconds that a call may wait for a peer that sends nothing, when its communicator is being closed.
 IN_VAIN_S = 0.2
 DRAIN_LOOK_S = 0.05
 UNDER_WAY = "closed with a call under way"
-# High enough to run before multiprocessing joins its children, which may wait for this rank.
+# Closes at exit before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
 
 AUTO = _native.ALGORITHMS["auto"]
@@ -518,7 +518,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class CallEngine(ABC):
-    """A core and the queue in front of it.
+    """Runs the calls of one rank: a core, and a queue in front of the core.
 
     Args:
         owner: the owner of the core.
@@ -533,7 +533,7 @@ class CallEngine(ABC):
         queue: the calls that wait for their turn.
         kernels: "triton" if calls that name no kernels use Triton's; None: they use native kernels.
         starts: starts asynchronous calls that need no checks; None: they go through the queue.
-        compiled: makes and starts calls of compiled Triton kernels that need no checks; or None.
+        compiled: makes calls of compiled Triton kernels that need no checks; None without them.
         closed: True once the memory is freed.
         refuse: returns the error of each call after the first fault; None before a fault.
     """
@@ -682,7 +682,7 @@ class CallEngine(ABC):
     def with_compression(
         self, checks: CallChecks, compression: str | None, run: Callable[[Core], int]
     ) -> Callable[[Core], int]:
-        """Returns a function that makes a call with compression; a single node ignores it.
+        """Returns a function that makes a call with compression, which a single node ignores.
 
         Raises:
             ArgumentError: there is no such compression.
@@ -695,7 +695,7 @@ class CallEngine(ABC):
         """Checks a reduction, if this communicator sums in groups of ranks.
 
         Raises:
-            UnsupportedError: it uses the ring or Triton's kernels, which sum in other orders.
+            UnsupportedError: the call uses the ring or Triton's kernels, which sum in other orders.
         """
         if not self._sum_group_size or (algorithm != "ring" and kernels != "triton"):
             return
@@ -730,7 +730,7 @@ class CallEngine(ABC):
         return self.owner.segment_bytes
 
     def chosen(self, algorithm: int) -> int:
-        """Returns the code of the algorithm that a large call with this code runs."""
+        """Returns the code of the algorithm that a large call runs if given ``algorithm``."""
         return self.owner.chosen(algorithm)
 
     def finish_host_side(self) -> None:
@@ -765,11 +765,11 @@ class CallEngine(ABC):
         return Lookout(self.membership.ranks, self.membership.processes)
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
-        """Runs a checked call in order; returns the Work of an asynchronous one."""
+        """Runs a checked call in order; returns a Work if the call is asynchronous."""
         if self.refuse is not None:
             raise self.refuse(call.name)
         if self.queue.inside_call():
-            # The call was admitted on the caller's thread, whose gradients and modes matter.
+            # The call was admitted on the caller's thread, whose torch modes count.
             if async_op:
                 return self._enqueue(lambda: self.execute(call), call.name)
             self.execute(call)
@@ -778,7 +778,7 @@ class CallEngine(ABC):
         if async_op:
             return self._enqueue(lambda: self.execute(call), call.name)
         if not self.queue.pending or self.queue.on_worker_thread():
-            # A with statement, as a signal handler could raise between acquire() and a try.
+            # Use a with statement: a signal handler could raise between acquire() and a try.
             with self.queue.turn:
                 self.execute(call)
         else:
@@ -796,11 +796,11 @@ class CallEngine(ABC):
         return self.queue.pending > 0 or self.owner.has_messages
 
     def set_left(self, left: bool) -> None:
-        """Sets whether this rank, a thread, makes no more calls; peers then do not wait for it."""
+        """Notes whether this rank, a thread, has left; peers then do not wait for its calls."""
         self.owner.set_left(left)
 
     def set_peer_left(self, peer: int, left: bool) -> None:
-        """Sets whether a peer makes no more calls, if this rank cannot reach the peer's core."""
+        """Notes whether a peer has left, on cores that cannot see this in the peer's core."""
         return
 
     # ---- implementation -------------------------------------------------------------------------
@@ -830,9 +830,9 @@ class CallEngine(ABC):
         return None
 
     def gathers_in_place(self, check: Callable[[], Call]) -> Callable[[], Call]:
-        """Returns ``check`` for a plan whose copies read the peers' inputs in place; collective.
+        """Returns a function that makes the calls of a copy engines' plan; collective.
 
-        Other engines return ``check`` itself, whose calls report what the engine can do.
+        Engines without such plans return ``check`` itself.
         """
         return check
 
@@ -860,7 +860,7 @@ class CallEngine(ABC):
         work = Work(name, self.interrupt, self.queue.on_worker_thread)
         if self.queue.on_worker_thread():
             # The caller is a callback or a submitted function, which may wait for this call. If the
-            # call were queued behind the caller, it would wait forever.
+            # call were queued behind the caller, the caller would wait forever.
             self.queue.run_now(run, work)
             return work
         return self.queue.submit(at_this_call_site(run), work)
@@ -877,7 +877,7 @@ class CallEngine(ABC):
             fn: may call collectives of this communicator, which then run immediately on the
                 worker thread; returns the output tensors.
             opname: the name of the operation, for errors.
-            timeout: for the calls that ``fn`` makes; None: the communicator's timeout.
+            timeout: timeout of the calls that ``fn`` makes; None: the communicator's timeout.
 
         Raises:
             AbortedError: the communicator is unusable.
@@ -954,7 +954,7 @@ class CallEngine(ABC):
 
         Args:
             grace_s: seconds that calls under way may take before they are aborted.
-            in_vain_s: seconds that they may wait for peers that send nothing.
+            in_vain_s: seconds that these calls may wait for peers that send nothing.
         """
         if self.closed:
             return
@@ -975,7 +975,7 @@ class CallEngine(ABC):
             self.queue.turn.release()
 
     def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
-        """Takes the turn when no call is under way; False if one exceeds the times of _close()."""
+        """Takes ``turn`` when no call runs; False if a call exceeds the times of _close()."""
         grace, in_vain = Deadline(grace_s), Deadline(in_vain_s)
         came = self._progress()
         while True:
@@ -989,7 +989,7 @@ class CallEngine(ABC):
                 return False
 
     def _progress(self) -> Hashable:
-        """Returns a count that grows while peers do their part; None if no call waits."""
+        """Returns a count that grows while peers progress; None if no call waits for a peer."""
         owner = self.owner
         return None if owner.awaited < 0 else (owner.awaited, owner.arrivals)
 

@@ -1,4 +1,4 @@
-"""Point-to-point calls, never ordered behind collectives, and their implementation on the host."""
+"""Point-to-point calls, which never wait for collectives, and their implementation on the host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _never() -> bool:
 
 
 class Message(Work):
-    """A send or receive under way; it waits on the native request, not on a queue."""
+    """A send or receive that has begun; it waits on the native request, not on the call queue."""
 
     __slots__ = ("_claimed", "_dense", "_messages", "_request", "_tensor")
 
@@ -115,7 +115,7 @@ class Message(Work):
         future = super().get_future()
         if not self._finished:
             # The native engine cannot call Python, so a thread must notice the end. Each message
-            # has its own: a shared thread could wait for a message that ends after a later one.
+            # has its own thread: a shared thread could wait for a message while a later one ends.
             start_thread(
                 threading.Thread(target=self._watch, name="ringcomm-future", daemon=True),
                 f"get_future of {self._name}",

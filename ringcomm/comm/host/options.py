@@ -53,13 +53,13 @@ def milliseconds_of(timeout: timedelta | float) -> int:
 
 @dataclass(frozen=True)
 class CommOptions:
-    """Tunables of a communicator; all its ranks must pass equal ones, except for
-    ``timeout``, ``single_copy`` and ``threads``.
+    """Tunables of a communicator; all ranks must pass equal values, except for ``timeout``,
+    ``single_copy`` and ``threads``.
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
-        segment_bytes: the pipelined part of a chunk (on a device: of a channel's slice of it); a
-            power of two of at least 64, or 0 for a size that suits the world.
+        segment_bytes: the pipelined part of a chunk (on a device: of a channel's slice of the
+            chunk); a power of two of at least 64, or 0 for a size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for a number that suits
             the device and the ranks that share it. On the host: the most threads of a rank that
@@ -68,8 +68,8 @@ class CommOptions:
         threads: of a communicator on the host: the threads that large calls use, up to 64, or 0
             for ``RINGCOMM_THREADS``. If that is not set, it is the number of torch's threads
             (``torch.set_num_threads``), at most the cores of the rank divided by the ranks on
-            them. Results have the same bits with any number. Collectives use at most ``channels``
-            threads, and one thread if the ranks have more threads than cores.
+            them. Results have the same bits with any number of threads. Collectives use at most
+            ``channels`` threads, and one thread if the ranks have more threads than cores.
         ll_bytes: of a communicator on a device: the largest message that may use LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a
@@ -86,8 +86,8 @@ class CommOptions:
             Otherwise data are staged in the heap, which is a second copy.
         transport: moves messages between nodes: "gloo" or "nccl", or a function that returns
             a process group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is
-            Gloo for CPU tensors and NCCL for GPU tensors. It only moves data: it sends and
-            receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
+            Gloo for CPU tensors and NCCL for GPU tensors. It only moves data: on CPUs it sends and
+            receives; on GPUs it exchanges and broadcasts bytes in stream order.
         compression: the form of partial sums between nodes. "none": in the accumulator's type, so
             that a result is rounded once. "param": 16-bit types rounded to the type, which halves
             the bytes and rounds twice. "int8" and "fp8" (a quarter of the bytes) and "int4" (an
@@ -102,10 +102,10 @@ class CommOptions:
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.
         sum_group_size: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
-            groups of L consecutive ranks, the last one perhaps smaller, then the groups'
-            results in order, all in the accumulator's type and with one rounding at the end: the
-            same bits as on nodes of L ranks. If the groups' heaps are bound to different NUMA
-            nodes, large sums work in two levels where that pays, with the same bits. It excludes
+            groups of L consecutive ranks (the last group may be smaller), then the groups' results
+            in order, all in the accumulator's type and with one rounding at the end: the same bits
+            as on nodes of L ranks. If the groups' heaps are bound to different NUMA nodes, large
+            sums use two levels where this is faster, with the same bits. Groups exclude
             ``algorithm="ring"`` for reductions, and ``kernels="triton"``.
         objects: "data", or "pickle" to let the object collectives send anything. Unpickling runs
             code that the sender chose, so "pickle" is for ranks that trust each other.

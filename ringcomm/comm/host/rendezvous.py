@@ -255,9 +255,9 @@ def why_lost(core: _native.Comm, peer: int) -> str:
 # or a different PID namespace means a different node. Host names are ignored. If the kernel
 # refuses, the ranks are on different nodes; if the rank finds something other than the announced
 # heap, a handle is forged or machines are clones of each other, which is an error. Each rank posts
-# which ranks of its own machine it could not map; from that all ranks derive the same nodes.
+# which ranks of its own machine it could not map; from these posts all ranks derive the same nodes.
 # RINGCOMM_NODE_ID, if set, replaces a rank's description of its machine: ranks of one id must be
-# able to map each other, and ranks of different ids are on different nodes.
+# able to map each other's memory, and ranks of different ids are on different nodes.
 
 
 def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNodes:
@@ -295,7 +295,7 @@ def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode |
             return SeveralNodes(members_of(handles), layout, spec, rendezvous)
     except BaseException as error:
         if core is not None:
-            # A peer may have seen that all ranks are ready, and must not wait for this one.
+            # A peer may have seen that all ranks are ready: the abort ends its wait for this rank.
             core.abort(f"rendezvous failed: {error}")
             core.close()  # frees descriptors, which the store may need
         rendezvous.fail(error)
@@ -308,7 +308,7 @@ def _map_heaps(
     """Maps the heaps of this rank's machine; returns them, and why the others are not mapped.
 
     Raises:
-        PeerLost: the process of a rank has ended since it posted its handle; names the rank.
+        PeerLost: a rank's process has ended since it posted its handle; the error names the rank.
         RendezvousError: a heap cannot be mapped for another reason than the kernel's refusal.
     """
     heaps: dict[int, MappedHeap] = {}

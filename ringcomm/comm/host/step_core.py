@@ -1,8 +1,8 @@
 """The interface of a host core for the steps of an optimizer: collectives on buckets.
 
 ``_native.Comm`` implements it on one node, :class:`ringcomm.comm.nodes.steps.Steps` over several
-nodes. A device has no host core: ``_native.DeviceComm`` also takes the address of each shard's copy
-in device memory, and no ``step_bytes``. The optimizer itself plans Triton's kernels.
+nodes. Devices use another interface: ``_native.DeviceComm`` also takes the address of each shard's
+copy in device memory, and no ``step_bytes``. The optimizer itself plans Triton's kernels.
 
 Addresses point to checked memory that stays alive. The native module defines the codes of dtypes,
 ops, norms and algorithms.
@@ -54,7 +54,7 @@ class AdamWAllGather(NamedTuple):
     """The arguments of :meth:`StepCore.adamw_all_gather`.
 
     Attributes:
-        shard: the bucket's parameters, and this rank's state for them.
+        shard: the bucket's parameters, and this rank's optimizer state for the parameters.
         grad: [chunk elements] of ``grad_dtype``, the reduced gradient.
         grad_dtype: dtype code: float32, or a dtype of 16 bits.
         algorithm: algorithm code.
@@ -106,4 +106,4 @@ class StepCore(Protocol):
     def reduce_scatter_adamw_all_gather(
         self, *arguments: Unpack[ReduceScatterAdamWAllGather]
     ) -> int:
-        """Reduces gradients, updates with them and gathers, in one call and without a norm."""
+        """Reduces gradients, updates parameters and gathers them, in one call without a norm."""

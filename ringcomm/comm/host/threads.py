@@ -45,7 +45,7 @@ class Threads:
     Attributes:
         most: the largest number that a call uses.
         is_exact: True if the user has named the number, so that torch's number does not matter.
-        channels: the parts into which the largest collectives are cut, equal on all ranks.
+        channels: the number of parts of the largest collectives, equal on all ranks.
         is_crowded: True if the ranks on this rank's cores have more threads than cores.
     """
 
@@ -74,7 +74,7 @@ def named_threads(options: CommOptions) -> int:
 
 
 def channels_of_region(options: CommOptions, world_size: int) -> int:
-    """Returns the number of channels of a region, from facts that all ranks of a node know.
+    """Returns the number of channels of a region, from facts that are equal on all ranks of a node.
 
     Raises:
         ArgumentError: the user has named more channels than a region can have.

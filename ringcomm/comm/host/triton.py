@@ -228,7 +228,7 @@ class HostTriton:
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
             core.record_end(_native.STATUSES["aborted"])
             raise
-        # After a failure this waits for the abort word, which another thread may be about to raise.
+        # After a failure, fault() waits for the abort word, which another thread may raise soon.
         status = _native.STATUSES["aborted"] if core.aborted else 0
         core.record_end(status)
         return status
@@ -248,7 +248,7 @@ class KernelTarget:
         table: bytes of a rank table of this rank.
         geometry: the layout of the communicator's regions.
         heap_device: the device of the heap for symmetric memory, as ``ringcomm.empty`` names it.
-        most_blocks: the number of each rank's blocks that run at once whatever resources they need:
+        most_blocks: how many blocks of each rank run at once, whatever resources the blocks need:
             one per multiprocessor, divided among the ranks that share a device.
         default_blocks: the number of blocks of a context that names none.
         health: returns the status of a peer's process, for the interpreter; GPU kernels read it
@@ -335,8 +335,8 @@ def device_kernel_target(
     runtime, device = device_ref
     if (runtime.kind == "emulated") != IS_INTERPRETED:
         raise UnsupportedError(
-            f"{head}: Triton's interpreter, which TRITON_INTERPRET=1 chooses, reaches the memory "
-            f"of emulated devices alone, and compiled kernels that of GPUs; the device is of kind "
+            f"{head}: Triton's interpreter (TRITON_INTERPRET=1) reaches only the memory of "
+            f"emulated devices, and compiled kernels only that of GPUs; the device is of kind "
             f"{runtime.kind!r}. Change TRITON_INTERPRET before Triton is imported"
         )
     table = runtime.read(device, native.table_ptr, _native.STRUCTURES["table"])

@@ -45,7 +45,7 @@ class _Failed(Exception):
     """Raised inside a call that has failed; :attr:`Watch.error` is the reason."""
 
 
-# The collectives of sharded training; their headers hold a tag in the field for the root.
+# The collectives of sharded training; the headers of these calls have a tag in place of a root.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32s8sqiii"
 _COLLECTIVES = _native.RECORD_NAMES["collectives"]
@@ -59,7 +59,7 @@ _STATUSES = (
 
 
 class RailHeader(NamedTuple):
-    """Describes a rank's call to its rail peers, as the native call header does within a node."""
+    """Describes a rank's call to the ranks of its rail, as native call headers do in a node."""
 
     sequence: int
     name: str
@@ -89,7 +89,7 @@ class RailHeader(NamedTuple):
         kind = _COLLECTIVES.index(_RECORDED_AS.get(self.name, self.name))
         size, root = self.match_bytes, -1 if self.name in _TAGGED else self.root
         if optimizer is not None:
-            # The low byte is the results' dtype, the bits above are the tag: call.h, ResultsAndTag.
+            # Low byte: the results' dtype; the bits above: the tag (ResultsAndTag in call.h).
             size, root = optimizer[0], optimizer[1] | max(self.root, 0) << 8
         return _native.call_words(size, kind, self.dtype, self.op, ONE_SHOT, root)
 
@@ -138,8 +138,8 @@ class CallsOverNodes(NoFastCalls):
         layout: the nodes of all ranks.
         rails: the rails of this rank.
         watch: the watch over all ranks.
-        messages: the sends and receives of this rank; None if it makes none.
-        compression: as ``CommOptions.compression``; :meth:`using_compression` overrides it.
+        messages: makes the sends and receives of this rank; None if there are none.
+        compression: as ``CommOptions.compression``; :meth:`using_compression` overrides this value.
         schedule: the name of the schedule by which the ranks of a rail exchange data.
 
     Attributes:
@@ -204,7 +204,7 @@ class CallsOverNodes(NoFastCalls):
 
     @property
     def arrivals(self) -> int:
-        """A count that grows while peers do their part of a call; as in the native core."""
+        """A count that grows while peers progress in a call; as in the native core."""
         return self._inner.arrivals + self._arrived_on_rails
 
     @property
@@ -213,7 +213,7 @@ class CallsOverNodes(NoFastCalls):
         return self._inner.has_messages
 
     def set_left(self, left: bool) -> None:
-        """Sets if this rank makes no more calls; :meth:`Watch.set_left` informs other nodes."""
+        """Notes whether this rank has left; :meth:`Watch.set_left` informs other nodes."""
         self._inner.set_left(left)
 
     def fault(self) -> None:
@@ -245,7 +245,7 @@ class CallsOverNodes(NoFastCalls):
         self.close()
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
-        assert self._messages is not None  # the communicator has checked that it has messages
+        assert self._messages is not None  # the communicator has checked that messages are possible
         return self._messages.post_send(ptr, size_bytes, peer, tag, dtype)
 
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
@@ -261,7 +261,7 @@ class CallsOverNodes(NoFastCalls):
         before = self.compression, self._schedule
         if compression is not None:
             self.compression = compression
-            # Quantized sums are added only at their destination: only one-shot does that.
+            # Quantized sums may be added only at their destination, which only one-shot rails do.
             self._schedule = "one_shot" if compression in _native.QUANT_FORMATS else self._schedule
         try:
             yield
@@ -338,7 +338,7 @@ class CallsOverNodes(NoFastCalls):
         return 1
 
     def _inside(self, status: int) -> None:
-        """Ends the call if a call within the node returned a nonzero status."""
+        """Raises _Failed, which ends the call, if a call within the node returned nonzero."""
         if status:
             self._watch.in_node()
             raise _Failed
@@ -365,7 +365,7 @@ class CallsOverNodes(NoFastCalls):
             self._differs(message.rank, theirs)
 
     def _compare_tags(self) -> None:
-        """Compares tags within the node: the node's own calls compare only sizes."""
+        """Compares tags within the node, since the node's native calls compare only sizes."""
         mine = torch.tensor([self._called.root], dtype=torch.int64, device="cpu")
         tags = mine.new_empty(len(self.layout.node_ranks))
         byte = _native.DTYPES["uint8"]
@@ -395,7 +395,7 @@ class CallsOverNodes(NoFastCalls):
 
     @contextmanager
     def _waiting_on_rail(self, peer: int) -> Iterator[None]:
-        """Ends the call if an operation inside, which awaits rank ``peer`` on a rail, fails."""
+        """A context for waits for rank ``peer`` on a rail; a failed wait ends the call."""
         wait = RailWait(peer, Deadline(self.timeout_ms / 1000), self._called_at)
         self._watch.awaits(wait)
         try:
@@ -440,7 +440,7 @@ class CallsOverNodes(NoFastCalls):
             return self._rails.receive(rail, node, memory, tag)
 
     def _sizes_by_sender(self, ins_bytes: list[int]) -> list[list[int]]:
-        """Returns, for each rank of the node, the bytes that it sends to each rank of the world.
+        """Returns, for each local rank, the bytes that it sends to each rank of the world.
 
         ``ins_bytes`` are the bytes that this rank sends.
         """
@@ -458,7 +458,7 @@ class CallsOverNodes(NoFastCalls):
         """Exchanges the sizes of an all_to_all on the rails, and checks them against the outputs.
 
         Args:
-            sizes: for each rank of the node, the bytes that it sends to each rank of the world.
+            sizes: for each local rank, the bytes that it sends to each rank of the world.
             expected: for each rank, the bytes that this rank expects from it.
         """
         layout, arriving = self.layout, []
@@ -501,12 +501,12 @@ ELEM_BYTES: dict[int, int] = {
     if hasattr(torch, name)
 }
 
-# Chosen by arithmetic: 8 KiB take 65 us at 1 Gbit/s, less than one more hop on TCP takes.
+# Calculated, not measured: 8 KiB take 65 us at 1 Gbit/s, less than one more hop on TCP.
 ONE_HOP_BYTES = 8 << 10
 
 
 class Span(NamedTuple):
-    """An address in this process's memory and a number of elements there."""
+    """An address in this process's memory, and the number of elements at the address."""
 
     ptr: int
     elems: int
@@ -530,13 +530,13 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     """
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
-        """Returns the arguments of a reduction; errors name the call ``name``."""
+        """Returns the arguments of a reduction; a subclass may raise errors that name ``name``."""
         return Reducing(dtype, op, factor)
 
     def _call(
         self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
-        """Makes a call by :meth:`_run`; a subclass may wait for its peers first."""
+        """Makes a call by :meth:`_run`; a subclass may wait for its peers before the body runs."""
         return self._run(name, head, algorithm, body)
 
     def all_reduce(

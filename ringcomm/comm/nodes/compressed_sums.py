@@ -4,7 +4,7 @@ Quantization works on blocks of 128 numbers with one scale each;
 ``kernels/include/ringcomm/core/quantization.h`` defines the formats and bounds the error. A node
 quantizes each partial sum once, also a partial sum that it adds itself: so the result does not
 depend on which rank adds. Numbers are dequantized and added in FP32, in the order of the nodes, and
-rounded once. An all-reduce quantizes the sums once more, since they travel once more.
+rounded once. An all-reduce also quantizes the sums, since they are sent to all nodes.
 
 Only sums of float32, bfloat16 and float16 are quantized. Other types and operators need exact
 numbers, so they travel unchanged; small buffers do as well.
@@ -31,8 +31,8 @@ from ringcomm import _native
 
 Tensor = torch.Tensor
 
-# Calls of larger buffers are quantized. A choice: the time of smaller calls is mostly latency, and
-# they carry values on which programs decide: losses, norms and flags.
+# Only calls with larger buffers (in bytes) are quantized. Not measured: the time of smaller calls
+# is mostly latency, and programs branch on their values: losses, norms and flags.
 QUANTIZED_ABOVE_BYTES = 8 << 10
 
 SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
@@ -53,7 +53,7 @@ class Reducing(NamedTuple):
 
     @property
     def joining(self) -> int:
-        """The op that combines partial sums, to which a factor has already been applied."""
+        """The op that combines partial sums, which already include the factor."""
         return SUM if self.op in (AVG, PREMUL) else self.op
 
 
@@ -63,7 +63,7 @@ def is_quantized(r: Reducing, size_bytes: int) -> bool:
 
 
 def no_scale() -> float:
-    """Returns the scale of unscaled gradients."""
+    """Returns 1.0, the loss scale of unscaled gradients."""
     return 1.0
 
 
@@ -71,15 +71,15 @@ def no_scale() -> float:
 class ErrorFeedback:
     """The quantization errors of one bucket's sums on this rank; see NOTE [Error feedback].
 
-    One rank of each node quantizes each element of a bucket. If the optimizer's state has a copy on
-    each node, the sums are quantized as well, each by one rank of the world.
+    One rank of each node quantizes each element of a bucket. If each node has a copy of the
+    optimizer's state, the final sums are also quantized, each by one rank of the world.
 
     Attributes:
         begin: the first element of the bucket whose partial sums this rank quantizes.
         partial: float32 [elements], errors of partial sums from ``begin`` on. The partial sums are
             of this node alone and not yet averaged.
         sums_begin: the first element of the bucket whose sum this rank quantizes.
-        sums: float32 [elements], errors of sums from there on; empty if sums are not quantized.
+        sums: float32 [elements], errors of sums from ``sums_begin`` on; empty if not quantized.
         scale: the loss scale of the gradients that left the stored errors.
         scale_now: returns the loss scale of the next gradients.
     """
@@ -103,8 +103,8 @@ class ErrorFeedback:
     def scale_by(self, scale_now: Callable[[], float]) -> None:
         """Sets the function that returns the loss scale of the next gradients.
 
-        Errors stored before this call were left by gradients of that same scale: the gradients of a
-        first backward, before the step that prepares the optimizer.
+        It also sets ``scale``: errors stored before this call are of the first backward, before the
+        step that prepares the optimizer, whose gradients had the same scale.
         """
         if self.scale_now is no_scale:
             self.scale = scale_now()
@@ -129,8 +129,8 @@ class Form:
 
     Args:
         r: the reduction.
-        dtype: code of the type that travels.
-        elem_bytes: bytes per element of that type.
+        dtype: code of the type that is sent.
+        elem_bytes: bytes per element of this type.
     """
 
     def __init__(self, r: Reducing, dtype: int, elem_bytes: int) -> None:
@@ -140,7 +140,7 @@ class Form:
 
     @property
     def is_partial(self) -> bool:
-        """True if partial sums travel in the accumulator's type."""
+        """True if partial sums are sent in the accumulator's type."""
         return self._dtype == self.r.partial
 
     @property
@@ -157,7 +157,7 @@ class Form:
         self.add([wide_ptr], self.r.partial, ptr, self._dtype, elems)
 
     def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for a node's partial sums of the elements at ``source_ptr``."""
+        """Does :meth:`write` for this node's partial sums; ``source_ptr`` locates the elements."""
         self.write(wide_ptr, ptr, elems)
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
@@ -177,7 +177,7 @@ class Form:
 
 
 class QuantizedForm(Form):
-    """Partial sums that travel quantized.
+    """The form of partial sums that are sent quantized.
 
     Args:
         r: the reduction, a sum of floats.
@@ -216,7 +216,7 @@ class QuantizedForm(Form):
 
 
 class FeedbackForm(QuantizedForm):
-    """Partial sums that travel quantized, with error feedback.
+    """The form of partial sums that are sent quantized, with error feedback.
 
     Args:
         r: the reduction of a bucket.

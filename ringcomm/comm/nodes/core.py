@@ -1,7 +1,7 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
 It implements :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes of L
-ranks; W = N L; a buffer of B bytes (in the type that travels); a rail joins equal local ranks.
+ranks; W = N L; a buffer of B bytes (in the type that is sent); a rail joins equal local ranks.
 
     reduce-scatter   each node reduces the data for a node m into partial sums, one for each rank
                      of m, and its ranks send them on their rails; rank r adds the N partial sums
@@ -50,7 +50,7 @@ Tensor = torch.Tensor
 # ---- The rounds in which the ranks of a rail exchange partial sums or chunks, as data -----------
 # A rail joins one rank of each of N nodes. A *reduction* begins with a partial sum on every node
 # for every node, its *target*; in each round a rank sends some partial sums and adds the arriving
-# ones to its own, and at the end it has the sum for its own node. Every partial sum is sent once. A
+# ones to its own; after the last it has its node's sum. Every partial sum is sent once. A
 # *gathering* is the same schedule backwards: sends become receives, and nothing is added.
 #
 #     schedule   rounds   messages of a rank     terms of a sum   a rank sends, of B bytes
@@ -58,25 +58,25 @@ Tensor = torch.Tensor
 #     levels     2        a + b - 2, a b = N     a, then b        B (N-1)/N
 #     ring       N - 1    N - 1                  2                B (N-1)/N
 #
-# Levels: the a nodes of a group, [j a, (j+1) a), first exchange partial sums; each node takes those
-# for the nodes at its own position in all b groups. Then nodes at equal positions exchange sums.
-# The first round has most of the bytes, so most bytes stay among neighbours. Ring: the partial sum
-# of a target starts at the node after it and grows as it passes from node to node.
+# Levels: the a nodes of a group, [j a, (j+1) a), first exchange partial sums; each node receives
+# the sums for the nodes at its own position in all b groups. Then nodes at equal positions exchange
+# sums. The first round has most of the bytes, so most bytes stay among neighbours. Ring: the
+# partial sum of a target starts at the node after it and grows as it passes from node to node.
 
 # "auto" means levels from this number of nodes on. Predicted (docs/scaling.md, "One-shot, ring or
-# levels"): levels win from 32 nodes on if a message costs 1 us, from 256 nodes on if 0.1 us.
+# levels"): levels are faster from 32 nodes on if a message costs 1 us, from 256 nodes on if 0.1 us.
 LEVELS_FROM_NODES = 32
 
 
 class Exchange(NamedTuple):
-    """A message of a round: the other node, and the targets whose parts it carries, in order."""
+    """A message of a round: the other node, and the targets whose sums it contains, in order."""
 
     peer: int
     targets: tuple[int, ...]
 
 
 class Round(NamedTuple):
-    """The messages that a rank sends in a round, and the messages that it receives to end it."""
+    """The messages that a rank sends in a round, and the messages that it receives in the round."""
 
     sends: tuple[Exchange, ...]
     receives: tuple[Exchange, ...]
@@ -143,17 +143,17 @@ def gathering(name: str, nodes: int, node: int) -> tuple[Round, ...]:
 
 
 # ---- Sums and gathers over nodes: within each node, and in rounds on the rails ------------------
-# Both work on a *table*: the elements that each rank owns, by node and local rank. Large tables are
-# cut into segments: while one segment is on the network, the node reduces the next segment, and
-# adds and shares the segment before.
+# Both use a *table*: the elements that each rank owns, by node and local rank. Large tables are cut
+# into segments: while one segment is on the network, the node reduces the next segment, and adds
+# and shares the segment before.
 
 # Pieces and segments begin at multiples of this number of elements, so that they hold whole vectors
 # of every type and whole quantization blocks.
 LINE_ELEMS = _native.QUANT_BLOCK
-# SEGMENT_BYTES: what a rank has on the network per segment and peer. The first and the last segment
-# have 1/END_DIVISOR of it. Measured with two nodes of 2 ranks in network namespaces, 2 virtual
+# SEGMENT_BYTES: the bytes that a rank sends to a peer per segment. The first and the last segment
+# have 1/END_DIVISOR of them. Measured with two nodes of 2 ranks in network namespaces, 2 virtual
 # cores of an Intel Xeon (family 6 model 207), other work on the machine, calls of 16 MiB, segments
-# of 256 KiB to 2 MiB, divisors 1 to 8 in turn, 13 to 15 rounds: at 1 Gbit/s small ends speed up a
+# of 256 KiB to 2 MiB, divisors 1 to 8 in turn, 13 to 15 rounds: at 1 Gbit/s smaller ends speed up a
 # reduce-scatter from 74 to 71 ms at best (sending the bytes alone: 70 ms); at 20 Gbit/s, where the
 # cores are the limit, segments of 2 MiB take 0.8 times as long as segments of 1 MiB.
 SEGMENT_BYTES = 2 << 20
@@ -161,7 +161,7 @@ END_DIVISOR = 8
 
 
 # The elements that each rank owns, by node and local rank. In an all-reduce every node has as many
-# parts as there are rails, so a rank of a smaller node owns several.
+# parts as there are rails, so a rank of a smaller node owns several parts.
 Table = list[list[Span]]
 
 
@@ -183,9 +183,9 @@ class _RailParcel:
     """An arriving message, which holds the spans of one node or of several nodes, concatenated.
 
     Attributes:
-        peer: the node that sends it.
+        peer: the node that sends the message.
         message: the receive; None if the spans have arrived and are in place.
-        spans: by node, where its elements arrive.
+        spans: by node, the memory in which the node's elements arrive.
     """
 
     peer: int
@@ -199,7 +199,7 @@ class _OnRail:
 
     Attributes:
         rail: the number of the rail.
-        spans: by node, this rank's partial sum for the node; in a gathering the node's output.
+        spans: by node, this rank's partial sum for the node; in a gathering, the node's output.
         rounds: the rounds of the schedule.
         arriving: by round, the arriving messages.
     """
@@ -246,8 +246,8 @@ class NodesCore(CollectivesOverNodes):
     def _segments(self, elems: int, pieces: int, elem_bytes: int) -> list[tuple[int, int]]:
         """Cuts a buffer of ``elems`` elements in ``pieces`` pieces into segments [begin, end).
 
-        If there are several, the first and the last are small, because the network idles while the
-        node reduces the first segment, and again after the last segment has arrived.
+        If there are several segments, the first and the last are small, because the network idles
+        while the node reduces the first segment, and again after the last segment has arrived.
         """
         each, small = (
             max(size_bytes // elem_bytes, 1) * pieces
@@ -273,8 +273,8 @@ class NodesCore(CollectivesOverNodes):
     def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
         """Yields the spans of ``node`` in rows of as many spans as this rank's node has ranks.
 
-        Each row has one span for each rank of this node; some may be empty. With the row comes the
-        local rank on ``node`` of this rank's own span, which may be past that node's last rank.
+        Each row has one span for each rank of this node; some may be empty. The first value is the
+        local rank, on ``node``, of this rank's own span; it may be past the last rank of ``node``.
         """
         spans, num_local = table[node], len(self.layout.node_ranks)
         for first in range(0, len(spans), num_local):
@@ -374,8 +374,8 @@ class NodesCore(CollectivesOverNodes):
             begun: holds the memory of the quantized values.
             rail: the number of the rail.
             wide: the FP32 numbers.
-            spans: by node, where the dequantized numbers belong; this rank's are written here.
-            form: the form in which partial sums travel.
+            spans: by node, the memory for the dequantized numbers; this rank's are written now.
+            form: the form in which partial sums are sent.
         """
         quantized = [Span(0, form.bytes_of(span.elems)) for span in spans]
         ptr = self._taken(begun, sum(span.elems for span in quantized))
@@ -393,7 +393,7 @@ class NodesCore(CollectivesOverNodes):
             elems = [row[rail].elems if rail < len(row) else 0 for row in table]
             begun.rails[rail] = self._with_room(begun, rail, elems, form)
         rounds = reduction(self._schedule, len(layout.nodes), layout.node)
-        # Reduces first the data that leave first.
+        # The data that are sent first are reduced first.
         for number, exchange in ((n, each) for n, turn in enumerate(rounds) for each in turn.sends):
             for target in exchange.targets:
                 self._reduce_rows(begun, table, target, form)
@@ -404,7 +404,7 @@ class NodesCore(CollectivesOverNodes):
         return begun
 
     def _with_room(self, begun: InFlight, rail: int, elems: Sequence[int], form: Form) -> _OnRail:
-        """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
+        """Takes memory for partial sums, in the order of sending, and for all rounds' receives."""
         layout = self.layout
         rounds = reduction(self._schedule, len(layout.nodes), layout.node)
         leaving = [
@@ -431,11 +431,11 @@ class NodesCore(CollectivesOverNodes):
         return on_rail
 
     def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
-        """Reduces the elements of the target node's ranks within this node, to partial sums."""
+        """Reduces the elements of node ``target``'s ranks within this node, to partial sums."""
         r = form.r
         for local_rank, row in self._rows(table, target):
             mine = row[self.layout.local_rank]
-            # If the number is past the last rail, the span is empty.
+            # If this rank is not on the rail of this number, the span is empty.
             ptr = (
                 begun.rails[local_rank].spans[target].ptr if local_rank in begun.rails else mine.ptr
             )
@@ -505,7 +505,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _join(self, begun: InFlight, ptrs: list[int], out: Span, r: Reducing) -> None:
-        """Adds one partial sum per node; with the levels schedule, in the order of levels."""
+        """Adds one partial sum per node, in node order; with levels, first within each group."""
         near = levels_of(len(ptrs))[0] if self._schedule == "levels" else 1
         if near > 1:
             size_bytes = out.elems * ELEM_BYTES[r.partial]
@@ -518,7 +518,7 @@ class NodesCore(CollectivesOverNodes):
         _native.combine_partials(ptrs, r.partial, out.ptr, r.dtype, out.elems, r.joining, divide_by)
 
     def _form(self, r: Reducing, elems: int) -> Form:
-        """Returns the form in which partial sums of a buffer of ``elems`` elements travel."""
+        """Returns the form in which partial sums of ``elems`` elements are sent."""
         code = _native.QUANT_FORMATS.get(self.compression)
         if code is not None and is_quantized(r, elems * ELEM_BYTES[r.dtype]):
             return QuantizedForm(r, code)
@@ -564,8 +564,8 @@ class NodesCore(CollectivesOverNodes):
 
         Args:
             wide_ptr: the FP32 numbers that this rank quantizes.
-            spans: by rank, where its dequantized elements belong.
-            form: the form in which partial sums travel.
+            spans: by rank, the memory for the rank's dequantized elements.
+            form: the form in which partial sums are sent.
         """
         layout, size, nothing = self.layout, ELEM_BYTES[form.r.dtype], Span(0, 0)
         mine = Span(wide_ptr, spans[layout.rank].elems)
@@ -655,7 +655,7 @@ class NodesCore(CollectivesOverNodes):
                 begun.sent.append(self._send(on_rail.rail, exchange.peer, *span, tag))
 
     def _packed(self, begun: InFlight, spans: list[Span]) -> Span:
-        """Returns the bytes of all spans, contiguous; a single span is not copied."""
+        """Returns contiguous memory with the bytes of all spans; a single span is not copied."""
         if len(spans) <= 1:
             return spans[0] if spans else Span(0, 0)
         size_bytes = sum(span.elems for span in spans)
@@ -707,7 +707,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
-        """Waits for a message, and copies its spans to ``belong``, by node."""
+        """Waits for a message, and copies its spans to the spans ``belong`` of the same nodes."""
         if parcel.message is None:
             return
         self._arrived(parcel.message)
@@ -903,7 +903,7 @@ class NodesCore(CollectivesOverNodes):
     def _collect_for(
         self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: InFlight
     ) -> None:
-        """Collects the data for the ranks of ``node`` whose local ranks start at ``first``."""
+        """Collects and sends the data for the ranks of ``node`` from local rank ``first`` on."""
         layout = self.layout
         targets = layout.nodes[node][first : first + len(layout.node_ranks)]
         outgoing = [ins[rank] for rank in targets]

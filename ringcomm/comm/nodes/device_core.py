@@ -6,10 +6,10 @@ kernels, the transport's exchanges and torch's operations, all on the current st
 
     reduce-scatter   each rank widens its buffer to FP32 if it is of a 16-bit type, and copies it
                      in the order of the local peers that send its parts; one reduce-scatter of the
-                     node gives each rank the partial sums for its rail peers; one exchange brings
-                     it the N partial sums of its own part; it adds them in node order, rounds once.
+                     node gives each rank the partial sums for its rail peers; one exchange gives it
+                     the N partial sums of its own part; it adds them in node order and rounds once.
     all-gather       each rank sends its part to its rail peers, and one all-gather of the node
-                     shares all parts that its ranks hold.
+                     shares all parts that its ranks have.
     all-reduce       both; or, below ``ONE_HOP_BYTES``, an all-reduce of the node and one exchange.
 
 The bytes on the network are the same as on the host. Within the node 16-bit types take twice the
@@ -56,8 +56,8 @@ from ringcomm.process import Deadline
 
 # ---- Quantization on a device, by kernels that the calls of a node's communicator enqueue -------
 # They compile the host's code, ``kernels/include/ringcomm/core/quantization.h``, so the bits are
-# equal. Quantized runs are stored at multiples of ``ALIGN_BYTES``, so that lanes load and store
-# whole words; so a run takes a few bytes more than on the host.
+# equal. Quantized runs are stored at multiples of ``ALIGN_BYTES``, so that threads load and store
+# whole words: a run takes a few bytes more than on the host.
 
 Tensor = torch.Tensor
 
@@ -199,7 +199,7 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
 
 
 def keeps_type(dtype: torch.dtype) -> bool:
-    """True if :func:`joined` returns elements of ``dtype`` (or its partial sums' type) unchanged.
+    """True if :func:`joined` returns elements of ``dtype`` in this type, or in its partial sums'.
 
     It returns all other types as signed integers or as pairs of real numbers.
     """
@@ -232,7 +232,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
 
 
-# The bytes that a rank copies at a time; a choice. A call uses a few buffers of this size.
+# The bytes that a rank copies at a time (not measured). A call uses a few buffers of this size.
 SCRATCH_BYTES = 64 << 20
 
 
@@ -351,7 +351,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def barrier(self) -> int:
         def body() -> None:
-            # Rail peers exchange after their nodes' barriers: the exchange shows that all came.
+            # Rail peers exchange after their nodes' barriers: the end shows that all ranks called.
             self._within("barrier")
             ones = [1] * len(self.layout.nodes)
             for rail in self.layout.rails_of(self.layout.rank):
@@ -362,14 +362,14 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- parts of a call ------------------------------------------------------------------------
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
-        """Raises for a dtype and op that no kernel reduces, before any peer receives a header."""
+        """Returns the arguments; raises, before a header is sent, if no kernel does this."""
         check_reducible(f"{name} on {self.layout.named(self.layout.rank)}", dtype, op)
         return Reducing(dtype, op, factor)
 
     def _call(
         self, name: str, head: tuple[int, int, int, int], algorithm: int, body: Callable[[], None]
     ) -> int:
-        """Enqueues a call once the rail peers have made it as well."""
+        """Enqueues a call once the rail peers have made the same call."""
 
         def agreed() -> None:
             self._check_headers()
@@ -418,7 +418,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return whole.view(TORCH_DTYPES[dtype])
 
     def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
-        """Cuts each rank's elements into segments; one segment of all ranks fits into scratch."""
+        """Yields segments of each rank's elements; one segment of all ranks fits into scratch."""
         each = SCRATCH_BYTES // (elem_bytes * self._world) // LINE_ELEMS * LINE_ELEMS
         each = max(each, LINE_ELEMS)
         yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
@@ -432,7 +432,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     @cached_property
     def _passing(self) -> list[list[int]]:
-        """Returns, by local rank here, the ranks whose data pass through it, by rail and node.
+        """For each local rank, the ranks whose data it carries, in order of rail and node.
 
         Rail k carries the data of the ranks whose local rank is k.
         """
@@ -448,7 +448,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         ]
 
     def _on_rail(self, rail: int, elems: Sequence[int]) -> list[int]:
-        """Returns, by node, ``elems`` of the node's rank on this rail; 0 if there is none."""
+        """Returns, by node, the entry of ``elems`` for the node's rank on this rail, or 0."""
         return [elems[ranks[rail]] if rail < len(ranks) else 0 for ranks in self.layout.nodes]
 
     def _way_to(self, root: int) -> tuple[int, int, int]:
@@ -460,7 +460,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     @property
     def _quantizer(self) -> DeviceQuantizer:
-        # Not stored: it refers to this core, and a reference cycle would keep both alive.
+        # The quantizer is not stored: it refers to this core, which would be a reference cycle.
         return DeviceQuantizer(self._within, self._room)
 
     def _quantization(self, r: Reducing, elems: int) -> str | None:
@@ -485,7 +485,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         self._write(self._joined(arrived, r), mine, r)
 
     def _reduced_in_node(self, spans: list[Span], r: Reducing) -> Tensor:
-        """Returns the node's partial sums of the spans that this rank sends, by rail."""
+        """Returns the node's partial sums of the spans that this rank sends, in rail order."""
         order = [rank for passing in self._passing for rank in passing]
         elems = [sum(spans[rank].elems for rank in passing) for passing in self._passing]
         packed = self._room(sum(elems), TORCH_DTYPES[r.partial])
@@ -542,7 +542,7 @@ class DeviceNodesCore(CollectivesOverNodes):
             self._quantizer.add_up(compression, run, 1, out, r.dtype)
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
-        """Sends the partial sums for other ranks; returns those for this rank's own part."""
+        """Sends the partial sums of other ranks' parts; returns the sums of this rank's part."""
         layout, begin = self.layout, 0
         own = elems[layout.rank]
         arrived = self._room(own * len(layout.nodes), sums.dtype)
@@ -567,7 +567,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return joined(partials, r, self._world if r.op == AVG else 0)
 
     def _write(self, total: Tensor, out: Span, r: Reducing) -> None:
-        """Writes sums as elements, rounded once."""
+        """Writes sums to ``out`` in the elements' type, rounded once."""
         if not out.elems:
             return
         target = self._tensor(out, r.dtype)
@@ -681,7 +681,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- all-to-all -----------------------------------------------------------------------------
 
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
-        """Moves data to the local peer on the receiver's rail, and from there to the receiver."""
+        """Moves data to the local peer on the receiver's rail, which sends them to the receiver."""
         layout = self.layout
         sizes = self._sizes_by_sender([span.elems for span in ins])
         self._compare_sizes(sizes, [span.elems for span in outs])

@@ -72,7 +72,7 @@ TRITON_IS_OF_NODES = (
 )
 
 
-# Casts the core of an engine over several nodes.
+# Tells the type checker that a core is a CallsOverNodes; at run time it does nothing.
 _calls_over_nodes: Callable[[Core], CallsOverNodes] = itself
 
 
@@ -101,8 +101,8 @@ class NodesEngine(CallEngine):
         self.layout = core.layout
         self._node = node
         self._watch = watch
-        # The core's threads keep the core alive, so without this the core would outlive an unclosed
-        # communicator and its peers would wait. At exit all communicators are closed anyway.
+        # The core's threads keep the core alive. Without this the core would outlive an unclosed
+        # communicator, and peers would wait. At exit all communicators are closed anyway.
         self._unclosed = weakref.finalize(self, core.forget)
         self._unclosed.atexit = False
 
@@ -126,7 +126,7 @@ class NodesEngine(CallEngine):
     def recording(self) -> Recording:
         """See :meth:`ringcomm.Communicator.recording`.
 
-        A call over nodes precedes the calls within the node that it consisted of.
+        A call over nodes is recorded before the calls within the node that it makes.
         """
         return renumbered(self._within_node(), self.layout.node_ranks)
 
@@ -173,7 +173,7 @@ class DeviceNodesEngine(NodesEngine):
     """The engine of ranks on devices of several nodes; see :class:`DeviceCallEngine`.
 
     A call is enqueued after the earlier work and before the later work of the current stream, once
-    the hosts of its rail peers have made it as well.
+    the hosts of the rail peers have made the same call.
     """
 
     owner: DeviceNodesCore
@@ -322,7 +322,7 @@ class DeviceNodesEngine(NodesEngine):
 
 
 class NoMessages:
-    """Stands in for the messages of ranks on devices of several nodes; refuses them all.
+    """Refuses all messages of ranks on devices of several nodes.
 
     A transport that moves device memory runs all its operations in one order, so a message would
     wait for collectives.
@@ -376,7 +376,7 @@ C = TypeVar("C", bound=_HasEngine)
 
 @dataclass(frozen=True)
 class Built(Generic[C]):
-    """One rank's communicator over several nodes, as built.
+    """One rank's newly built communicator over several nodes.
 
     Attributes:
         engine: the engine of the communicator.
@@ -421,7 +421,7 @@ def build(
 
 
 def _post_cause(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
-    """Informs the ranks that have already built the communicator: their watches read the cause."""
+    """Posts the error for ranks that have already built the communicator; their watches read it."""
     operation = found.spec.operation
     if not isinstance(error, RingcommError):
         told = f"{type(error).__name__}: {error}"
@@ -455,14 +455,14 @@ def _built(
     rails = Rails(layout, PrefixStore("rails", store), connector)
     world = range(len(membership.ranks))
     group = connector.group(PrefixStore("messages", store), layout.rank, world)
-    # The last wait for others: a rank may leave after it, since nobody connects to it any more.
+    # The last wait for other ranks: after it, a rank may leave, since no rank connects to it.
     awaiting = _awaiting(found, met)
     faults = _faults(membership, found)
     watch = Watch(inner, layout, awaiting, faults, rails, membership.name)
     closing.append(watch)
     messages = NodesMessages(inner, layout, group, watch)
     watch.breakable.append(messages)
-    # Quantized sums are added only at their destination, never on nodes in between.
+    # Quantized sums may be added only at their destination, not on nodes in between.
     rails_asked = "one_shot" if options.compression in _native.QUANT_FORMATS else options.rails
     schedule = rail_schedule(rails_asked, len(layout.nodes))
     core = StepsCore(inner, layout, rails, watch, messages, options.compression, schedule)

@@ -6,8 +6,8 @@ number and size, so that data of another size never arrive in too small a buffer
 shows the size that was expected and the size that was sent.
 
 A receive with a source posts both receives at once. The first receive from any source makes its tag
-*open*: from then on this rank receives all headers from other nodes as they come, and matches each
-with a waiting receive. If a message of the own node comes first, it completes the receive.
+*open*: from then on this rank receives all headers from other nodes as they arrive, and matches
+each with a waiting receive. If a message of the own node comes first, it completes the receive.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class RailRequest:
         name: "send" or "recv".
         source: the other rank.
         ptr: the address of the data to send, or of the buffer to receive into.
-        expected: the expected header; its number is not read.
+        expected: the expected header; its ``number`` is not used.
         give_up: called with this request and the seconds waited so far while a thread waits; ends
             the communicator if the wait was too long, or the connection has broken.
         interrupted: called when Ctrl-C has ended a wait; ends the communicator.
@@ -105,7 +105,7 @@ class RailRequest:
 
     Attributes:
         source, dtype, size_bytes: as in ``_native.Request``.
-        expected: as above.
+        expected: the argument.
         probe: checks the connection to ``source``.
     """
 
@@ -144,7 +144,7 @@ class RailRequest:
         return memory_at(self._ptr, self.expected.size_bytes)
 
     def claim(self, peer: int) -> bool:
-        """Claims this receive for a message of ``peer``; False if it is no longer free."""
+        """Claims this receive for a message of ``peer``; False if it is claimed already."""
         return True
 
     def came(self, header: MessageHeader) -> None:
@@ -287,7 +287,7 @@ class _Line:
 
 
 class _OpenTag:
-    """The receives of an open tag that wait for a header from another node.
+    """The receives with an open tag that wait for a header from another node.
 
     Args:
         strangers: the number of ranks on other nodes.
@@ -305,7 +305,7 @@ class _OpenTag:
         with self._changed:
             if self._ended or self._in_vain(request):
                 return False
-            # Any-source receives that a local peer's message has completed stay here until now.
+            # Drop any-source receives that a local peer's message has completed in the meantime.
             self._waiting = [each for each in self._waiting if not each.done()]
             self._waiting.append(request)
             self._changed.notify_all()
@@ -314,7 +314,7 @@ class _OpenTag:
     def take(self, peer: int) -> RailRequest | None:
         """Returns the first receive that accepts a message of ``peer``; waits until there is one.
 
-        Returns None once everything has ended.
+        Returns None once all messages have been ended.
         """
         with self._changed:
             while not self._ended:
@@ -327,7 +327,7 @@ class _OpenTag:
         return None
 
     def end(self, peer: int | None = None) -> list[RailRequest]:
-        """Marks a peer, or everything, as ended; returns the receives that can never complete."""
+        """Marks ``peer`` (None: everything) as ended; returns receives that cannot complete."""
         with self._changed:
             if peer is None:
                 self._ended = True
@@ -467,18 +467,18 @@ class NodesMessages:
         return request
 
     def _opened(self, tag: int) -> _OpenTag:
-        """Opens a tag: from now on this rank receives its headers as they come."""
+        """Opens a tag: from now on this rank receives the tag's headers as they arrive."""
         if tag in self._open:
             return self._open[tag]
         strangers = [peer for node in self._layout.others() for peer in self._layout.nodes[node]]
         opened = self._open[tag] = _OpenTag(len(strangers))
         for peer in strangers:
-            # Receives posted before the tag was opened are queued already; they complete first.
+            # Receives that were posted before the tag was opened are queued, and complete first.
             self._line(self._receives, peer, tag).add(partial(self._serve, opened, peer, tag))
         return opened
 
     def _serve(self, opened: _OpenTag, peer: int, tag: int) -> None:
-        """Matches a peer's messages with receives of an open tag, until either of them ends."""
+        """Matches a peer's messages with receives of an open tag, until peer or receives end."""
         try:
             while True:
                 room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
@@ -504,7 +504,7 @@ class NodesMessages:
                 request.end(PEER_LOST)
 
     def close(self) -> None:
-        """Ends the threads, and messages for which the peer never posted its part."""
+        """Ends the threads, and the messages that the peer never posted."""
         self._closed = True
         lines = (*self._sends.values(), *self._receives.values())
         if any(line.pending for line in lines):
@@ -562,7 +562,7 @@ class NodesMessages:
             request.end(status)
 
     def _end_in_vain(self, request: RailRequest, why: str) -> None:
-        """Ends a message whose connection has broken, and with it the communicator.
+        """Ends a message whose connection has broken, and the communicator.
 
         A receive from any source first waits for local peers only, by the rules of the node's core.
         """

@@ -2,12 +2,12 @@
 
 A bucket has W = N L chunks, for N nodes of L ranks. The rank with local rank l on node n owns chunk
 l N + n. So the chunks of one rail are adjacent, and form chunk l of the L chunks that a node sees.
-Each node reduces its gradients into FP32 partial sums, one for each chunk; they travel on the rail
-of the chunk's owner, which adds them in the order of the nodes. Updated chunks return on the rails,
-and each node shares the chunks that its ranks received. With gradients of G bytes and parameters of
-P bytes, each in the type that travels, (G + P) (N-1)/N leave a node. If parameters travel quantized
-a rank quantizes the FP32 masters of its chunk, and uses the dequantized values itself, as all
-others do.
+Each node reduces its gradients into FP32 partial sums, one for each chunk; they are sent on the
+rail of the chunk's owner, which adds them in the order of the nodes. Updated chunks return on the
+rails, and each node shares the chunks that its ranks received. With gradients of G bytes and
+parameters of P bytes, each in the type that is sent, (G + P) (N-1)/N leave a node. If parameters
+are sent quantized, a rank quantizes the FP32 masters of its chunk, and like all other ranks it uses
+the dequantized values.
 
 If each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank with
 local rank l on every node keeps state for chunk l. The chunk has a subchunk for each rank of its
@@ -146,7 +146,7 @@ class StepsCore(NodesCore):
     def reduce_norm(
         self, call: ReduceScatterNorm, per_node: bool, error_feedback: ErrorFeedback | None
     ) -> int:
-        """Reduces a bucket to this rank's shard; computes the norm of the part that it added."""
+        """Reduces a bucket to this rank's shard; computes the norm of the part it summed."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
         target = _StepTarget(call.out, call.accumulate, error_feedback)
 
@@ -210,7 +210,7 @@ class StepsCore(NodesCore):
         """Gathers among the ranks of this rank's rail only, in place.
 
         Args:
-            ptrs: by node, where the data of the node's rank go; this node's data are in place.
+            ptrs: by node, the address for the data of the node's rank; this rank's data are there.
             sizes_bytes: by node, equal on all ranks of the rail.
             algorithm: "auto" or "one_shot".
         """
@@ -241,13 +241,13 @@ class StepsCore(NodesCore):
         return [whole.slice(at * each, (at + 1) * each, elem_bytes) for at in indices]
 
     def _node_chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
-        """Returns, by local rank, the chunk for which that local rank of each node keeps state."""
+        """Returns, by local rank, the chunk whose state the ranks of this local rank keep."""
         local_ranks = range(len(self.layout.node_ranks))
         each, whole = _native.chunk_elems(elems, len(local_ranks)), Span(ptr, elems)
         return [whole.slice(at * each, (at + 1) * each, elem_bytes) for at in local_ranks]
 
     def _subchunks(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
-        """Returns, by node, the subchunk whose partial sums the node's rank on the rail adds."""
+        """Returns, by node, the subchunk that the node's rank on this rail sums."""
         nodes = range(len(self.layout.nodes))
         each = _native.chunk_elems(bucket_elems, len(self.layout.node_ranks))
         size = _native.chunk_elems(each, len(nodes))
@@ -385,11 +385,11 @@ class StepCoreOf(Protocol):
 
 
 def of_one_node(core: Any, error_feedback: ErrorFeedback | None = None, /) -> Any:
-    """Returns ``core`` itself: the core of a single node makes step calls, without quantization."""
+    """Returns ``core`` itself: a single node's core makes the step calls, without quantization."""
     return core
 
 
-# Casts the core of several nodes, which always is a StepsCore.
+# Tells the type checker that a core over nodes is a StepsCore; at run time it does nothing.
 _steps_core: Callable[[Core], StepsCore] = itself
 
 
@@ -429,7 +429,7 @@ class StepCalls:
 
         Args:
             state: "world" if state is sharded over all ranks, "node" if each node has a copy.
-            compression: of gradient sums between nodes; None: the communicator's compression.
+            compression: compression of gradient sums between nodes; None: the communicator's.
         """
         if len(self._layout.nodes) == 1:
             return of_one_node

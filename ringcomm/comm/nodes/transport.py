@@ -1,7 +1,7 @@
 """The transport between nodes: its process groups, and the messages of each rail.
 
 A *transport* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or the group that
-the user's function returns. ringcomm uses its sends and receives only, and makes reductions itself.
+the user's function returns. ringcomm only uses its sends and receives, and makes reductions itself.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from ringcomm.rendezvous.handles import (
 )
 from ringcomm.rendezvous.same_node import LOOPBACK
 
-#: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
+#: Makes a rail's group from (store of the rail, this node's number, number of nodes, timeout).
 Transport = Callable[[Store, int, int, timedelta], Any]
 
 # Descriptors that Gloo needs in addition to its connections.
 SPARE_DESCRIPTORS = 4
-# How long, in seconds, ranks try to connect once all are present; a choice.
+# How long, in seconds, ranks try to connect once all are present; not measured.
 CONNECT_S = 60.0
 LOOK_S = 0.05
-# How long a rank whose connection has broken waits for another rank's failure report: a choice.
+# Seconds for which a rank whose connection has broken waits for another rank's failure report.
 ECHO_S = 0.5
 INTERFACE_VARIABLES = ("RINGCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LONGEST_ADDRESS = 200
@@ -68,7 +68,7 @@ def transport_of(asked: str | Transport, operation: str) -> Transport:
     """Returns the transport for CPU tensors that ``CommOptions.transport`` selects.
 
     Raises:
-        UnsupportedError: it is NCCL, which moves no CPU memory.
+        UnsupportedError: the transport is NCCL, which moves no CPU memory.
     """
     if callable(asked):
         return asked
@@ -87,7 +87,7 @@ def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
         store: used by this group only.
         node: this rank's number in the group.
         num_nodes: the size of the group.
-        timeout: for connecting, and the default of the group's calls.
+        timeout: timeout for connecting, and default timeout of the group's calls.
 
     Raises:
         UnsupportedError: this torch was built without Gloo.
@@ -118,7 +118,7 @@ def _interface(store: Any) -> dict[str, str]:
             return {"interface": os.environ[variable].split(",")[0]}
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if isinstance(store, HashStore):  # the ranks are threads of one process
+    if isinstance(store, HashStore):  # ranks are threads of one process
         return {"hostname": LOOPBACK}
     found = host_and_port(store)
     if found is None:
@@ -164,11 +164,11 @@ def told_by(error: BaseException | str) -> str:
 # NOTE [Connecting on a thread]
 #
 # A transport's function returns when all ranks of a group have connected, or at its timeout;
-# neither Ctrl-C nor Python can end it earlier. So it runs on a thread, and this rank meanwhile
-# checks whether another rank has failed; otherwise it would notice only at that timeout. The
-# thread's store polls instead of waiting: a wait would block the connection and could not be ended,
-# so the thread might return from it while Python exits; see NOTE [Threads at exit]. A thread that
-# is left behind in an unfinished connection ends when its peer does.
+# neither Ctrl-C nor Python can end it earlier. So the function runs on a thread, while this rank
+# checks whether another rank has failed; otherwise the rank would notice a failure only at the
+# timeout. The thread's store polls instead of waiting: a wait would block the connection and could
+# not be ended, so the thread might return from the wait while Python exits; see NOTE [Threads at
+# exit]. A thread that is left behind in an unfinished connection ends when its peer does.
 class AskingStore(Store):
     """A store in which a transport's waits end when a rank has failed.
 
@@ -277,7 +277,7 @@ class Connector:
                 _gloo_kind().create_device(**_interface(store))
             except (RuntimeError, OSError) as error:
                 raise self._unreachable(here, "other nodes", error) from error
-        # Every rank has all that it needs to connect: from now on no rank waits for a missing one.
+        # Every rank can connect now: no rank will wait for a missing rank any more.
         self._from = [
             printable(str(read_record(text, rank, operation).get("from"))[:LONGEST_ADDRESS], "")
             for rank, text in enumerate(rendezvous.everyone("addresses", {"from": here}))
@@ -294,7 +294,7 @@ class Connector:
         Raises:
             RendezvousError: a member cannot be reached, or the transport or another rank failed.
         """
-        # Checked here because Gloo's threads report no shortage of descriptors: they hang.
+        # Check for free file descriptors here: if there are too few, Gloo's threads hang.
         need_descriptors(
             SPARE_DESCRIPTORS + 2 * len(ranks), self._operation, "the connections to other nodes"
         )
@@ -315,7 +315,7 @@ class Connector:
         start_thread(thread, self._operation, "The communicator was not built")
         self._watch(thread, ended, look)
         error = outcome.error
-        # Ctrl-C, or the failure of another rank: raise it unchanged, not as its own cause.
+        # Ctrl-C, or the failure of another rank: raise it unchanged, without a new cause.
         if isinstance(error, RingcommError) or not isinstance(error, Exception | None):
             raise error
         if error is not None:
@@ -403,13 +403,13 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 # waits, here and on the peers. So break_up() waits briefly for a message that nobody sends.
 #
 # Gloo then wakes the waits for messages that have not begun to move, but not the wait for a message
-# that is just moving (Pair::signalException in gloo/transport/tcp/pair.cc visits neither rx_ nor
+# that is being moved (Pair::signalException in gloo/transport/tcp/pair.cc visits neither rx_ nor
 # the unbound buffers of tx_). The same happens when the peer's process ends in the middle of a
 # message: Gloo wakes no wait. So every wait runs on a thread that can be left behind (Waiter, and
 # the _Line of a tag's messages): a broken connection is closed, so Gloo touches no memory any more.
 # A long wait also checks whether its connection still exists (Probe).
 NOBODYS_TAG = 2
-# The watch keeps the time, since the transport's timeout would count a suspension of this process.
+# The watch ends long waits: a transport's timeout would also count a suspension of this process.
 FOR_EVER = timedelta(days=365)
 
 
@@ -433,7 +433,7 @@ def break_up(group: Any, peers: Iterable[int]) -> bool:
             work = group.recv([nothing], peer, NOBODYS_TAG)
         except RuntimeError:  # this connection was already broken, but others may exist
             continue
-        with contextlib.suppress(RuntimeError):  # the timeout, which is intended
+        with contextlib.suppress(RuntimeError):  # the intended timeout
             work.wait(timedelta(milliseconds=1))
         break
     return True
@@ -442,14 +442,14 @@ def break_up(group: Any, peers: Iterable[int]) -> bool:
 def look_at_connection(group: Any, peer: int) -> None:
     """Raises RuntimeError if a Gloo group has lost its connection to a peer."""
     if group.name() == "gloo":
-        # Starting a receive fails unless the connection exists. Nobody sends with this tag.
+        # Starting a receive fails unless the connection exists. No rank sends with this tag.
         group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NOBODYS_TAG)
 
 
 # Each check leaves a receive behind, so the time between two checks grows from the first to the
-# second value, in seconds: choices.
+# second value, in seconds.
 PROBE_S, LONGEST_PROBE_S = 0.5, 10.0
-# Messages that a rank sent before it left arrive within this time: a choice.
+# Messages that a rank sent before it left arrive within this time, in seconds (not measured).
 ARRIVAL_S = 1.0
 
 
@@ -466,7 +466,7 @@ class Probe:
         self._broken: tuple[str, float] | None = None
 
     def broken(self, waited_s: float) -> str | None:
-        """Returns how the connection broke, ``ARRIVAL_S`` after the fact; None while it exists.
+        """Returns how the connection broke, ``ARRIVAL_S`` after it broke; None while it exists.
 
         Args:
             waited_s: how long the wait has lasted, in seconds.
@@ -489,7 +489,7 @@ class RailMessage:
     Attributes:
         work: the work of the process group.
         rank: the peer.
-        memory: kept alive until the message is done.
+        memory: the message's memory, kept alive until the message is done.
         check: called when the message has arrived, before a wait for later messages; it may raise.
     """
 
@@ -525,7 +525,7 @@ def begun(begin: Callable[[], Any]) -> Any:
 
 
 def join(thread: threading.Thread | None) -> None:
-    """Waits for a thread that was requested to end. See NOTE [Threads at exit]."""
+    """Waits for the end of a thread that was requested to end. See NOTE [Threads at exit]."""
     if thread is not None and thread is not threading.current_thread():
         thread.join(LEAVES_S)
 
@@ -538,9 +538,9 @@ _BROKEN_UP = "the connections were broken up"
 class Waiter:
     """Waits for messages on a thread of its own, so that Ctrl-C and a break-up can end a wait.
 
-    A process group's wait blocks its thread until it ends, which may be never: see NOTE [Ending a
-    wait of Gloo's]. Handing over a wait takes two thread switches, so several messages are handed
-    over together.
+    A process group's wait blocks its thread until the wait ends, which may be never: see NOTE
+    [Ending a wait of Gloo's]. Handing over a wait takes two thread switches, so several messages
+    are handed over together.
     """
 
     def __init__(self, name: str) -> None:
@@ -682,7 +682,7 @@ def device_transport_of(asked: str | Transport, operation: str) -> Transport:
     """Returns the transport for device tensors that ``CommOptions.transport`` selects.
 
     Raises:
-        UnsupportedError: it is Gloo, which moves CPU memory; or this torch has no NCCL.
+        UnsupportedError: the transport is Gloo, which moves CPU memory; or torch has no NCCL.
     """
     if callable(asked):
         return asked
@@ -732,7 +732,7 @@ class DeviceRails:
         layout: the nodes of all ranks.
         store: used by this communicator's transport only.
         transport: makes the groups.
-        device_ref: the runtime, and this rank's device.
+        device_ref: this rank's device: its runtime and its ordinal.
         operation: the name of the operation, for errors.
 
     Raises:
@@ -832,7 +832,7 @@ class DeviceRails:
 
         Args:
             rail: the number of a rail that this rank is on.
-            output: one-dimensional; the arriving data, by node.
+            output: one-dimensional; receives the arriving data, by node.
             input: one-dimensional; the data to send, by node, including this rank's own.
             output_elems: elements of each part of ``output``, by node.
             input_elems: elements of each part of ``input``, by node.
@@ -840,7 +840,7 @@ class DeviceRails:
         Raises:
             RuntimeError: the transport refuses the exchange.
         """
-        # As bytes: every transport supports uint8.
+        # Exchange bytes: every transport supports uint8.
         into, given = (
             [each * tensor.itemsize for each in elems]
             for tensor, elems in ((output, output_elems), (input, input_elems))

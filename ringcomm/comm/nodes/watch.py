@@ -1,11 +1,11 @@
 """The watch over a communicator of several nodes: finds out which rank failed, informs all others.
 
-A failed rank is noticed in different ways: by the ranks of its node in the node's abort words, by
-its rail peers as a broken connection, and by all other ranks not at all. A rank that gives up
-breaks its own rails, so a fault spreads through all connections while only one rank knows its
-cause. So the first rank that knows a cause *posts* it in the store, which keeps only the first
-cause; a rank that notices a fault later takes the posted cause. Then the rank aborts its node,
-whose ranks read the cause there, and breaks its rails.
+Ranks notice a failed rank in different ways: the ranks of its node by the node's abort words, its
+rail peers by a broken connection, and all other ranks not at all. A rank that gives up breaks its
+own rails, so a fault spreads through all connections while only one rank knows its cause. So the
+first rank that knows a cause *posts* it in the store, which keeps only the first cause; a rank that
+notices a fault later takes the posted cause. Then the rank aborts its node, whose ranks read the
+cause there, and breaks its rails.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from ringcomm.rendezvous.handles import store_address
 
 # NOTE [A trace over nodes]
 #
-# The watch of a rank leaves the trace when it learns of the fault; the call that raises does not,
-# because a rank for which the others wait may make no more calls. The watch copies the records
-# before it aborts its node, so that they show the calls under way and the ranks that they wait for,
-# and writes the file after it has informed all ranks.
+# The watch of a rank leaves the trace when it notices the fault. The call that raises does not
+# leave it, because a rank for which the others wait may make no more calls. The watch copies the
+# records before it aborts its node, so that they show the calls under way and the ranks that they
+# wait for, and writes the file after it has informed all ranks.
 
 
 class NodeTrace:
@@ -127,11 +127,11 @@ class NodeTrace:
 
 
 LOOK_S = 0.05
-# Seconds. Only the first rank of each node polls, so a store answers one query per node.
+# Seconds between two queries of the store. Only the first rank of each node makes them.
 ASK_STORE_S = 0.15
-# Seconds. A broken connection may follow from a fault whose cause is about to be posted.
+# Seconds to wait for the cause of a broken connection: another rank may be about to post it.
 CAUSE_S = 0.25
-# Seconds. A rank that waits on a rail gives up later than the ranks of the culprit's own node.
+# Seconds by which a rank that waits on a rail gives up later than the failed rank's node.
 GRACE_S = 0.5
 STORE_S = 0.5
 LONGEST_CAUSE = 240
@@ -146,7 +146,7 @@ RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
 class Awaiting:
     """One word per rank of the node, in its heap: the rank for which it waits on a rail, or -1.
 
-    A rank that waits too long for a local peer reads there that the peer waits for another rank.
+    A rank that waits too long for a local peer reads in the peer's word which rank the peer awaits.
 
     Args:
         ptrs: by local rank, the address at which this process has mapped the word.
@@ -181,7 +181,7 @@ class RailWait:
     called: Callable[[], str]
 
     def ended(self, watch: Watch, text: str) -> None:
-        """Reports to the watch that the wait failed; ``text`` is the transport's message."""
+        """Reports to the watch that this wait failed; ``text`` is the transport's message."""
         watch.on_rail(self.peer, self.called(), self.limit.waited_s(), self.limit.timeout_s, text)
 
 
@@ -205,11 +205,11 @@ class Watch:
         layout: the nodes of all ranks.
         awaiting: the words of this node.
         store: used for the faults of this communicator only.
-        rails: the rails; added to ``breakable``.
+        rails: the rails, which are added to ``breakable``.
         name: the name of the communicator.
 
     Attributes:
-        error: the error that ended the communicator, without the head of the operation; or None.
+        error: the error that ended the communicator, without an operation's name; or None.
         awaiting: the words of this node.
         breakable: everything that is broken up at a fault.
         trace: the trace that this node's ranks leave at a fault; None: no trace.
@@ -249,7 +249,7 @@ class Watch:
     def awaits(self, wait: RailWait | None) -> None:
         """Notes the rank for which this rank waits on a rail, if any; does nothing after a fault.
 
-        So local peers and the trace can read whom this rank awaited when it gave up.
+        So local peers and the trace can read which rank this rank awaited when it gave up.
         """
         self._wait = wait
         if self.error is None:
@@ -258,7 +258,7 @@ class Watch:
     # ---- the causes of a fault -------------------------------------------------------------------
 
     def in_node(self) -> RingcommError:
-        """Returns the error of a call that the node's communicator gave up."""
+        """Returns the error of a call in which the node's communicator gave up."""
         return self.known() or self.fail(
             AbortedError(f"{self._me()} found its node's communicator closed")
         )
@@ -325,7 +325,7 @@ class Watch:
         return ENDED if rank in self._known_ended else ""
 
     def _ask_of_ends(self) -> None:
-        """Reads from the store which ranks of other nodes have ended; see :meth:`_tell_ends`."""
+        """Reads from the store which ranks of other nodes have ended (see :meth:`_tell_ends`)."""
         if time.monotonic() < self._asked_of_ends_s + LOOK_S:
             return
         self._asked_of_ends_s = time.monotonic()
@@ -370,7 +370,7 @@ class Watch:
         """Ends the communicator with an error unless it has ended; returns the error that ended it.
 
         Args:
-            error: the error, without the head of the operation.
+            error: the error, whose message does not name the operation yet.
             posted: True if the error is the cause in the store.
         """
         with self._guard:
@@ -389,7 +389,7 @@ class Watch:
         return error
 
     def _abort_node(self, cause: str) -> None:
-        """Aborts the calls of this node; its ranks read the cause."""
+        """Aborts the calls of this node, whose ranks then read ``cause``."""
         self._inner.abort(cause)
 
     def close(self) -> None:
@@ -404,7 +404,7 @@ class Watch:
         return self._layout.named(self._layout.rank)
 
     def _of_node(self, fault: dict[str, Any]) -> RingcommError:
-        """Returns the error for a fault of the node, with the calls on record."""
+        """Returns the error for a fault of the node, with the recorded calls."""
         return self._worded(fault, self._recording())
 
     def _worded(self, fault: dict[str, Any], recording: Recording | None) -> RingcommError:
@@ -473,7 +473,7 @@ class Watch:
                 return
         if self._waits():
             for local_rank, rank in enumerate(self._layout.node_ranks):
-                # A thread that has left may have done its part: awaits_in_vain() decides.
+                # A thread that has left may have made its call: awaits_in_vain() decides.
                 if self._inner.is_thread(local_rank):
                     continue
                 if rank != self._layout.rank and self._inner.health(local_rank):
@@ -501,7 +501,7 @@ class Watch:
         return PeerLost(f"the process of {named} has ended{did}. See why")
 
     def _waits(self) -> bool:
-        """True if a call of this rank waits for others now."""
+        """True if a call of this rank waits for other ranks now."""
         return self.awaited >= 0
 
     @property
@@ -591,7 +591,7 @@ def _waited_beyond(fault: dict[str, Any], beyond: int) -> RingcommError:
 
 
 def post_cause(store: Store, error: RingcommError) -> RingcommError | None:
-    """Posts the cause in the store of a communicator's faults; returns the cause that it keeps.
+    """Posts the cause in a communicator's store of faults; returns the cause that the store has.
 
     Raises:
         RuntimeError: the store does not answer.
@@ -611,7 +611,7 @@ def is_posted_cause(text: str) -> bool:
 
 
 def _error_of(text: str) -> RingcommError | None:
-    """Inverse of :func:`text_of`, also for a text that was cut off; None for any other text."""
+    """Returns the error of a text by :func:`text_of`, even if cut off; None for any other text."""
     kind, _, rest = text.partition('", "')
     found = getattr(errors, kind.removeprefix('["'), None)
     if not rest or not (isinstance(found, type) and issubclass(found, RingcommError)):
@@ -671,7 +671,7 @@ class UnderWay:
             return self._oldest.call.name if late else ""
 
     def events(self) -> list[Event]:
-        """Returns events that have all passed once no call is under way."""
+        """Returns events; when all have passed, no call is running."""
         with self._guard:
             return [each.done for each in self._calls]
 
@@ -757,7 +757,7 @@ class DeviceWatch(Watch):
         if self.see_device() is not None:
             return
         timeout_s = self._inner.timeout_ms / 1000
-        # GRACE_S lets kernels report first: they have the same deadline and more details.
+        # GRACE_S lets kernels report first: kernels have the same deadline and report more details.
         late = self.under_way.late(timeout_s + GRACE_S)
         if late:
             layout = self._layout

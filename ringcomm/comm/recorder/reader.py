@@ -73,10 +73,10 @@ VARIABLE = "RINGCOMM_TRACE_DIR"
 OFF = "off"
 FORMAT, VERSION = "ringcomm-trace", 1
 KEPT_TRACES = 32
-# Seconds: if an unfinished file has not changed for this long, its writer has died.
+# Seconds: if an unfinished file has not changed for this long, its writer counts as dead.
 STALE_S = 3600
 LARGEST_BYTES = 256 << 20
-# The year 9999, the last of Python's dates.
+# The year 9999, the last of Python's dates, in seconds since 1970.
 _LATEST_S = 253_402_300_799
 # The most ranks that a trace may claim, more than any communicator has.
 _MOST_RANKS = 1 << 16
@@ -88,7 +88,7 @@ _writing = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class OfNode:
-    """The node whose ranks left a trace of a communicator over nodes.
+    """The node whose ranks left a trace, for a communicator over nodes.
 
     ``world_id`` identifies the communicator on all nodes; ``node`` is the number of the node;
     ``nodes`` has the ranks of each node.
@@ -188,7 +188,7 @@ def newest() -> Path:
     """Returns the trace of :func:`find_newest`.
 
     Raises:
-        RingcommError: there is none.
+        RingcommError: there is no trace.
     """
     found = find_newest()
     if found is None:
@@ -202,7 +202,7 @@ def newest() -> Path:
 
 def text_of(trace: Trace) -> str:
     """Returns the text of a trace's file."""
-    # dataclasses.asdict() would take ten times as long.
+    # Do not use dataclasses.asdict(), which takes ten times as long.
     ranks = [
         {
             **vars(rank),
@@ -220,7 +220,7 @@ def text_of(trace: Trace) -> str:
 
 
 def leave(recording: Recording, rank: int, error: str, of_node: OfNode | None = None) -> str:
-    """Writes a trace for this communicator unless another rank has. Never raises.
+    """Writes a trace of this communicator unless another rank has written it. Never raises.
 
     Args:
         recording: the recording of its ranks, or of one node's ranks.
@@ -229,7 +229,7 @@ def leave(recording: Recording, rank: int, error: str, of_node: OfNode | None = 
         of_node: the node of the ranks, if the communicator spans nodes.
 
     Returns:
-        Text to append to an error message: the path of the file, or why there is none.
+        Text to append to an error message: the path of the file, or why there is no file.
     """
     if is_off():
         return ""
@@ -262,7 +262,7 @@ def _write(trace: Trace) -> Path:
 
 
 def _publish(text: str, path: Path) -> None:
-    """Writes a file that gets its name only once complete; never replaces an existing file."""
+    """Writes a file that gets its name only when complete; never replaces an existing file."""
     descriptor, unfinished = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -434,10 +434,10 @@ def running_communicators() -> list[Recording]:
 def ended_ranks(recording: Recording, pid: int) -> frozenset[int]:
     """Returns the ranks whose processes have ended.
 
-    Zombies count, and so do ranks whose pid now belongs to another process.
+    Zombies count as ended, and so do ranks whose pid now belongs to another process.
 
     Args:
-        recording: a live recording, just taken.
+        recording: a recording of running processes, just taken.
         pid: a process from which it was read. If that process is in another pid namespace, the
             ranks' pids are meaningless here, and the result is empty.
     """
@@ -490,7 +490,7 @@ def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
         try:
             descriptor = _open_regular(folder / name)
         except OSError:
-            continue  # closed in the meantime, or a file that cannot be opened again
+            continue  # the descriptor was closed, or its file cannot be opened again
         if descriptor is None:
             continue
         try:
@@ -517,7 +517,7 @@ def _token(descriptor: int) -> int | None:
 
 
 def _recorders(descriptor: int) -> Iterator[FoundRecorder]:
-    """Yields the recorders that a heap lists; skips entries without a valid recorder."""
+    """Yields the recorders listed in a heap; skips entries without a valid recorder."""
     count = min(_HEAP_HEAD.unpack(os.pread(descriptor, _HEAP_HEAD.size, 0))[3], _MOST_RECORDERS)
     size_bytes = os.fstat(descriptor).st_size
     table = os.pread(descriptor, 8 * count, _HEAP_HEAD.size)
@@ -595,7 +595,7 @@ def _both(path: str) -> list[Path]:
 def _tell_apart_frames() -> None:
     """Registers the folders and files whose frames are never call sites.
 
-    These are the library, torch, and the standard library's frames that start a thread or enter a
+    They are ringcomm, torch, and the parts of the standard library that start a thread or enter a
     context manager. The command's programs and the bench count as user code.
     """
     homes = [file.parent.parent.parent for file in _both(__file__)]
@@ -644,7 +644,7 @@ def _ago(then_ns: int, now_ns: int) -> str:
 
 
 def _is_under_way(record: Record) -> bool:
-    # An aborted or timed-out call was still running when the fault came.
+    # An aborted or timed-out call was still running at the time of the fault.
     return record.is_open or record.status in ("aborted", "timeout")
 
 
@@ -681,7 +681,7 @@ def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: i
         newest = max(lasts, key=lambda record: record.begin_ns)
         return f"{who}'s last call: {_in_words(newest, now_ns, peer.on_device)}. "
     told = _story_of_collectives(reporter, peer, fault, now_ns)
-    # The message may be what keeps the peer from this call.
+    # The peer may be waiting in the message, and so not make this call.
     if peer.messages and _is_under_way(peer.messages[-1]):
         told += f"Its last message: {_in_words(peer.messages[-1], now_ns, peer.on_device)}. "
     return told
@@ -694,8 +694,8 @@ def _story_of_collectives(
     same = peer.collective(fault["sequence"])
     mine = reporter.collective(fault["sequence"])
     if same is not None and mine is not None and same.call != mine.call:
-        # Kernels that wait for different words never read each other's headers, so the calls time
-        # out instead of reporting the mismatch.
+        # Different kernels may wait for different words and never read each other's headers. Then
+        # the calls time out instead of reporting the mismatch.
         words = _in_words(same, now_ns, peer.on_device)
         return f"{who} has made another call instead: {words}. "
     if same is not None and _is_under_way(same):
@@ -709,7 +709,7 @@ def _story_of_collectives(
 
 
 def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | None) -> None:
-    # The peer's header may belong to an earlier call, for which this rank made a different one.
+    # The peer's header may belong to an earlier call, for which this rank made another call.
     number = fault["their_sequence"]
     mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
     parted = mine is not None and theirs is not None and mine.call != theirs.call
@@ -731,7 +731,7 @@ def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | 
 
 
 def _tell(fault: Fault, recording: Recording) -> Fault:
-    """Returns a copy of the fault with the descriptions that the recorders add to it."""
+    """Returns a copy of the fault with descriptions from the ranks' records."""
     told = dict(fault)
     reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
     if reporter is None:
@@ -750,7 +750,7 @@ _NUMBER = re.compile(r" \(call \d+\)")
 
 
 def _outer(rank: RankRecording) -> RankRecording:
-    """Returns a copy without the calls within the node that calls over nodes consist of."""
+    """Returns a copy without calls that are parts of calls over nodes."""
     inner = rank.inner_calls()
     outer = tuple(each for each in rank.collectives if each.number not in inner)
     return replace(rank, collectives=outer)
@@ -763,10 +763,10 @@ def last_over_nodes(rank: RankRecording, now_ns: int) -> str:
 
 
 def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
-    """Describes a fault within a node by the calls over nodes, which the program made.
+    """Describes a fault within a node by the calls over nodes that the program made.
 
     Args:
-        fault: the fault; its ranks have the numbers of the recording.
+        fault: the fault, with the rank numbers of the recording.
         recording: the node's ranks, with the calls over nodes and the calls within the node.
     """
     if fault["message"]:
@@ -790,7 +790,7 @@ def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
             told["theirs"] = f"{theirs}{at(theirs)}"
         return told
     told = _tell(told, outer)
-    # These numbers also count calls within the node, so a user cannot use them.
+    # The call numbers also count calls within the node, so they mean nothing to a user.
     return {**told, "story": _NUMBER.sub("", told.get("story", ""))}
 
 
@@ -807,7 +807,7 @@ class Writing:
 
     Args:
         write: writes the trace, and returns the text to add to the error.
-        begin_s: when the error began to wait, in ``time.monotonic()``; None: now.
+        begin_s: when the wait for the trace began, in ``time.monotonic()``; None: now.
     """
 
     def __init__(self, write: Callable[[], str], begin_s: float | None = None) -> None:
@@ -872,14 +872,14 @@ class FlightRecorder:
 
     def read(self, copies: list[bytes]) -> Recording:
         """Returns the records in copies that :meth:`copies` made."""
-        # This rank's own clock pair: a pair in a peer's memory may be damaged.
+        # Use this rank's own clock pair: a pair in a peer's memory may be damaged.
         clock = Clock(self._made, _native.clock_pair())
         ranks = tuple(read_recorder(copy, clock=clock) for copy in copies)
         world_id = read_header(copies[0]).world_id if copies else 0
         return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
 
     def explained(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
-        """Does :meth:`traced`, after translating a kernel's call numbers if necessary."""
+        """Calls :meth:`traced`, after translating a kernel's call numbers if necessary."""
         if self._locate is None:
             return self.traced(fault, word)
         try:
@@ -890,11 +890,11 @@ class FlightRecorder:
     def traced(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
         """Writes a trace file, and returns the fault with the descriptions from the recorders.
 
-        The user must get the error of the fault even if something fails here. So this raises
-        nothing, and returns after at most ``LIMIT_S`` with what it has found by then.
+        The user must get the error of the fault even if something fails here. So this method raises
+        nothing, and returns within ``LIMIT_S`` with the facts found so far.
 
         Args:
-            fault: ``_native.Comm.fault()``.
+            fault: the fault, as ``_native.Comm.fault()`` returns it.
             word: makes the error of a fault; its text goes into the trace.
         """
         begin_s = time.monotonic()
@@ -907,8 +907,8 @@ class FlightRecorder:
             return reader.leave(recording, self._rank, str(word(told)))
 
         try:
-            # Copied here and not on the thread: once this method has returned, the communicator
-            # may be closed while the thread still runs.
+            # Copy the records here and not on the thread: once this method has returned, the
+            # communicator may be closed while the thread still runs.
             copies = self.copies()
         except Exception as trouble:
             return {**fault, "trace": f". No trace was written: {trouble}"}

@@ -46,11 +46,11 @@ RUNNING, DONE, FAILED = "running", "done", "failed"
 ENQUEUED, BEGUN, COMPLETED, CAPTURED = "enqueued", "begun", "completed", "captured"
 STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
 _MOST_WAYS = 64
-# States of calls whose end nobody has seen.
+# States of calls whose end the host has not seen.
 OPEN = (RUNNING, ENQUEUED, BEGUN)
 _MESSAGES = ("send", "recv")
-# The optimizer's calls take gradients of one dtype and return results of another, so ranks compare
-# the number of elements of the bucket.
+# The optimizer's calls take gradients of one dtype and return results of another dtype, so ranks
+# compare the number of elements of the bucket.
 OPTIMIZERS = ("reduce_scatter_norm", "adamw_all_gather", "reduce_scatter_adamw_all_gather")
 
 
@@ -71,12 +71,12 @@ class Record:
             0: none.
         size_bytes: the bytes of the whole buffer, or of the message.
         state: "running", "done" or "failed". On a device "enqueued", then "begun" if the host saw
-            that, then "completed" or "failed"; or "captured" into a graph, which makes the call
-            at each replay.
+            the beginning, then "completed" or "failed"; or "captured" into a graph, which makes the
+            call at each replay.
         status: how the call failed; "" if it has not failed.
         peer: the peer of a message, or the rank that a failed collective awaited; -1: none.
         begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` is 0 while the call runs. On a
-            device the times at which the host enqueued the call and saw that it had ended.
+            device: when the host enqueued the call, and when it saw that the call had ended.
         site: the call site, "file.py:12"; "" if the user's Python code did not make the call.
     """
 
@@ -99,13 +99,13 @@ class Record:
 
     @property
     def call(self) -> tuple[object, ...]:
-        """The fields that must be equal on all ranks in the collective with this number."""
+        """The fields that all ranks must have equal in the collective of this number."""
         parts = (self.collective, self.dtype, self.op, self.root, self.algorithm, self.kernels)
         return (*parts, self.match_bytes)
 
     @property
     def is_open(self) -> bool:
-        """True for a call whose end nobody has seen."""
+        """True for a call whose end the host has not seen."""
         return self.state in OPEN
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Record:
         if self.collective != "barrier":
             tagged = self.collective in OPTIMIZERS and self.root >= 0
             rooted = self.root >= 0 and not tagged
-            # Calls by copy engines have no root; calls of a plan have the plan's number.
+            # Calls by copy engines have no root; a plan's calls have the plan's number as root.
             root = f"{'plan' if self.algorithm == 'copy_engine' else 'root'} {self.root}"
             parts = [self.dtype, self.op, root if rooted else "", size]
             parts.append(self.algorithm)
@@ -135,8 +135,8 @@ class RankRecording:
     """The records of one rank, oldest first in each track.
 
     ``waits_for`` is the rank that this rank awaits, or awaited when it gave up; -1: none. ``torn``
-    counts records that could not be read whole, because their owner was writing them or died while
-    writing. ``on_device``: the communicator is on a device, whose records say less (docs/trace.md).
+    counts records that are incomplete, because their owner was writing them or died while writing.
+    ``on_device``: the communicator is on a device; its records contain less (docs/trace.md).
     """
 
     rank: int
@@ -157,7 +157,7 @@ class RankRecording:
         return self.collectives[-1] if self.collectives else None
 
     def collective(self, number: int) -> Record | None:
-        """Returns the collective with this number; None if it was never made or is overwritten."""
+        """Returns the collective of this number; None if not made yet, or overwritten."""
         return next((each for each in self.collectives if each.number == number), None)
 
     def message(self, number: int) -> Record | None:
@@ -166,7 +166,7 @@ class RankRecording:
     def backward_at(self, number: int) -> str:
         """Returns the last backward up to the collective ``number``; "" if unknown.
 
-        ringcomm's optimizers and sharded modules store it in their reductions of gradients.
+        ringcomm's optimizers and sharded modules store its description in reductions of gradients.
         """
         for record in reversed(self.collectives):
             if record.number <= number and record.collective in OPTIMIZERS and record.root > 0:
@@ -228,15 +228,15 @@ class Recording:
     def skipped_call(self) -> Skip | None:
         """Finds a call that one rank seems to have omitted, by comparing call sites.
 
-        Calls of one kind and size match whatever lines make them. So if a rank omits a call, its
-        next call is matched with the peers' omitted call, and so on: from then on its call sites
-        equal those of a peer one call later. Ranks that intentionally make their calls at different
-        lines do not show this pattern.
+        Calls of equal kind and size match, even if different source lines made them. So if a rank
+        omits a call, its next call is matched with the peers' call that it omitted, and so on: from
+        then on, its call sites equal the call sites of a peer one call later. Ranks that
+        intentionally make their calls at different lines do not show this pattern.
         """
         for number, calls in _calls_by_number(self.ranks):
             sites = [call.site for call in calls]
             if len(sites) == len(self.ranks) and all(sites) and len(set(sites)) > 1:
-                # Most ranks share their lines; a reader does not need many different sequences.
+                # Most ranks' lines are equal, so only a few different sequences are compared.
                 rests: dict[tuple[str, ...], int] = {}
                 for each in self.ranks:
                     if len(rests) < _MOST_WAYS:
@@ -253,7 +253,7 @@ _number = attrgetter("number")
 
 
 def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record]]]:
-    """Yields the numbers of collectives in order, each with the records of all ranks for it."""
+    """Yields the collectives' numbers in order, each with the records of all ranks."""
     calls = sorted((each for rank in ranks for each in rank.collectives), key=_number)
     for number, group in groupby(calls, key=_number):
         yield number, list(group)
@@ -263,8 +263,8 @@ def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
     return tuple(each.site for each in rank.collectives if each.number >= number)
 
 
-# A communicator over nodes has a communicator in each node. There the records of calls over nodes
-# precede the records of the inner calls within the node. Its name has the node's number.
+# A communicator over nodes has an inner communicator in each node, whose name contains the node's
+# number. Its records have each call over nodes before its calls within the node.
 _OF_NODE = re.compile(r"(?s)(.+)/node(\d{1,9}):(\d[\d.-]{0,400})")
 
 
@@ -336,7 +336,7 @@ def renumbered(recording: Recording, numbers: Sequence[int]) -> Recording:
 
 
 def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
-    """Adds a kernel's fault to the records of its rank, whose host may not know of it yet.
+    """Adds a kernel's fault to the records of its rank, whose host may not have seen it yet.
 
     Args:
         recording: the records of all ranks.
@@ -422,7 +422,7 @@ def read_header(memory: Bytes) -> RecorderHeader:
     """Reads the header of a recorder.
 
     Raises:
-        RingcommError: there is no recorder, or one of another version.
+        RingcommError: there is no recorder, or a recorder of another version.
     """
     if len(memory) < HEADER_BYTES:
         _fail(f"{len(memory)} bytes")
@@ -454,7 +454,7 @@ def read_header(memory: Bytes) -> RecorderHeader:
 class Clock:
     """Converts ticks of records to ns of CLOCK_MONOTONIC, by two moments known in both units.
 
-    Convert records that you want to compare with the same clock.
+    Convert all records that you want to compare by the same clock.
     """
 
     then: tuple[int, int]
@@ -477,7 +477,7 @@ def _name(kind: str, code: int) -> str:
 
 
 def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
-    """Decodes dtype and root; the root of an optimizer's call is its results' dtype and a tag."""
+    """Decodes dtype and root; an optimizer's call has its results' dtype and a tag as root."""
     if collective in OPTIMIZERS:
         results, tag = _native.results_and_tag(root)
         return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
@@ -503,7 +503,7 @@ def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
 def _record(
     raw: tuple[int | bytes, ...], track: str, created_ticks: int, clock: Clock
 ) -> Record | None:
-    """Makes a record from its fields; None if its owner cannot have written them."""
+    """Returns the record of these fields; None if its owner cannot have written such fields."""
     numbers = [value for value in raw if isinstance(value, int)]
     _, state, number, match_bytes, collective, dtype, op, root, algorithm, kernels = numbers[:10]
     size_bytes, begin, end, status, peer = numbers[10:]
@@ -543,7 +543,7 @@ def read_recorder(
     Args:
         memory: header and records.
         unstable: indices of records that changed while they were copied.
-        clock: default: a clock made from this recorder's header.
+        clock: converts times; None: a clock made from this recorder's header.
 
     Raises:
         RingcommError: ``memory`` is not a recorder, or is incomplete.

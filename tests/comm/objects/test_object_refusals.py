@@ -52,7 +52,7 @@ def test_every_rank_hears_of_it(name, objects):
         assert text.startswith(f"{name} on rank {rank} of 3: ")
         assert "Other" in text
         assert repeats == (rank != 1)
-        assert rank == 1 or "rank 1 has an object that cannot travel" in text
+        assert rank == 1 or "rank 1 has an object that cannot be sent" in text
 
 
 def test_several_refusals():
