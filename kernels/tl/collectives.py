@@ -182,7 +182,7 @@ def reduce_ring(
         chunks: an even cut of the input.
         out: passed to FINISH.
         kept: a value that FINISH takes and returns, from piece to piece.
-        status: of the call so far.
+        status: the call's status so far.
         DTYPE: type of the elements and of the partial sums that ranks send.
         FINISH: does the last hop: FINISH(kept, out, sources, begin, size_bytes, DTYPE, KIND).
             ``sources`` are the addresses of a partial sum and of this rank's version, of
@@ -371,7 +371,7 @@ def all_gather_one_shot(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.c
         ws: the block's state.
         source: address of this rank's contribution; may be its place in the output.
         chunks: an even cut of the output.
-        status: of the call so far.
+        status: the call's status so far.
         DTYPE: an integer type as wide as the elements.
         G: the communicator's Geometry.
     """

@@ -204,7 +204,7 @@ def wait_acquire_sys(ws, word, peer, epoch, item, status, G: tl.constexpr):
         peer: the rank that stores the word; the error of a failed wait names it.
         epoch: the awaited value; a later epoch also ends the wait.
         item: any number; the error of a failed wait shows it.
-        status: of the block so far; unless 0, the function returns it at once.
+        status: the block's status so far; unless 0, the function returns it at once.
         G: the communicator's Geometry.
 
     Returns:
@@ -231,7 +231,7 @@ def barrier_sys(ws, ptrs, block, item, status, G: tl.constexpr):
             a rank counts its barriers in its own column of its own words.
         block: row of this block; equal on the ranks that synchronize.
         item: any number; the error of a failed wait shows it.
-        status: of the block so far; unless 0, the function signals no peer and returns it at once.
+        status: the block's status so far; unless 0, the function returns it and signals no peer.
         G: the communicator's Geometry.
 
     Returns:

@@ -170,7 +170,7 @@ def launch_kernel(
         plan: the collective.
         ranks: the ranks that this launch carries.
         timeout_ns: deadline of one wait.
-        geometry: of the communicator.
+        geometry: the communicator's Geometry.
         health: for the interpreter: returns the status of a peer's process, 0 while it lives.
 
     Returns:

@@ -87,7 +87,7 @@ def open_state(table, channel, timeout_ns, call, G: tl.constexpr):
 
     Args:
         table: address of this rank's RankTable.
-        channel: of this block.
+        channel: this block's channel.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
         G: the communicator's Geometry.

@@ -370,7 +370,7 @@ def await_acquire_sys(ws, stream, peer, on_consumed, item, want, status, G: tl.c
         on_consumed: which word of the line.
         item: index in this call of the awaited item, for the fault record.
         want: epoch.
-        status: of the call so far; unless 0, the function returns it at once.
+        status: the call's status so far; unless 0, the function returns it at once.
         G: the communicator's Geometry.
 
     Returns:

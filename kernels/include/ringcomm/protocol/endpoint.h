@@ -22,8 +22,8 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Pieces sent before the first is awaited. With 1, my copy of piece j+1 overlaps the peers' of
-// piece j. It must be below the number of slots, or ranks would wait for each other in a circle.
+// Pieces sent before the first is awaited. With 1, my copy of piece j+1 overlaps the peers' copies
+// of piece j. It must be below the number of slots, or ranks would wait for each other in a circle.
 constexpr uint32_t kLookahead = 1;
 
 // Below this many bytes staging is preferred to zero copy. Zero copy must wait at the end until the
@@ -346,7 +346,7 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // All lanes: wait for bytes [begin, begin + bytes) of a sender's stream, at sources()[sender].
+  // All lanes wait for bytes [begin, begin + bytes) of a sender's stream. Sets sources()[sender].
   // model: receive (tests/proof/model/ring.pml)
   RC_TEAM_FN Status receive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
                             uint64_t bytes) {
@@ -366,7 +366,7 @@ struct Endpoint {
     if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
     return item_length(bytes, segment_bytes(), j);
   }
-  // Returns the largest number of reads of bytes_of(peer), over peers with takes(peer).
+  // Returns the largest reads() of bytes_of(peer) bytes, over the peers with takes(peer).
   template <class Takes, class BytesOf>
   RC_TEAM_FN uint32_t most_reads(Stream s, bool opened, Takes takes, BytesOf bytes_of) const {
     uint32_t most = 0;

@@ -53,7 +53,7 @@ constexpr uint32_t kCallsPerClearing = 1u << 24;
 // skipping 1 as well keeps the alternation.
 RC_FN constexpr uint32_t next_flag(uint32_t last) { return last + 1 == 0 ? 2 : last + 1; }
 
-// True for the last two of every kCallsPerClearing calls, each of which clears the other call's
+// True for the last two of every kCallsPerClearing calls; each of the two clears the other call's
 // set. They include the last two calls before the count wraps around.
 RC_FN constexpr bool clears_other_set(uint32_t flag) {
   return flag % kCallsPerClearing >= kCallsPerClearing - 2;
@@ -248,7 +248,7 @@ RC_COLD void clear_other_set(Team team, char* set, uint64_t bytes) {
   for (uint64_t at = (team.channel() * lanes + team.lane()) * sizeof(LLPacket); at < bytes;
        at += step)
     store_ll_packet_sys(reinterpret_cast<LLPacket*>(set + at), 0, 0, 0);
-  // Every lane fences between the stores of all lanes that clear and its own sends.
+  // Every lane fences between the clearing stores of all lanes and its own sends.
   team.sync();
   fence_acq_rel_sys();
 }

@@ -46,8 +46,8 @@ RC_FN uint32_t* sleep_flag_at(const View& v, int channel, const Site& site) {
 // model: claim_fault (tests/proof/model/lend.pml)
 RC_TEAM_FN Fault* claim_fault(const View& v) {
   ControlPage* mine = v.control(v.rank);
-  // Lanes, channels and threads of one rank race for the record (collectives and send/recv have
-  // their own); no other rank touches the claim, so its ordering pairs with nothing but itself.
+  // Lanes, channels and threads of one rank race for the record (a send may run on another thread);
+  // no other rank touches the claim, so its ordering pairs with nothing but itself.
   return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;
 }
 
@@ -163,7 +163,7 @@ RC_COLD const CallHeader* other_call_in(const View& v, Stream s, int channel, in
 // header that it published there in this call or an earlier one, or null. Called at clock time.
 RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int peer) {
   const CallId& mine = v.mine->id;
-  // Messages keep no order with the collectives, one of which may be moving these words now.
+  // Messages keep no order with the collectives: a collective may be moving these words now.
   if (mine.collective == Collective::kSend || mine.collective == Collective::kReceive)
     return nullptr;
   constexpr Stream streams[2] = {Stream::kPair, Stream::kShared};
