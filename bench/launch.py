@@ -94,9 +94,7 @@ def join(wanted: Wanted) -> RankInfo:
     if how == "harness":
         return rank_of_harness()
     if wanted.busy:
-        raise LaunchError(
-            "--busy: run the harness without a launcher; it then starts the ranks itself"
-        )
+        raise LaunchError("--busy: run the harness alone, so that it starts the ranks itself")
     if how == "mpiexec":
         from mpi4py import MPI
 
