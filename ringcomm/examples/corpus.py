@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ringcomm import ArgumentError
 
-HEAD_BYTES = 8192  # a file with a zero byte among these is binary
-LIMIT_BYTES = 32 << 20  # more than these small models process in a day of CPU time
+HEAD_BYTES = 8192  # A file with a zero byte among these is binary.
+LIMIT_BYTES = 32 << 20  # More than these small models process in a day of CPU time.
 HELD_OUT_SHARE = 0.05
 SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "test", "tests", "idlelib"})
 
@@ -34,7 +34,7 @@ class Corpus:
 
 def draw(text: Tensor, seed: int, index: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns tokens and targets (B, T) int64, which depend only on the arguments."""
-    # The generator's seed combines both numbers, so that two draws with one seed do not overlap.
+    # The generator's seed combines seed and index, so that draws with one seed do not overlap.
     generator = torch.Generator().manual_seed((seed << 32) + index)
     starts = torch.randint(text.numel() - shape[1], (shape[0], 1), generator=generator)
     window = text[starts + torch.arange(shape[1] + 1)].long()  # (B, T + 1)
@@ -42,7 +42,7 @@ def draw(text: Tensor, seed: int, index: int, shape: tuple[int, int]) -> tuple[T
 
 
 def read_corpus(data: str | None, context: int) -> Corpus:
-    """Reads up to 32 MiB of text, from a folder its text files in sorted order; holds out 5 %.
+    """Reads up to 32 MiB of text from a file or a folder's sorted text files; holds out 5 %.
 
     Raises ArgumentError if a file cannot be read, or there is too little text for the context.
     """

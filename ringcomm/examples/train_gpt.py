@@ -205,10 +205,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. With the same ``torch.manual_seed`` before it, all ranks get the same weights.
+    """The model. With one ``torch.manual_seed`` before its creation, all ranks get equal weights.
 
     With ``checkpoints_activations`` forward keeps only the inputs of layers, and backward computes
-    the rest again. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+    the other activations again. Chen et al., "Training Deep Nets with Sublinear Memory Cost"
+    (2016).
     """
 
     cos: Tensor  # (T, K/2)
@@ -259,8 +260,8 @@ class Trainer:
 
     def __init__(self, gpt: GPT, options: Options, comm: Communicator, corpus: Corpus) -> None:
         self.options, self.comm, self.corpus = options, comm, corpus
-        self.held_bytes: list[int] = []  # at each step, between backward and the optimizer's step
-        self.profile = zero.StepProfile()  # records the parts of steps while it is on
+        self.held_bytes: list[int] = []  # At each step, between backward and the optimizer's step.
+        self.profile = zero.StepProfile()  # Records the parts of steps while it is on.
         gpt.checkpoints_activations = options.checkpoint_activations
         dtype = DTYPES[options.dtype]
         zero_options = zero.ZeroOptions(
@@ -302,12 +303,12 @@ class Trainer:
             if options.clip is not None:
                 self.optimizer.clip_grad_norm_(options.clip)
             self.optimizer.step()
-            # At stages 0 and 1 gradients are views of their bucket, which stays.
+            # At stages 0 and 1 gradients are views of their bucket, which stays in memory.
             self.optimizer.zero_grad(set_to_none=options.stage >= 2)
         return total
 
     def _learning_rate(self, index: int) -> float:
-        """Returns the rate of a step: 5 % of all steps warm up, then a cosine down to a tenth."""
+        """Returns a step's learning rate: 5 % of steps warm up, then a cosine to peak / 10."""
         peak, steps = self.options.learning_rate, self.options.steps
         warm_up = max(1, int(steps * 0.05))
         if index < warm_up:
@@ -349,7 +350,8 @@ def resume(trainer: Trainer) -> tuple[list[float], float | None]:
     """Loads the latest checkpoint if the options say so; collective.
 
     Returns the losses of the earlier steps, and the loss on held-out text before step 0, if known.
-    Raises ArgumentError if a checkpoint exists but ``resume`` is not set, or is from another run.
+    Raises ArgumentError if ``resume`` is not set although a checkpoint exists, or if another run
+    saved it.
     """
     options = trainer.options
     found = Checkpoints(options.save) if options.save else None
@@ -370,7 +372,7 @@ def resume(trainer: Trainer) -> tuple[list[float], float | None]:
 
 
 def held_bytes(device: torch.device, *, trim: bool = False) -> int:
-    """Returns the bytes that this rank holds, in the heap and elsewhere; ``trim`` skips free ones.
+    """Returns the bytes that this rank holds in the heap and elsewhere; ``trim`` frees unused ones.
 
     On the CPU it reads RssAnon (proc_pid_status(5)): the resident set includes the peers' heaps.
     """
@@ -383,7 +385,7 @@ def held_bytes(device: torch.device, *, trim: bool = False) -> int:
 
 
 def gathered(comm: Communicator, values: list[int]) -> list[list[int]]:
-    """Returns the values of all ranks, by rank, equally many from each; collective."""
+    """Returns the values of all ranks, by rank; ranks give equally many values; collective."""
     own = torch.tensor([values], device=comm.device)
     found = own.repeat(comm.world_size, 1)
     comm.all_gather_into_tensor(found, own)
@@ -405,7 +407,7 @@ def train(options: Options, comm: Communicator) -> None:
     texts = gathered(comm, [corpus.checksum, corpus.train.numel()])
     if any(each != texts[0] for each in texts):
         raise MismatchError(f"--data: expected one text on all ranks, got (crc, bytes) {texts}")
-    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that are not the model's
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that the model does not use
     before_bytes = held_bytes(comm.device, trim=True)
     torch.manual_seed(options.seed)
     gpt = GPT(options)
@@ -487,7 +489,7 @@ def report(options: Options, ranks: int, outcome: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Trains as a rank of torchrun, mpirun or Slurm, or alone, by the command line."""
+    """Trains with the command line's options, as a rank of torchrun, mpirun or Slurm, or alone."""
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT, data-parallel.")
     add_options(parser)
     options = Options(**vars(parser.parse_args()))

@@ -91,7 +91,7 @@ class PagedBuffer:
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < 1:
             raise ArgumentError(f"aligned_buffer: expected at least 1 byte, got {size_bytes}")
-        # Huge pages begin at multiples of their size, and older kernels map anywhere.
+        # Huge pages begin at multiples of their size, but older kernels map memory anywhere.
         slack_bytes = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else 0
         self._mapped = mmap.mmap(
             -1,
@@ -241,7 +241,7 @@ class _File:
 
     def leave_to_parent(self) -> None:
         # The child closes the descriptor at once, so that the disk's space is not held until the
-        # child ends. The native pool, whose threads are the parent's, checks the process itself.
+        # child ends. The native pool, whose threads run in the parent, checks the process itself.
         self.inherited = True
         self.is_open = False
         if not self._is_released:
@@ -283,7 +283,7 @@ class ScratchFile:
     garbage collector closes the file.
 
     A system call that a disk does not answer cannot be ended. A wait for its transfer raises after
-    ``timeout_s``. Until the call ends, all other waits raise at once, and its memory is kept.
+    ``timeout_s``. Until the call ends, all other waits raise at once, and the memory is kept.
 
     Args:
         folder: a folder on a disk; a folder in RAM is refused.
@@ -340,7 +340,7 @@ class ScratchFile:
 
     @staticmethod
     def buffer(size_bytes: int) -> torch.Tensor:
-        """Returns zeroed memory for transfers: uint8 [bytes]; see :func:`aligned_buffer`."""
+        """Returns zeroed memory for transfers: uint8 [size_bytes]; see :func:`aligned_buffer`."""
         return aligned_buffer(size_bytes)
 
     def add_extent(self, size_bytes: int) -> int:
@@ -463,8 +463,8 @@ class ScratchFile:
     def _expect_owner(self, operation: str) -> None:
         if self._file.inherited:
             raise ForkError(
-                f"{self.what}: {operation}: the scratch file in {self.path} is of the process that "
-                f"this one (pid {os.getpid()}) was forked from. Use it there, or make one here"
+                f"{self.what}: {operation}: the scratch file in {self.path} belongs to the parent "
+                f"of this forked process (pid {os.getpid()}). Use it there, or make one here"
             )
 
     def _expect_open(self, operation: str) -> None:
@@ -498,7 +498,7 @@ class Transfer:
         """Waits until the transfer has succeeded; may be called again.
 
         Raises:
-            DiskError: it failed; names operation, path, extent, offset, cause and remedy.
+            DiskError: the transfer failed; names operation, path, extent, offset, cause and remedy.
         """
         scratch = self._scratch
         scratch._expect_owner(f"{self._operation} of extent {self._extent}")
@@ -516,7 +516,7 @@ class Transfer:
         scratch = self._scratch
         head = f"{scratch.what}: {self._operation} of extent {self._extent} in {scratch.path}"
         if result["end"] == "closed":
-            error = DiskError(f"{head}: the scratch file was closed before it ran")
+            error = DiskError(f"{head}: the scratch file was closed before the transfer began")
         else:
             cause, advice = self._lateness() if result["end"] == "late" else _cause(result)
             error = DiskError(
@@ -530,14 +530,14 @@ class Transfer:
     def _lateness(self) -> tuple[str, str]:
         """Returns the message and the advice for a transfer that is not done in time."""
         advice = (
-            "The disk hangs, or is too slow: look at its health (dmesg, smartctl) and at what else "
-            "uses it, name a folder on another one, or wait for longer with Disk(timeout_s=). What "
-            "is under way keeps its memory until it ends"
+            "The disk hangs, or is too slow: look at its health (dmesg, smartctl) and at programs "
+            "that use it, name a folder on another one, or wait for longer with Disk(timeout_s=). "
+            "Transfers under way keep their memory until they end"
         )
         hang = self._scratch._file.hang
         if hang is None or hang.request is self._request:
-            return f"it is not over{'' if hang is None else f' after {hang.after_s:g} s'}", advice
-        return f"an earlier transfer is not over after {hang.after_s:g} s", advice
+            return f"it is not done{'' if hang is None else f' after {hang.after_s:g} s'}", advice
+        return f"an earlier transfer is not done after {hang.after_s:g} s", advice
 
 
 def _cause(result: dict[str, Any]) -> tuple[str, str]:
@@ -550,7 +550,7 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
             health = "Free space on that disk, or name a folder on another one"
         return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})", health
     if end == "truncated":
-        return "the file ends before that", f"Something has cut it short. {health}"
+        return "the file ends before these bytes", f"The file was truncated. {health}"
     if end == "stalled":
         return "the system moves no bytes, and names no error", health
     return (
@@ -582,7 +582,7 @@ class DiskChunk:
 
     Attributes:
         size_bytes: the bytes of the chunk, in whole pages.
-        memory: uint8 [bytes]; its content is valid while :attr:`in_use`.
+        memory: uint8 [size_bytes]; its content is valid while :attr:`in_use`.
         users: the number of contexts that keep the chunk in memory.
         is_resident: True if the chunk never leaves memory.
     """
@@ -600,7 +600,7 @@ class DiskChunk:
         #: True if the chunk has pages; a read may still be filling them.
         self.has_pages = False
         self.changed = False
-        #: False from the time that :meth:`DiskChunks.expect` reads it ahead until it is used.
+        #: False after :meth:`DiskChunks.expect` has read the chunk ahead, until it is used.
         self.was_used = True
         self.coming: Transfer | None = None
         self.going: Transfer | None = None

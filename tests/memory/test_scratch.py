@@ -326,7 +326,7 @@ class Corrupted:
         (Corrupted.flip, 2 * CUT_BYTES, "other bytes than were written there last .CRC32C 0x"),
         (Corrupted.put_back, 0, "other bytes than were written"),
         (Corrupted.swap, 0, "other bytes than were written"),
-        (Corrupted.truncate, None, "the file ends before that"),
+        (Corrupted.truncate, None, "the file ends before these bytes"),
     ],
 )
 def test_a_damaged_extent_is_an_error_and_stays_one(scratch, damage, offset_bytes, words):
@@ -387,7 +387,7 @@ def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
             transfer.wait()
             ends.append("done")
         except DiskError as error:
-            assert "closed before it ran" in str(error)
+            assert "closed before the transfer began" in str(error)
             ends.append("closed")
     assert ends == sorted(ends, reverse=True)  # in order: what ran, ran first
     assert ends[-1] == "closed"

@@ -51,7 +51,7 @@ WORDS = {
     "write: ENOSPC": r"expected to write .*No space left on device \(ENOSPC\)\. Free space",
     "write: nothing for ever": r"expected to write .*the system moves no bytes",
     "read: EIO": r"expected to read \d+ bytes at offset \d+ .*Input/output error \(EIO\)",
-    "read: nothing": r"expected to read .*the file ends before that",
+    "read: nothing": r"expected to read .*the file ends before these bytes",
     "reserve: ENOSPC": r"No space left on device\. \d+ bytes are free",
     "reserve: EOPNOTSUPP": r"cannot reserve space",
 }
@@ -103,8 +103,8 @@ def test_a_disk_that_hangs_is_an_error_after_a_while(told):
     head = (
         r"state: write of extent {} in \S+: expected to write 4096 bytes at offset {} .*, got: {}"
     )
-    assert re.match(head.format(0, 0, r"it is not over after 0\.1 s\. The disk hangs"), first)
-    earlier = r"an earlier transfer is not over after 0\.1 s\. The disk hangs, .*timeout_s"
+    assert re.match(head.format(0, 0, r"it is not done after 0\.1 s\. The disk hangs"), first)
+    earlier = r"an earlier transfer is not done after 0\.1 s\. The disk hangs, .*timeout_s"
     assert re.match(head.format(1, 4096, earlier), second)
     assert hanging["told_s"] >= 0.1
     assert hanging["kept"] or hanging["early_s"] > 1.9

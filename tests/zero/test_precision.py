@@ -168,7 +168,7 @@ def test_without_masters_parameters_are_rounded_stochastically(worlds, base):
 def test_options_of_the_optimizer_that_contradict_are_refused(worlds, base, name, chosen, decided):
     def work(comm):
         _, optimizer = build(comm, base, 1, Precision.preset(name), options=AdamWOptions(**chosen))
-        with pytest.raises(ArgumentError, match=rf"master=.*it has '{decided}'.*in its Precision"):
+        with pytest.raises(ArgumentError, match=rf"master=.*here to '{decided}'.*in its Precision"):
             optimizer.prepare()
 
     worlds(2).run(work)
@@ -344,7 +344,7 @@ def test_compiled_units_share_their_code(worlds, stage):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"keep_fp32": ("a",)}, "expected param= with it"),
+        ({"keep_fp32": ("a",)}, "expected also param="),
         ({"param": torch.bfloat16, "keep_fp32": "norm"}, "expected a tuple of names"),
         ({"param": torch.bfloat16, "keep_fp32": (1,)}, "expected a tuple of names"),
         ({"master": "none"}, 'pass rounding="stochastic" too'),

@@ -254,7 +254,7 @@ def test_ranks_that_choose_differently(worlds):
         (lambda: UnitOptions(reshard_after_forward=1), "reshard_after_forward: expected True"),  # type: ignore[arg-type]
         (lambda: UnitOptions(prefetch=-1), "prefetch: expected an integer"),
         (lambda: ZeroOptions(per_unit={"a": 1}), "expected UnitOptions by names"),  # type: ignore[dict-item]
-        (lambda: ZeroOptions(per_unit={"a": BF16}), r"expected Precision\(param=\) with it"),
+        (lambda: ZeroOptions(per_unit={"a": BF16}), r"expected also Precision\(param=\)"),
         (lambda: ZeroOptions(ignored="shift"), "ignored: expected a tuple"),  # type: ignore[arg-type]
     ],
 )

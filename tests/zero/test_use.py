@@ -49,7 +49,7 @@ def test_gradients_that_nothing_clears_are_warned_of(worlds, stage):
         assert train(optimizer.zero_grad) == []
         assert train(module.zero_grad) == []
         (said,) = train(lambda: None)
-        assert "added to those that an earlier step has used" in said
+        assert "added to gradients that an earlier step has used" in said
         assert train(lambda: None) == []
 
     worlds(1).run(work)

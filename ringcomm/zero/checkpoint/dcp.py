@@ -75,8 +75,8 @@ from ringcomm.zero.checkpoint.format import (
 class SavePlanner(DefaultSavePlanner):
     """torch's planner for saves, except that values other than tensors are saved as JSON.
 
-    These are None, bools, ints, floats, strings, and lists, tuples and dicts of these. Other values
-    raise UnsupportedError before anything is written. Arguments: as for ``DefaultSavePlanner``.
+    Allowed are None, bools, ints, floats, strings, and lists, tuples and dicts of allowed values.
+    Others raise UnsupportedError before a write. Arguments: as for ``DefaultSavePlanner``.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -105,7 +105,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # For names that were saved with other wrappers: by name here, the name in the checkpoint.
+        # For names that were saved with other wrappers: {name here: name in the checkpoint}.
         self._saved_as: dict[str, str] = {}
         if self.metadata is not None:
             self.metadata = self._with_unwrapped_names(self.metadata)
@@ -143,7 +143,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Metadata]:
-    """Makes shards and saved pieces match, both flat or both boxes; see :class:`DTensorShard`."""
+    """Makes shards and saved pieces both flat, or both boxes; see :class:`DTensorShard`."""
     state, described = dict(state), dict(saved.state_dict_metadata)
     for name, wanted in state.items():
         there = described.get(name)
@@ -170,7 +170,7 @@ def _boxes(flat: TensorStorageMetadata, shape: Sequence[int]) -> list[ChunkStora
 
 
 def _own_key(container: Any, key: str | int) -> Any:
-    """Returns a container's own key, for a key that torch's flattening may have made a string."""
+    """Returns a container's own key, for a key that torch's flattening may have made text."""
     if isinstance(container, dict) and key not in container:
         return next(each for each in container if str(each) == key)
     return key
@@ -306,7 +306,7 @@ class _Wrote:
 
     Attributes:
         value: the value of an item that is not a tensor.
-        piece: the piece of an item that is a tensor, unless it has no elements.
+        piece: the piece of an item that is a tensor; None if it has no elements.
         file: the file that contains the piece.
         shape: the real shape of a flat shard.
     """
@@ -323,8 +323,8 @@ class StorageWriter(storage.StorageWriter):
     ``dcp.save(state_dict, storage_writer=StorageWriter(path), planner=SavePlanner())``
 
     An error on any rank is raised on all ranks as torch's ``CheckpointException``, which has the
-    original error in ``failures``. The files of a failed save are hidden; they are removed when the
-    coordinator's writer is freed, or by the next save to ``path``.
+    original error in ``failures``. The files of a failed save stay in a hidden folder, which is
+    deleted when the coordinator's StorageWriter is freed, or by the next save to ``path``.
 
     Args:
         path: the folder; it must not exist, and all ranks must see its parent folder.
@@ -335,7 +335,7 @@ class StorageWriter(storage.StorageWriter):
         super().__init__()
         self.path = Path(path)
         self._data = data
-        self._partial = self.path  # the hidden folder, on the coordinator
+        self._partial = self.path  # prepare_global_plan() sets it to the hidden folder
         self._clean_up: Callable[[], object] = _nothing
 
     def __repr__(self) -> str:
@@ -372,7 +372,7 @@ class StorageWriter(storage.StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not all(plan.usable for plan in plans):
             raise UnsupportedError(
-                f"{self.path}: plans that are kept from an earlier save name that save's folder; "
+                f"{self.path}: plans cached by an earlier save contain the earlier save's folder; "
                 "use a planner with enable_plan_caching=False"
             )
         self._clean_up()
@@ -408,7 +408,7 @@ def _nothing() -> None:
 
 
 def _discard(partial_folder: Path, process: int) -> None:
-    """Removes the hidden folder of a failed save, unless a forked child calls this at its end."""
+    """Removes the hidden folder of a failed save; does nothing in a forked child."""
     if os.getpid() == process and partial_folder.exists():
         with contextlib.suppress(OSError):
             commit.discard(partial_folder)

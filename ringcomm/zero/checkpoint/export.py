@@ -2,9 +2,9 @@
 
 NOTE [Every rank writes its own]
 Names, shapes and dtypes determine the place of each element in the files. So all ranks of a sharded
-module write at the same time, each the contiguous elements that it owns at their offsets, and
-nothing is gathered. Before this the first rank makes the files and their headers, and after all
-ranks have synced their data it gives the folder its name.
+module write at the same time: each rank writes its own contiguous elements at their offsets, and
+nothing is gathered. Before, the first rank makes the files and their headers. After all ranks have
+synced their data, the first rank gives the folder its name.
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ def _check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: o
 
 
 def _tied(reader: Reader) -> dict[str, str]:
-    """Returns the model's aliases, each with the saved name of the tensor that it shares."""
+    """Returns, for each alias in the model, the saved name of the tensor that it shares."""
     tied = reader.data.get("tied", {}) if isinstance(reader.data, dict) else {}
     saved = set(reader.names())
     for alias, name in tied.items() if isinstance(tied, dict) else [(tied, None)]:
         if f"{MODEL_PREFIX}{name}" not in saved or f"{MODEL_PREFIX}{alias}" in saved:
             raise CheckpointError(
                 f"export: {reader.folder}: data['tied'] has {alias!r} for {name!r}; expected a "
-                "dict of aliases that are not saved to weights that are, named as in the model"
+                "dict from aliases that are not saved to saved weights, both named as in the model"
             )
     return dict(tied)
 
@@ -358,7 +358,7 @@ def _write_run(out: int, at: int, slices: Iterator[Tensor], dtype: torch.dtype) 
 
 
 def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """Yields this rank's contiguous parts of a flattened tensor, each after its first index."""
+    """Yields (first index, elements) of this rank's contiguous parts of a flattened tensor."""
     for box in shard.boxes():
         if not box.local.numel():
             continue
@@ -368,7 +368,7 @@ def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tenso
         whole = len(shape)
         while whole and box.sizes[whole - 1] == shape[whole - 1]:
             whole -= 1
-        # Loop over the dimensions before ``outer``; elements of the later ones are contiguous.
+        # Loop over the dimensions before ``outer``; later dimensions are contiguous.
         outer = max(0, whole - 1)
         for at in product(*(range(size) for size in box.sizes[:outer])):
             index = [o + a for o, a in zip(box.offsets, at, strict=False)]
@@ -405,7 +405,7 @@ def _write(
                 made = None
     finally:
         if made is not None:
-            # If it cannot be removed, it stays hidden until the next save under this name.
+            # A folder that cannot be removed stays hidden until the next save under this name.
             with suppress(OSError):
                 commit.discard(made)
 
@@ -443,5 +443,5 @@ def _writing(operation: str, target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{operation}: cannot write {target}: {error}; nothing is left of it"
+            f"{operation}: cannot write {target}: {error}; none of its files remain"
         ) from error

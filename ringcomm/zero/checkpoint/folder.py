@@ -74,7 +74,7 @@ class Reader:
         self._rounds = rounds
         self._verified: set[str] = set()
         self._open: dict[str, Any] = {}
-        # The pieces of tensors in each file; filled when a file is verified.
+        # By file, the pieces of tensors in it; filled when the first file is verified.
         self._pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
 
     def __repr__(self) -> str:
@@ -237,11 +237,11 @@ class Reader:
             text = read_bounded(path, MAX_MANIFEST_BYTES).decode("utf-8")
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{self.folder}: expected a checkpoint, but it has no {MANIFEST_NAME}: it was "
-                "never finished, or is something else. Take another one"
+                f"{self.folder}: expected a checkpoint, but it has no {MANIFEST_NAME}: the save "
+                "never finished, or the folder is something else. Load another checkpoint"
             ) from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}. Take another one") from error
+            raise CheckpointError(f"{path}: cannot be read: {error}. Load another one") from error
         return Manifest.from_text(text, str(path))
 
     def _saved(self, name: str) -> SavedTensor:
@@ -269,12 +269,12 @@ class Reader:
         except OSError as error:
             raise self._damaged(file, f"is missing: {error}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise self._damaged(file, "is no regular file")
+            raise self._damaged(file, "is not a regular file")
         if status.st_size != expected:
             raise self._damaged(file, f"expected {expected} bytes, got {status.st_size}")
 
     def _damaged(self, file: str, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder / file}: {what}. Take another checkpoint")
+        return CheckpointError(f"{self.folder / file}: {what}. Load another checkpoint")
 
     def _fill(self, saved: SavedTensor, offsets: Sequence[int], out: Tensor) -> None:
         for piece in saved.pieces:
@@ -289,7 +289,7 @@ class Reader:
             self.verify([piece.file])
         try:
             stored = self._slice(saved, piece)
-            # Without this, safetensors would make the tensor on torch's default device.
+            # Without this context, safetensors would make the tensor on torch's default device.
             with torch.device("cpu"):
                 taken: Tensor = (
                     stored[_within(box, piece.offsets)]
@@ -341,7 +341,7 @@ def _within(box: Bounds, offsets: Sequence[int]) -> tuple[slice, ...]:
 
 # ---- A folder of checkpoints: saved together, seen whole or not at all, removed when old ---------
 
-# The ranks that save together, and the way in which they agree.
+# The ranks that save together, and how they agree on a save.
 
 
 class OneRank:
@@ -371,7 +371,7 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
     result, error = None, None
     try:
         result = work()
-    # After any failure: the other ranks must not wait for this rank until their timeout.
+    # Any failure is sent to the other ranks, so that they need not wait until their timeout.
     except Exception as raised:
         error = raised
     told = outcomes(ranks, operation, error, result)
@@ -384,7 +384,7 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
     for each in told:
         if each.kind:
             failed = CheckpointError(
-                f"{operation}: {each.name} failed, so no rank goes on: {each.text}. Earlier "
+                f"{operation}: {each.name} failed, so no rank continues: {each.text}. Earlier "
                 "checkpoints are intact"
             )
             failed.repeats = True
@@ -543,7 +543,7 @@ class _Save:
         self._step = step if number is None else number  # describe() refuses invalid steps
         self._checkpoints, self._contents = checkpoints, contents
         self._ranks = ranks
-        # Stages of a pipeline save in folders of their own, so the folder names the stage.
+        # Stages of a pipeline save in folders of their own, so the folder identifies the stage.
         self._operation = f"save step {step} in {checkpoints.root}"
         self._partial: Path | None = None  # the hidden folder, on rank 0 while it exists
 
@@ -585,7 +585,7 @@ class _Save:
         if latest is not None and self._step <= latest:
             raise ArgumentError(
                 f"{self._operation}: expected a step after {latest}, which is saved. To go "
-                "back to an earlier step, remove() those after it, or save under another root"
+                "back to an earlier step, remove() the later steps, or save under another root"
             )
         for each in commit.leftovers(self._checkpoints.root):
             commit.discard(each)
@@ -596,8 +596,8 @@ class _Save:
         if not partial.is_dir():
             raise CheckpointError(
                 f"{partial}: expected the folder that the first rank has made, but it is not "
-                "there; all ranks must see the same file system, and whoever else saves at the "
-                "same time, as another stage of a pipeline does, must save into another root"
+                "there; all ranks must see the same file system, and jobs that save at the same "
+                "time, such as another pipeline stage, must each save into a root of their own"
             )
 
     def _write(self, partial: Path) -> list[Any]:

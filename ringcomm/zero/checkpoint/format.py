@@ -1,8 +1,8 @@
-"""The files of a checkpoint: tensors, the manifest, and the rename that shows all files at once.
+"""The files of a checkpoint: tensors, the manifest, and the rename that makes them visible.
 
 A file has 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
-(https://huggingface.co/docs/safetensors). The library's own writer first copies all tensors into
-bytes; this writer holds at most one slice.
+(https://huggingface.co/docs/safetensors). The safetensors library's writer first copies all tensors
+into bytes; this writer holds at most one slice.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def write_tensor_file(
     """Writes a new file and waits until it is on the disk.
 
     Args:
-        path: must not exist.
+        path: the file to write; it must not exist.
         entries: the tensors, with different keys.
         metadata: the metadata for the header, as safetensors defines it.
 
@@ -248,7 +248,7 @@ class Piece:
 
     Attributes:
         offsets, sizes: the box in the tensor, by dimension; sizes are positive.
-        file, key: the file, and the key in the file, that have the box.
+        file, key: the file with the box's elements, and their key in this file.
     """
 
     offsets: tuple[int, ...]
@@ -310,7 +310,7 @@ def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         _check_inside(size, piece)
     if len(pieces) > 1 and not size:
-        raise ValueError("two pieces are the whole of a tensor of no dimensions")
+        raise ValueError("a tensor of no dimensions has one element, but several pieces")
     if len(size) == 1:
         _check_apart(sorted(pieces, key=lambda piece: piece.offsets))
     held = sum(piece.elems for piece in pieces)
@@ -329,7 +329,7 @@ def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
     into the integers modulo a prime near 2^127 misses a difference with probability below 2^-120.
     """
     if len(size) == 1 or len(pieces) < 2:
-        return True  # disjoint, or only one piece
+        return True  # 1-D pieces were checked to be disjoint; one piece alone cannot overlap
 
     def measure(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         found = 1
@@ -378,7 +378,7 @@ VERSION = 1
 # No model needs a larger manifest. Without a limit, a sparse file could claim any size.
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_EXTENT = 1 << 62
-# Only files with such names are opened, so that no manifest can refer outside of its folder.
+# Only files with such names are opened, so that a manifest cannot refer outside of its folder.
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
 
 
@@ -390,7 +390,7 @@ class SavedTensor:
         dtype: name of the dtype, as in ``DTYPE_OF_NAME``.
         size: size of the tensor that the pieces fill; [elems] for flat shards.
         shape: shape of the original tensor, with the same number of elements.
-        pieces: the pieces; each element is in one of them.
+        pieces: the pieces; each element is in exactly one piece.
     """
 
     dtype: str
@@ -566,7 +566,7 @@ def _check_head(body: Any) -> None:
     version, crc32 = body.pop("version", None), body.pop("crc32", None)
     if version != VERSION:
         raise ValueError(
-            f"expected version {VERSION}, got {shown(version)}: read it with its ringcomm"
+            f"expected version {VERSION}, got {shown(version)}: read it with its ringcomm release"
         )
     actual = _crc32(body)
     if crc32 != actual:
@@ -642,7 +642,7 @@ def make_folder(folder: Path) -> None:
     try:
         os.mkdir(folder)
     except FileExistsError:
-        # Another process made it at the same time: pipeline stages save below one folder.
+        # Another process may make the folder too: pipeline stages save below one folder.
         if not folder.is_dir():
             raise
     sync_folder(folder.parent)
@@ -681,7 +681,7 @@ def whole(target: Path) -> Iterator[Path]:
         yield partial
         commit(partial, target)
     except BaseException:
-        # The folder may have its final name already. If it cannot be removed, it stays hidden.
+        # The folder may have its final name already. If discard() fails, the folder stays hidden.
         with suppress(OSError):
             discard(partial)
         raise
@@ -789,7 +789,7 @@ class FlatShard(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.new_empty.default:
-            # For background saves torch makes such shards, and then fills their ``local``.
+            # For background saves torch makes empty copies of shards, and then fills ``local``.
             like, device = args[0], (kwargs or {}).get("device")
             return like.with_memory(torch.empty_like(like.local, device=device))
         raise UnsupportedError(

@@ -102,7 +102,7 @@ class StoredTensor:
         return _DTYPE_OF_CODE.get(self.code)
 
     def becomes(self, dtype: torch.dtype) -> bool:
-        """True if its values can be read into a tensor of this dtype."""
+        """True if the tensor's values can be read into a tensor of this dtype."""
         return self.dtype is dtype or (self.dtype in _FLOATING and dtype in _FLOATING)
 
 
@@ -124,7 +124,7 @@ class WeightFiles:
         self._files: list[int] = []
         self._paths: list[Path] = []
         self._closing = ExitStack()
-        # One buffer serves all reads: malloc keeps freed buffers' memory, or reuses it elsewhere.
+        # One buffer serves all reads: malloc would keep the memory of freed buffers.
         self._buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8, device="cpu")
         digest = hashlib.sha256()
         try:
@@ -171,7 +171,7 @@ class WeightFiles:
     def read_box(
         self, stored: StoredTensor, offsets: Sequence[int], out: Tensor, via: torch.dtype
     ) -> None:
-        """Fills ``out`` [box] with a box of a tensor; reads whole rows of it; see :meth:`read`.
+        """Fills ``out`` [box] with a box of a tensor; reads whole rows; see :meth:`read`.
 
         Args:
             stored, out, via: as for :meth:`read`.
@@ -210,7 +210,7 @@ class WeightFiles:
     # ---- index and headers ----------------------------------------------------------------------
 
     def _find(self) -> dict[Path, set[str] | None]:
-        """Returns the files, each with the names that the index has for it; None without index."""
+        """Returns the files, each with its tensors' names in the index; None without index."""
         if not self.source.is_dir():
             return {self.source: None}
         if (self.source / SINGLE_NAME).exists():
@@ -520,13 +520,13 @@ class _Rules:
 
 
 def is_transformers(root: nn.Module) -> bool:
-    # Not imported: if the library was never imported, no module can be one of its models.
+    # Do not import the library: if nobody imported it, no module can be one of its models.
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(root, library.PreTrainedModel)
 
 
 def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns a function that initializes a module's own tensors, by its model's or own method.
+    """Returns an initializer of modules: the model's ``_init_weights()``, or their own method.
 
     A model of the transformers library defines how its modules are initialized, including buffers
     that are in no file (rotary frequencies).
@@ -563,15 +563,15 @@ def pretrained(
     """Returns an argument for ``shard(init=)`` that fills a module from safetensors files.
 
     The module may be on the meta device: each rank reads the shards that it keeps, and no rank
-    holds more than these and one slice. The values are the same as with ``from_pretrained()`` or
-    ``load_state_dict()`` before ``shard()``: converted to the dtypes of the module, and then to the
-    dtypes of its precision. All ranks must see the same files.
+    holds more than its shards and one slice. The values are the same as with ``from_pretrained()``
+    or ``load_state_dict()`` before ``shard()``: converted to the dtypes of the module, and then to
+    the dtypes of its precision. All ranks must see the same files.
 
     Args:
         source: a .safetensors file, or a folder that ``save_pretrained()`` wrote, with one file or
             several files and an index.
         strict: refuse files that lack parameters or persistent buffers of the module, or have other
-            tensors. With False, the returned object lists these in ``missing_keys`` and
+            tensors. With False, the returned object lists both in ``missing_keys`` and
             ``unexpected_keys`` after ``shard()``; missing tensors are initialized if they are on
             the meta device, and otherwise keep rank 0's values.
         only: patterns of modules, parameters and buffers to load, with everything inside them; a
@@ -686,8 +686,8 @@ class Pretrained(WeightSource):
         if choice.strict and any(matched.keys):
             raise CheckpointError(
                 f"{self._files.source}: expected the weights of the module, but "
-                f"{matched.keys.in_words('they have')}. Pass strict=False to load what both have, "
-                "or rename= if names differ"
+                f"{matched.keys.in_words('they have')}. Pass strict=False to load the tensors that "
+                "both have, or rename= if names differ"
             )
         self._found = matched.found
         self._of_param = {id(self._names.tensors[name]): name for name in matched.found}
@@ -719,8 +719,8 @@ class Pretrained(WeightSource):
         sharding = Sharding.of(tensor)
         if sharding is not None and len(runs) > 1:
             raise UnsupportedError(
-                f"pretrained: {name} is made of {len(runs)} tensors in the files, of which this "
-                "rank has a part; load the model with from_pretrained() and divide it afterwards"
+                f"pretrained: {name} is made of {len(runs)} tensors in the files, and a DTensor is "
+                "read from one tensor only; load it with from_pretrained(), and divide it then"
             )
         box = None
         if sharding is not None:
@@ -800,7 +800,7 @@ class StoredValues(Values):
 
 
 def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
-    """Reads this rank's parts of the files' values, and sends them to all copies; collective."""
+    """Reads this rank's parts of the values, and sends them to ranks with copies; collective."""
     owner = engine.placement.owner
     with engine.together("load_pretrained"):
         for number, bucket in enumerate((*engine.stored, *engine.setup.stored_frozen)):
@@ -838,7 +838,7 @@ def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained
 def _pieces(
     bucket: ParamBucket, source: Pretrained
 ) -> Iterator[tuple[BucketParam, StoredValues, Segment]]:
-    """Yields this rank's parts of a bucket's parameters, with their positions in ``own_of``."""
+    """Yields this rank's parts of a bucket's parameters, with positions in ``own_of(bucket)``."""
     chunk = bucket.state_chunk
     for number, entry in enumerate(bucket.params):
         low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)

@@ -181,7 +181,7 @@ def read_extra_state(
     mine, theirs = list(modules_with_extra_state(root)), list(saved.data)
     if mine != theirs:
         raise fail(
-            f"expected extra state of the modules {mine}, as the model has it, got that of {theirs}"
+            f"expected extra state of the model's modules {mine}, got extra state of {theirs}"
         )
     values = {}
     for name, each in saved.data.items():
@@ -367,7 +367,7 @@ class TrainState:
 
 
 def _take(shards: Iterator[TensorShard], state: Mapping[str, Any]) -> None:
-    """Fills shards from the tensors of a state that contain their elements."""
+    """Fills each shard from the tensor of ``state`` that contains its elements."""
     for shard in shards:
         given = state[shard.name]
         begin = shard.begin - given.begin
@@ -525,7 +525,7 @@ def load(
             extra state are not loaded, and ``optimizer`` must be None.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of another model; nothing was changed.
+        CheckpointError: no checkpoint, or a damaged one, or of another model; nothing was changed.
         ArgumentError: the module is not sharded, the optimizer belongs to another module or is
             passed for a partial load, ``only`` matches nothing, or a parameter was replaced.
     """
@@ -689,7 +689,7 @@ class Loading:
         self._check_own(partial is None)
 
     def _check_states(self, given: SavedOptimizer) -> None:
-        """Checks that the checkpoint has every tensor that its facts about optimizer state name."""
+        """Checks that the checkpoint has all state tensors that its facts name."""
         for name in (each.name for stored in self.engine.stored for each in stored.params):
             state = given.states.get(name)
             for kind in () if state is None else state.tensors:
@@ -697,7 +697,7 @@ class Loading:
                     raise self.fail(f"expected optim.{kind}.{name}, but it is not there")
 
     def _find_sources(self, partial: PartialLoad | None) -> dict[str, str]:
-        """Returns the names to load, each with the name that the checkpoint has for it."""
+        """Returns, for each name to load, the tensor's name in the checkpoint."""
         root = self.engine.setup.module
         if partial is None:
             left_out = set(self.saved.left_out)
@@ -713,13 +713,13 @@ class Loading:
         found, self.keys = partial.match(saved, self.data["tied"])
         if partial.strict and any(self.keys):
             raise self.fail(
-                f"expected what the module has, but {self.keys.in_words('it has')}. Pass "
-                "strict=False to load what both have"
+                f"expected exactly the module's tensors, but {self.keys.in_words('it has')}. Pass "
+                "strict=False to load the tensors that both have"
             )
         return {f"model.{name}": f"model.{source}" for name, source in found.items()}
 
     def _params_from_masters(self, step: ShardedStep) -> dict[str, str]:
-        """Returns the parameters to read from the checkpoint's masters, if none are kept here."""
+        """Returns, for each parameter without a master here, the saved master to read it from."""
         found = {}
         for stored, bucket in zip(self.engine.stored, step.buckets, strict=True):
             if bucket.state.master is not None:

@@ -187,7 +187,7 @@ def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Ite
 def _state_names(
     engine: ShardEngine, step: ShardedStep, kind: str, groups: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
-    """Returns, by ``id``, the names of one kind's tensors, except for groups that need none."""
+    """Returns one kind's tensor names by ``id`` of parameter, without groups that need none."""
     without: set[int] = set()
     if kind in step.rule.names(groups):
         for group in groups:
@@ -236,7 +236,7 @@ def saved_state(
         needed = step.rule.names_in(bucket.layout, step.layout, groups)
         here = []
         for kind in kinds:
-            # Kinds that no group keeps come from earlier hyper-parameters, and continue with them.
+            # State of kinds that no group keeps is from earlier hyper-parameters: load it if saved.
             wanted = kind in needed or kind not in known
             called = {
                 key: name
@@ -267,7 +267,7 @@ def _unread(
 #     model.<name>            a parameter, or a persistent buffer of rank 0
 #     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
 #     optim.error_feedback.<node>.<name>, optim.error_feedback.sums.<name>
-#                             quantization errors of its gradients, of each node that saved
+#                             quantization errors of the param's gradients, by node that saved
 #
 # All of these are flat, and each rank has the elements of its chunks, at every stage: so a
 # checkpoint of one stage can be loaded at all stages. State of other shapes, as Adafactor keeps, is
@@ -277,7 +277,7 @@ def _unread(
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds.
+    """A rank's elements [begin, begin + local.numel()) of a flat tensor of ``elems`` elements.
 
     If ``local`` has no memory (device "meta"), ``read`` yields a range of elements of the tensor of
     which ``local`` is a view. Under tensor parallelism the flat tensor may be the local tensor of a
@@ -317,7 +317,7 @@ class TensorShard:
 
 
 def overlap(entry: BucketParam, chunk: Chunk) -> tuple[int, int]:
-    """Returns the bucket's elements [low, high), perhaps none, of both parameter and chunk."""
+    """Returns the elements [low, high), maybe none, that a parameter and a chunk share."""
     low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
     return low, max(low, high)
 
@@ -351,7 +351,7 @@ def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
 
 
 def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Yields parameters in buckets: this rank's chunks, or with ``whole`` all its elements.
+    """Yields parameters in buckets: this rank's chunks, with ``whole`` all it keeps.
 
     For parameters on a disk ``local`` has no memory, and the elements are read when needed.
     """
@@ -433,7 +433,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields all tensors of the model; one rank has each element, except replicas on a mesh."""
+    """Yields all tensors of the model; each element is on one rank, but for replicas on a mesh."""
     yield from param_shards(engine, whole=False)
     yield from loose_shards(engine, whole=False)
     for name, buffer in buffers_of(engine.setup.module).items():
@@ -445,7 +445,7 @@ def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
 # The names in a checkpoint may contain parts of wrappers that this module does not have.
 
 
-# The places of names in a checkpoint's JSON data; see :func:`renamed`.
+# The entries of a checkpoint's JSON data that contain names; see :func:`renamed`.
 NAMES_IN_FACTS = {
     "params": True,
     "left_out": True,
@@ -504,7 +504,7 @@ def renamed(value: Any, known: KnownNames, where: Any) -> Any:
     Args:
         value: the data, which is not checked yet.
         known: the module's names.
-        where: True if strings and dict keys are names; or a dict of further ``where``, by key.
+        where: True if strings and dict keys are names; or a dict with a ``where`` for each key.
     """
     if where is True:
         if isinstance(value, str):
@@ -571,7 +571,7 @@ VERSION = 1
 
 
 def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
-    """Returns the facts that a checkpoint has beside its tensors; JSON, equal on all ranks."""
+    """Returns facts about module and optimizer for a checkpoint: JSON, equal on all ranks."""
     told: dict[str, Any] = {
         "version": VERSION,
         "stage": engine.stage,
@@ -665,7 +665,7 @@ class SavedOptimizer:
 
 @dataclass(frozen=True)
 class SavedFacts:
-    """The facts beside a checkpoint's tensors, which :func:`describe` returned.
+    """The facts of a checkpoint, as :func:`describe` returned them.
 
     Attributes:
         world_size: number of ranks that saved; 0 for another library's checkpoint.
@@ -688,7 +688,7 @@ class SavedFacts:
         """Reads the facts from a file's JSON data.
 
         Raises:
-            CheckpointError: no save writes such data.
+            CheckpointError: the data are not as a save writes them.
         """
         try:
             told = exactly(told, dict)
@@ -749,7 +749,7 @@ def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
 
 
 def _check_converted(engine: ShardEngine, mine: list[str], theirs: list[str], fail: Fail) -> None:
-    """Checks another library's names, which may be in another order and include buffers."""
+    """Checks the names of another library's checkpoint: any order, and buffers may be included."""
     module = engine.setup.module
     known = {*mine, *buffers_of(module), *aliases(module)}
     missing, strange = sorted({*mine} - {*theirs}), sorted({*theirs} - known)

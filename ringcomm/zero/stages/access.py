@@ -3,8 +3,8 @@
 NOTE [Local shards]
 A rank keeps the elements of a parameter that are in its chunks: its local shard, which is one
 contiguous part of the flattened parameter and may be empty. Functions with ``local=True`` read and
-write the local shard; :func:`ringcomm.zero.local_shards` has its position. Others use whole
-tensors.
+write the local shard; :func:`ringcomm.zero.local_shards` returns its position. Other functions use
+whole tensors.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
         A float32 copy; None if no rank has a gradient of the parameter.
 
     Raises:
-        ArgumentError: ``param`` is no such parameter, or no optimizer is prepared; or the
-            parameters have other values, inside ``exchanged()``.
+        ArgumentError: ``param`` is not a trainable parameter of a sharded module, or no optimizer
+            is prepared; or the call is inside ``exchanged()``, where parameters have other values.
         MismatchError: the ranks would gather different parameters.
     """
     with _on_all(param, "get_gradient"):
@@ -310,8 +310,8 @@ class _Access:
         placement = placement_of(param) if isinstance(param, Tensor) else None
         if not isinstance(placement, ModulePlacement):
             raise ArgumentError(
-                f"{operation}: param: expected a parameter of a module that shard() has prepared, "
-                "which was trainable then; frozen ones have no gradient, master or state"
+                f"{operation}: param: expected a parameter that was trainable when shard() "
+                "prepared its module; frozen parameters have no gradient, master or state"
             )
         owner = placement.owner
         head = where(operation, placement.comm.rank, placement.comm.world_size)
@@ -327,8 +327,8 @@ class _Access:
         index = next((at for at, each in enumerate(owner.params) if each is param), None)
         if index is None:
             raise ArgumentError(
-                f"{head}: parameter {name}: is in none of its optimizer's groups, so that it has "
-                "no state; add_param_group() it"
+                f"{head}: parameter {name}: is in none of its optimizer's groups, so it has no "
+                "state; add it with add_param_group()"
             )
         number, segment = owner.layout.locations.get(index, (None, Segment(0, 0, index)))
         bucket = None if number is None else owner.buckets[number]
@@ -348,7 +348,7 @@ class _Access:
         return self.sharded.rule.kept_whole(self.index)
 
     def gathers(self, local: bool) -> bool:
-        """True if a read gathers from several ranks, which must all name one tensor."""
+        """True if a read gathers from several ranks, which must then all read the same tensor."""
         return not local and self.sharded.shard_of[1] > 1
 
     def all_or_none(self) -> Any:
@@ -447,7 +447,7 @@ class _Access:
         return flat if local else flat[begin : begin + elems]
 
     def _own_of(self, value: Tensor) -> Tensor:
-        """Returns this rank's part of a value that is whole, or a DTensor like the parameter."""
+        """Returns this rank's part of a whole tensor, or of a DTensor placed like the parameter."""
         sharding = self.spec.sharding
         if is_distributed(value):
             if not lies_alike(value, self.param):
@@ -461,7 +461,7 @@ class _Access:
         return value
 
     def digest(self, value: Tensor, local: bool) -> str:
-        """Returns a checksum that must be equal on all ranks; "" if each has another shard."""
+        """Returns a checksum that must be equal on all ranks; "" if ranks have different shards."""
         if local and self.sharded.shard_of[1] > 1:
             return ""
         return f"checksum {checksum(local_of(value).detach().contiguous())}"
@@ -485,7 +485,7 @@ class _Access:
         """Returns this rank's part of a state tensor that is to be set.
 
         Raises:
-            ArgumentError: there is no such state, or the value does not fit.
+            ArgumentError: the parameter has no state of this name yet, or the value does not fit.
         """
         if not self.has_state(name):
             raise self.fail(f"it has no {name} yet; take its first step before setting it")
@@ -498,7 +498,7 @@ class _Access:
         return value
 
     def publish(self) -> None:
-        """Sends this rank's new shard of the parameter to all copies of it; collective."""
+        """Sends this rank's new shard of the parameter to all ranks with a copy; collective."""
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
         if bucket.compression is not None:
@@ -513,7 +513,7 @@ class _Access:
 
 
 def write_master(bucket: Bucket, own: Chunk, shard: Tensor) -> None:
-    """Writes a shard of masters in this rank's chunk, and the parameters rounded from it."""
+    """Writes a shard of masters in this rank's chunk, and the parameters rounded from them."""
     if bucket.state.remainder is None:
         first = bucket.chunk.begin
         with bucket.params_here(write=True):

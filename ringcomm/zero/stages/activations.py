@@ -67,8 +67,9 @@ Storage = torch.UntypedStorage
 # them in the reverse order. A content exists as long as some graph has a receipt of it.
 #
 # Writing. The newest contents stay in memory, up to ``resident_bytes``, since backward needs them
-# first. An older content is copied into *slots*, aligned buffers of one piece each, from which the
-# disk's threads write, and its storage is released. While all slots are in use the caller waits.
+# first. An older content is cut into pieces of up to ``PIECE_BYTES`` and copied into *slots*,
+# aligned buffers of a piece each, from which the disk's threads write. Its storage is released.
+# While all slots are in use the caller waits.
 #
 # Reading. A content is read into new memory, which autograd then owns, without a copy. After the
 # content that is needed, contents of earlier receipts are read *ahead*. Backward does not follow
@@ -175,7 +176,7 @@ class _Ahead:
 
     Attributes:
         receipt: the receipt whose turn is expected.
-        content: its content.
+        content: the content of this receipt.
         storage: the storage that has the content.
         turn: the last turn in which this content was among the contents expected next.
     """
@@ -200,7 +201,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the part of a tensor's storage that is to be saved, as bytes [begin, end).
 
     If the tensor spans at least half of its storage, this is the whole storage, since its other
-    parts are mostly saved as well. A view of a few rows of a data set does not save the rest of it.
+    parts are mostly saved as well. A view of a few rows of a data set does not save the other rows.
     """
     begin = int(tensor.storage_offset()) * tensor.element_size()
     end = begin + reach_of(tensor.shape, tensor.stride()) * tensor.element_size()
@@ -209,7 +210,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Gone(NamedTuple):
-    """Identifies a freed content, of which no graph has a receipt any more."""
+    """Identifies a freed content, for which no graph has a receipt any more."""
 
     key: Key
     number: int
@@ -217,11 +218,11 @@ class _Gone(NamedTuple):
 
 
 class ActivationStore:
-    """Stores the contents of one rank, in memory and on a disk. Not thread-safe.
+    """Stores one rank's saved activations, as :class:`Content`, in memory and on a disk.
 
     Args:
         disk: the folder, and how much memory the store may use.
-        what: name of the contents in errors.
+        what: name of the stored data in errors.
         timeout_s: returns the time limit of a transfer, in seconds.
     """
 
@@ -520,7 +521,7 @@ def activations_on(
 
     Returns:
         A context manager for this thread, which may be entered any number of times. Backward may
-        run inside or outside. Keep the object from step to step: it uses its file's space again.
+        run inside or outside. Keep the object from step to step, to use its file's space again.
 
     Raises:
         ArgumentError: an argument has a wrong type or value.
@@ -684,9 +685,9 @@ def expect_host(device: torch.device) -> None:
     """Raises UnsupportedError for memory that the disk's threads cannot reach."""
     if device.type not in ("cpu", "meta"):
         raise UnsupportedError(
-            f"activations_on: expected tensors on the CPU, got one on {device}, whose way to a "
-            "disk is through pinned memory, which is not implemented yet. Use "
-            "torch.autograd.graph.save_on_cpu(pin_memory=True) there"
+            f"activations_on: expected tensors on the CPU, got one on {device}; copies from there "
+            "to a disk, through pinned memory, are not implemented yet. Use "
+            "torch.autograd.graph.save_on_cpu(pin_memory=True) for this device"
         )
 
 

@@ -227,7 +227,7 @@ def uneven(
             is the mean over the ranks that still have batches; fewer ranks have larger weights.
 
     Raises:
-        ArgumentError: on all ranks: one rank has no batch at all, and others have.
+        ArgumentError: one rank has no batch at all and others have some; on all ranks.
         RingcommError: the batches of another rank raised an exception.
     """
     found = find_communicator(comm, "uneven", None)
@@ -271,7 +271,7 @@ def _agree(comm: Communicator, here: bool, has_any: bool, error: BaseException |
         mine = "this rank has batches" if has_any else "this rank has no batch"
         raise ArgumentError(
             f"{head}: batches: expected at least one on each rank, got none on {without} of "
-            f"{comm.world_size} ({mine}); a rank repeats its last batch once it has no more, so "
-            "give each rank one"
+            f"{comm.world_size} ({mine}); a rank that has no more batches repeats its last batch, "
+            "so give each rank at least one"
         )
     return int(present)

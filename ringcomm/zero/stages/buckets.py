@@ -56,10 +56,10 @@ _address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 #: A device moves a unit's parameters, or a bucket's gradients, on the caller's stream if they have
-#: at most this number of bytes. A choice: over NVLink the move takes some microseconds, as long as
+#: at most this number of bytes. Not tuned: over NVLink the move takes some microseconds, as long as
 #: the four driver calls and two waits of the device that a side stream would cost.
 SMALL_BYTES = 1 << 20
-#: The most bytes of units that a device unshards ahead, beyond ``ZeroOptions.prefetch``. A choice:
+#: The most bytes of units that a device unshards ahead, beyond ``ZeroOptions.prefetch``. Not tuned:
 #: 16 MiB is a small part of a GPU's memory, and takes some 50 microseconds over NVLink.
 AHEAD_BYTES = 1 << 24
 
@@ -95,8 +95,7 @@ class ParamBucket(ABC):
             were not rounded, or if an optimizer has taken this tensor over. With
             :attr:`compression` the tensor holds the masters, also for an optimizer; see
             NOTE [Quantized parameters] in ``optim/buckets.py``.
-        compression: format in which the parameters cross between nodes; None if they cross
-            unquantized.
+        compression: format in which nodes exchange the parameters; None if they are not quantized.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class ParamBucket(ABC):
         """
         return nullcontext()
 
-    def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
+    def connect(self) -> None:  # noqa: B027 -- replicated buckets do nothing here
         """Maps the peers' chunks, if this kind of bucket reads them; collective."""
 
     def give_back(self) -> None:
@@ -183,8 +182,8 @@ class ParamBucket(ABC):
     def settle(self, async_op: bool = False) -> Work | None:
         """Sends this rank's part of the parameters to all ranks with copies of it; collective.
 
-        With :attr:`compression`, all copies, also this rank's, get the masters quantized and
-        dequantized.
+        With :attr:`compression`, all copies, also this rank's, get the masters' values after
+        quantization.
         """
 
     def _moved(self, entry: BucketParam) -> ArgumentError:
@@ -194,9 +193,9 @@ class ParamBucket(ABC):
             f"{head}: parameter {entry.name}: its memory was replaced after shard() had moved it "
             "(by .to(), .data = or the like, perhaps in forward): expected "
             f"{self.layout.dtype} of shape {tuple(entry.spec.shape)} in the memory of shard(), "
-            f"got {found.dtype} of shape {tuple(found.shape)} elsewhere. Do that before shard(), "
-            "or call remove_sharding() first, and change values in place. Frozen parameters may "
-            "get other memory of the same values"
+            f"got {found.dtype} of shape {tuple(found.shape)} elsewhere. Replace memory before "
+            "shard() or after remove_sharding(); else change values in place. Frozen parameters "
+            "may get other memory of the same values"
         )
 
     @abstractmethod
@@ -250,8 +249,8 @@ class ShardedBucket(ParamBucket):
     """A bucket that is sharded over the ranks, and unsharded and resharded as a whole.
 
     Over several nodes each node has a copy of all parameters, and a rank keeps a chunk of the copy.
-    If the state is sharded over all ranks, ranks of one rail keep the same chunk, and each of them
-    updates a part of this chunk; see NOTE [A copy on each node].
+    If the state is sharded over all ranks, the ranks of one rail (equal local ranks on all nodes)
+    keep the same chunk, and each updates a part of it; see NOTE [A copy on each node].
 
     Attributes:
         kept_chunk: the part of the bucket that this rank keeps.
@@ -407,7 +406,7 @@ class ShardedBucket(ParamBucket):
         self.flat.untyped_storage().resize_(0)
 
     def _leave_memory(self) -> None:
-        """Leaves ``flat``'s memory to other holders; see NOTE [Memory that others hold]."""
+        """Leaves ``flat``'s memory to arrays and views; see NOTE [Memory that others hold]."""
         advance_versions(self._local_views, -1)  # undo the advance: the views stay valid
         self._make_flat()
 
@@ -437,7 +436,7 @@ class ShardedBucket(ParamBucket):
     def is_referred_to(self) -> bool:
         """True if views of the unsharded memory exist besides the parameters themselves.
 
-        Compared with the reference count at the first unsharding, when no such views could exist.
+        Compares the reference count with the first unsharding's, when no such views could exist.
         """
         references = self._references
         return (
@@ -559,7 +558,7 @@ class ShardedBucket(ParamBucket):
     def _is_equal_copy(self, entry: BucketParam) -> bool:
         """True if a frozen parameter has other memory, with the bucket's unsharded values.
 
-        Layers with quantized weights assign ``weight.data`` in forward.
+        Layers with quantized weights make such copies: they assign ``weight.data`` in forward.
         """
         local, there = local_of(entry.param).detach(), entry.view(self.flat)
         if self.trains or not self.is_unsharded:
@@ -581,7 +580,7 @@ class ShardedBucket(ParamBucket):
         self._leave()
 
     def keep_own(self, begin: int = 0, end: int | None = None) -> None:
-        """Copies from ``flat`` this rank's part of elements [begin, end), by default of all."""
+        """Copies from ``flat`` this rank's part of elements [begin, end), by default all."""
         first, last = self.kept_chunk
         low, high = max(begin, first), last if end is None else min(end, last)
         if low < high:
@@ -589,7 +588,7 @@ class ShardedBucket(ParamBucket):
                 self.kept[low - first : high - first].copy_(self.flat[low:high])
 
     def count_change(self, only: Container[int]) -> None:
-        """Expects the next version of parameters whose values all ranks have changed.
+        """Advances the expected versions of parameters whose values all ranks have changed.
 
         Args:
             only: ``id`` of the parameters; ids of other tensors are ignored.
@@ -598,7 +597,7 @@ class ShardedBucket(ParamBucket):
             if id(param) in only:
                 self._versions[index] += 1
         if self._local_views and not self.is_unsharded:
-            # The parameters have placeholders as local tensors now, and get these back later.
+            # The parameters' local tensors are placeholders now, and these views again later.
             views = zip(self.tensors, self._views, strict=True)
             changed = [v for p, v in views if id(p) in only and is_distributed(p)]
             advance_versions(changed, 1)
@@ -623,8 +622,8 @@ def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
 class WorldBucket(ShardedBucket):
     """A sharded bucket with one chunk per rank of all nodes, so that no node has all chunks.
 
-    Other nodes' memory cannot be mapped, so unsharding is a collective of all ranks. A tag tells
-    the unshardings of different buckets apart.
+    Other nodes' memory cannot be mapped, so unsharding is a collective of all ranks. A tag
+    distinguishes the unshardings of different buckets.
 
     Args:
         layout, params, comm, trains: as for :class:`ParamBucket`.
@@ -643,7 +642,7 @@ class WorldBucket(ShardedBucket):
         super().__init__(layout, params, comm, trains, "world")
         # The checksum of each parameter's values, while the bucket is open.
         self._checksums: list[int] = []
-        #: True while chunks differ from the masters; they are then gathered unquantized.
+        #: True while chunks differ from the masters; the chunks are then gathered unquantized.
         self.has_other_values = False
 
     def _keeping(self, state: str) -> tuple[int, int]:
@@ -839,5 +838,5 @@ class DiskBucket(WorldBucket):
                 [(name,) for name in names],
                 first_other(names),
                 "With parameters on a disk all ranks must unshard the same parameters in the same "
-                "order: take the same way through the model on all, and call unsharded() on all",
+                "order: run the same modules on all ranks, and call unsharded() on all of them",
             )

@@ -64,7 +64,7 @@ class _ParamSlot(NamedTuple):
 
 
 class Slots:
-    """The slots of a module's parameters in buckets; a slot is a module and a key of its table.
+    """The slots of a module's bucketed parameters; a slot is a module and a ``_parameters`` key.
 
     NOTE [Replaced parameters]
     A tensor that replaces a parameter after ``shard()`` would never be trained: hooks, buckets and
@@ -84,15 +84,16 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # The last entries read. The tables may be swapped; see NOTE [A dict while unsharded].
+        # The entries that _read() yielded last. check() compares entries, not the dicts that hold
+        # them: unsharding swaps the dicts; see NOTE [A dict while unsharded] in hooks.py.
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """Yields the table entries of all modules; check() has little to do if none has changed."""
+        """Yields all modules' entries; if check() finds them unchanged, it looks no further."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # its tables are not Python's, and do not change
+                continue  # its entries are not in Python dicts, and do not change
             for key, child in module._modules.items():
                 yield module, "_modules", key, child
             for key, param in module._parameters.items():
@@ -144,7 +145,7 @@ class Slots:
         now = owner._parameters.get(slot.key)
         if now is not None or id(slot.param) in there:
             return now is not None and now is not slot.param
-        # The value itself is not read, since a property may compute it from parameters.
+        # The attribute is not read, since a property may compute its value from parameters.
         computed = isinstance(getattr(type(owner), slot.key, None), property)
         held = vars(owner).get(slot.key), owner._buffers.get(slot.key)
         return computed or any(isinstance(each, Tensor) for each in held)
@@ -217,7 +218,7 @@ class Unconverted:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._check(module, key, tensor, fn, tried)
-        # The function changes no sharded tensor. It is applied to modules added since shard().
+        # The function changes no sharded tensor. Apply it to modules added since shard().
         if recurse:
             known = set(map(id, guarded))
             for module in guarded:
@@ -326,12 +327,12 @@ def allow_conversions(modules: list[nn.Module]) -> None:
     modules.clear()
 
 
-# NoneType: a call returns None, like the call of a weak reference to a backward that has ended.
+# NoneType() returns None, as a weak reference does when its backward has ended.
 _NOTHING = type(None)
 #: A hook that gets a parameter's name, a shard of its gradient, and the shard's first index.
 GradientHook = Callable[[str, Tensor, int], object]
 # The engine of each parameter, trainable or frozen. Keys are weak and compared by id(). Values are
-# weak, since they refer to the keys. torch's class is not typed.
+# weak, since they refer to the keys. cast(): torch gives WeakIdKeyDictionary no type parameters.
 _engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
 
 
@@ -382,12 +383,13 @@ class ShardEngine:
     """The engine of one sharded module on one rank.
 
     NOTE [Hooks count]
-    The hook of a gradient notes the parameter and counts. The engine looks at a bucket when the
-    bucket's last gradient has arrived, when its waiting gradients reach ``BATCH_BYTES``, and at
-    stage 3 when backward no longer needs its parameters. The first gradient of a backward decides
-    for the whole module whether this backward reduces the module, and whether gradients may update
-    parameters. Two kinds of gradients must not wait: with sums in FP32, the accumulator would add a
-    waiting gradient to its sum; and a gradient that comes after its bucket's turn is left over.
+    The hook of a gradient notes the parameter and updates the bucket's counts. The engine looks at
+    a bucket when the bucket's last gradient has arrived, when its waiting gradients reach
+    ``BATCH_BYTES``, and at stage 3 when backward no longer needs its parameters. The first gradient
+    of a backward decides for the whole module whether this backward reduces the module, and whether
+    gradients may update parameters. Two kinds of gradients must not wait: with sums in FP32, the
+    accumulator would add a waiting gradient to its sum; and a gradient that comes after its
+    bucket's turn is left over.
 
     Attributes:
         setup: the parts of the engine.
@@ -452,7 +454,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # A step in one pass is for stage 2, which gathers, and cannot round gradients to 16 bits.
+        # Only stage 2, which gathers, steps in one pass, and only if gradients stay FP32.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches
@@ -485,7 +487,7 @@ class ShardEngine:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this module's parameters with their current unwrapped names.
 
-        Ignored parameters are left out, and parameters of other engines: modules that were added
+        Ignored parameters and parameters of other engines are left out: modules that were added
         after ``shard()``, such as adapters, may be sharded by themselves.
         """
         for name, param in named_parameters(self.setup.module):
@@ -517,8 +519,9 @@ class ShardEngine:
     def _align_gradients(self) -> None:
         """Gives gradients of DTensors their parameters' placements as they arrive, in one order.
 
-        It may be collective. Later work on a gradient differs between ranks: it depends on free
-        buffers and on local elements. See also NOTE [Sums to come] in ``zero/stages/order.py``.
+        An alignment may be collective, so it is made here, in the same order on all ranks. The
+        order of later work depends on each rank's free buffers and local elements. See also NOTE
+        [Sums to come] in ``zero/stages/order.py``.
         """
         for param in self.trainable.params:
             if is_distributed(param):
@@ -642,7 +645,7 @@ class ShardEngine:
             self.reduction.zero()
 
     def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Called when a backward through a unit begins: all of the unit's gradients are to come."""
+        """Called when a backward through a unit begins; expects all its gradients again."""
         if self._counting() is None:
             return
         for stored in buckets:
@@ -789,7 +792,7 @@ class ShardEngine:
         if self.unsharder is not None and self.unsharder.pinned:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
-                "unsharded(), whose parameters it would leave old; leave the context first"
+                "unsharded(), whose parameters would keep their old values; leave the context first"
             )
 
     # ---- the end --------------------------------------------------------------------------------
@@ -828,13 +831,13 @@ class ShardEngine:
 
 def _brings_gradient(param: Tensor) -> bool:
     """True if the running backward will add to a parameter's gradient."""
-    # The autograd node is looked up each time: a node keeps the stream on which it was made.
+    # The autograd node is not stored, since a node keeps the stream on which it was made.
     try:
         with without_torch_function():
             node = get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # torch.autograd.grad() returns this parameter's gradient and accumulates nothing.
+        # Raised in torch.autograd.grad(), which returns the gradient and accumulates nothing.
         return False
 
 
@@ -849,7 +852,7 @@ def _gradient_arrived(
     index: int,
     param: Tensor,
 ) -> None:
-    """Counts the gradient of a parameter; the other work is done once for several gradients."""
+    """Counts one gradient that has arrived; calls _look() when the bucket's count runs out."""
     alive, bucket = engine(), reference()
     if alive is None or bucket is None:
         return

@@ -32,9 +32,9 @@ class GraphedStep:
     """A training step that runs as one CUDA graph, so that the host launches once per step.
 
     ``step`` does a whole step: forward, backward, clipping, ``optimizer.step()`` and
-    ``optimizer.zero_grad()``. The first ``warmup`` calls run it eagerly, and train. The next call
-    captures it. From then on a call copies its tensors into the tensors of the first call and
-    replays the graph. The results have the same bits as the same number of eager steps::
+    ``optimizer.zero_grad()``. The first ``warmup`` calls run ``step`` eagerly, and train. The next
+    call captures ``step`` in a graph. Later calls copy their tensors into the tensors of the first
+    call and replay the graph. The results have the same bits as the same number of eager steps::
 
         def step(tokens, targets):
             loss = loss_of(model(tokens), targets)
@@ -103,8 +103,8 @@ class GraphedStep:
 
         Returns:
             The step's result, without its autograd graph. Once the step is captured, every call
-            returns the same tensors, and the next call replaces their values: clone those that you
-            keep.
+            returns the same tensors, and the next call replaces their values: clone the tensors
+            that you keep.
 
         Raises:
             ArgumentError: the arguments differ from the first call's arguments in structure,
@@ -115,7 +115,7 @@ class GraphedStep:
                 taken the step.
             RingcommError: a fault in an earlier call or replay; see ``ringcomm.errors``.
         """
-        self._calls.check_usable(OPERATION)  # a replay would silently do nothing
+        self._calls.check_usable(OPERATION)  # after a fault, a replay would silently do nothing
         leaves, structure = tree_flatten((args, kwargs))
         if self._inputs is not None:
             self._inputs.check(leaves, structure)
@@ -141,7 +141,7 @@ class GraphedStep:
         return self._outputs
 
     def reset(self) -> None:
-        """Drops the graph and the first call's arguments, once the graph's replays are done.
+        """Drops the graph and the first call's arguments, after the graph's last replay has ended.
 
         The next ``warmup`` calls are eager, and may have other shapes; then the step is captured
         again. Call it on all ranks, after changes that :meth:`__call__` refuses.
@@ -156,7 +156,7 @@ class GraphedStep:
 
     @contextmanager
     def _behind_the_caller(self) -> Iterator[None]:
-        """Runs the body on the step's stream, after the caller's work and before its later work."""
+        """Runs the body on the step's stream, between the caller's earlier and later work."""
         runtime, device, own = self._runtime, self._device, self._stream
         caller = runtime.current_stream(device)
         runtime.wait_event(device, own.handle, runtime.record_event(device, caller))
@@ -174,7 +174,7 @@ class GraphedStep:
     def _capture(self) -> None:
         """Captures the step on all ranks, or raises on all; collective."""
         captured = _Captured(self._optimizer)
-        captured.begin_replay(self._engine)  # takes over writes and reshards; the graph unshards
+        captured.begin_replay(self._engine)  # reshards, so that the graph unshards
         with all_or_none(self._optimizer.communicator, OPERATION):
             try:
                 with self._runtime.capture_on(self._stream) as graph:
@@ -287,8 +287,8 @@ class _Captured:
         return hyper, [param.requires_grad for group in groups for param in group["params"]]
 
     def check(self, called: str) -> None:
-        """Raises ArgumentError if one of these values has changed since the capture."""
-        after = "call reset() on all ranks after such a change, and the step is captured anew"
+        """Raises ArgumentError if a captured value has changed since the capture."""
+        after = "call reset() on all ranks after the change, to capture the step again"
         hyper, trained = self._found()
         if self._optimizer.sharded_step() is not self.step or len(hyper) != len(self._hyper):
             raise ArgumentError(f"{called}: a param group was added since the capture; {after}")
@@ -301,7 +301,7 @@ class _Captured:
                     )
         if trained != self._trained:
             raise ArgumentError(
-                f"{called}: other parameters require a gradient than in the capture; {after}"
+                f"{called}: parameters were frozen or unfrozen since the capture; {after}"
             )
 
     def begin_replay(self, engine: ShardEngine | None) -> None:
@@ -323,16 +323,16 @@ def _capturable_engine(optimizer: ShardedOptimizer) -> DeviceCallEngine:
     if comm is None or not comm.launches:
         raise _refusal("its parameters are on the CPU, where there are no graphs", "Run it eagerly")
     if not isinstance(engine, DeviceCallEngine):
-        raise _refusal("its ranks are on several nodes, which need the host", "Run it eagerly")
+        raise _refusal("its ranks are on several nodes, so hosts take part", "Run it eagerly")
     if engine.joint_launch is not None:
         raise _refusal(
-            "ranks of this process share the device, and so a launch that no single rank can "
+            "ranks of this process share the device and launch jointly, which no single rank can "
             "capture",
             "Give each rank a process, or a device",
         )
     reason = optimizer.uncapturable()
     if reason is not None:
-        raise _refusal(reason, "Run it eagerly, or without that")
+        raise _refusal(reason, "Run it eagerly, or change this")
     if optimizer.placement is not None and module_order(comm).has_several:
         raise _refusal(
             "several sharded modules share its communicator, and agree on the host at each "

@@ -51,8 +51,9 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def in_transform() -> bool:
     """True if ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
 
-    These functions return gradients instead of accumulating them in parameters, so no gradient is
-    reduced; and inside them torch refuses writes to outside memory, which unsharding makes.
+    These functions return gradients instead of accumulating them in parameters, so there is nothing
+    to reduce. Inside these transforms torch also refuses writes to tensors from outside, and
+    unsharding makes such writes.
     """
     stack = _transforms()
     return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
@@ -155,8 +156,8 @@ class _ShowValues:
     """A hook that makes a module's own values in its state dict safe to save.
 
     Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
-    storage, and ``torch.save()`` would write the whole bucket. Outside of ``unsharded()`` stage 3
-    shows placeholders, since frameworks call ``state_dict()`` of a part there, for its names.
+    storage, and ``torch.save()`` would write the whole bucket. At stage 3, outside of
+    ``unsharded()``, values are placeholders: frameworks call ``state_dict()`` then only for names.
     """
 
     def __init__(self, engine: ShardEngine) -> None:
@@ -288,7 +289,7 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
     """Registers ``hook`` to be called before a backward reaches the code that made ``output``.
 
-    Returns whether any tensor got the hook. Leaves get none: they would keep it for ever.
+    Returns whether any tensor got the hook. Leaf tensors get none: they would keep it for ever.
     """
     watched = False
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
@@ -356,7 +357,8 @@ class _UnitHooks:
         self._depth = 0
         # True if a parameter was looked up while the unit was resharded, which unsharded it.
         self._touched = False
-        # Units whose parameters are used outside of their module's calls stay unsharded.
+        # True if the unit stays unsharded after forward. touched() also sets it: for parameters
+        # that are used outside of their module's calls.
         self.stays = is_root or stays_after_forward(unit, engine.options)
         engine.keep(unit.module.register_forward_pre_hook(self._before, with_kwargs=True))
         engine.keep(
@@ -413,7 +415,7 @@ class _UnitHooks:
 
     def _watch_inputs(self, inputs: Any) -> None:
         needed = [each for each in tensors_in(inputs) if each.requires_grad]
-        # Leaves outlive the backward, and would keep the hook.
+        # Leaf tensors outlive the backward, and would keep the hook.
         if needed and not any(each.is_leaf for each in needed):
             arrived = _AllArrived(len(needed), self._reshard_frozen)
             for each in needed:
@@ -536,7 +538,7 @@ class _WatchedDict(dict[str, Any]):
     NOTE [Touching unshards]
     Modules use each other's parameters (``F.linear(x, self.embed.weight)``) without a call that
     hooks could see. Since unsharding needs no other rank, it can happen right where
-    ``embed.weight`` is looked up. From then on that unit stays unsharded from its first use to the
+    ``embed.weight`` is looked up. From then on the unit stays unsharded from its first use to the
     end of backward.
     """
 
@@ -561,13 +563,13 @@ class _WatchedTable:
     """A module's table of parameters: watched, or a plain dict while all are unsharded.
 
     NOTE [A dict while unsharded]
-    Dynamo traces into a table whose class is not dict itself, and would compile a unit again for
-    each module that it guards there. Unsharded parameters need no watching, so a compiled unit
-    finds a plain dict, and all units of one kind share its code.
+    Dynamo traces into a table whose class is not dict itself, and guards on the module there. So it
+    would compile the code of each unit again. Unsharded parameters need no watching, so a compiled
+    unit finds a plain dict, and all units of one kind share its code.
 
     Attributes:
         attributes: the attributes of the module.
-        watched: its table while some of its parameters are resharded.
+        watched: the module's table while some of its parameters are resharded.
         buckets: the buckets of the module's parameters.
     """
 

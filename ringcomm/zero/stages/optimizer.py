@@ -122,10 +122,9 @@ class ReplicatedPlan(StagePlan):
 
 
 class ReducedPlan(StagePlan):
-    """The step of stage 2, where all gradients but the last ones were reduced in backward.
+    """The step of stage 2, after a backward that has reduced all buckets but the last few.
 
-    The last gradients are reduced in the step; see NOTE [Kept for the step] in
-    ``zero/stages/reduce.py``.
+    The step reduces these last buckets; see NOTE [Kept for the step] in ``zero/stages/reduce.py``.
     """
 
     def __init__(self, backend: Backend, reduction: Reduction) -> None:
@@ -161,7 +160,7 @@ class ReducedPlan(StagePlan):
             self.backend.update_gather(bucket, self._reduce_now(bucket, grads))
 
     def _reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Reduces gradients that no shard keeps, to the dtype of :meth:`reduced`; collective."""
+        """Reduces gradients, without keeping them, to the dtype of the shard; collective."""
         exact = self.backend.reduce_now(bucket, grads, self.reducer)
         return exact.to(self._reduction.buckets[bucket.number].shard.dtype)
 
@@ -172,7 +171,7 @@ class SplitPlan(ReducedPlan):
     See NOTE [Unsharding is one-sided] in ``zero/stages/buckets.py`` for the barriers.
 
     Args:
-        backend, reduction: as for :class:`ReducedPlan`.
+        backend, reduction: see :class:`ReducedPlan`.
         engine: the engine of the module.
         disk: reads chunks of parameters into memory for updates; None if they are in memory.
     """
@@ -209,7 +208,7 @@ class SplitPlan(ReducedPlan):
         reduced = self._reduction.buckets[bucket.number]
         assert isinstance(reduced.stored, ShardedBucket)
         self._update_shard(bucket, reduced.shard)
-        # Another thread may do this work while this thread updates buckets; end() waits for it.
+        # Another thread may settle a bucket while this thread updates others; end() waits for it.
         work = reduced.stored.settle(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
@@ -289,8 +288,8 @@ class DiskUpdates:
             engine.unsharder.expect_first()
 
 
-# For options that are not fields of ZeroOptions: where shard() takes them, in words.
-_IN_PRECISION = dict.fromkeys(("master", "rounding"), ", in its Precision, or leave it away there")
+# Ends of error messages for options that shard() takes in Precision, not in ZeroOptions.
+_IN_PRECISION = dict.fromkeys(("master", "rounding"), " in its Precision, or omit it there")
 
 
 class ReducedGradients(Gradients):
@@ -328,7 +327,7 @@ class ReducedGradients(Gradients):
         return active
 
     def end_step(self) -> None:
-        """Ends a step of which backward has updated some or all buckets; collective."""
+        """Ends a step in which backward has updated some or all buckets; collective."""
         updates = self._reduction.updates
         assert updates is not None
         self._engine.reshard_for_step()
@@ -384,15 +383,15 @@ class ReducedGradients(Gradients):
 
 @dataclass(eq=False)
 class _Arrivals:
-    """Counts the gradients of one bucket that have arrived and were not moved yet.
+    """Counts one bucket's gradients that have arrived but were not yet moved into the bucket.
 
     Attributes:
         slots: the bucket's slots whose gradients are counted.
         sizes: for each slot, the bytes of its gradient.
         waiting: positions in ``slots`` of gradients that have arrived.
         trained: number of gradients that a backward brings.
-        left: all waiting gradients move after this number of further gradients,
-        room: or after this number of further bytes of gradients.
+        left: number of further gradients after which all waiting gradients move.
+        room: bytes of further gradients after which all waiting gradients move.
     """
 
     slots: list[Slot]
@@ -445,7 +444,7 @@ class BucketedGradients(Gradients):
                 arrivals.room = BATCH_BYTES
 
     def _keep_hook(self, engine: ShardEngine, slot: Slot, hook: Callable[[Tensor], None]) -> None:
-        # torch allows such hooks only if a gradient is required, and slot.param may be frozen now.
+        # torch allows these hooks only on unfrozen parameters; slot.param may be frozen now.
         requires = slot.param.requires_grad
         slot.param.requires_grad_(True)
         engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -526,7 +525,7 @@ def _count_gradient(
     at: int,
     param: Tensor,
 ) -> None:
-    """Counts the gradient of a parameter; the other work is done once for several gradients."""
+    """Counts a parameter's new gradient; when the count runs out, moves all waiting gradients."""
     arrivals = reference()
     if arrivals is None:
         return
@@ -572,12 +571,12 @@ class ModulePlacement(Placement):
         for name, value in mine.items():
             if getattr(options, name) not in (getattr(default, name), value):
                 raise ArgumentError(
-                    f"{head}: {name}={getattr(options, name)!r}: the parameters were sharded by "
-                    f"shard(), which decides it: it has {value!r}. Pass it to shard()"
-                    f"{_IN_PRECISION.get(name, '')}"
+                    f"{head}: {name}={getattr(options, name)!r}: shard() sets this option for the "
+                    f"parameters that it sharded, here to {value!r}. To change the option, pass it "
+                    f"to shard(){_IN_PRECISION.get(name, '')}"
                 )
         if options.kernels != "native":
-            raise UnsupportedError(f'{head}: a sharded module takes kernels="native" alone')
+            raise UnsupportedError(f'{head}: a sharded module supports only kernels="native"')
         if options.update == "in_backward":
             self._check_in_backward(head)
         return replace(options, **mine)
@@ -593,7 +592,7 @@ class ModulePlacement(Placement):
         if engine.comm.launches:
             raise UnsupportedError(
                 f'{head}: update: expected parameters on the CPU with "in_backward", got them on '
-                f"{engine.comm.device}, where the host would have to wait to know which ones step"
+                f"{engine.comm.device}, where the host would wait to learn which parameters step"
             )
         if engine.options.offload_params is not None:
             raise UnsupportedError(
@@ -603,12 +602,12 @@ class ModulePlacement(Placement):
         if self.scaled:
             raise ArgumentError(
                 f'{head}: update: expected "in_step" with Precision(scaled=True), got '
-                '"in_backward": whether a scaled gradient overflows is known once all are reduced'
+                '"in_backward": an overflow is known only after all gradients are reduced'
             )
         if engine.watchers:
             raise ArgumentError(
                 f'{head}: update: expected "in_step" where zero.on_reduced() has hooks, got '
-                '"in_backward": they see all gradients before parameters change'
+                '"in_backward": hooks see all gradients before parameters change'
             )
 
     def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
@@ -625,7 +624,7 @@ class ModulePlacement(Placement):
         made = []
         reduction = self._engine.reduction
         if reduction is None:
-            # From here on the gradients check the parameters' addresses against those of now.
+            # Check now: ``gradients`` will compare the parameters' addresses with these.
             self._engine.check_all("optimizer.prepare")
         else:
             early = options.update == "in_backward"
@@ -712,7 +711,7 @@ class ModulePlacement(Placement):
         engine = self._engine
         engine.check(operation)
         self._check_left_out(operation)
-        # Without a reduction, the gradients check the same addresses.
+        # Without a reduction, the object ``gradients`` checks the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.setup.stored_frozen):
                 bucket.check()
@@ -724,7 +723,7 @@ class ModulePlacement(Placement):
         owner.gradients.end_step()
 
     def _check_left_out(self, operation: str) -> None:
-        """Raises ArgumentError if a parameter that is in no group is to be trained."""
+        """Raises ArgumentError if a parameter that is in no param group requires a gradient."""
         engine = self._engine
         if not engine.frozen_params and not self._left_out:
             return
@@ -735,8 +734,8 @@ class ModulePlacement(Placement):
                 if param.requires_grad:
                     raise ArgumentError(
                         f"{head}: parameter {self.name_of(param)}: is in none of the optimizer's "
-                        "groups, and no step would train it; add_param_group() it, or freeze it "
-                        "(requires_grad_(False))"
+                        "groups, so no step would train it; add it with add_param_group(), or "
+                        "freeze it (requires_grad_(False))"
                     )
 
 
@@ -751,7 +750,7 @@ def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> 
     if owner is None:
         return
     for bucket, stored in zip(owner.buckets, engine.stored, strict=True):
-        # The module keeps the masters of quantized parameters, with or without an optimizer.
+        # The module itself keeps the masters of quantized parameters.
         for entry in stored.params if stored.compression is None else ():
             if only is None or id(entry.param) in only:
                 bucket.refresh_master(entry.begin, entry.end)
@@ -791,8 +790,8 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
     name = placement.name_of(param)
     raise ArgumentError(
         f"optimizer.step: {kind.__module__}.{kind.__qualname__} holds parameter {name} of a module "
-        "that shard() has prepared, and would step it on this rank alone, without the others' "
-        "gradients. Use ringcomm.optim.AdamW or Adam, or ringcomm.optim.Sharded("
+        "that shard() has prepared, and would update it from this rank's gradient alone, and on "
+        "this rank only. Use ringcomm.optim.AdamW or Adam, or ringcomm.optim.Sharded("
         f"{kind.__qualname__}, ...), built on the module's parameters after shard(); or call "
         "remove_sharding() first"
     )

@@ -86,7 +86,7 @@ class Precision:
             )
         if names and self.param is None:
             raise ArgumentError(
-                "precision: keep_fp32: expected param= with it, the dtype of the other modules"
+                "precision: keep_fp32: expected also param=, the dtype of the other modules"
             )
 
     def _check_optimizer(self) -> None:
@@ -238,7 +238,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _dtypes_inside(
     root: nn.Module, inside: Mapping[int, torch.dtype]
 ) -> dict[int, torch.dtype | None]:
-    """Returns parameters' dtypes by ``id``; raises if a shared parameter would get two dtypes."""
+    """Returns each parameter's dtype by its ``id``; raises if two modules want different ones."""
     owners: dict[int, tuple[str, torch.dtype | None]] = {}
     for prefix, module in named_modules(root, remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -253,9 +253,9 @@ def _dtypes_inside(
     return {key: dtype for key, (_, dtype) in owners.items() if dtype is not None}
 
 
-# Measured with steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, and 0.5, 1,
-# 2, 4 and 16 Mi elements: at stage 2 all sizes are within 4 %; at stage 3 the other sizes take 1.1
-# to 1.3 times as long as 2 Mi.
+# Measured step times of a GPT of 25 M FP32 parameters (2 ranks on 2 shared Zen 4 cores, buckets of
+# 0.5, 1, 2, 4 and 16 Mi elements): at stage 2 they differ by at most 4 %; at stage 3 the other
+# bucket sizes take 1.1 to 1.3 times as long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _CHOICES = {
     "algorithm": ("auto", "one_shot", "ring"),
@@ -329,7 +329,7 @@ class ZeroOptions:
         overlap: stages 2 and 3: reduce gradients while backward runs, and unshard units before they
             are needed. None turns this on for GPUs, over several nodes, and on a CPU that has
             enough cores; see :meth:`resolved`.
-        in_flight: stages 2 and 3: number of whole gradient buckets that a rank holds beside its
+        in_flight: stages 2 and 3: number of whole gradient buckets that a rank holds in addition to
             shards.
         prefetch: stage 3: number of units unsharded before they are needed; only with ``overlap``.
             A device unshards further units larger than 1 MiB ahead, at most 16 MiB in total.
@@ -350,10 +350,9 @@ class ZeroOptions:
         state: stages 1 to 3, over several nodes: "world" shards reduced gradients and the
             optimizer's state over all ranks, and the step sends updated parameters between nodes.
             "node" shards them over the ranks of each node, so that each node does the whole update:
-            sums of gradients cross between nodes instead of parameters. Not with
-            ``params="world"``.
-        compression: over several nodes, the formats in which gradients and parameters travel
-            between them.
+            nodes exchange sums of gradients instead of parameters. Not with ``params="world"``.
+        compression: over several nodes, the formats in which nodes exchange gradients and
+            parameters.
         offload_params: stage 3: where a rank's chunks of the parameters are while they are sharded:
             None for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. The disk's
             ``buffer_bytes`` hold chunks that are being transferred (at least one chunk), and its
@@ -362,8 +361,8 @@ class ZeroOptions:
         per_unit: options of some units, by names of units, in which a ``*`` matches any characters
             within one part (``"blocks.*"``). If several names match a unit, the last one applies.
         ignored: names of parameters, or of modules for all parameters in them, that the user
-            handles: they are neither moved nor cast, reduced, stepped or saved, and may differ
-            between ranks. A ``*`` matches any characters within one part of a name.
+            handles. Ignored parameters are neither moved nor cast, reduced, stepped or saved, and
+            may differ between ranks. A ``*`` matches any characters within one part of a name.
 
     All stages, and all choices of ``params``, ``state`` and ``offload_params``, give the same bits.
     Each choice of ``compression`` gives bits of its own, and with quantized gradients
@@ -436,7 +435,7 @@ class ZeroOptions:
             raise ArgumentError(f"per_unit: expected UnitOptions by names of units, got {chosen!r}")
         if self.precision.param is None and any(each.param for each in chosen.values()):
             raise ArgumentError(
-                "per_unit: param: expected Precision(param=) with it, the dtype of the other units"
+                "per_unit: param: expected also Precision(param=), the dtype of the other units"
             )
         if not isinstance(ignored, tuple) or not all(isinstance(each, str) for each in ignored):
             raise ArgumentError(
@@ -498,7 +497,7 @@ class ZeroOptions:
         A thread that communicates needs a core. If the ranks compute on all cores, this thread
         competes with backward and evicts backward's data from the caches: with 2 ranks of one
         thread on 2 Zen 4 cores, a step of a GPT of 25 M FP32 parameters takes 1.05 times as long
-        with overlap (stages 2 and 3, 16 bytes per rank, 12 rounds).
+        with overlap (stages 2 and 3, batches of 16 bytes per rank, 12 rounds).
 
         Args:
             ranks: number of ranks on this machine, all of which may use all of the cores.

@@ -4,10 +4,10 @@ NOTE [Several modules in one backward]
 All buckets of one module have their turns before the buckets of the next module. Where one
 communicator reduces for several modules, a backward begins with a small all-reduce on the hosts, in
 which the ranks agree on the modules that some rank needs: autograd knows which parameters the
-backward will reach. No host waits for its device there. Modules that were sharded last come first.
-From the second backward over the same modules on, the order is the order in which the modules'
-first gradients arrived on rank 0. Autograd cannot predict what a reentrant checkpoint will run, so
-at the end the ranks also agree on further modules, whose gradients were not expected.
+backward will reach. No host waits for its device in this all-reduce. Modules that were sharded last
+come first. From the second backward over the same modules on, the order is the order in which the
+modules' first gradients arrived on rank 0. Autograd cannot predict what a reentrant checkpoint will
+run, so at the end the ranks also agree on further modules that got gradients unexpectedly.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ringcomm.errors import ArgumentError, where
 # ---- Whether a stage of one of torch's pipeline schedules runs a module --------------------------
 # NOTE [Micro-batches of a schedule] A schedule of ``torch.distributed.pipelining`` runs a backward
 # for each micro-batch, and at its end divides ``p.grad`` by the number of micro-batches. At stages
-# 2 and 3 a gradient must therefore stay in ``p.grad`` until then, as under ``no_sync``; a reduction
-# in each backward would also communicate once per micro-batch. A schedule marks the last
-# micro-batch only for modules of DDP and FSDP. But the pipeline stage calls the module, so its
-# frame is on the stack: during the forward on every device, and during the backward if autograd
-# runs on the caller's thread, as on a CPU. The frame of the backward is found even if the forward
-# was compiled, whose hooks do not run.
+# 2 and 3 a gradient must therefore stay in ``p.grad`` until the schedule's end, as under
+# ``no_sync``; a reduction in each backward would also communicate once per micro-batch. A schedule
+# marks the last micro-batch only for modules of DDP and FSDP. But the pipeline stage calls the
+# module, so its frame is on the stack: during the forward on every device, and during the backward
+# if autograd runs on the caller's thread, as on a CPU. The frame of the backward is found even if
+# the forward was compiled, whose hooks do not run.
 #
 # NOTE [Split backwards] Some schedules first compute the gradients of a stage's inputs, for which
-# the neighbouring stage waits, and later the gradients of its parameters, by
-# ``torch.autograd.grad()`` from nodes inside the graph, which no module hook sees. But both begin
-# with a look-up of the parameters' nodes in the graph. At stage 3, resharded parameters notice this
-# look-up; they are then unsharded until the step.
+# the neighbouring stage waits, and later the gradients of the stage's parameters. They call
+# ``torch.autograd.grad()`` on nodes inside the graph, which no module hook notices. Both backwards
+# begin with a look-up of the parameters' nodes in the graph. At stage 3, resharded parameters
+# notice this look-up; they are then unsharded until the step.
 #
 # NOTE [Sums to come] A schedule that mixes whole and split backwards of a stage, as DualPipeV does,
 # adds gradients of split backwards to ``p.grad`` itself, in an order that differs between ranks. If
@@ -60,7 +60,7 @@ _BACKWARD = "torch.distributed.pipelining._backward"
 
 def in_pipeline() -> bool:
     """True if this thread is in a call of a pipeline stage."""
-    # Every access to p.grad calls this, so it first looks for the import.
+    # Every access to p.grad calls this function, so the quick check of imports comes first.
     return _STAGE in sys.modules and _in_call_of(_STAGE)
 
 
@@ -171,7 +171,7 @@ class ModuleReduction(Protocol):
     """The part of a module's gradient reduction that :class:`ModuleOrder` uses.
 
     Attributes:
-        has_left_over: True if a backward of some rank may leave gradients unreduced.
+        has_left_over: True if a backward on some rank may have left gradients unreduced.
     """
 
     has_left_over: bool
@@ -243,7 +243,7 @@ class ModuleOrder:
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
         # The state of the running backward; hooks first read ``backward``.
-        #: A weak reference, dead once the last backward is over; None once its end was noticed.
+        #: A weak reference, dead once the last backward has ended; None once settle() has run.
         self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
@@ -255,7 +255,7 @@ class ModuleOrder:
     @property
     def _comm(self) -> Communicator:
         comm = self._comm_ref()
-        assert comm is not None, "a module has its communicator for as long as it is sharded"
+        assert comm is not None, "a sharded module keeps its communicator alive"
         return comm
 
     # ---- which modules there are ----------------------------------------------------------------
@@ -288,7 +288,7 @@ class ModuleOrder:
         self._learned.clear()
 
     def pause(self, number: int) -> None:
-        """Stops a module's reductions until :meth:`resume`; must be called on all ranks."""
+        """Pauses a module's reductions until :meth:`resume`; must be called on all ranks."""
         self._paused.append(number)
 
     def resume(self, number: int) -> None:
@@ -320,12 +320,12 @@ class ModuleOrder:
         if not self.in_backward:
             backward = _Backward(self)
             self.backward = weakref.ref(backward)
-            # Called at the end of the outermost backward, even if hooks of nested ones run later.
+            # Called when the outermost backward ends, even if hooks of nested backwards run later.
             torch.autograd.Variable._execution_engine.queue_callback(backward)
             self._begin()
 
     def _begin(self) -> None:
-        """Determines which modules this backward reduces, and in which order; collective."""
+        """Determines the modules that this backward reduces, and their order; collective."""
         if in_pipeline():
             # All numbers, since some modules may be garbage-collected on some ranks only.
             self._pipelined.update(self._numbers)
@@ -471,7 +471,7 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
 
 
 def order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:
-    """Returns rank 0's ``first`` numbers, then the others in their ``usual`` order; collective."""
+    """Returns rank 0's ``first``, then the other numbers in ``usual`` order; collective."""
     rest = [number for number in usual if number not in first]
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
     if len(order):

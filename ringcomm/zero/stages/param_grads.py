@@ -7,9 +7,9 @@ this gradient out. So a sharded parameter has a class with a property ``grad``, 
 or a :class:`ParamGradient`: a tensor without memory that represents the reduced gradient.
 
 * Clearing, scaling and adding need no other rank: all parts of the gradient that this rank has,
-  reduced or not, are changed in place. ``zero_grad()`` of any container uses only these.
+  reduced or not, are changed in place. ``zero_grad()`` of any container uses only these operations.
 * Norms and clamping need the reduced gradient. They are collective, as for FSDP2's DTensors.
-  ``torch.nn.utils.clip_grad_norm_()`` and ``clip_grad_value_()`` use only these.
+  ``torch.nn.utils.clip_grad_norm_()`` and ``clip_grad_value_()`` use only these two.
 * Every other read of the values raises. A read must not communicate, since a program may log on one
   rank alone.
 
@@ -74,7 +74,7 @@ _ITSELF = ("data", "detach", "detach_")
 class ParamGradient(Tensor):
     """The reduced gradient of a sharded parameter, as ``p.grad`` shows it.
 
-    It has the parameter's shape, dtype and device, and no memory. See NOTE [What p.grad is].
+    It has the parameter's shape, dtype and device, but no memory. See NOTE [What p.grad is].
     """
 
     _of: ModuleGradients
@@ -124,7 +124,7 @@ class ParamGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Reached where torch functions are disabled, and by code that calls operators directly.
+        # Called where torch functions are disabled, and by code that calls operators directly.
         own = next(iter(_gradients_in((args, kwargs or {}))))
         name = str(func).split(".")[1]
         return own._of.call(func, name, own, args, dict(kwargs or {}))
@@ -185,7 +185,7 @@ class _Reduced:
         return within(self.sharded.plan.reduced(bucket), chunk, segment)
 
     def power_sum(self, kind: float) -> Tensor | float:
-        """Returns this rank's term of a norm, float64; one rank counts each element."""
+        """Returns sum(|x|^kind) or max(|x|), float64; each element is counted on one rank."""
         bucket_number, segment = self.sharded.layout.locations[self.index]
         bucket = self.sharded.buckets[bucket_number]
         own = within(self.sharded.own_gradient(bucket), self.sharded.own_chunk(bucket), segment)
@@ -209,7 +209,7 @@ class ModuleGradients:
         # Weak, since parameters may outlive the module.
         self._engine_ref = weakref.ref(engine)
         self._warned = False
-        # Norms by (kind, index in the optimizer), of the gradients that the pass _norms_of reduced.
+        # Norms of the gradients that the pass `_norms_of` reduced, by (order, parameter's index).
         self._norms: dict[tuple[float, int], Tensor] = {}
         self._norms_of: object = None
         self._one: Tensor | None = None
@@ -221,7 +221,7 @@ class ModuleGradients:
         engine = self._engine_ref()
         if engine is None or engine.closed:
             raise ArgumentError(
-                "p.grad: the gradient is of a parameter whose module is sharded no longer"
+                "p.grad: the gradient belongs to a parameter whose module is no longer sharded"
             )
         return engine
 
@@ -235,7 +235,7 @@ class ModuleGradients:
     # ---- the property ---------------------------------------------------------------------------
 
     def shown(self, own: ParamGradient, grad: Tensor | None) -> Tensor | None:
-        """Returns the value of ``p.grad``, if autograd has accumulated ``grad`` in parameter p."""
+        """Returns the value that ``p.grad`` shows if autograd has accumulated ``grad`` in p."""
         engine = self._engine_ref()
         if engine is None or engine.closed or in_pipeline():
             return grad
@@ -316,7 +316,7 @@ class ModuleGradients:
         return reduced if current else None
 
     def _forget_loss(self, engine: ShardEngine, own: ParamGradient) -> None:
-        """Drops the reason why gradients are wrong, once the last wrong gradient is cleared."""
+        """Resets ``placement.lost``, if the last of the wrong gradients is being cleared."""
         if engine.placement.lost is None:
             return
         there = (param for param in engine.trainable.params if param.grad is not None)
@@ -396,9 +396,9 @@ class ModuleGradients:
         head = f"{where('p.grad', engine.comm.rank, engine.comm.world_size)}: {self.name_of(own)}"
         if grad is None:
             raise ArgumentError(
-                f"{head}: a hook reads the gradient in backward, where it is on its way to its "
-                "shard. Register the hook before shard(), to see this rank's own gradient, or use "
-                "ringcomm.zero.on_reduced(), whose hooks see the reduced gradient"
+                f"{head}: a hook reads p.grad in backward, after the gradient has left p.grad to "
+                "be reduced. Register the hook before shard(), to see this rank's own gradient, or "
+                "use ringcomm.zero.on_reduced(), whose hooks see the reduced gradient"
             )
         if not self._warned and engine.comm.world_size > 1:
             self._warned = True
@@ -426,10 +426,10 @@ class ModuleGradients:
             )
         raise ArgumentError(
             f"{head}: parameter {self.name_of(own)}: {called} needs the whole gradient, and after "
-            "shard() no rank has it reduced. Call ringcomm.zero.get_gradient(param) on all ranks "
-            "for a copy, and set_gradient() to change it. optimizer.clip_grad_norm_() and "
-            "clip_grad_value_(), and those of torch.nn.utils, work, as do norm(), mul_(), div_(), "
-            "add_() and clamp_() of p.grad on all ranks"
+            "shard() each rank has only its shard. Call ringcomm.zero.get_gradient(param) on all "
+            "ranks for a copy, and set_gradient() to change it. clip_grad_norm_() and "
+            "clip_grad_value_(), of the optimizer or of torch.nn.utils, work on all ranks, as do "
+            "norm(), mul_(), div_(), add_() and clamp_() of p.grad"
         )
 
     # ---- functions that need no other rank -------------------------------------------------------
@@ -530,7 +530,7 @@ class ModuleGradients:
         if optimizer is None:
             raise ArgumentError(
                 f"{where('p.grad', engine.comm.rank, engine.comm.world_size)}: {called}: no "
-                "optimizer was built on the parameters yet, and it is the optimizer that reduces; "
+                "optimizer was built on the parameters yet, and only an optimizer reduces them; "
                 "build one of ringcomm.optim first"
             )
         return optimizer.sharded_step()
@@ -570,7 +570,7 @@ class ModuleGradients:
         if found is None:
             raise ArgumentError(
                 f"{head}: parameter {self.name_of(own)} is in none of the optimizer's groups, so "
-                "that nothing reduces its gradient; add_param_group() it"
+                "nothing reduces its gradient; add it with add_param_group()"
             )
         return found
 
@@ -603,7 +603,7 @@ class ModuleGradients:
         every = self._all(sharded)
         if any(known == kind for known, _ in self._norms):
             every = [shown for shown in every if shown[0].index == index]
-        # Per gradient: this rank's term, then (1, 0) if p.grad shows it on this rank, else (0, 1).
+        # Rows: this rank's sums; 1 where p.grad shows a gradient here; 1 where p.grad is None here.
         told = torch.zeros(3, len(every), dtype=torch.float64, device=sharded.setting.device)
         for at, (reduced, shows) in enumerate(every):
             told[0, at] = reduced.power_sum(kind)
@@ -617,7 +617,7 @@ class ModuleGradients:
             raise ArgumentError(
                 f"{sharded.setting.where('p.grad')}: "
                 f"{sharded.gradients.label(other)} has a gradient on some ranks and None on "
-                "others, which would take other norms; use optimizer.clip_grad_norm_(), with "
+                "others, so their norms would differ; use optimizer.clip_grad_norm_(), with "
                 "params= for some of the parameters"
             )
         norms = told[0] if math.isinf(kind) else told[0] ** (1 / kind)
@@ -664,7 +664,7 @@ class ModuleGradients:
         self._wrote(reduced)
 
     def _apply_clip(self, sharded: ShardedStep) -> None:
-        """Multiplies the gradients by the clip coefficient that was left to the step."""
+        """Multiplies the gradients by the clip coefficient, which becomes 1."""
         first = sharded.first_pass
         assert first is not None
         factor = first.clip.to(torch.float32)
@@ -692,7 +692,7 @@ class ModuleGradients:
 # NOTE [DTensors have a property of their class]
 # Compiled graphs check that their inputs are of the class DTensor itself. So the class DTensor gets
 # the property, once; for DTensors of modules that are not sharded nothing changes. The keys are
-# weak and compared by id(). torch's class is not typed.
+# weak and compared by id(). cast(): torch gives WeakIdKeyDictionary no type parameters.
 _distributed: MutableMapping[Tensor, ParamGradient] = cast(Any, WeakIdKeyDictionary)()
 
 
@@ -726,7 +726,7 @@ def _delete(param: nn.Parameter) -> None:
 
 
 def _detach(param: nn.Parameter) -> Tensor:
-    """Returns the values without the graph, as for every tensor."""
+    """Returns the values without the autograd graph, as detach() of every tensor does."""
     values = Tensor.detach(param)
     if torch.compiler.is_dynamo_compiling():
         return values
@@ -763,7 +763,7 @@ def _kind_showing(kind: type) -> type:
 
 
 def prepare_params(params: Iterable[nn.Parameter]) -> None:
-    """Gives parameters that have values the class with the property ``grad``; see :func:`show`."""
+    """Gives unsharded parameters the class with the property ``grad``; see :func:`show`."""
     for param in params:
         if is_distributed(param):
             kind: Any = type(param)
@@ -773,7 +773,7 @@ def prepare_params(params: Iterable[nn.Parameter]) -> None:
 
 
 def restore_params(params: Iterable[nn.Parameter]) -> None:
-    """Undoes :func:`prepare_params` and :func:`show`, for parameters that have values."""
+    """Undoes :func:`prepare_params` and :func:`show`, for unsharded parameters."""
     for param in params:
         make_unsharded([param])
         unshow([param])
@@ -782,7 +782,7 @@ def restore_params(params: Iterable[nn.Parameter]) -> None:
 
 
 def unshow(params: Iterable[nn.Parameter]) -> None:
-    """Undoes :func:`show`: torch cannot swap parameters to which weak references refer."""
+    """Undoes :func:`show`: torch cannot swap parameters while weak references to them exist."""
     for param in params:
         if is_distributed(param):
             _distributed.pop(param, None)

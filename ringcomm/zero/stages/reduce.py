@@ -88,9 +88,9 @@ from ringcomm.zero.stages.updates import BackwardUpdates
 Tensor = torch.Tensor
 
 
-#: The most bytes of a bucket's gradients, apart from the last gradient, that wait in ``p.grad``
-#: before they move into the buffer. The value is a choice: 1 MiB still fits in a core's caches and
-#: needs little memory beside the buffers, and the small gradients of a typical layer move at once.
+#: A bucket's gradients wait in ``p.grad`` until they have this number of bytes, and then move into
+#: the buffer together. 1 MiB is not tuned: it still fits in a core's caches, needs little memory
+#: beside the buffers, and lets the small gradients of a typical layer move at once.
 BATCH_BYTES = 1 << 20
 
 
@@ -117,14 +117,14 @@ class GradientBucket:
     Attributes:
         number: number of the bucket.
         stored: the parameters' bucket.
-        shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
-        words: int64 [24], the norm words of the last reduction.
+        shard: [state chunk elements], float32 or 16 bits; sums since :meth:`Reduction.drop`.
+        words: int64 [24], the norm of the last reduction, as a sum in fixed point ("norm words").
         error_feedback: the quantization errors of gradients; None if errors are not kept.
         holds: True if the shard has a gradient, since a reduction has written to the shard.
         active: for each parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         waiting: indices of parameters whose gradients have arrived, and are still to be processed.
-        left: the engine looks at the bucket after this number of further gradients,
-        room: or after this number of further bytes of gradients.
+        left: number of further gradients after which the engine looks at the bucket.
+        room: bytes of further gradients after which the engine looks at the bucket.
         missing: indices of parameters whose gradients had not arrived in this backward when the
             engine last looked at the bucket.
         trained: number of parameters for which this backward may bring gradients.
@@ -296,7 +296,7 @@ class GradientBucket:
 
     @property
     def is_active(self) -> bool:
-        """True if a reduced gradient was neither cleared nor set to zero since."""
+        """True if there is a reduced gradient that was neither cleared nor set to zero."""
         return any(on and index not in self.zeroed for index, on in enumerate(self.active))
 
     def local_shard_of(self, index: int) -> Tensor:
@@ -445,14 +445,14 @@ class Reduction:
         reduced = options.precision.reduced_dtype
         #: int64 [buckets, 24], the norm words of all buckets.
         self._words = torch.zeros(len(stored), NORM_WORDS, dtype=torch.int64, device=comm.device)
-        # The device whose reductions follow the caller's work and free their buffers at once,
-        # because they send little or nothing; otherwise None. Other reductions overlap this work.
+        # The device, if reductions send little or nothing: they then run on the caller's stream,
+        # and their buffers are free at once. None: reductions overlap the caller's work.
         engine: object = comm.engine
         self._device_ref: tuple[DeviceRuntime, int] | None = None
         is_small = comm.world_size == 1 or max(sizes_bytes, default=0) <= SMALL_BYTES
         if is_small and isinstance(engine, DeviceCallEngine):
             self._device_ref = engine.device_ref
-        # The stream of these reductions, until wait() has made the current stream follow it. With
+        # The stream of such reductions, until wait() has made the current stream wait for it. With
         # overlap=False it is None: the caller orders the streams of its backwards and steps.
         self._stream: int | None = None
         # Numbers of the buckets whose norm words are zeros now.
@@ -480,14 +480,14 @@ class Reduction:
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
-        # Whether a norm was requested since the gradients were last dropped, and whether one was in
-        # the period before. A program that clips requests one per step; others need no such sums.
+        # Whether a norm was requested since the last drop of the gradients, and between the two
+        # drops before. Programs that clip request a norm per step; others need no sums.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
 
     def update_by(self, updates: BackwardUpdates | None) -> None:
-        """Sets the updates that follow each reduction, without shards; None: the step updates.
+        """Makes ``updates`` update each bucket after its reduction; None: the step updates.
 
         Raises:
             ArgumentError: gradients were reduced already.
@@ -544,11 +544,11 @@ class Reduction:
         self._begin()
 
     def used(self) -> None:
-        """Called after a step; warns if an earlier step had used some of its gradients."""
+        """Called after a step; warns if an earlier step had already used some of the gradients."""
         if self._added_to and not self._warned:
             self._warned = True
             warnings.warn(
-                "zero: this step's gradients are added to those that an earlier step has used. "
+                "zero: this step's gradients are added to gradients that an earlier step has used. "
                 "Call zero_grad() of the optimizer, or of the sharded module, after each step",
                 stacklevel=2,
             )
@@ -612,10 +612,10 @@ class Reduction:
                 self._filled.append(bucket.number)
             if bucket.number == turns[0]:
                 return True  # advance() takes the gradients
-        # Later buckets would take buffers from the buckets whose turn comes first.
+        # Only the next few buckets get buffers: later ones would take theirs away.
         if bucket.buffer is None and bucket.number in turns:
-            # A gradient that moves now is still in the cache, and the next can reuse its memory.
-            # A device's events are not queried: that is an error while a graph is captured.
+            # A gradient that moves now is still in the cache, and the next gradient can reuse its
+            # memory. Events of a device are not queried: that is an error in a graph's capture.
             if self._flying and not self._launches:
                 self._land_ended()
             if self._stream is not None:
@@ -823,7 +823,7 @@ class Reduction:
         """Returns the numbers of buckets for which some rank has unreduced gradients."""
         with without_torch_function():
             mine = [bucket.has_more for bucket in self.buckets]
-        # No backward left gradients over, but the user may have set p.grad by hand.
+        # Even if no backward left gradients over, the user may have set p.grad by hand.
         if not self.has_left_over and not any(mine):
             return []
         return any_of(self._comm, range(len(mine)), mine)
@@ -835,7 +835,7 @@ class Reduction:
             self._launch(number, self.kept.pop(number))
 
     def norm(self, number: int, kind: str, words: Tensor) -> None:
-        """Sums a shard for the norm, and overwrites ``words`` (int64 [24]); collective."""
+        """Writes the norm sums of a bucket's shard to ``words`` (int64 [24]); collective."""
         self._asked = True
         self.settle()
         self.wait()
@@ -896,7 +896,7 @@ class Reduction:
     def terms(self, number: int, index: int) -> list[Tensor]:
         """Returns this rank's parts of a parameter's gradient, except ``p.grad``.
 
-        Each element is in one rank's shard: the parts of all ranks add up to the gradient.
+        No two ranks' shards overlap, so the parts of all ranks add up to the gradient.
         """
         self._fill_cleared()
         self.wait()

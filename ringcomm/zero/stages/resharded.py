@@ -20,7 +20,7 @@ expected, the memory can be read and holds NaN, or zeros for integers.
 NOTE [Updated parameters]
 With ``update="in_backward"`` parameters of stage 2 change while backward runs elsewhere in the
 module. Code that still computes with such a parameter, such as a checkpointed layer that is run
-again, would silently use the new values instead of the old. So from its update to
+again, would silently use the new values instead of the old ones. So from its update to
 ``optimizer.step()`` the parameter raises in the same way. Its version stays advanced, as after
 every write.
 """
@@ -86,7 +86,7 @@ def _allowed() -> Iterator[Callable[..., Any]]:
         yield getattr(torch.Tensor, name)
     for name in _FUNCTIONS.split():
         yield getattr(torch, name)
-    # These unshard the parameters that they need.
+    # These functions unshard the parameters that they need.
     yield from (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -114,7 +114,7 @@ def _asks_for_facts(
     """True if a call needs no values of the resharded parameters among its arguments."""
     if func in _MAKERS:
         others = {name: value for name, value in kwargs.items() if args or name != "input"}
-        return next(_resharded_in((args[1:], others)), None) is None  # a parameter is not a bool
+        return next(_resharded_in((args[1:], others)), None) is None  # bool() of it raises
     if func in _LIKE_ANOTHER:
         return not isinstance(args[0], Resharded)
     name = _CONVERSIONS.get(func)
@@ -182,8 +182,8 @@ def _flags_at() -> int | None:
 def _refuse_access(tensor: Tensor) -> None:
     """Makes torch raise RuntimeError when code reads or writes the tensor's memory.
 
-    The storage still returns its address, by which the bucket and frameworks recognize it, and can
-    still be asked whether it is shared: otherwise torch would end the process at these calls.
+    ``data_ptr()`` of the storage, by which the bucket and frameworks recognize it, and
+    ``is_shared()`` still work: otherwise torch would end the process at these calls.
     """
     at = _flags_at()
     if at is None:
@@ -206,7 +206,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def void(stand_in: Tensor) -> None:
-    """Discards what was written to a :func:`stand_in`, if torch could not refuse the write."""
+    """Discards values written to a :func:`stand_in`, if torch could not refuse the write."""
     if _flags_at() is None:
         _fill(stand_in)
 
@@ -242,7 +242,7 @@ class Resharded:
             with without_torch_function():
                 return func(*args, **kwargs)
         resharded = list(_resharded_in((args, kwargs)))
-        # A state_dict() detaches; perhaps the caller needs only names or shapes.
+        # state_dict() calls detach(); perhaps its caller needs only names or shapes.
         if func is Tensor.detach and args[0]._detaches and vars(args[0])[_ASK]() is False:
             return value_of(vars(args[0])[_NAME], args[0])
         if resharded and all(
@@ -277,7 +277,7 @@ class ReshardedValue(Resharded, Tensor):  # type: ignore[misc]
     """The value of a resharded parameter in ``state_dict()`` of a part of a sharded module.
 
     It has the parameter's shape, dtype and device, and raises where values are needed. It also
-    hides its storage, since code that writes files looks for it.
+    hides its storage, since code that writes files looks for storages.
     """
 
     _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr, Tensor.untyped_storage])
@@ -322,7 +322,7 @@ class Updated(Resharded):
 
 
 class ReshardedDTensor(Resharded):
-    """A :class:`Resharded` mixin for DTensors, which have methods that are no tensor functions."""
+    """A :class:`Resharded` mixin for DTensors, which have methods that are not tensor functions."""
 
     _detaches = False
 
@@ -426,9 +426,9 @@ def make_resharded(
 
 
 def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Makes parameters raise when they are used, before they are updated in backward.
+    """Makes every later use of parameters raise; called before backward updates them.
 
-    Their versions advance; see NOTE [Updated parameters].
+    The parameters' versions advance; see NOTE [Updated parameters].
     """
     with without_torch_function():
         for param, name in zip(params, names, strict=True):

@@ -90,7 +90,7 @@ def check_shardable(root: nn.Module) -> None:
             with tensors; or a DTensor is not contiguous, or has placements that tensor parallelism
             does not use.
     """
-    # Not imported: if FSDP2 was never imported, no module can be an FSDP module.
+    # FSDP2 is not imported here: if nobody has imported it, no module can be an FSDP module.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for name, module in named_modules(root):
         called = f"shard: module {name or type(module).__name__!r}"
@@ -241,7 +241,7 @@ class Rollback:
 
 # A function that fills a module's own parameters and buffers, not those of its children.
 Initialize: TypeAlias = "Callable[[nn.Module], None]"
-# Where a module's values come from: a function, a source such as files, or (None) the module.
+# Source of a module's values: a function, files, or (None) the module's reset_parameters().
 Init: TypeAlias = "Initialize | WeightSource | None"
 
 
@@ -303,7 +303,7 @@ def _has_all(source: WeightSource, module: nn.Module) -> bool:
 
 
 def _make_room(module: nn.Module, device: torch.device, rollback: Rollback, held: bool) -> None:
-    """Gives a module's own meta tensors memory; ``rollback`` keeps the other tensors if ``held``.
+    """Gives a module's own meta tensors memory; if ``held``, ``rollback`` keeps its other tensors.
 
     Without ``held`` a parameter gets the memory of one element, expanded to the parameter's shape,
     until it has moved into its bucket.
@@ -339,7 +339,7 @@ def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, 
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
-    """Returns the modules of a unit, without units inside it, each with its unwrapped name."""
+    """Returns (name without wrappers, module) for the modules of a unit, except inner units."""
     found = [(name, module)]
     for key, child in module.named_children():
         if id(child) not in others:
@@ -388,9 +388,9 @@ def make_bucket(setup: EngineSetup, assignment: BucketAssignment, number: int) -
 
 
 def _compression_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
-    """Returns the format in which a bucket's parameters cross between nodes, or None.
+    """Returns the quantized format in which nodes exchange a bucket's parameters, or None.
 
-    Frozen parameters never cross. Parameters that stay FP32 in a 16-bit model must cross exactly.
+    Frozen parameters are not exchanged; FP32 parameters of a 16-bit model are exchanged exactly.
     """
     kept = layout.dtype is torch.float32 and options.precision.param not in (None, torch.float32)
     quantized = options.compression.quantizes_parameters and trains and not kept
@@ -408,8 +408,8 @@ def move_in(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
         rollback: collects the actions that undo this call.
     """
     units = setup.units
-    # Inner units come first. A parameter that they share belongs to a unit around them, and the
-    # inner units' modules must initialize it before the unit around them is sharded.
+    # Inner units come first. A parameter that several inner units share belongs to a unit around
+    # them, and modules of the inner units must initialize it before the outer unit is sharded.
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
         materialize(units[number], units, setup.comm.device, init, rollback)
         values = _values(setup, units[number], init, rollback)
@@ -453,7 +453,7 @@ def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> d
             continue
         if id(param) in moves:
             if takes and not param.requires_grad and _is_held(value):
-                # A quantized layer refers to the values directly, not only through its parameter.
+                # Overwrite the values in place: a quantized layer also refers to them directly.
                 rollback.keep_values(param)
             elif takes:
                 # The rollback restores the memory of ``value``: the broadcast must not write to it.
@@ -504,8 +504,8 @@ def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> 
 def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
     """Casts and broadcasts buffers, and casts parameters without a bucket; collective.
 
-    Such parameters also become contiguous: a checkpoint reads into a flat view of each, which only
-    a contiguous parameter has.
+    Parameters without a bucket also become contiguous: a checkpoint reads into a flat view of each,
+    which only a contiguous parameter has.
 
     Args:
         setup: the engine's setup, after :func:`move_in`.
@@ -580,9 +580,10 @@ def shard(
             group of ``torch.distributed``, else a world of this rank alone. "alone" always takes a
             world of this rank alone.
         options: the options, equal on all ranks.
-        init: called with each module that has parameters or buffers of its own on the meta device,
-            and fills these; None calls the module's ``reset_parameters()``. With a result of
-            :func:`pretrained`, each rank reads its shards from files, for parameters on any device.
+        init: a function that fills a module's own parameters and buffers; it is called for each
+            module that has some on the meta device. None calls the module's ``reset_parameters()``.
+            With a result of :func:`pretrained`, each rank reads its shards from files, for
+            parameters on any device.
         mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
             is the ``comm``. An optimizer computes norms over all axes, thus over all stages of
             "pp", even if a stage has no parameters.
@@ -615,7 +616,7 @@ def shard(
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, eager)
     options = ZeroOptions() if options is None else options
-    # If one rank refuses its arguments, all raise: the others would wait for it in _check_alike().
+    # If one rank refuses its arguments, all ranks raise; else they would wait in _check_alike().
     with all_or_none(ranks, "shard", None if others is None else MeshView(others)):
         _check_arguments(eager, stage, ranks)
         stage = int(stage)
@@ -632,7 +633,7 @@ def shard(
         prepare_params(setup.trainable.params)
         rollback.call(restore_params, setup.trainable.params)
         _move(setup, init, rollback)
-        # The agreement at the end also means that the chunks of all ranks are written.
+        # If this context ends without an error, all ranks have also written their chunks.
         with trainers.all_or_none():
             if setup.store is not None:
                 setup.store.raise_fault()
@@ -714,7 +715,7 @@ def path_of(path: str | os.PathLike[str], operation: str, name: str) -> Path:
     try:
         os.lstat(path)
     except OSError:
-        pass  # reading or writing reports it
+        pass  # the later read or write reports the error
     except ValueError as error:
         told = f"expected a path, got a text that cannot be a file name: {error}"
         raise ArgumentError(f"{operation}: {name}: {path}: {told}") from error
@@ -802,7 +803,7 @@ def _open(init: Init, module: nn.Module, trainers: _Trainers, rollback: Rollback
 
 
 def _with_buckets(setup: EngineSetup, trainers: _Trainers, rollback: Rollback) -> EngineSetup:
-    """Returns the setup with empty buckets and, from stage 2, the module's number; collective."""
+    """Returns the setup with empty buckets, and with a module number if stage > 1; collective."""
     if setup.stage > 1:
         setup = replace(setup, number=_join(setup.comm, rollback))
     with trainers.all_or_none():
@@ -927,7 +928,7 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
         # A device overlaps on other streams and with copy engines, which need no host core.
         return replace(options, overlap=options.overlap is not False)
     if comm.num_nodes > 1:
-        # A wait for the network needs no core. All ranks must decide alike, to keep calls in order.
+        # A wait for the network needs no core. All ranks choose the same, so their calls match.
         return replace(options, overlap=options.overlap is not False)
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
@@ -1001,7 +1002,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 
 @normal_tensors()
 def remove_sharding(module: nn.Module) -> nn.Module:
-    """Undoes ``shard()``: removes hooks, and gives each rank all parameters whole; collective.
+    """Undoes ``shard()``: removes hooks, and gives each rank all whole parameters; collective.
 
     Parameters keep the values and dtypes of the last step. An optimizer that was built on them can
     no longer be used.

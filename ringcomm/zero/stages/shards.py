@@ -3,10 +3,10 @@
 NOTE [What a rank keeps]
 At stage 3 a rank keeps its share of each parameter. At stages 1 and 2 every rank has whole
 parameters, and its shard is the share whose optimizer state it keeps, so that data which a program
-computes from its shards (an average, a second set of weights) takes a share of the memory also at
-these stages. At stage 0 a shard is the whole parameter. At stages 0 to 2 this also holds for
-parameters that were frozen at ``shard()``, which are in no bucket. If parameters are on a disk,
-``values`` is a new copy at each access; :func:`writing_shards` writes its copies at its end.
+computes from its shards (an average, a second set of weights) is also divided among the ranks. At
+stage 0 a shard is the whole parameter. At stages 0 to 2 this also holds for parameters that were
+frozen at ``shard()``, which are in no bucket. If parameters are on a disk, ``values`` is a new copy
+at each access; :func:`writing_shards` writes its copies at its end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def own_of(bucket: ParamBucket) -> Tensor:
 
 
 def follow_quantized(engine: ShardEngine) -> None:
-    """Makes masters follow parameters that were written to; call before :func:`requantize`."""
+    """Updates masters after writes to their parameters; call it before :func:`requantize`."""
     for bucket in engine.stored:
         if bucket.compression is not None:
             assert bucket.wide is not None
@@ -94,7 +94,7 @@ class LocalShard:
 
     @property
     def values(self) -> Tensor:
-        """[end - begin], in the parameter's dtype: a view of this rank's memory.
+        """The values [end - begin], in the parameter's dtype: a view of this rank's memory.
 
         The view stays valid as long as the module is sharded. For parameters on a disk the result
         is a copy of the values; inside :func:`writing_shards`, the copy that will be written.
@@ -129,10 +129,10 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
 
 @contextmanager
 def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
-    """Returns a context in which a program may write to its shards; collective.
+    """A context in which you write to this rank's shards; collective.
 
-    At its end all ranks get the new values, and masters of elements that have changed are set to
-    them. The module must not run inside. If several ranks keep the same elements (stage 0, frozen
+    At its end all ranks get the new values, and the masters of changed elements are set to them.
+    The module must not run inside. If several ranks keep the same elements (stage 0, frozen
     parameters below stage 3, and ``state="node"``), all must write the same values.
 
     Args:
@@ -145,7 +145,7 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
         ArgumentError: the module is not sharded, or the context is inside ``unsharded()`` or
             :func:`exchanged`.
         MismatchError: stage 0, and the ranks wrote different values.
-        Exception: an exception raised inside, raised on all ranks, with nothing changed.
+        Exception: an exception of the body; all ranks raise it, and nothing is changed.
     """
     engine = engine_of(module, "writing_shards")
     memory = _Memory(engine, "writing_shards")
@@ -167,12 +167,12 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
 
     Args:
         module: the module that ``shard()`` returned.
-        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; for the
-            same parameters on all ranks, even if a shard is empty. Others stay unchanged.
+        values: by name, the values of this rank's shard: [end - begin], any floating-point dtype.
+            All ranks pass the same names, even for empty shards. Other parameters stay unchanged.
 
     Raises:
         ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside
-            ``unsharded()`` or itself; raised on all ranks, with nothing changed.
+            ``unsharded()`` or ``exchanged()``; all ranks raise, and nothing is changed.
         MismatchError: the ranks gave values of different parameters, or, at stage 0, different
             values; nothing was changed.
     """
@@ -248,8 +248,8 @@ def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
     if not here.is_contiguous():
         head = where("local_shards", engine.comm.rank, engine.comm.world_size)
         raise UnsupportedError(
-            f"{head}: parameter {name}: it was frozen when it was sharded, and its elements do not "
-            "have the order of its shape in memory; make it contiguous() before shard()"
+            f"{head}: parameter {name}: it was frozen at shard(), and its elements are not in the "
+            "order of its shape in memory (contiguous); make it contiguous() before shard()"
         )
     return LocalShard(name, 0, here.numel(), partial(_same, here.view(-1)))
 
@@ -296,8 +296,8 @@ class _Memory:
             self._write_chunks({name: shard.values for name, shard in self.shards.items()})
         except BaseException as error:
             self.put_back()
-            # A refusal is raised on all ranks. No rank may read a peer's shards before that peer
-            # has restored them.
+            # All ranks raise a refusal. No rank may read a peer's shards before that peer has
+            # restored them.
             if isinstance(error, Exception) and not engine.comm.aborted:
                 engine.comm.barrier()
             raise
@@ -382,7 +382,7 @@ def _follow(master: Tensor, values: Tensor, same: Tensor) -> None:
 
 
 def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tensor) -> None:
-    """Sets the masters that an optimizer keeps of elements of a bucket; see ``_follow``."""
+    """Sets an optimizer's masters of elements [begin, end) of a bucket; see ``_follow``."""
     for piece in owned.pieces(*span) if owned.state.masters() else ():
         here, there = piece.within(*span)
         state = piece.state
@@ -430,8 +430,8 @@ def unsharded(
             stage 3, parameters were changed without ``write_from``, outside of the given part, or
             were replaced; or ``write_from`` is used inside ``exchanged()``.
         MismatchError: the ranks would take over different parameters, or different ranks' changes.
-        Exception: with ``write_from``, an exception raised inside, raised on all ranks. No rank
-            takes over changes: they are lost at stage 3, and remain on this rank alone below.
+        Exception: with ``write_from``, an exception of the body; all ranks raise it. No rank takes
+            over changes: at stage 3 they are lost, at lower stages they remain on this rank alone.
     """
     engines = _engines_and_params(module)
     if write_from is not None:
@@ -596,7 +596,7 @@ def _broadcast(
 
 
 def _changed_in(bucket: ParamBucket, only: frozenset[int] | None) -> list[tuple[int, int]]:
-    """Returns the ranges of a bucket of the parameters whose ``id`` is in ``only``; None: all."""
+    """Returns a bucket's ranges with the parameters in ``only`` (by ``id``; None: all)."""
     chosen = [each for each in bucket.params if only is None or id(each.param) in only]
     if len(chosen) == len(bucket.params):
         return [(0, bucket.layout.elems)]

@@ -1,4 +1,4 @@
-"""Units: the modules inside a module that are each unsharded as a whole, with their parameters."""
+"""Units: parts of a module; all parameters of a unit are unsharded together."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HeldValues:
 
 
 class WeightSource(ABC):
-    """A source of values for a module that is being sharded; every rank reads for itself.
+    """A source of values for a module that is being sharded; every rank reads its own values.
 
     A source is opened before anything changes, and is read while parameters move. Read errors are
     raised in :meth:`settle`: a rank that raised earlier would keep the other ranks waiting.
@@ -73,10 +73,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def open(self, root: nn.Module) -> None:
-        """Finds the values of a module's parameters and persistent buffers.
+        """Finds the source's values of a module's parameters and persistent buffers.
 
         Raises:
-            CheckpointError: there are no values, or they do not fit.
+            CheckpointError: values are missing, or do not fit the module.
         """
 
     @property
@@ -170,10 +170,10 @@ def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions)
 
 
 def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> frozenset[int]:
-    """Removes ignored parameters from their units; returns the ``id`` of each of them.
+    """Removes ignored parameters from their units; returns the ``id`` of each ignored one.
 
     Raises:
-        ArgumentError: a name matches no parameter, and no module that has one.
+        ArgumentError: a name matches neither a parameter nor a module with parameters.
     """
     named = list(named_parameters(root, remove_duplicate=False))
     ignored: set[int] = set()
@@ -211,8 +211,8 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
         if not of_types:
             raise ArgumentError(
                 f"units: expected types of modules, but {type(root).__name__} has none of "
-                f"{', '.join(each.__name__ for each in types)}. To unshard all of it as one, pass "
-                "lambda name, module: False"
+                f"{', '.join(each.__name__ for each in types)}. To unshard the whole module as one "
+                "unit, pass units=lambda name, module: False"
             )
         yield from of_types
 
@@ -247,7 +247,7 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
-    """Returns, by parameters' first names, the units around all modules that have the parameter."""
+    """Returns the units around all modules that have a parameter, by the parameter's first name."""
     first: dict[int, str] = {}
     around: dict[str, list[Unit]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -262,7 +262,7 @@ def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
 
 
 def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
-    """Returns the units on the path from the root to the module of that name."""
+    """Returns the units on the path from the root to the module ``name``."""
     path, module = [chosen[id(root)]], root
     for part in name.split(".") if name else ():
         module = getattr(module, part)
@@ -273,7 +273,7 @@ def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
 
 
 def aliases(root: nn.Module) -> dict[str, str]:
-    """Returns, for every further name of a tied parameter, its first unwrapped name."""
+    """Returns {further name of a tied parameter: its first name}, without wrappers' names."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, param in named_parameters(root, remove_duplicate=False):
@@ -288,13 +288,13 @@ def aliases(root: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class BucketAssignment:
-    """Assigns a module's trainable, or its frozen, parameters to buckets; equal at every stage.
+    """The trainable (or the frozen) parameters of a module in buckets; equal at every stage.
 
     Attributes:
         names: the parameters' names, by parameter index.
         params: parameters, by index.
         layout: the layout of these parameters in buckets.
-        unit_of: by bucket number, the index of the unit that its parameters belong to.
+        unit_of: for each bucket number, the index of the unit of its parameters.
     """
 
     names: tuple[str, ...]
@@ -343,7 +343,7 @@ def assign_buckets(
 
 
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
-    """Returns the spec of a parameter in its bucket: cast, contiguous, and listed even if frozen.
+    """Returns a parameter's spec: cast, contiguous, and placed in a bucket even if frozen.
 
     The parameter is contiguous so that, in checkpoints, a shard of a bucket is a shard of the
     flattened parameter.
@@ -365,9 +365,9 @@ def by_optimizer(
     Args:
         assignment: the buckets of the trainable parameters.
         params: parameters in the optimizer's order. Frozen parameters and repetitions are in no
-            bucket; parameters of a bucket that are missing here become padding.
+            bucket; bucket parameters that ``params`` lacks become padding.
         groups: the param group of each parameter.
-        names: the name of each parameter; "" takes its name in the module.
+        names: the name of each parameter; "" means the parameter's name in the module.
     """
     index_of = {id(param): index for index, param in enumerate(assignment.params)}
     specs: list[ParamSpec] = []

@@ -29,7 +29,7 @@ _flat_of: Callable[[ShardedBucket], torch.Tensor] = attrgetter("flat")
 
 
 class Copier(ABC):
-    """A base class of copiers, which fill buckets, if possible while the caller computes."""
+    """A copier fills buckets with the ranks' chunks, if possible while the caller computes."""
 
     #: True if several large units are begun together; see NOTE [Units begun together].
     joins_units = False
@@ -56,7 +56,7 @@ class HostCopier(Copier):
         try:
             self._pool.submit(int).result()
         except RuntimeError as error:
-            # Raised here rather than in a step, where a bucket would wait for a copy for ever.
+            # Raise here, not in a step, where a bucket would wait for a copy for ever.
             raise no_thread("zero", error, "Stage 3 unshards in a thread of its own") from error
 
     def begin(self, buckets: Sequence[ShardedBucket]) -> None:
@@ -132,12 +132,12 @@ class WorldCopier(Copier):
 
 @dataclass(eq=False)
 class _Copies:
-    """The copies of buckets that one call of ``begin()`` has started.
+    """Copies into buckets, started by one call of ``begin()``.
 
     Attributes:
-        stream: the stream on which they run.
-        done: an event after them; None if it was not recorded yet.
-        awaited_by: the last stream that waited for them.
+        stream: the stream on which the copies run.
+        done: an event after the copies; None if it was not recorded yet.
+        awaited_by: the last stream that waited for the copies.
     """
 
     stream: int
@@ -205,10 +205,10 @@ class DeviceCopier(Copier):
 
 
 class Unsharder:
-    """Unshards the buckets of a module's units when needed or ahead, and reshards them afterwards.
+    """Unshards a module's units when they are needed or ahead of time, and reshards them.
 
     It expects that an iteration needs the units in the order of the last iteration. A wrong guess
-    costs a copy.
+    costs one needless copy.
 
     NOTE [Graphs without a hook]
     In backward, hooks on the outputs of a unit's module unshard the unit again. No such hook covers
@@ -224,7 +224,7 @@ class Unsharder:
 
     Args:
         units: the units, each with its buckets.
-        comm, options, profile: the engine's.
+        comm, options, profile: the attributes of the engine.
         tell_expected: called with the buckets that will be unsharded next, so that their chunks are
             read from the disk in time; None without a disk.
     """
@@ -259,7 +259,7 @@ class Unsharder:
             self._copier = DeviceCopier(comm.engine)
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
-        # By unit, the bytes of large units, which are begun together.
+        # By unit, the bytes of each large unit; see NOTE [Units begun together].
         self._large: dict[int, int] = {}
         if self._copier.joins_units:
             sizes = {key: sum(b.size_bytes for b in each) for key, each in self._buckets.items()}
@@ -294,7 +294,7 @@ class Unsharder:
                 bucket.asked = ask
 
     def tell(self, bucket: ShardedBucket, settle: Callable[[], None]) -> None:
-        """Has ``settle`` called after each unsharding or resharding of the bucket."""
+        """Registers ``settle``, to be called after each unsharding and resharding of the bucket."""
         self._told[bucket] = settle
 
     def buckets_of(self, unit: Unit) -> tuple[ShardedBucket, ...]:
@@ -455,11 +455,11 @@ class Unsharder:
         self._closed.add(bucket)
 
     def reopen(self) -> None:
-        """Called once all ranks have changed the chunks of the closed buckets."""
+        """Allows unsharding of the closed buckets, once all ranks have changed their chunks."""
         self._closed.clear()
 
     def release(self) -> None:
-        """Called after a backward that made no graph; clears ``held`` if no graph has a bucket."""
+        """Called after a backward that made no graph; clears ``held`` if no graph uses a bucket."""
         self.held = self.held and any(bucket.is_in_graph for bucket in self._unsharded)
 
     def keep_for_graph(self, unit: Unit) -> None:
@@ -471,7 +471,7 @@ class Unsharder:
         """Reshards all buckets except those that graphs without a hook need.
 
         Raises:
-            ArgumentError: a parameter was written to. The buckets are resharded even so.
+            ArgumentError: a parameter was written to. The buckets are still resharded.
         """
         self._reshard_others({bucket for bucket in self._unsharded if self._is_awaited(bucket)})
 
@@ -479,7 +479,7 @@ class Unsharder:
         """Reshards all buckets, even if graphs refer to them, since their values will change.
 
         Raises:
-            ArgumentError: a parameter was written to. All buckets are resharded even so.
+            ArgumentError: a parameter was written to. All buckets are still resharded.
         """
         self.held = False
         self._for_schedule.clear()
@@ -580,8 +580,8 @@ class Unsharder:
     def is_repeated(self, unit: Unit) -> bool:
         """True if a call of a unit, outside of a call of the root, begins an iteration.
 
-        After a backward any call does. Otherwise a call of the unit that began this iteration does;
-        or, without gradients, a second call of any unit in this iteration.
+        After a backward, any such call begins one. Otherwise: with gradients, a call of the unit
+        that began this iteration; without gradients, a second call of any unit.
         """
         key = id(unit)
         again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now

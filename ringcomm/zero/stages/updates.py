@@ -10,7 +10,7 @@ Models with Limited Resources" (LOMO), 2023.
 Code that still reads the old values is safe. A reduction ends when all ranks have contributed their
 gradients, and a rank contributes only after all nodes that give the bucket's parameters gradients
 have run, and after :meth:`BackwardUpdates.close`. At stage 3 ``close`` ends a running unsharding of
-the bucket and refuses any other until the step, so that the reduction replaces the first of the
+the bucket and refuses further ones until the step, so that the reduction replaces the first of the
 step's two barriers; copies that were unsharded before keep the old values. At stage 2 ``close``
 advances the parameters' versions, so that an autograd node that has saved a parameter raises, and
 makes Python code that computes with a parameter raise; see NOTE [Updated parameters] in
@@ -18,8 +18,8 @@ makes Python code that computes with a parameter raise; see NOTE [Updated parame
 
 NOTE [What the ranks agree on]
 Which parameters take the step becomes known bucket by bucket. So a small all-reduce before each
-update has a flag for each parameter of the bucket, and the digest of the hyper-parameters, as an
-ordinary step has once for all parameters. A rank that refuses the step, or whose backward raised,
+update sends a flag for each parameter of the bucket, and the digest of the hyper-parameters, as an
+ordinary step sends once for all parameters. A rank that refuses the step, or whose backward raised,
 sends infinity as the digest: all ranks see this at the same bucket, update nothing from there on,
 and raise in ``optimizer.step()``. If buckets were updated before, the optimizer is partly updated.
 """
@@ -83,7 +83,7 @@ class BackwardUpdates:
         self._frozen: list[int] = []
         self._asked = Asked(_OPERATION)
         self._digest = 0.0
-        # Per parameter, 1.0 if it takes this step, as far as known; and 1.0 if it took the last.
+        # Per parameter, 1.0 if it is known to take this step; and 1.0 if it took the last step.
         self._active: list[float] = []
         self._last_active: list[float] | None = None
         # This rank's failure. _all_failed: some rank failed, and all noticed it at the same bucket.
@@ -104,7 +104,7 @@ class BackwardUpdates:
         if owner is None:
             raise ArgumentError(
                 'zero: the optimizer with update="in_backward" that was built on the sharded '
-                "module is gone, and nothing would be updated; build another one"
+                "module is gone, so nothing would update the parameters; build another one"
             )
         return owner
 
@@ -151,7 +151,7 @@ class BackwardUpdates:
         owner.offload.begin_step(lambda: self._last_active, order)
 
     def _find_indices(self, owner: ShardedStep) -> None:
-        """Finds the parameters' indices in the optimizer, which may have got more parameters."""
+        """Finds the parameters' indices in the optimizer, which may have new parameters."""
         self._active = [0.0] * len(owner.params)
         if self._last_active is not None and len(self._last_active) != len(owner.params):
             self._last_active = None
@@ -183,7 +183,7 @@ class BackwardUpdates:
             self._asked = Asked(_OPERATION, refusal=self._asked.refusal or refusal)
 
     def close(self, number: int, brought: Sequence[bool]) -> list[float]:
-        """Called before a bucket's gradients go to the other ranks, which may update the bucket.
+        """Called before a bucket's gradients are sent to ranks that may update the bucket.
 
         Args:
             number: number of the bucket.
@@ -230,8 +230,8 @@ class BackwardUpdates:
             comm = self._stored[number].comm
             raise ArgumentError(
                 f"{where('backward', comm.rank, comm.world_size)}: a parameter of the bucket of "
-                f"{marked[0].name} was changed in place while backward ran, which its masters "
-                'would undo (update="in_backward"); change parameters between steps'
+                f"{marked[0].name} was changed in place while backward ran, and its update would "
+                'undo the change (update="in_backward"); change parameters between steps'
             )
         make_updated(params, [entry.name for entry in marked])
         with without_torch_function():

@@ -57,7 +57,7 @@ def test_stages_that_save_into_one_root_are_told_so(tmp_path, monkeypatch):
         return SavedFile(0, "")
 
     monkeypatch.setattr(name, meanwhile)
-    with pytest.raises(CheckpointError, match="must save into another root"):
+    with pytest.raises(CheckpointError, match="each save into a root of their own"):
         save_step(Checkpoints(tmp_path), 2)
     assert_step(Checkpoints(tmp_path).reader(), 1)
 
