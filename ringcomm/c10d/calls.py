@@ -59,9 +59,9 @@ __all__ = [
 ]
 
 
-# ---- Work objects that ``torch.distributed`` accepts, around the communicator's Works
-# --------------- torch's C++ callers (DDP's reducer, ``wait_tensor``) use ``wait`` and
-# ``get_future`` of a Python subclass of ``torch.distributed.Work``; Python callers use all methods.
+# ---- Work objects that ``torch.distributed`` accepts, around the communicator's Works -----------
+# torch's C++ callers (DDP's reducer, ``wait_tensor``) use ``wait`` and ``get_future`` of a Python
+# subclass of ``torch.distributed.Work``; Python callers use all methods.
 
 
 # Results of torch's ``Work._get_op_type()``, by the communicator's methods.
@@ -342,7 +342,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode below all others: makes the call once the other modes have seen its operator."""
+    """A mode below all other modes: makes the call once these have seen its operator."""
 
     def __init__(self, operator: Any, make: Callable[[], Work]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

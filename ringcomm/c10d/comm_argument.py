@@ -1,8 +1,8 @@
 """Finds the ranks that an argument ``comm`` specifies; only this module interprets the argument.
 
 NOTE [Groups of other backends]
-A group of another backend has no communicator. The first call for such a group builds one of its
-ranks over the group's store, so all members must make this call; later calls find the communicator.
+A group of another backend has no communicator. The first call for such a group builds one over the
+group's store, so all members must make this call; later calls find the communicator.
 It is dropped with the group: torch keeps a group's Python object until ``destroy_process_group()``,
 and the table's reference is weak. A user of the communicator, such as an optimizer, keeps it alive.
 """
@@ -248,7 +248,7 @@ def _named(comm: Any, operation: str) -> tuple[_Group, str | None]:
         return _axis(comm, operation), comm.device_type
     if isinstance(comm, dist.ProcessGroup):
         return comm, None
-    # new_group(), torch's and ringcomm's, returns this on ranks outside of the group.
+    # torch's and ringcomm's new_group() return this value on ranks outside of the group.
     if type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER:
         raise _not_a_member(operation, "GroupMember.NON_GROUP_MEMBER")
     if isinstance(comm, Communicator) or comm is GroupMember.NON_GROUP_MEMBER:
@@ -293,7 +293,7 @@ def _check_alone(operation: str) -> None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:
-    """Returns the device type that a group names for its tensors; "cpu" by default."""
+    """Returns the device that a group is bound to, or the type of its tensors' devices."""
     bound = group.bound_device_id
     if bound is not None:
         return bound

@@ -184,6 +184,6 @@ class Communicators:
             communicator.abort(reason)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes in reverse order; a failing close stops no other
+        with ExitStack() as stack:  # closes in reverse order, and all even if one fails
             for communicator in self._all():
                 stack.callback(communicator.close)

@@ -178,7 +178,7 @@ class MonitoredBarrier:
             PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, if rank 0
                 did not come, has ended or reported a failure.
         """
-        # The store may still contain posts of an earlier attempt: the prefix excludes them.
+        # The store may still contain posts of an earlier attempt, under another prefix.
         prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
         self._round += 1
         if self._rank == 0:
@@ -650,8 +650,8 @@ class ProcessGroup(  # type: ignore[misc]
 ):
     """A process group of torch; it uses a host communicator, and one communicator per device.
 
-    A call runs where its tensors are. Calls without tensors, such as barriers, and calls with
-    objects run on the host unless a device is named or bound.
+    A call runs on the device of its tensors. Calls without tensors, such as barriers, and calls
+    with objects run on the host unless a device is named or bound.
 
     torch uses it both as the group and as its backend, so it implements both interfaces. It has no
     method ``new_group``: otherwise torch would make all subgroups through it, even those for
@@ -666,7 +666,7 @@ class ProcessGroup(  # type: ignore[misc]
     supports_coalescing = False
     supports_shrinking = False
     supports_time_estimate = False
-    _supports_time_estimate = False  # its name from torch 2.15 on
+    _supports_time_estimate = False  # the flag's name from torch 2.15 on
 
     def __init__(self, store: Store, communicators: Communicators) -> None:
         host = communicators.host

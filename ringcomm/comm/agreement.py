@@ -18,8 +18,7 @@ from ringcomm.json_reader import digest_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# A description has some hundred bytes per parameter; a peer that announces more than this sends
-# garbage.
+# A description has some hundred bytes per parameter; a peer that announces more sends garbage.
 LARGEST_BYTES = 1 << 30
 
 # ---- A few flags of every rank ------------------------------------------------------------------
@@ -159,7 +158,7 @@ class ModelRanks:
 
     @property
     def name(self) -> str:
-        """This rank's name in messages; on a mesh it is the launcher's number."""
+        """This rank's name in messages; on a mesh, the name has the launcher's rank number."""
         if self._mesh is None:
             return f"rank {self.rank} of {self.world_size}"
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"

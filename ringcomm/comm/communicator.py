@@ -206,7 +206,7 @@ class Communicator(Collectives, Messages):
     def aborted(self) -> bool:
         """True once a fault, :meth:`abort` or :meth:`close` made the communicator unusable here.
 
-        A fault, abort or close on a peer shows in this rank's next call.
+        A fault, abort or close on a peer makes this rank's next call raise.
         """
         return self.engine.aborted
 

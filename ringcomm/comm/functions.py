@@ -146,7 +146,7 @@ def communicator_of(group: Any, operation: str) -> Communicator:
         return _thread.communicator or default_communicator(operation)
     if isinstance(group, Communicator):
         return group
-    # new_group(), torch's and ringcomm's, returns this on ranks outside of the group.
+    # torch's and ringcomm's new_group() return this value on ranks outside of the group.
     of_torch = type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER
     if of_torch or isinstance(group, _NonMember):
         rank = dist.get_rank() if of_torch else default_communicator(operation).rank
@@ -505,7 +505,7 @@ def reduce_scatter(
     return communicator_of(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op)
 
 
-def reduce_scatter_tensor(  # noqa: PLR0913 -- torch.distributed's signature, and three choices
+def reduce_scatter_tensor(  # noqa: PLR0913 -- torch.distributed's signature, and 3 more arguments
     output: Tensor,
     input: Tensor,
     op: Any = SUM,

@@ -225,7 +225,7 @@ class LocalWorld(Sequence[Communicator]):
             algorithm: as in the communicator's method.
 
         Raises:
-            ArgumentError: a rank's bad argument, or tensors that differ; nothing was launched.
+            ArgumentError: a rank's bad argument, or tensors that differ; nothing was sent.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         ends = self._one_launch

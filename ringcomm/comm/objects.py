@@ -105,7 +105,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     """Returns the list that encodes a value of torch or NumPy; None for any other value.
 
     Raises:
-        NotData: ``value`` comes from torch or NumPy but cannot be sent; names a substitute.
+        NotData: ``value`` is of torch or NumPy but cannot be sent; the error says what to send.
     """
     kind = type(value)
     if kind is torch.Size:
@@ -380,7 +380,7 @@ def _refuse(value: Any) -> NoReturn:
     for builtin in reversed(_BUILTINS):
         if isinstance(value, builtin):
             base = builtin.__name__
-            raise NotData(f"{name} would arrive as {base}: send {base}(value) if that will do")
+            raise NotData(f"{name} would arrive as {base}: send {base}(value) if this is enough")
     raise NotData(
         "objects travel as data: None, bool, int, float, complex, str, bytes, lists, tuples, "
         "sets and dicts, tensors, parameters, and arrays of NumPy; got "
@@ -428,7 +428,7 @@ class _Unpacker:
     def _raw(self, at: Any, size: Any) -> memoryview:
         if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
             raise ValueError("expected an entry of two sizes")
-        # Entries are contiguous and in order, as pack() writes them, so that none is decoded twice.
+        # Entries are contiguous and in order, as pack() writes them, so none is copied twice.
         if at != self._read or at + size > len(self._blob):
             raise ValueError("an entry is past the end, or not directly after the previous entry")
         self._read = at + size

@@ -170,7 +170,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """An event without timing; its destruction returns it to its pool, without a driver call."""
+    """An event without timing. When deleted, it returns to its pool without a driver call."""
 
     __slots__ = ("_pool", "_streams", "handle")
 
@@ -260,7 +260,7 @@ class CudaStreams:
         # torch.cuda.current_stream() makes an object and takes 50 times as long as this function.
         self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice
-        # True if an event has passed; allowed while a graph is captured.
+        # Function: True if an event has passed; it may be called while a graph is captured.
         self.has_passed = driver.has_passed
         self._lock = threading.Lock()
         self._idle_streams: dict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -476,8 +476,8 @@ _PINNED_PAGES = 256
 class CudaPage:
     """Page-locked host memory, mapped into every device; ``free`` returns it to its pool.
 
-    So ``free`` makes no driver call: a garbage collection may call it while a kernel waits for
-    this very thread.
+    So ``free`` makes no driver call: a garbage collection may call ``free`` while a kernel waits
+    for this very thread.
     """
 
     def __init__(

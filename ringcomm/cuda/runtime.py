@@ -255,7 +255,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
-        """Makes torch run this thread's work on ``stream``."""
+        """A context in which torch runs this thread's work on ``stream``."""
         ...
 
     def record_event(self, device: int, stream: int) -> Event:
@@ -271,11 +271,11 @@ class DeviceRuntime(Protocol):
         ...
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
-        """True while ``stream`` (None: this thread's current one) is capturing a graph."""
+        """True while ``stream`` (None: this thread's current stream) is capturing a graph."""
         ...
 
     def capture_on(self, stream: Stream) -> AbstractContextManager[Graph]:
-        """Makes ``stream`` current and captures its work, torch's included, as a graph.
+        """A context that captures the work of ``stream``, torch's included, as a graph.
 
         The graph may be replayed after the block. If the block raises, no graph is made, and the
         stream is in its previous state.

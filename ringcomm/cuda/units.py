@@ -26,7 +26,7 @@ INCLUDE_FOLDERS = ("", "kernels/include")
 
 # Forbid contraction into fused multiply-adds: host and device must give the same bits.
 OPTIONS = ("-std=c++20", "--fmad=false")
-# NVRTC up to CUDA 13.0 takes a generic lambda in a kernel for a host function, and refuses it.
+# NVRTC up to CUDA 13.0 treats a generic lambda in a kernel as a host function, and refuses it.
 NVRTC_OPTIONS = (*OPTIONS, "-default-device")
 
 # The loops of a unit: serial loops from kernels/cuda/serial, or batched loops from kernels/cuda
@@ -177,7 +177,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Reads what ``str`` writes; ValueError on anything else."""
+        """Parses a text that ``str()`` gives for a target; raises ValueError for other text."""
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)a?", text)
         target = match and cls(int(match[2]), int(match[3]), match[1] == "compute")
         if not target or str(target) != text:
@@ -185,7 +185,7 @@ class Target:
         return target
 
     def covers(self, capability: tuple[int, int]) -> bool:
-        """True when a device of that compute capability can load the result."""
+        """True if a device of this compute capability can load code of this target."""
         own = (self.major, self.minor)
         if self.ptx:
             return own <= capability
@@ -309,7 +309,7 @@ def read_source(root: Path, unit: KernelUnit) -> UnitSource:
 
 
 def manifest(root: Path, compiler: str, targets: Sequence[Target]) -> str:
-    """Returns the JSON that a build leaves beside its binaries: compiler, targets, and sources."""
+    """Returns the JSON that a build stores with its binaries: compiler, targets, and sources."""
     sources = {unit.name: read_source(root, unit).fingerprint() for unit in UNITS.values()}
     record = {"compiler": compiler, "targets": [str(t) for t in targets], "sources": sources}
     return json.dumps(record, indent=2) + "\n"

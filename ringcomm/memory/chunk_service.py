@@ -175,7 +175,7 @@ class ChunkService:
         try:
             text = _CHUNK.pack(reader.sent_bytes, size_bytes, heap.committed_bytes)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            with suppress(OSError):  # the reader has gone; _hear() sees its connection's end
+            with suppress(OSError):  # the reader has gone; _hear() notices it
                 connection.sendmsg([text], [rights])
             reader.sent_bytes += size_bytes
         finally:

@@ -155,7 +155,7 @@ class DeviceAllocation:
         self._streams[stream.handle] = stream
 
     def tensor(self) -> torch.Tensor:
-        """Returns the bytes as a uint8 tensor that keeps this object alive."""
+        """Returns a uint8 tensor over the allocation's memory, which keeps this object alive."""
         return self.heap.runtime.tensor(self.heap.device, self.ptr, self.size_bytes, self)
 
     @until_exit
@@ -204,8 +204,7 @@ class DeviceHeap:
         # lock in allocate(). So freed allocations are added to a deque, which needs no lock.
         self._dead: deque[_FreedAllocation] = deque()
         self._leaving: list[_FreedAllocation] = []
-        # Offset 0 holds the token, by which a peer that maps the memory checks that the heap is
-        # right.
+        # Offset 0 holds the token: a peer that maps the memory checks by it that the heap is right.
         self._allocator.allocate(TOKEN_BYTES, ALLOCATION_ALIGN)
         try:
             self.memory.grow(ALLOCATION_ALIGN)
@@ -238,8 +237,8 @@ class DeviceHeap:
         """
         if self.runtime.is_capturing(self.device):
             raise UnsupportedError(
-                f"{operation}: the current stream is capturing a graph, and memory of the device "
-                "heap cannot be handed out there. Allocate before the capture, and keep the "
+                f"{operation}: the current stream is capturing a graph, and during a capture "
+                "the device heap cannot allocate memory. Allocate before the capture, and keep the "
                 "tensor as long as the graph"
             )
         while True:
@@ -835,7 +834,7 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
             found = int.from_bytes(runtime.read(device, opened.base_ptr, TOKEN_BYTES), "little")
             if found != handle.token:
                 raise RendezvousError(
-                    f"{operation}: what this process mapped is not the heap that {handle.named} "
+                    f"{operation}: the mapped memory is not the heap that {handle.named} "
                     f"announced: its token is {found:#x}, announced {handle.token:#x}. Has the "
                     "peer ended?"
                 )

@@ -88,7 +88,7 @@ class GrowingMemory:
         runtime: runtime of the device.
         device: ordinal of the device.
         capacity_bytes: the largest size; only addresses are reserved for it.
-        token: names this heap in requests of other processes.
+        token: identifies this heap in the requests of other processes.
 
     Attributes:
         base_ptr, capacity_bytes: first address and size of the range.
@@ -171,7 +171,7 @@ class GrowingMemory:
         callback(self.reached_bytes)
 
     def set_reached(self, size_bytes: int) -> None:
-        """Records that all readers map the first ``size_bytes``; they never unmap a chunk."""
+        """Records that all readers map the first ``size_bytes``; readers never unmap a chunk."""
         with self._guard:
             callbacks = list(self._callbacks) if size_bytes > self.reached_bytes else []
         for each in callbacks:
@@ -257,7 +257,7 @@ class PeerChunks:
             while self._range.mapped_bytes < there_bytes:
                 sent = receive(self._connection)
                 if sent is None:
-                    raise OSError(0, "that process has no such heap any more")
+                    raise OSError(0, "the process does not have this heap any more")
                 there_bytes = sent.heap_bytes
                 self._map(sent)
             self._service = follow(self._connection, self._map_next)
@@ -319,7 +319,7 @@ class PeerChunks:
             self._range.close()
 
     def _await_readers(self) -> None:
-        """Waits until the current stream no longer uses this memory; unmapping does not wait.
+        """Waits until the current stream no longer uses this memory, since unmapping does not wait.
 
         Communicators' kernels have ended already. This method does not wait for other streams,
         since their work may wait for this thread.

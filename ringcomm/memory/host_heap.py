@@ -51,7 +51,7 @@ def give_back_freed() -> None:
 
     The library keeps freed allocations of less than 32 MiB for the thread that made them, and
     autograd's threads make the gradients: a GPT of 202 M bfloat16 parameters on 2 ranks kept 470
-    MiB per rank. C libraries without malloc_trim() keep their memory.
+    MiB per rank. C libraries without malloc_trim() keep the memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

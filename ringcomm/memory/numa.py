@@ -43,7 +43,7 @@ class NodeTopology:
         return tuple(node for node, cpus in sorted(self.cpus.items()) if cpus)
 
     def nearest_memory(self, node: int) -> int:
-        """Returns the node itself if it has memory, else the nearest node that has some."""
+        """Returns the node itself if it has memory, else the nearest node with memory."""
         return min(self.with_memory, key=lambda each: (self.distances[node][each], each))
 
 

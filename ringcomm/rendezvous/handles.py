@@ -43,10 +43,10 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.same_node import Lookout
 
-# ---- File descriptors: errors when the process has none left, and sending a descriptor to a
-# process A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their
-# device again, and ``pidfd_getfd`` needs the permission to trace the other process, which Yama
-# mostly denies. So they are sent as SCM_RIGHTS over a Unix socket.
+# ---- File descriptors: errors if the process has none left; sending a descriptor to a process ----
+# A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their device
+# again, and ``pidfd_getfd`` needs the permission to trace the other process, which Yama mostly
+# denies. So descriptors are sent as SCM_RIGHTS over a Unix socket.
 
 _NONE_LEFT = {
     errno.EMFILE: "this process has no file descriptor left. Its limit is {limit} (ulimit -n): "
@@ -199,7 +199,7 @@ def send_descriptor(name: bytes, descriptor: int) -> None:
 
 
 # A wait of a store cannot be interrupted by Ctrl-C, so the store is polled: often at first, since
-# ranks mostly arrive together, then less often. Seconds between two polls.
+# ranks mostly arrive together, then less often. Shortest and longest pause, in seconds.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
 # The first stages: a rank that has arrived has posted in one of them.

@@ -165,8 +165,8 @@ def launched_world() -> str | None:
 
 def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
-    # Do as torch does for env://, except that the server does not wait for all others. A server of
-    # torchrun outlives the ranks.
+    # Do as torch does for env://, except that the server does not wait for the other ranks. A
+    # server of torchrun outlives the ranks.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launched.rank == 0 and not of_agent
     try:
@@ -200,7 +200,7 @@ def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
 # Rank 0 serves the store, and checks that it is on the host to which all others connect.
 
 PORT_VARIABLE = "RINGCOMM_MASTER_PORT"
-# Below the ephemeral ports of Linux, which it assigns to connections itself (from 32768 on).
+# These ports are below Linux's ephemeral ports (from 32768 on), which it assigns to connections.
 FIRST_PORT, PORTS = 20000, 10000
 # Jobs on one host mostly have adjacent ids and few steps.
 PORTS_PER_JOB = 31

@@ -297,7 +297,7 @@ def opened(folder: Path) -> Iterator[str]:
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Returns pid and uid of the process at the other end, as reported by the kernel."""
+    """Returns pid and uid of the process at the connection's other end, from the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
     return pid, uid

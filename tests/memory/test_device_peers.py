@@ -187,14 +187,14 @@ def _maps_an_impostor(store, rank, world, kind):
 def test_a_service_without_that_heap_is_refused():
     for said in run_ranks(_maps_an_impostor, 2, "growing"):
         assert "RendezvousError: op: the heap of rank" in said[0]
-        assert "could not be mapped: that process has no such heap any more" in said[0]
+        assert "could not be mapped: the process does not have this heap any more" in said[0]
         assert "RendezvousError: op: the heap of rank" in said[1]
         assert "do not share a network namespace" in said[1]
 
 
 def test_a_mapping_of_something_else_is_refused():
     for said in run_ranks(_maps_an_impostor, 2, "fixed"):
-        assert "RendezvousError: op: what this process mapped is not the heap" in said[0]
+        assert "RendezvousError: op: the mapped memory is not the heap" in said[0]
         assert "UnsupportedError: op: device 0" in said[1]
         assert "cannot reach the memory of rank" in said[1]
 

@@ -103,7 +103,7 @@ class CopyPlans:
         self._begun = 0
 
     def gather(self, engine: CallEngine, check: Callable[[], Call]) -> Callable[[], Call]:
-        """Returns a function that makes a plan's calls; all ranks must call this method.
+        """Makes a plan with all ranks; returns a function that prepares a call of the plan.
 
         Args:
             engine: the rank's engine.
@@ -150,7 +150,7 @@ class CopyPlans:
 
 
 def _exchange(engine: CallEngine, mine: _Input) -> list[_Input]:
-    """Returns the message of each rank, by rank."""
+    """Exchanges the ranks' messages, and returns them by rank."""
     message = torch.tensor(mine, dtype=torch.int64, device=engine.device)
     everyone = torch.empty((engine.world_size, len(mine)), dtype=torch.int64, device=engine.device)
 

@@ -229,8 +229,8 @@ RAISED = (1).to_bytes(4, "little")
 # per loop turn. No benchmark has compared other values.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
-# A rank that another rank has aborted waits this long, in seconds, for the reason, which the host
-# of the rank where the fault began writes.
+# Seconds for which a rank that another rank has aborted waits for the reason (the host of the rank
+# where the fault began writes it), and seconds between two looks.
 REASON_GRACE_S, REASON_POLL_S = 1.0, 0.002
 
 
@@ -411,7 +411,7 @@ class DeviceCore:
     def connect(
         self, rings: Sequence[Sequence[int]], window: MulticastWindow | None = None
     ) -> None:
-        """Writes the table of all ranks' memory for this rank's kernels; peers see no change.
+        """Writes the table of all ranks' memory for this rank's kernels; only they read it.
 
         The window is closed with the core.
         """
@@ -445,7 +445,7 @@ class DeviceCore:
         self.heap.memory.on_reached(lend)
 
     def lend(self, size_bytes: int) -> None:
-        """Lets later launches lend the heap's first ``size_bytes``, which all peers have mapped."""
+        """Lets kernels share the heap's first ``size_bytes``, which all peers have mapped."""
         with self._lending:
             if self._allocation is None or size_bytes <= self._lent_bytes:
                 return
@@ -667,5 +667,5 @@ class DeviceCore:
             try:
                 self.runtime.write(self.device, region + offset, RAISED)
             except Exception:
-                # A peer whose process has ended reads no detach word.
+                # The peer's process has ended, and needs no detach word.
                 continue

@@ -295,7 +295,7 @@ class LaunchedWork(DeviceWork):
 
         Args:
             name: name of the message's own call.
-            outputs: the tensors that it receives into.
+            outputs: the tensors into which the message is received.
             source: the sending rank; None for a send.
         """
         stream_ref = (self._runtime, self._device, self._side)
@@ -413,8 +413,8 @@ class DeviceCallEngine(CallEngine):
             core.native.set_submit(self._submission)
         # Calls whose tensors must live until the capture of a graph ends, with their streams.
         self._captured: list[tuple[Call, int]] = []
-        # Set when closing: True if the communicator was unusable before, and an earlier error has
-        # said why.
+        # Set when closing: True if the communicator was unusable before, with an error that says
+        # why.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
         self.streams = OwnStreams(self.device_ref)
@@ -560,9 +560,8 @@ class DeviceCallEngine(CallEngine):
             capturing = runtime.is_capturing
             self._captured = [each for each in self._captured if capturing(device, each[1])]
         if runtime.is_capturing(device, stream):
-            # An event in a capture never passes. Memory that is freed during the capture could be
-            # reused by a later part of the graph. After the capture, the graph's owner keeps the
-            # tensors.
+            # An event in a capture never passes. Memory freed during the capture could be reused by
+            # a later part of the graph. After the capture, the graph's owner keeps the tensors.
             self._captured.append((call, stream))
             return
         self.calls.keep(call, done, current)
@@ -655,7 +654,7 @@ class DeviceCallEngine(CallEngine):
         return device_kernel_target(core.native, self.device_ref, core.multiprocessors, head)
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
-        """Raises if this process's other threads can no longer make the calls waited for."""
+        """Raises if a missing rank, a thread of this process, can no longer make its call."""
         core, name = self.device_core, self._name
         self.check_usable(name)
         if core.any_aborted():
@@ -836,7 +835,7 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_ref
         events: list[Event] = [*self.calls.kept()[0]]
         last = self.calls.last_stream
-        # A message's tensors are kept until a stream waits for it; its kernel may run longer.
+        # A message's tensors are kept until a stream waits for it; the kernel may run longer.
         streams = self.message_streams if last is None else {last, *self.message_streams}
         for stream in streams:
             if not runtime.is_capturing(device, stream):

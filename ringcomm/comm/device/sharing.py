@@ -256,8 +256,7 @@ class JointLaunch:
                     missing = [each for each in self._ranks if each not in mine.arrived]
                     look(missing, self._waited_s[rank])
         except BaseException:
-            # Withdraw the call: the last rank must not launch it, since the caller may reuse its
-            # tensors.
+            # Withdraw the call: the last rank must not launch it: the caller may reuse its tensors.
             mine.arrived.pop(rank, None)
             raise
         finally:

@@ -120,7 +120,7 @@ def _words_at(address: int, count: int) -> list[int]:
 
 
 def _find_keys() -> None:
-    """Finds the offset of tensors' dispatch keys, and makes the native module read them there.
+    """Finds the offset of tensors' dispatch keys, at which the native module then reads them.
 
     ``Tensor.is_neg()`` takes longer than all other checks and releases the interpreter's lock. The
     offset is used only if no other offset agrees with torch for tensors of different keys.
@@ -196,7 +196,7 @@ def admit_keys(operation: object) -> None:
     """Raises if a part of torch that must see this call would miss it: NOTE [Keys of a thread].
 
     Args:
-        operation: starts the error's message.
+        operation: the beginning of the error's message.
 
     Raises:
         UnsupportedError: a trace, a transform, or a mode of fake or functional tensors is active.
@@ -221,8 +221,8 @@ def is_watched() -> bool:
 def only_inlined(function: F) -> F:
     """Lets Dynamo trace a function as part of a larger graph, but not as a frame of its own.
 
-    After a graph break Dynamo would compile each called function as a frame of its own. It skips
-    this function and all that the function calls.
+    After a graph break Dynamo would compile each called function as a frame of its own. With this
+    decorator it skips the function and all functions that it calls.
     """
     eval_frame: Any = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -545,8 +545,7 @@ def _kind_and_factor(op: object) -> tuple[object, object]:
 
 # The native module finds the ops by identity, because hashing or comparing torch's op objects costs
 # more than the rest of a small call. The objects live as long as torch. If torch's tensors lack
-# DLPack's C interface, or the native module cannot find the dispatcher's keys, Python checks all
-# calls.
+# DLPack's C interface, or the dispatcher's keys are not found, Python checks all calls.
 if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     _native.read_tensors_with(
         torch.Tensor.__dlpack_c_exchange_api__,
@@ -606,7 +605,7 @@ def put_back(tensor: Tensor, scratch: Tensor) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True when the two tensors share bytes and a call would use both in place."""
+    """True if two tensors share memory, and both are contiguous: calls use them in place."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return False
     a_ptr, b_ptr = a.data_ptr(), b.data_ptr()
@@ -718,7 +717,7 @@ class CallChecks:
             if ptr < end:
                 self.fail(
                     f"{earlier} and {label}: expected separate memory, but they overlap; "
-                    "what is received needs memory of its own"
+                    "received data need memory of their own"
                 )
             for kind in (True, False) if is_written else (False,):
                 ends[kind] = max(ends[kind], (ptr + length, label))

@@ -139,8 +139,8 @@ class Work:
         seconds = wait_seconds(timeout)
         if self._refuse_wait():
             raise RingcommError(
-                f"{self._name}: waited for on the thread that must run it, so it would never "
-                "end. Do not wait for a later call inside a callback of an earlier call"
+                f"{self._name}: this wait is on the thread that must run the call, and would "
+                "never end. Do not wait for a later call inside a callback of an earlier call"
             )
         if seconds < 0:
             self._gate.acquire()
@@ -397,7 +397,7 @@ class Call:
 
 
 # Functions and not methods, so that the returned closures refer to no communicator: a reference
-# cycle would keep its memory and descriptors until the garbage collector runs.
+# cycle would keep the communicator's memory and descriptors until the garbage collector runs.
 def refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
     """Returns a function that makes the error for calls after the communicator's first fault."""
     return lambda op: unusable_error(op, rank, world_size, first)
@@ -448,7 +448,7 @@ class Unusable:
         raise self._make_error(name.removesuffix("_fast").removesuffix("_for_torch"))
 
 
-# Seconds for calls under way at exit to end by themselves, before they are aborted.
+# Seconds in which calls that run at exit may end by themselves, before they are aborted.
 EXIT_GRACE_S = 5.0
 # Seconds that a call may wait for a peer that sends nothing, when its communicator is being closed.
 IN_VAIN_S = 0.2
@@ -559,7 +559,7 @@ class CallEngine(ABC):
         self._guard = threading.Lock()
         self.refuse: Callable[[str], RingcommError] | None = None
         self.closed = False
-        # None selects the native kernels, and lets calls take the fast path.
+        # None selects the native kernels, and permits the fast path.
         self.kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
         self._sum_group_size = membership.options.sum_group_size
@@ -830,7 +830,7 @@ class CallEngine(ABC):
         return None
 
     def gathers_in_place(self, check: Callable[[], Call]) -> Callable[[], Call]:
-        """Returns a function that makes the calls of a copy engines' plan; collective.
+        """Makes a plan with copy engines; returns a function that prepares its calls; collective.
 
         Engines without such plans return ``check`` itself.
         """

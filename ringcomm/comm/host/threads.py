@@ -94,7 +94,7 @@ def own_cpus() -> str:
 
 
 def share_threads(facts: Sequence[_Facts], rank: int, channels: int) -> Threads:
-    """Divides the cores of a node among its ranks; all ranks compute the same from equal facts.
+    """Divides a node's cores among its ranks; all ranks get equal results from equal facts.
 
     Args:
         facts: the facts of the node's ranks.

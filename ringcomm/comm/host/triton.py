@@ -278,7 +278,7 @@ class KernelTarget:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Surrounds a launch: the interpreter runs one kernel of a process at a time."""
+        """A context for a launch: the interpreter runs only one kernel of a process at a time."""
         from ringcomm._tl.hooks import IS_INTERPRETED, interpreting
 
         with self.around(), interpreting(self.health) if IS_INTERPRETED else nullcontext():
@@ -296,8 +296,8 @@ def host_kernel_target(core: _native.Comm, membership: Membership, head: str) ->
     from ringcomm._tl.geometry import Geometry
     from ringcomm._tl.hooks import IS_INTERPRETED
 
-    # Triton reads TRITON_INTERPRET when it defines a function. So its own device functions must
-    # have been defined for the interpreter as well.
+    # Triton reads TRITON_INTERPRET when it defines a function. So Triton's own device functions
+    # must have been defined for the interpreter as well.
     if not IS_INTERPRETED or type(tl.zeros).__name__ != "InterpretedFunction":
         raise UnsupportedError(
             f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "

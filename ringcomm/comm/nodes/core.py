@@ -216,7 +216,7 @@ class _Begun(InFlight):
 
     Attributes:
         rails: the state of each rail, by its number.
-        form: the quantized form of gathered data; None if they are not quantized.
+        form: the quantized form of gathered data; None if the data are not quantized.
     """
 
     rails: dict[int, _OnRail] = field(default_factory=dict)
@@ -799,7 +799,7 @@ class NodesCore(CollectivesOverNodes):
         self._scratch.give(begun.scratch)
 
     def _broadcast(self, whole: Span, root: int) -> None:
-        """Passes segments from node to node along the root's rail; each node shares them."""
+        """Passes segments from node to node along the root's rail; each node's ranks share them."""
         layout, size = self.layout, len(self.layout.nodes)
         rail, node = layout.local_rank_of(root), layout.node_of(root)
         at = rail % len(layout.node_ranks)

@@ -133,7 +133,7 @@ class DeviceQuantizer:
 TORCH_DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)
 }
-# Torch has few operations for these types; signed sums, products and bitwise results are equal.
+# torch has few operations for unsigned types; the signed types give the same bits.
 AS_SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -171,7 +171,7 @@ OP_NAMES = {code: name for name, code in _native.OPS.items()}
 
 
 def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
-    """Combines partial sums in order, and divides by ``divide_by`` unless that is 0.
+    """Combines partial sums in order, and divides by ``divide_by`` unless it is 0.
 
     Args:
         partials: [nodes, elements], in the partial sums' type, or in the elements' type if they

@@ -129,7 +129,7 @@ class StepsCore(NodesCore):
         return Steps(self, per_node, compression, error_feedback)
 
     def error_feedback_of(self, bucket_elems: int, per_node: bool) -> ErrorFeedback:
-        """Returns a bucket's error feedback, with zero errors; nodes have equal sizes."""
+        """Returns a bucket's error feedback, with zero errors; needs nodes of equal sizes."""
         bucket, layout = Span(0, bucket_elems), self.layout
         if per_node:
             chunk = self._node_chunks(*bucket, 1)[layout.local_rank]
@@ -407,7 +407,7 @@ class StepCalls:
 
     @property
     def shard_index(self) -> int:
-        """The number of the chunk that this rank owns of state that is sharded over all ranks."""
+        """The number of this rank's chunk of state that is sharded over all ranks."""
         return self.shard_index_of(self._engine.rank)
 
     def shard_index_of(self, rank: int) -> int:

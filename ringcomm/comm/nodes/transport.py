@@ -380,7 +380,7 @@ def transport_failed(
 Tensor = torch.Tensor
 
 # Gloo ends the process when a message exceeds the receive's buffer. So the tag of data is a hash of
-# their meaning and size: data of another size match no receive, and the headers show the sizes.
+# their meaning and size: data of another size match no receive, and the headers show both sizes.
 HEADER_TAG = 1
 
 
@@ -520,8 +520,8 @@ def begun(begin: Callable[[], Any]) -> Any:
 # NOTE [Threads at exit]
 #
 # If a thread returns from a wait in torch while Python exits, Python unwinds it through C++ code
-# that does not allow that, and the process aborts. So the code that ends such threads waits until
-# they are gone: at exit every communicator is closed before Python ends.
+# that does not allow that, and the process aborts. So ringcomm waits for the end of such threads:
+# at exit, every communicator is closed before Python ends.
 
 
 def join(thread: threading.Thread | None) -> None:
@@ -613,7 +613,7 @@ class Rails:
     def __init__(self, layout: NodeLayout, store: Store, connector: Connector) -> None:
         self.layout = layout
         self._waiter = Waiter("ringcomm-rail")
-        self._connector = connector  # keep it: it holds objects that the groups need
+        self._connector = connector  # keep the connector: it holds objects that the groups need
         self._groups: dict[int, Any] = {
             number: connector.group(
                 PrefixStore(f"rail{number}", store), layout.node, layout.rail(number)
@@ -668,7 +668,7 @@ class Rails:
 # NOTE [NCCL's watchdog]
 #
 # The watchdog of a ProcessGroupNCCL in torch ends the process when a call fails or times out.
-# ringcomm's watch aborts the group instead, and calls raise the cause. So our groups have no
+# ringcomm's watch aborts the group instead, and calls raise the cause. So ringcomm's groups have no
 # timeout, and are made while the variable below turns the watchdog's error handling off. Only the
 # group's constructor reads the variable.
 
@@ -780,7 +780,7 @@ class DeviceRails:
             RendezvousError: the numbers did not arrive; the error names the ranks of the rail.
         """
         runtime, device = self.runtime, self.device
-        # A private stream, so that this rank does not wait for others of its process.
+        # A private stream, so that this rank does not wait for other ranks of its process.
         stream = runtime.make_stream(device)
         deadline = Deadline(min(timeout_s, CONNECT_S))
         with runtime.on_device(device), runtime.on_stream(stream):

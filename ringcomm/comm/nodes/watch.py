@@ -158,11 +158,11 @@ class Awaiting:
         self._keep = keep
 
     def of(self, local_rank: int) -> int:
-        """Returns the rank for which a local rank waits, or -1."""
+        """Returns the rank that this node's rank ``local_rank`` awaits on a rail, or -1."""
         return self._words[local_rank].value
 
     def note(self, local_rank: int, rank: int) -> None:
-        """Sets the word of this rank, whose local rank is ``local_rank``."""
+        """Sets the word of this rank (local rank ``local_rank``) to ``rank``."""
         self._words[local_rank].value = rank
 
 
@@ -543,7 +543,7 @@ class Watch:
         return answers[0] or error
 
     def _ask(self, question: Callable[[], T], patience_s: float) -> list[T]:
-        """Queries the store; returns [answer], or [] if none came in time.
+        """Queries the store; returns [answer], or [] if no answer came in time.
 
         It queries on a thread, since a store whose node is gone does not answer for minutes. While
         an earlier query is unanswered, it makes no other query.
@@ -629,7 +629,7 @@ def _error_of(text: str) -> RingcommError | None:
 # the faults that kernels of this rank leave, checks whether processes of this node have ended while
 # a call is under way, and ends a call that runs too long.
 
-# Seconds in which the watch's thread ends, unless a store that is gone blocks it.
+# Seconds to wait for the end of the watch's thread; a store that is gone may block the thread.
 END_S = 2.0
 
 

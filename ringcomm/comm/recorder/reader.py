@@ -78,7 +78,7 @@ STALE_S = 3600
 LARGEST_BYTES = 256 << 20
 # The year 9999, the last of Python's dates, in seconds since 1970.
 _LATEST_S = 253_402_300_799
-# The most ranks that a trace may claim, more than any communicator has.
+# The most ranks that a trace may have; no communicator has more.
 _MOST_RANKS = 1 << 16
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
 _UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
@@ -233,7 +233,7 @@ def leave(recording: Recording, rank: int, error: str, of_node: OfNode | None = 
     """
     if is_off():
         return ""
-    # Both texts may come from the user or a peer, and the reader rejects control characters.
+    # Name and error may come from the user or a peer; the reader rejects control characters.
     name = printable(recording.communicator, "")[:LONGEST_FILE_TEXT]
     recording = dataclasses.replace(recording, communicator=name)
     try:
@@ -250,7 +250,7 @@ def _write(trace: Trace) -> Path:
     if folder is None:
         raise RingcommError(f"{VARIABLE} was set to {OFF}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory()  # raises if another user has made the folder in the meantime
+    directory()  # raises if the folder is another user's
     node = "" if trace.of_node is None else f".node{trace.of_node.node}"
     safe = re.sub(r"[^\w.-]", "_", trace.recording.communicator, flags=re.ASCII)
     name = f"{safe[: 80 - len(node)]}{node}" or "_"
@@ -425,7 +425,7 @@ def running_communicators() -> list[Recording]:
         with suppress(OSError, RingcommError):  # a process that ends, or has no communicator
             if folder.stat().st_uid == os.geteuid():
                 for each in live_recordings([int(folder.name)]):
-                    # Every rank's process has all heaps, so several show one communicator.
+                    # Every process has all ranks' heaps, so several show one communicator.
                     key = (each.communicator, each.world_id, each.ranks[0].pid)
                     found[key] = each
     return list(found.values())
@@ -460,7 +460,7 @@ def _has_ended(rank: RankRecording, taken_ns: int) -> bool:
 
 
 def _state_of(pid: int) -> tuple[str, float]:
-    """Returns the state letter of a process ("" when there is none) and its age in seconds."""
+    """Returns the state letter of a process ("" if it does not exist) and its age in seconds."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
