@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _keep_flight_recorder_off(c10d: Any) -> None:
-    """Stops torch 2.15 from attaching its flight recorder (pytorch/pytorch#192233) to its groups.
+    """Keeps torch 2.15's flight recorder (pytorch/pytorch#192233) off ringcomm's groups.
 
     The recorder hooks the C++ methods of a group, which a Python group does not use, and attaching
     it to such a group fails because it has no C++ backend. torch skips the backends in this set.

@@ -304,7 +304,7 @@ def destroy_process_group(group: Group = None) -> None:
     communicator = communicator_of(group, "destroy_process_group")
     if group is None and not is_initialized():
         raise ArgumentError(
-            "destroy_process_group: the default group is that of torch.distributed; call "
+            "destroy_process_group: the default group is torch.distributed's; call "
             "torch.distributed.destroy_process_group()"
         )
     if group is None and communicator is _thread.communicator:

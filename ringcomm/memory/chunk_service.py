@@ -57,7 +57,7 @@ class OfferedHeap(Protocol):
 
 
 class _ReaderProgress:
-    """The bytes of a heap that were sent to a reader, and those that the reader has mapped."""
+    """How many bytes of a heap were sent to a reader, and how many the reader has mapped."""
 
     def __init__(self) -> None:
         self.heap: OfferedHeap | None = None

@@ -159,7 +159,7 @@ def divide(
                 if _apart(first, second, unreached):
                     raise RendezvousError(
                         f"{operation}: ranks {first} and {second} cannot map each other's memory, "
-                        f"but both can map that of rank {node[0]}: "
+                        f"but both can map the memory of rank {node[0]}: "
                         f"{unreached[first].get(second) or unreached[second].get(first)}. Give the "
                         "ranks of each node a RINGCOMM_NODE_ID of their own, or let all of a "
                         "machine's ranks run as one user in one container"

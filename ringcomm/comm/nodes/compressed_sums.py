@@ -1,4 +1,4 @@
-"""The forms in which partial sums travel between nodes: unchanged, rounded, or quantized.
+"""The forms in which nodes send partial sums to each other: unchanged, rounded, or quantized.
 
 Quantization works on blocks of 128 numbers with one scale each;
 ``kernels/include/ringcomm/core/quantization.h`` defines the formats and bounds the error. A node
@@ -7,7 +7,7 @@ depend on which rank adds. Numbers are dequantized and added in FP32, in the ord
 rounded once. An all-reduce also quantizes the sums, since they are sent to all nodes.
 
 Only sums of float32, bfloat16 and float16 are quantized. Other types and operators need exact
-numbers, so they travel unchanged; small buffers do as well.
+numbers, so they are sent unchanged; sums of small buffers are also sent unchanged.
 
 NOTE [Error feedback]
 A rank that quantizes a node's partial sums of a bucket can keep the quantization error e and add it

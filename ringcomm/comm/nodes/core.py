@@ -14,7 +14,7 @@ ranks; W = N L; a buffer of B bytes (in the type that is sent); a rail joins equ
 
 Partial sums are kept and added in the accumulator's type (FP32 for 16-bit types), and the result is
 rounded once: it equals the result of one node that sums in groups of L ranks
-(``CommOptions.sum_group_size``). ``compression="param"`` rounds partial sums before they travel.
+(``CommOptions.sum_group_size``). ``compression="param"`` rounds partial sums before they are sent.
 
 Large calls are cut into segments in a pipeline: while one segment is on the network, the node
 reduces the next segment, and adds and shares the segment before. One-shot rails work this way; the

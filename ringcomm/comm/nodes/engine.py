@@ -236,7 +236,7 @@ class DeviceNodesEngine(NodesEngine):
         return self._work(call.name, call.outputs, side, done)
 
     def _enqueue_on(self, stream: int, call: Call) -> None:
-        """Enqueues a call; the caller holds the turn and has made the rank's device current."""
+        """Enqueues a call; the caller holds ``queue.turn`` and is on the rank's device."""
         runtime, device = self.device_ref
         last, self._last_stream = self._last_stream, stream
         if last is not None and last != stream:
