@@ -153,7 +153,7 @@ def rotary_angles(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each channel pair of x (B, H, T, K) by its position's angle (T, K/2)."""
+    """Rotates each channel pair of x (B, H, T, K) by the angle (T, K/2) of its position."""
     first, second = x.chunk(2, dim=-1)  # (B, H, T, K/2) each
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 

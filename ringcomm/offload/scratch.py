@@ -205,7 +205,7 @@ class _File:
 
     @property
     def hang(self) -> _Hang | None:
-        """The first transfer that was late; None once it is done."""
+        """The first transfer that was late; None once this transfer is done."""
         if self._hang is not None and self._hang.request.done():
             self._hang = None
         return self._hang
@@ -573,7 +573,7 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
 
 Tensor = torch.Tensor
 
-# Flags of mremap(2); DONTUNMAP: the old range stays mapped, without pages (Linux 5.7).
+# Flags of mremap(2); DONTUNMAP: the old range stays mapped, but empty (since Linux 5.7).
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 
 

@@ -164,12 +164,12 @@ REFUSALS = [
     Refusal(
         {"offload": ("parameters",), "nodes": ("2+2", "1+1+1"), "sharing": ("default",)},
         ArgumentError,
-        'offload_params: expected params="world" with it over several nodes',
+        'offload_params: expected also params="world" over several nodes',
     ),
     Refusal(
         {"offload": ("parameters",), "sharing": ("state by node",)},
         ArgumentError,
-        'offload_params: expected params="world" with it over several nodes',
+        'offload_params: expected also params="world" over several nodes',
     ),
     Refusal(
         {"stage": (0, 1), "update": ("in backward",)},
@@ -189,7 +189,7 @@ REFUSALS = [
     Refusal(
         {"stage": (0,), "compression": ("parameters", "both")},
         ArgumentError,
-        "expected stage 1, 2 or 3 with it, got 0",
+        "expected stage 1, 2 or 3, got 0",
     ),
     Refusal(
         {"sharing": ("state by node",), "compression": ("parameters", "both")},

@@ -417,7 +417,7 @@ def _discard(partial_folder: Path, process: int) -> None:
 def _write_items(
     path: Path, items: Sequence[WriteItem], planner: AnySavePlanner
 ) -> list[WriteResult]:
-    """Writes a rank's tensors into its file, if it has any; returns the results for torch."""
+    """Writes a rank's tensors, if any, into the rank's file; returns the results for torch."""
     entries, pieces = [], {}
     for item in items:
         data = item.tensor_data

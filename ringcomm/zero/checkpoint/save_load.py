@@ -152,7 +152,7 @@ def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
                     f"{tensor.layout} on {tensor.device}"
                 )
             dtype_name(tensor.dtype, called)
-            # The tensor may be a parameter's, whose memory is freed when it is resharded.
+            # The tensor may be a parameter, whose memory is freed when the parameter is resharded.
             tensors[_tensor_name(name, number)] = tensor.detach().clone()
             told.append([list(path), "cpu" if tensor.device.type == "cpu" else "device"])
         data[name] = {"value": value, "tensors": told}
@@ -302,7 +302,7 @@ class TrainState:
         shards = {each.name: each.shard() for each in tensors}
         buffers = module_state.buffers_of(engine.setup.module)
         extra = save_extra_state(engine.setup.module, "TrainState.state_dict")
-        # A checkpoint of modules without extra state must have no such entry.
+        # A checkpoint of modules without extra state must not have the entry "extra".
         told = {"extra": json.dumps(encode(extra.data, "extra"))} if extra.data else {}
         return {
             **shards,
@@ -590,7 +590,7 @@ def take_load(loading: Loading) -> Loaded:
         comm.barrier()
         requantize(engine)
         if loading.extra:
-            # After the barrier, since a module may look at its parameters.
+            # Called after the barrier, since a module may read its parameters.
             with all_or_none(comm, "load", engine.mesh):
                 set_extra_state(engine.setup.module, loading.extra, loading.fail)
     return Loaded(loading.number, loading.data["user"], loading.exact, *loading.keys)
@@ -629,7 +629,7 @@ class Loading:
         self.exact = same and reader.world_size == engine.ranks.world_size
         self.names = set(self.reader.names())
         self.keys = IncompatibleKeys((), ())
-        # For each name that is loaded here, the name in the checkpoint.
+        # For each tensor to load, its name here and its name in the checkpoint.
         self.sources: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
         self.state = SavedState([], {})
@@ -736,7 +736,7 @@ class Loading:
         return {name: each for name, each in found.items() if f"model.{name}" in self.sources}
 
     def _check_own(self, whole: bool) -> None:
-        """Checks the data saved for this rank, or rank 0: buffers, generators, extra state."""
+        """Checks the saved buffers, generators and extra state of this rank, or else of rank 0."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
         if self.converted:

@@ -156,7 +156,7 @@ def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]
 def shards_to_load(
     engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
 ) -> Iterator[TensorShard]:
-    """Yields all optimizer state on this rank; write to each shard before you take the next.
+    """Yields all optimizer state on this rank; write to each before you take the next.
 
     Args:
         engine: the engine of the module.

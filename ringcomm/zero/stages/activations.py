@@ -132,7 +132,7 @@ class Content:
         """Returns the storage with the bytes, at offset ``at``, or None if there is none."""
         if self.held is not None:
             return self.held
-        # A storage that was shrunk since then no longer has its values.
+        # A storage that was shrunk after the save no longer has its values.
         found: Any = cast(Any, Storage)._new_with_weak_ptr(self._memory.cdata)
         return found if found is not None and found.nbytes() == self._memory_bytes else None
 
@@ -725,7 +725,7 @@ class _Residents:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        # By address; an address is not used again as long as the weak reference exists.
+        # Storages by address; no address is used again as long as its weak reference exists.
         self._storages: dict[int, StorageWeakRef] = {}
         self._engines: weakref.WeakSet[ShardEngine] = weakref.WeakSet()
         #: True if parameters may have moved since :meth:`have` last noted their storages.

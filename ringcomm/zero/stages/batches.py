@@ -137,7 +137,7 @@ def _converted(module: nn.Module, group: Communicator, made: dict[int, nn.Module
         result._parameters.update(module._parameters)
         result._buffers.update(module._buffers)
     made[id(module)] = result
-    # Not named_children(), which leaves out further names of a module that has several.
+    # named_children() would leave out further names of a module that has several.
     for name, child in module._modules.items():
         if child is not None:
             setattr(result, name, _converted(child, group, made))

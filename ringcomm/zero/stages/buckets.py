@@ -84,7 +84,7 @@ class ParamBucket(ABC):
 
     Attributes:
         layout: layout of the bucket.
-        chunk: the part that belongs to this rank alone: the rank saves it, and adds it to norms.
+        chunk: the part that belongs to this rank alone: the rank saves it, and counts it in norms.
         state_chunk: the part for which an optimizer on this rank keeps state. It contains
             ``chunk``, and is equal to ``chunk`` unless other ranks have copies of the state.
         params: the parameters and their positions, in the order of the bucket.

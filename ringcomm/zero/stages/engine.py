@@ -627,7 +627,7 @@ class ShardEngine:
         if not set_to_none or of_module is not nn.Module.zero_grad:
             self._zero_grad_of_module(set_to_none)
             return
-        # As nn.Module.zero_grad() does, except for ``own``, whose gradients are dropped already.
+        # Does as nn.Module.zero_grad(), but skips ``own``, whose gradients are dropped already.
         own = self._trained
         for param in self.setup.module.parameters():
             if id(param) not in own and param.grad is not None:
@@ -810,7 +810,7 @@ class ShardEngine:
             self.reduction.wait()
         if self.unsharder is not None:
             self.unsharder.close()
-        # After close() of the unsharder, which puts back the watched tables of modules.
+        # Runs after close() of the unsharder, which puts back the watched tables of modules.
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()

@@ -223,7 +223,7 @@ class GraphedStep:
 
 
 class _Inputs:
-    """The tensors from which a captured step reads its arguments, and all other arguments."""
+    """The arguments of a captured step: the tensors that its graph reads, and other values."""
 
     def __init__(
         self, called: str, device: torch.device, leaves: Sequence[Any], structure: TreeSpec

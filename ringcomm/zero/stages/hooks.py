@@ -43,7 +43,7 @@ _REASON = (
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Returns the module that ``torch.compile()`` wrapped, or the module itself if unwrapped."""
+    """Returns the module that ``torch.compile()`` wrapped, or the module if it is not wrapped."""
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
 
@@ -293,7 +293,7 @@ def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
     """
     watched = False
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        # After a change in place, a view's gradient comes through its base.
+        # After a change in place, the gradient of a view arrives at the view's base.
         for each in (tensor, tensor._base):
             if each is not None and each.grad_fn is not None:
                 each.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -256,7 +256,7 @@ class DiskUpdates:
 
     def update_shard(self, backend: Backend, bucket: Bucket, grad: Tensor) -> None:
         """Updates a chunk with a backend; reads its parameters from the disk if they are needed."""
-        # Faults raise at the step's end, since the other ranks wait for this rank's calls.
+        # Disk faults raise at the step's end, since the other ranks wait for this rank's calls.
         with self.store.keeping_faults():
             if self._skips or backend.defers:
                 backend.update_shard(bucket, grad)

@@ -471,8 +471,7 @@ class ZeroOptions:
         if stage == 0 and self.compression.quantizes_parameters:
             raise ArgumentError(
                 f"shard: compression: parameters={self.compression.parameters!r}: expected stage "
-                "1, 2 or 3 with "
-                "it, got 0, where each rank updates all parameters and sends none of them"
+                "1, 2 or 3, got 0, where each rank updates all parameters and sends none of them"
             )
         return self.compression if several else replace(self.compression, parameters="param")
 
@@ -487,7 +486,7 @@ class ZeroOptions:
             )
         if several and self.params == "node":
             raise ArgumentError(
-                'shard: offload_params: expected params="world" with it over several nodes, '
+                'shard: offload_params: expected also params="world" over several nodes, '
                 "got \"node\", with which ranks read the node's copy in their peers' memory"
             )
 

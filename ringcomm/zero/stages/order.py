@@ -242,8 +242,8 @@ class ModuleOrder:
             weakref.WeakValueDictionary()
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
-        # The state of the running backward; hooks first read ``backward``.
-        #: A weak reference, dead once the last backward has ended; None once settle() has run.
+        # The state of the running backward; hooks read ``backward`` first.
+        #: A weak reference, dead once the backward has ended; then _forget_backward() sets None.
         self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
@@ -314,7 +314,7 @@ class ModuleOrder:
         return self.backward is not None and self.backward() is not None
 
     def take_part(self, module: ReducingModule) -> None:
-        """Called by the first hook of a module that runs in a backward."""
+        """Called by a module's first hook in a backward."""
         self.settle()
         self._taking_part.append(module.number)
         if not self.in_backward:
@@ -327,7 +327,7 @@ class ModuleOrder:
     def _begin(self) -> None:
         """Determines the modules that this backward reduces, and their order; collective."""
         if in_pipeline():
-            # All numbers, since some modules may be garbage-collected on some ranks only.
+            # Mark all numbers, since some modules may be garbage-collected on some ranks only.
             self._pipelined.update(self._numbers)
             for module in list(self._modules.values()):
                 _reduction_of(module).has_left_over = True

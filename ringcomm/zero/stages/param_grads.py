@@ -291,7 +291,7 @@ class ModuleGradients:
             self._wrote(reduced)
 
     def _are_in_params(self, engine: ShardEngine) -> bool:
-        """Returns whether all gradients are in their parameters only; a quick check."""
+        """True if all gradients are in autograd's ``p.grad`` alone; a quick check."""
         if engine.closed or engine.reduction is not None or in_pipeline():
             return False
         placement = engine.placement

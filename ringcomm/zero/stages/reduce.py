@@ -364,7 +364,7 @@ class Buffers:
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
         # All buffers by address, and their views by (address, bucket number).
         self._whole: dict[int, Tensor] = {}
-        # Zeros by dtype, at least as many as the largest gap has elements; gaps share them.
+        # By dtype, zeros that all gaps share, at least as many as the largest gap has elements.
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, int], BufferView] = {}
 
@@ -536,7 +536,7 @@ class Reduction:
             self._used = self._added_to = any(bucket.is_active for bucket in self.buckets)
         self.settle()
         if self._launches:
-            # All buckets will have a turn, and each reduction's blocks add to the bucket's words.
+            # Zero all words at once: every bucket will have a turn, and its reduction adds to them.
             self.wait()
             self._words.zero_()
             self._zeroed.update(range(len(self.buckets)))

@@ -469,7 +469,7 @@ def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> d
 def _is_held(value: Tensor) -> bool:
     """True if tensors other than a parameter and this view of it refer to its memory."""
     storage = value.untyped_storage()
-    # ``storage`` itself is the third reference.
+    # Three references are the parameter's, this view's, and ``storage`` itself.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 3
 
 

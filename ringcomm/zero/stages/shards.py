@@ -265,7 +265,7 @@ class _Memory:
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Any]]:
-        """Lets all ranks write to the shards inside, or restores the shards on all; collective.
+        """Lets all ranks write to their shards in the body; an error restores them; collective.
 
         Yields:
             A dict for values that must be equal on all ranks, as JSON types.
