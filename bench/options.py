@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ringcomm import ArgumentError, CommOptions
 from ringcomm.cli.output import why_no_file
+from ringcomm.cli.usage import CommandParser
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -116,7 +117,7 @@ def rounds(usual: int, *more: str) -> Option:
 
 def build_parser(prog: str, about: str, options: Iterable[Option]) -> argparse.ArgumentParser:
     """Builds the parser of a benchmark."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for names, how in options:

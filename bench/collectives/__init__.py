@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ringcomm.cli import table_lines
+from ringcomm.cli.progress import Progress, time_left
+from ringcomm.cli.usage import suggestion
 
 from .. import cases, devices, run
 from ..cases import Case, Collective, Prepared, wrong_elements
@@ -63,7 +66,7 @@ OPTIONS = (
         metavar="COLLECTIVE",
     ),
     size("-b --minbytes", "smallest size of a rank's larger buffer: 16, 64K, 1M, 2G", default="4K"),
-    size("-e --maxbytes", "largest size", default="256M"),
+    size("-e --maxbytes", "largest size", default="64M"),
     option(
         *("-f --stepfactor", "factor from one size to the next; 1: only the smallest size"),
         type=positive,
@@ -74,8 +77,8 @@ OPTIONS = (
     choice("-o --op", "reduction operator", *cases.OPS),
     option("--root", "root rank of rooted collectives", type=int, default=0),
     choice(
-        *("--placement", "out of place, in place, both, or usual, as in torch.distributed"),
-        *("both", OUT_OF_PLACE, IN_PLACE, "usual"),
+        *("--placement", "usual: as in torch.distributed; out of place, in place, or both"),
+        *("usual", "both", OUT_OF_PLACE, IN_PLACE),
     ),
     option("--subject", "the system to which ratios are relative", default="ringcomm"),
     option(
@@ -134,7 +137,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         unknown = sorted(spec for spec in set(specs) if not is_system(spec))
         if unknown:
             systems = ", ".join([*SYSTEMS, "ringcomm:ALGORITHM"])
-            parser.error(f"unknown {what} {', '.join(unknown)}; known: {systems}")
+            guess = suggestion(unknown[0], SYSTEMS)
+            parser.error(f"unknown {what} {', '.join(unknown)}; known: {systems}{guess}")
         elsewhere = [spec for spec in specs if not runs_on(spec, options.device)]
         if elsewhere:
             parser.error(f"--device {options.device} cannot run {', '.join(elsewhere)}")
@@ -250,7 +254,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
     systems = {name: open_system(name, setup) for name in dict.fromkeys(options.systems)}
     run.versions = {name: system.version for name, system in systems.items()}
     run.facts = {**device.facts(), "mode": info.mode} if options.device != "cpu" else {}
-    walk = Walk(run, device, systems, nodes)
+    walk = Walk(run, device, systems, nodes, Pacing(options))
     for name in options.collectives:
         walk.measure(cases.COLLECTIVES[name])
     notes = {
@@ -263,6 +267,34 @@ def measure_all(run: Run, device: Device | None = None) -> None:
         system.close()
 
 
+class Pacing:
+    """Shows on rank 0 how many cases are measured, and how much time is left."""
+
+    # A case takes time for its calls and for its bytes. Calls take as long as about this many bytes
+    # (an estimate that suits 2 cores and Gloo).
+    _CALL_BYTES = 4 << 20
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._progress, self._began_s = Progress(), time.monotonic()
+        sizes = sizes_bytes(options)
+        self._weights = [self._CALL_BYTES + size for _ in options.collectives for size in sizes]
+        self._done = 0
+
+    def show(self, run: Run) -> None:
+        """Shows the state before the next case."""
+        if run.rank != 0:
+            return
+        done, total = sum(self._weights[: self._done]), sum(self._weights)
+        left = time_left(time.monotonic() - self._began_s, done, total)
+        cases = f"case {self._done + 1} of {len(self._weights)}"
+        self._progress.show(f"ringcomm bench: {cases}{', ' * bool(left)}{left}")
+
+    def count(self) -> None:
+        """Counts a finished case; call it before its rows are printed."""
+        self._done += 1
+        self._progress.clear()
+
+
 @dataclass(frozen=True)
 class Walk:
     """Measures the cases in one process: prepares, checks, times, and makes rows."""
@@ -271,6 +303,7 @@ class Walk:
     device: Device
     systems: Mapping[str, System]
     nodes: int
+    pacing: Pacing
 
     def measure(self, collective: Collective) -> None:
         options, info = self.run.options, self.run.info
@@ -287,7 +320,10 @@ class Walk:
         of = (options.datatype, options.op, options.root, info.rank, info.world)
         for size in sizes_bytes(options):
             cells = [Case(collective, size, *of, each, self.device.tensors) for each in placements]
-            self.run.add([row for cell in cells for row in self._rows(cell)], table)
+            self.pacing.show(self.run)
+            rows = [row for cell in cells for row in self._rows(cell)]
+            self.pacing.count()
+            self.run.add(rows, table)
 
     def _rows(self, case: Case) -> list[Row]:
         options, mode = self.run.options, self.run.info.mode

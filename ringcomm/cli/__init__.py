@@ -1,4 +1,5 @@
-"""The ``ringcomm`` command: one module of this package per subcommand, and ``output``.
+"""The ``ringcomm`` command: one module of this package per subcommand, ``usage`` and
+``output``.
 
 A subcommand is a module ``ringcomm.cli.<name>`` with ``add_arguments(parser)`` and
 ``run(args) -> int``. Only the requested subcommand is imported, so that ``ringcomm --help``
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from ringcomm.cli.usage import CommandParser
 from ringcomm.launch import hide_missing_numpy
 from ringcomm.process import warn_of_unknown
 
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if module is None:
         parser.print_help()
         return 2
-    from ringcomm.errors import RingcommError
+    from ringcomm.errors import ArgumentError, RingcommError
 
     try:
         status = module.run(namespace)
@@ -88,8 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except RingcommError as error:
         # In one write, since the ranks of a launcher share stderr.
-        sys.stderr.write(f"ringcomm {namespace.command}: {error}\n")
-        return 1
+        # A library function may begin its message with its own name, such as "convert".
+        told = str(error).removeprefix(f"{namespace.command}: ")
+        sys.stderr.write(f"ringcomm {namespace.command}: {told}\n")
+        return 2 if isinstance(error, ArgumentError) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -111,7 +115,7 @@ def _reader_has_left() -> bool:
 
 
 def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Subcommand | None]:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm",
         description="Collectives over peer-mapped memory, and tools built on them.",
     )

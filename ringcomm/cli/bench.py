@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import IO, Any
 
 COLLECTIVES, TRAINING = "collectives", "training"
+_BEAT_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +21,24 @@ def run(args: argparse.Namespace) -> int:
     return run_harness(*args.arguments)
 
 
-def run_harness(*words: str) -> int:
-    """Runs the harness, whose first word names a benchmark; returns its exit status."""
-    with subprocess.Popen([sys.executable, "-m", "ringcomm.bench", *words]) as harness:
+def run_harness(
+    *words: str, output: IO[Any] | None = None, beat: Callable[[], object] = lambda: None
+) -> int:
+    """Runs the harness, whose first word names a benchmark; returns its exit status.
+
+    Args:
+        words: the command line of the harness.
+        output: a file for stdout and stderr; None for those of this process.
+        beat: a function to call every second while the harness runs.
+    """
+    error = None if output is None else subprocess.STDOUT
+    command = [sys.executable, "-m", "ringcomm.bench", *words]
+    with subprocess.Popen(command, stdout=output, stderr=error) as harness:
         while True:
             try:
-                return harness.wait()
+                return harness.wait(_BEAT_S)
+            except subprocess.TimeoutExpired:
+                beat()
             except KeyboardInterrupt:
                 # The terminal also interrupts the harness: wait until it has stopped its ranks.
                 continue

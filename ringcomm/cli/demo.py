@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ringcomm.cli import table_lines
 from ringcomm.cli.bench import COLLECTIVES, TRAINING, run_harness
 from ringcomm.cli.output import why_no_file, write_file
+from ringcomm.cli.progress import Progress
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.corpus import read_corpus
 from ringcomm.rendezvous.launchers import launched_world
 
 CONTEXT = 64
 INTERRUPTED = 130
+# Lines of the harness that are printed when a phase fails.
+_LAST_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,23 @@ class DemoRun:
     words: tuple[str, ...]
 
 
+@dataclass
+class Outcome:
+    """The results of the runs so far, by title.
+
+    Attributes:
+        failed: the exit status of each run that failed.
+        reports: the report of each run that wrote one.
+    """
+
+    failed: dict[str, int] = field(default_factory=dict)
+    reports: dict[str, Any] = field(default_factory=dict)
+
+
 def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
     """Returns the runs that make up the demo, all with two ranks."""
     pace = "--peers gloo --placement usual"
-    pace += " -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -e 64M -f 128 -r 9"
+    pace += " -b 4K -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -b 4K -e 64M -f 128 -r 9"
     heap = f"reduce_scatter all_gather all_reduce --tensors heap {pace}"
     found = [DemoRun("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
     if not quick:
@@ -47,7 +65,7 @@ def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
     text = () if data is None else ("--data", data)
     # Title, width, depth, heads and rounds; embedding and output layer share their weights.
     small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3)
-    models = [("A GPT of 0.8 M parameters", 128, 4, 4, 15), ("A GPT of 6 M", 320, 5, 5, 9)]
+    models = [("A GPT of 0.8 M parameters", 128, 4, 4, 15), ("A GPT of 6 M", 320, 5, 5, 7)]
     for title, width, depth, heads, rounds in [small] if quick else models:
         sizes = f"--width {width} --depth {depth} --heads {heads} --context {CONTEXT}"
         words = (*f"{sizes} --sequences 4 --rounds {rounds}".split(), *text)
@@ -60,17 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks and times every collective against Gloo, then trains a small byte-level GPT at all "
         "stages of ZeRO beside DDP and FSDP2, and compares every loss and weight. Starts its own "
-        "two ranks, and takes one to two minutes on 2 cores. Exit status 1 when any result is "
-        "wrong."
+        "two ranks, and takes about 90 s on 2 cores. Prints a line per phase and a card of the "
+        "results; the tables go to a file. Exit status 1 when any result is wrong."
     )
     add = parser.add_argument
     add("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
     add("--quick", action="store_true", help="small sizes and one small model: some seconds")
+    add("--tables", metavar="FILE", help="write the tables to FILE (default: a new file in /tmp)")
     add("--json", metavar="FILE", help="also write all figures to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all comparisons, and prints at the end whether every result was right.
+    """Runs all comparisons, and prints a card of the results and whether all were right.
 
     Raises:
         ArgumentError: this process is a launcher's rank, or a path is wrong.
@@ -80,35 +99,128 @@ def run(args: argparse.Namespace) -> int:
             "demo starts its own ranks; run it without torchrun (use `ringcomm train` there)"
         )
     read_corpus(args.data, CONTEXT)
-    why = None if args.json is None else why_no_file(args.json)
-    if why is not None:
-        raise ArgumentError(f"--json {args.json}: {why}")
+    for option, path in (("--json", args.json), ("--tables", args.tables)):
+        why = None if path is None else why_no_file(path)
+        if why is not None:
+            raise ArgumentError(f"{option} {path}: {why}")
     started = time.perf_counter()
-    failed, documents = _run_all(runs_of(args.quick, args.data))
-    if INTERRUPTED in failed.values():
+    chosen, outcome = runs_of(args.quick, args.data), Outcome()
+    with _tables_file(args.tables) as tables:
+        print(f"{len(chosen)} phases; the tables go to {tables.name}", flush=True)
+        _run_all(chosen, tables, outcome)
+    if INTERRUPTED in outcome.failed.values():
+        phase = len(outcome.failed | outcome.reports)
+        print(f"\nInterrupted in phase {phase} of {len(chosen)}; {tables.name} has its tables.")
         return INTERRUPTED
     if args.json is not None:
-        result = {"passed": not failed, "runs": documents}
+        result = {"passed": not outcome.failed, "runs": outcome.reports}
         write_file("--json", args.json, json.dumps(result, indent=1) + "\n")
-    for title, status in failed.items():
+    print("\n" + "\n".join(card_lines(outcome.reports.values())) + "\n")
+    for title, status in outcome.failed.items():
         print(f"FAILED: {title}: exit status {status}")
-    verdict = "NOT all results agree." if failed else "All results agree."
-    print(f"\n{verdict} ({time.perf_counter() - started:.0f} s)")
-    return 1 if failed else 0
+    verdict = "NOT all results agree." if outcome.failed else "All results agree."
+    print(f"{verdict} ({time.perf_counter() - started:.0f} s)")
+    return 1 if outcome.failed else 0
 
 
-def _run_all(chosen: Sequence[DemoRun]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Returns the exit status of each run that failed, and the report of each that wrote one."""
-    failed, documents = {}, {}
+def _tables_file(path: str | None) -> IO[str]:
+    if path is not None:
+        return Path(path).open("w+", encoding="utf-8")
+    return tempfile.NamedTemporaryFile(
+        "w+", prefix="ringcomm-demo-", suffix=".txt", delete=False, encoding="utf-8"
+    )
+
+
+def _run_all(chosen: Sequence[DemoRun], tables: IO[str], outcome: Outcome) -> None:
+    """Runs the phases, with their output in ``tables``; adds what they found to ``outcome``."""
+    progress = Progress()
     with tempfile.TemporaryDirectory(prefix="ringcomm-demo-") as folder:
-        for number, each in enumerate(chosen):
-            file = Path(folder, f"{number}.json")
-            print(f"\n=== {each.title}", flush=True)
-            status = run_harness(each.bench, *each.words, "--json", str(file))
+        for number, each in enumerate(chosen, 1):
+            file, began = Path(folder, f"{number}.json"), time.perf_counter()
+            line = f"{number}/{len(chosen)}  {each.title}"
+
+            def beat(line: str = line, began: float = began) -> None:
+                progress.show(f"{line}: running for {time.perf_counter() - began:.0f} s")
+
+            tables.write(f"\n=== {each.title}\n")
+            tables.flush()
+            start = tables.tell()
+            status = run_harness(
+                each.bench, *each.words, "--json", str(file), output=tables, beat=beat
+            )
+            progress.clear()
             if status != 0:
-                failed[each.title] = status
+                outcome.failed[each.title] = status
             if status == INTERRUPTED:
                 break
+            done = "done" if status == 0 else "FAILED"
+            print(f"{line}: {done} in {time.perf_counter() - began:.0f} s", flush=True)
+            if status != 0:
+                tables.seek(start)
+                sys.stderr.writelines(tables.readlines()[-_LAST_LINES:])
+            tables.seek(0, 2)
             if file.exists():
-                documents[each.title] = json.loads(file.read_text())
-    return failed, documents
+                outcome.reports[each.title] = json.loads(file.read_text())
+
+
+def card_lines(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the card: a line per collective at its largest size, and a line per ZeRO stage.
+
+    Shows the first report about collectives, and the last report about training.
+    """
+    rows: list[list[dict[str, Any]]] = [report["rows"] for report in reports]
+    lines: list[str] = []
+    for found in [each for each in rows if _is_of_collectives(each)][:1]:
+        lines += table_lines([_COLLECTIVE_HEAD, *_collective_cells(found)], right=_RIGHT)
+    for found in [each for each in rows if not _is_of_collectives(each)][-1:]:
+        lines += table_lines([_STAGE_HEAD, *_stage_cells(found)], right=_RIGHT)
+    return lines
+
+
+_TRAINING_STEP = "training_step"  # the name of the harness
+_COLLECTIVE_HEAD = ("collective", "bytes", "ringcomm", "Gloo takes", "wrong elements")
+_STAGE_HEAD = ("training", "MB per rank", "step", "DDP on Gloo takes", "compared with stage 0")
+_RIGHT = (False, True, True, True, True)
+
+
+def _is_of_collectives(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row["collective"] != _TRAINING_STEP for row in rows)
+
+
+def _collective_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    largest = {row["collective"]: row["size_bytes"] for row in rows}  # the last row has the largest
+    cells: list[tuple[str, ...]] = []
+    for name, size_bytes in largest.items():
+        at_size = {
+            row["system"]: row
+            for row in rows
+            if (row["collective"], row["size_bytes"]) == (name, size_bytes)
+        }
+        own, gloo = at_size["ringcomm"], at_size["gloo"]
+        wrong = sum(row["wrong"] or 0 for row in rows if row["collective"] == name)
+        cells.append((name, f"{size_bytes:,}", _time(own), _ratio(gloo["ratio"]), str(wrong)))
+    return cells
+
+
+def _stage_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        if not row["system"].startswith("stage"):
+            continue
+        # The ratio of a stage is its time over the time of DDP on Gloo.
+        over = None if row["ratio"] is None else 1 / row["ratio"]
+        verdict = {None: "reference", 0: "same weights"}.get(row["wrong"], f"{row['wrong']} WRONG")
+        held = "-" if row["held_bytes"] is None else f"{row['held_bytes'] / 1e6:.1f}"
+        cells.append((row["system"], held, _time(row), _ratio(over), verdict))
+    return cells
+
+
+def _time(row: Mapping[str, Any]) -> str:
+    time_us = row["time_us"]
+    if time_us is None:
+        return "-"
+    return f"{time_us:.1f} us" if time_us < 1e3 else f"{time_us / 1e3:.1f} ms"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"

@@ -137,6 +137,7 @@ def expect(holds: bool, message: str) -> None:
 # causal attention with normalized queries and keys, an MLP with a squared ReLU.
 
 VOCABULARY = 256
+HEARTBEAT_S = 30.0  # the longest time between two printed steps, if steps are faster
 
 
 def norm(x: Tensor) -> Tensor:
@@ -424,16 +425,19 @@ def train(options: Options, comm: Communicator) -> None:
         return say(f"done          all {options.steps} steps were done before")
     before = trainer.held_out_loss() if held_out is None else held_out
     shown = {first + round(i * (options.steps - 1 - first) / 9) for i in range(10)}
+    shown_at_s = time.perf_counter()
     recording = zero.profiled(trainer.module) if options.profile else nullcontext(trainer.profile)
     with recording as trainer.profile:
         for index in range(first, options.steps):
             began = time.perf_counter()
             losses.append(trainer.mean_over_ranks(trainer.step(index)).item())
             steps_s.append(time.perf_counter() - began)
-            if index in shown:
+            if index in shown or time.perf_counter() - shown_at_s >= HEARTBEAT_S:
+                shown_at_s = time.perf_counter()
                 speed, held_mb = tokens_per_s(options, steps_s), trainer.held_bytes[-1] / 1e6
                 told = f"{speed:>11,.0f} tokens/s {held_mb:>9,.1f} MB"
-                say(f"step {index:>6}   loss {losses[-1]:.4f} {told}")
+                left_s = (options.steps - 1 - index) * sum(steps_s) / len(steps_s)
+                say(f"step {index:>6}   loss {losses[-1]:.4f} {told} {left_s:>6,.0f} s left")
             is_last = index + 1 == options.steps
             if options.save and (is_last or (index + 1) % options.save_every == 0):
                 data = {"options": asdict(options), "losses": losses, "held_out": before}

@@ -46,8 +46,8 @@ def test_defaults():
     assert options.collectives == DEFAULT_COLLECTIVES
     assert options.systems == ("ringcomm", "gloo", "mpi")
     assert sizes_bytes(options)[0] == 4 << 10
-    assert sizes_bytes(options)[-1] == 256 << 20
-    assert options.placement == "both"
+    assert sizes_bytes(options)[-1] == 64 << 20
+    assert options.placement == "usual"
     assert (options.device, options.graph) == ("cpu", None)
     assert options.check and options.tensors == "plain"
 

@@ -26,7 +26,8 @@ def text(tmp_path_factory):
 
 
 def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
-    done = run("-m", "ringcomm", "demo", "--quick", "--data", text, "--json", tmp_path / "x.json")
+    files = ("--json", tmp_path / "x.json", "--tables", tmp_path / "tables.txt")
+    done = run("-m", "ringcomm", "demo", "--quick", "--data", text, *files)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nAll results agree. (" in done.stdout
     record = json.loads((tmp_path / "x.json").read_text())
@@ -39,7 +40,15 @@ def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
     must_be_equal = {*STAGES[1:], DDP_HERE, FSDP2_HERE}
     assert {row["system"] for row in trained if row["wrong"] == 0} == must_be_equal
     assert {row["wrong"] for row in trained} == {0, None}
-    assert str(text) in done.stdout
+    tables = (tmp_path / "tables.txt").read_text()
+    assert str(text) in tables and "# all_to_all: 2 ranks" in tables
+    lines = done.stdout.splitlines()
+    card = lines[lines.index("") + 1 : -2]
+    assert len(card) == 15 and all(len(line) <= 100 for line in card)
+    for name in COLLECTIVES:
+        assert sum(line.startswith(f"{name} ") and line.endswith(" 0") for line in card) == 1
+    for stage in STAGES[1:]:
+        assert any(line.startswith(stage) and line.endswith("same weights") for line in card)
 
 
 # Its ranks are forks of one interpreter, which is what takes long to start, and has imported what
@@ -118,14 +127,17 @@ def test_a_run_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing,
     runs = demo.runs_of(True, None)
     wrong = None if failing is None else runs[failing]
 
-    def harness(name, *words):
+    def harness(name, *words, output, beat):
+        output.write("the reason\n")
+        output.flush()
         return int(wrong is not None and words[:-2] == wrong.words)
 
     monkeypatch.setattr(demo, "run_harness", harness)
     file = tmp_path / "x.json"
-    asked = argparse.Namespace(quick=True, data=None, json=str(file))
+    asked = argparse.Namespace(quick=True, data=None, json=str(file), tables=None)
     assert demo.run(asked) == status
-    told = capsys.readouterr().out
+    told, complaint = capsys.readouterr()
+    assert complaint == ("" if wrong is None else "the reason\n")
     assert ("NOT all results agree." in told) is (status == 1)
     assert json.loads(file.read_text())["passed"] is (status == 0)
     assert wrong is None or f"FAILED: {wrong.title}: exit status 1" in told
@@ -134,14 +146,35 @@ def test_a_run_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing,
 def test_ctrl_c_in_a_run_ends_the_demo(monkeypatch, capsys):
     begun = []
 
-    def harness(name, *words):
+    def harness(name, *words, output, beat):
         begun.append(name)
         return demo.INTERRUPTED
 
     monkeypatch.setattr(demo, "run_harness", harness)
-    asked = argparse.Namespace(quick=True, data=None, json=None)
+    asked = argparse.Namespace(quick=True, data=None, json=None, tables=None)
     assert demo.run(asked) == demo.INTERRUPTED and len(begun) == 1
-    assert "agree" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Interrupted in phase 1 of 2" in told and "agree" not in told
+
+
+def test_the_card_counts_wrong_elements_and_weights():
+    common = {"time_us": 1500.0, "held_bytes": 2_000_000}
+    summed = [
+        {"collective": "all_reduce", "size_bytes": size, "system": name, "ratio": 2.0, **common}
+        | {"wrong": wrong}
+        for size, wrong in ((4096, 3), (8192, 4))
+        for name in ("ringcomm", "gloo")
+    ]
+    trained = [
+        {"collective": "training_step", "system": f"stage {n}", "ratio": 0.5, **common}
+        | {"wrong": [None, 0, 7][n]}
+        for n in range(3)
+    ]
+    card = [line.split() for line in demo.card_lines([{"rows": summed}, {"rows": trained}])]
+    assert card[1] == ["all_reduce", "8,192", "1.5", "ms", "2.00x", "14"]
+    assert card[3][:3] == ["stage", "0", "2.0"] and card[3][-1] == "reference"
+    assert card[4][-3:] == ["2.00x", "same", "weights"]
+    assert card[5][-2:] == ["7", "WRONG"]
 
 
 def test_demo_refuses_to_run_as_a_rank():
@@ -150,5 +183,5 @@ def test_demo_refuses_to_run_as_a_rank():
         "import os, sys; os.environ.update(RANK='0', WORLD_SIZE='2');"
         "from ringcomm.cli import main; sys.exit(main(['demo']))",
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "demo starts its own ranks; run it without torchrun" in done.stderr

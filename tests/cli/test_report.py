@@ -405,7 +405,7 @@ def test_profiles_of_the_ranks_of_a_run_are_one_section(tmp_path, paged):
 def test_a_chrome_trace_of_calls_is_for_perfetto(tmp_path, capsys):
     trace, chrome = saved(tmp_path / "t.json", HANG), tmp_path / "chrome.json"
     assert main(["trace", str(trace), "--chrome", str(chrome)]) == 0
-    assert main(["report", str(chrome)]) == 1
+    assert main(["report", str(chrome)]) == 2
     assert "expected compute, wait, communication, got " in (said := capsys.readouterr().err)
     assert "; ui.perfetto.dev opens other Chrome traces" in said
 
@@ -444,7 +444,7 @@ def test_what_is_none_of_a_run_is_refused_by_its_name(tmp_path, capsys, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     out = tmp_path / "out.html"
-    assert main(["report", str(path), "-o", str(out)]) == 1
+    assert main(["report", str(path), "-o", str(out)]) == 2
     said = capsys.readouterr().err
     assert str(path) in said and "expected" in said and "Traceback" not in said
     assert not out.exists()
@@ -467,7 +467,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys, names):
     folder.mkdir()
     for name in names:
         written(folder / name, {"lr": 1})
-    assert main(["report", str(folder)]) == 1
+    assert main(["report", str(folder)]) == 2
     assert f"{folder}: expected a folder with files of a run" in capsys.readouterr().err
 
 

@@ -156,7 +156,7 @@ def test_wrong_option_is_refused_before_any_rank_starts(
     small.write_text("short")
     monkeypatch.setattr(train, "launch_ranks", lambda plan: pytest.fail("ranks were started"))
     words = train_arguments(*(str(option).format(small=small) for option in options))
-    assert main([str(word) for word in words[2:]]) == 1
+    assert main([str(word) for word in words[2:]]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("ringcomm train: ")
     assert message in errors
@@ -179,7 +179,7 @@ def test_ranks_option_contradicting_the_launcher_is_refused(rank, size):
         f"import os, sys; os.environ.update({rank}='0', {size}='2');"
         "from ringcomm.cli import main; sys.exit(main(['train', '--ranks', '3']))",
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"--ranks 3: {size}=2 is set" in done.stderr
 
 

@@ -301,12 +301,12 @@ def read(path: Path) -> Trace:
     """
 
     def fail(why: str) -> NoReturn:
-        raise RingcommError(f"trace {path}: expected a trace of version {VERSION}, got {why}")
+        raise RingcommError(f"{path}: expected a trace of version {VERSION}, got {why}")
 
     try:
         raw = read_bounded(path, LARGEST_BYTES)
     except OSError as error:
-        raise RingcommError(f"trace {path}: cannot be read: {error.strerror}") from error
+        raise RingcommError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         fail(str(error))
     try:

@@ -1,0 +1,73 @@
+"""Progress of a long command: a line that changes on a terminal, a line every 30 s elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+__all__ = ["Progress", "time_left"]
+
+# A log grows by at most one line in this time, and shows that the command still runs.
+HEARTBEAT_S = 30.0
+
+
+def time_left(elapsed_s: float, done: float, total: float) -> str:
+    """Returns "about 40 s left", or "" before any work is done.
+
+    Args:
+        elapsed_s: seconds that the finished work has taken.
+        done: the finished work, in any unit.
+        total: all work, in the unit of ``done``.
+    """
+    if done <= 0 or elapsed_s <= 0:
+        return ""
+    left_s = elapsed_s * max(total - done, 0) / done
+    return f"about {left_s:.0f} s left" if left_s < 120 else f"about {left_s / 60:.0f} min left"
+
+
+class Progress:
+    """Shows the state of a command on stderr, without disturbing its output on stdout.
+
+    Args:
+        stream: the stream; None for stderr.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._now = now
+        self._on_terminal = self._stream.isatty()
+        self._shown_at_s = now()
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Replaces the line on a terminal; elsewhere prints a line if 30 s have passed."""
+        if self._on_terminal:
+            # The escape sequence erases the rest of the longer line before.
+            self._write(f"\r{text[: _columns(self._stream) - 1]}\x1b[K")
+            self._is_shown = True
+        elif self._now() - self._shown_at_s >= HEARTBEAT_S:
+            self._write(f"{text}\n")
+            self._shown_at_s = self._now()
+
+    def clear(self) -> None:
+        """Erases the line; call it before other output."""
+        if self._is_shown:
+            self._write("\r\x1b[K")
+            self._is_shown = False
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # not a terminal of the system
+        return 80
