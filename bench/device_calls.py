@@ -86,7 +86,7 @@ def _compiled() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None or not _SOURCE.exists():
         told = "a C++ compiler (c++, g++ or $CXX), and ringcomm's source tree"
-        raise LaunchError(f"the costs of the driver need {told}; --what calls does without")
+        raise LaunchError(f"the costs of the driver need {told}; --what calls needs neither")
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as folder:
         file, flags = f"{folder}/driver_costs.so", "-std=c++20 -O2 -shared -fPIC"
         command = [compiler, *flags.split(), str(_SOURCE), "-o", file, "-ldl"]

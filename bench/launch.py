@@ -59,9 +59,9 @@ class Wanted:
 
     ranks: int | None = None  # None: use the launcher's ranks
     systems: Sequence[str] = ()  # systems under test: MPI needs its own launcher
-    busy: int = 0  # busy processes besides the ranks
-    nodes: int = 1  # nodes that ranks of this machine emulate
-    on_nodes: bool = False  # the ranks may be on several machines
+    busy: int = 0  # number of busy processes besides the ranks
+    nodes: int = 1  # number of nodes that ranks of this machine emulate
+    on_nodes: bool = False  # True if the ranks may be on several machines
 
 
 @dataclass(frozen=True)

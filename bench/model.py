@@ -36,7 +36,7 @@ KIB = 1024
 MULTIPROCESSORS = 132
 # Multiprocessors per rank that are reserved for messages between ranks.
 FOR_MESSAGES = 2
-STATE_BYTES = 6 * 4  # per element: two moments and a parameter in FP32, in and out
+STATE_BYTES = 6 * 4  # per element: two moments and a parameter in FP32, each read and written
 HOST_BOUND, SETTLED = 1.3, 1.1
 RING, TORCH = "ringcomm:ring", "torch"
 # The recorded rows call "one_shot" "direct".
@@ -129,7 +129,7 @@ def _hops(collective: str, system: str, world: int) -> int:
 
 
 def _buffers(collective: str, system: str, world: int, constants: Constants) -> float | None:
-    """Returns the bytes of a call, in buffers of its size; includes the costs of hand-overs."""
+    """Returns a call's bytes in units of its buffer, including the costs of hand-overs."""
     hops, needed = world - 1, needed_buffers(collective, world)
     gathered = world + 1 + hops * constants.read_again
     if needed is None:

@@ -109,7 +109,7 @@ class ParallelTraining:
         stage = PipelineStage(module, number, AXES["pp"], device, group=mesh.get_group("pp"))
         self._schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
         self._is_first, self._draw = stage.is_first, torch.Generator().manual_seed(0)
-        self.losses: list[float] = []  # of the last stage: mean over a step's micro-batches
+        self.losses: list[float] = []  # last stage: the mean over a step's micro-batches
 
     def __call__(self) -> None:
         whole = torch.randint(VOCABULARY, self._size, generator=self._draw)

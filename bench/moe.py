@@ -64,7 +64,7 @@ Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Te
 
 
 def by_hand(shape: RoutedShape, group: Any) -> Dispatch:
-    """Dispatch and combine of a layer, by all_to_all_single."""
+    """Returns dispatch and combine of a layer, made of calls of all_to_all_single."""
     world = dist.get_world_size(group)
 
     def exchange(rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:

@@ -210,7 +210,7 @@ class RowTable:
         return texts
 
     def _aligned(self, texts: Iterable[Sequence[str]]) -> list[str]:
-        """Aligns the columns of lines, although rows arrive one by one."""
+        """Aligns the columns by fixed widths, since the rows of a table arrive one by one."""
         columns = self._columns
         sides, widths = [each.right for each in columns], [each.width for each in columns]
         return table_lines(texts, right=sides, widths=widths)

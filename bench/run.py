@@ -70,9 +70,9 @@ class Bench:
     name: str  # name of its module, and the word after ``ringcomm bench``
     about: str
     measure: Callable[[Run], object]  # adds rows to the run; called on every rank
-    options: Sequence[Option] = ()  # options of this benchmark alone
-    ranks: int = 2  # default number; 0: measures in the user's process
-    rounds: int = 9  # default number; 0: no such option
+    options: Sequence[Option] = ()  # options that only this benchmark has
+    ranks: int = 2  # default number of ranks; 0: measures in the user's process
+    rounds: int = 9  # default number of rounds; 0: no such option
     on_nodes: bool = False  # True if its ranks may be on several machines
     # Checks the options before ranks start, and may add attributes to them.
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], object] | None = None

@@ -54,7 +54,7 @@ class Device:
         return (clock() - begin) / 1e3
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        """Refills an input before a turn. Not on a CPU: it moves zeros as slowly as other data."""
+        """Refills an input before a turn; not needed on a CPU, where zeros move no faster."""
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         """Returns a call that makes ``count`` calls, in rotation; on a GPU it replays one graph."""
@@ -95,7 +95,7 @@ class HostClock(Device):
 class Entrant:
     """The calls of one system that are timed."""
 
-    calls: Sequence[Call]  # made in rotation, one per buffer set
+    calls: Sequence[Call]  # calls in rotation, one per buffer set
     calls_each: int = 1  # collectives per call (several in a graph's replay)
     refresh: Call = lambda: None  # runs before each turn, untimed
 

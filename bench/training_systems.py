@@ -273,7 +273,7 @@ class TrainedModel:
         before_bytes = held_bytes(batches.device, trim=True)
         self.module, self._optimizer = build()
         self._batches = batches
-        self.losses: list[Tensor] = []  # for this rank's rows, one FP32 scalar per step
+        self.losses: list[Tensor] = []  # losses of this rank's rows, one FP32 scalar per step
         self()
         self._backward()
         self.held_bytes = held_bytes(batches.device, trim=True) - before_bytes

@@ -53,8 +53,8 @@ _STAGING_BYTES = 64 << 20
 # Largest number of buffer sets: more sets make the set-up slow, and calls so small that they need
 # more sets wait for signals, not for bytes.
 _MOST_SETS = 64
-# A graph has fewer calls if together they would move more than this: then the device's time is long
-# compared with the launch of the graph. No cell should take seconds. Not measured.
+# A graph has fewer calls if together they would move more than this: the graph's launch then takes
+# little of the time, and no cell takes seconds. Chosen without measurements.
 _GRAPH_BYTES = 4 << 30
 _LEAST_GRAPH_CALLS = 2
 

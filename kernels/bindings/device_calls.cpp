@@ -144,7 +144,7 @@ std::shared_ptr<DeviceEvent> DeviceCalls::take_event() const {
   void* event = pool_.take();
   if (event == nullptr) {
     event = driver_.make_event();
-    driver_.record(event, side_);  // throws if another device than the event's is current
+    driver_.record(event, side_);  // throws if the event's device is not current
   }
   return std::make_shared<DeviceEvent>(comm_.driver(), pool_, event, DeviceEvent::Ends{});
 }

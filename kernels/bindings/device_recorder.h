@@ -56,7 +56,7 @@ class DeviceRecorder final : public device::CallObserver {
   void seen_failed(Track track, uint64_t number, Status status, int peer);
 
   // Returns the numbers of the collectives to which a kernel's count `sequence` may belong. Blocks
-  // count their calls, and also the replays of a graph, which nothing counts on the host.
+  // count their calls, and also the replays of a graph, which the host does not count.
   std::vector<uint64_t> numbers_of(uint64_t sequence) const;
 
  private:

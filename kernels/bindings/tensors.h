@@ -60,7 +60,7 @@ int op_code(nanobind::handle op);
 // Returns torch's ReduceOp constant whose hash, its code in torch, is `kind`; null: no constant.
 nanobind::handle op_of_kind(Py_hash_t kind);
 
-// Returns the code of an algorithm that every core has (auto, one-shot or ring), by its name in a
+// Returns the code of an algorithm of all backends (auto, one-shot or ring), by its name in a
 // collective; negative: another name.
 int algorithm_code(nanobind::handle name, Collective collective);
 

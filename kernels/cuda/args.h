@@ -25,8 +25,8 @@ struct HostPage {
 struct RankTable {
   int32_t rank, world, rings;
   Layout layout;
-  HostPage* host;  // the page's address on the device
-  char* scratch;   // memory for Triton kernels: scratch_bytes() per channel
+  HostPage* host;  // the page's device address
+  char* scratch;   // scratch memory for Triton kernels, scratch_bytes() per channel
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
   // For a peer: the most bytes that its heap may have. For this rank: the bytes of its heap that

@@ -200,7 +200,7 @@ template <class T>
 struct ScaledRow {
   static constexpr int kElems = RowVector<T>::kElems;
   static constexpr int kLanes = kRowLanes == 1 ? 1 : kDotSums / kElems;  // lanes that share a row
-  static constexpr int kVectors = kDotSums / kElems / kLanes;            // per lane and round
+  static constexpr int kVectors = kDotSums / kElems / kLanes;            // lane's vectors per round
 
   const char* row;  // null: no row
   const char* with;

@@ -32,7 +32,7 @@ struct Workspace {
   Portion portion;  // the portion of this block's channel
   int failure;      // the greatest status of any lane so far
   int ring_position;
-  // The channel's words as loaded at the call's begin.
+  // The channel's words, as loaded when the call began.
   uint64_t sequence;
   uint32_t ll_epoch, aborted, running;
   char* regions[kMaxWorld];

@@ -73,7 +73,7 @@ uint64_t available_in(const std::string& group) {
   return limit > kept ? limit - kept : 0;
 }
 
-// Returns the memory that this process may still take: the least that machine or groups grant.
+// Returns the memory that this process may still take: the least of the machine's and the groups'.
 uint64_t available_bytes(const std::vector<std::string>& groups) {
   uint64_t available = meminfo_bytes("MemAvailable:");
   for (const std::string& group : groups) available = std::min(available, available_in(group));

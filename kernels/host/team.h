@@ -94,7 +94,7 @@ struct LaneGroup {
     uint32_t passed = 0;
   };
   pthread_barrier_t barriers[2];
-  std::vector<Turn> turns;  // the barriers that each lane has passed
+  std::vector<Turn> turns;  // how many barriers each lane has passed
   uint32_t failure = 0;     // a lane's failure; never reset: a failure ends the communicator
 };
 

@@ -10,7 +10,7 @@ _GPU = "--device cuda --tensors heap"
 _SYSTEMS = "ringcomm:one_shot,serial,triton:one_shot,torch,copy"
 # Ranks, and the multiprocessors that they use together; 0: all multiprocessors of the GPU.
 _GRID = ((2, (0, 64, 32)), (8, (0, 64, 32)), (4, (0,)))
-# 85 M parameters; 2,048 tokens, where the host limits the speed, and 16,384 tokens.
+# A model of 85 M parameters; batches of 2,048 tokens (limited by the host) and of 16,384 tokens.
 _MODEL = "--width 768 --depth 12 --heads 12 --batches 4,512 16,1024"
 
 

@@ -30,7 +30,7 @@ _NEVER_RUN = (
     *("tests/gpu/test_triton.py", "tests/comm/device/test_device_messages.py"),
     *("tests/proof/faults/device", "tests/gpu/test_moe.py"),
 )
-# Seconds for a test without a limit of its own, and for a file.
+# Time limits in seconds: of a test without a limit of its own, and of a file.
 _TEST_LIMIT_S = 60
 _FILE_LIMIT_S = 150.0
 # A file does not begin with less time: importing torch alone takes as long.
@@ -284,7 +284,7 @@ METRICS = {
 
 
 def profiled(output: str) -> dict[str, str]:
-    """Returns a line per kernel from the output of ``ncu --csv --page raw``, by position."""
+    """Returns a line per kernel from the output of ``ncu --csv --page raw``, with its position."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     found = {}
     for place, row in enumerate(csv.DictReader(lines)):

@@ -130,8 +130,8 @@ struct Reducer {
 
   // Makes a lane's turns at `at`, at + turn, ... before `end`; a turn has `unroll` vectors, `step`
   // bytes apart. While one source is added, the next source's loads are in flight; the last source
-  // overlaps with the first loads of the next turn, which so need not wait for the stores. Returns
-  // the position of the next turn.
+  // overlaps with the first loads of the next turn, so that these loads do not wait for the stores.
+  // Returns the position of the next turn.
   template <int unroll>
   RC_TEAM_FN static uint64_t reduce_turns(char* dst, char* also, const void* const* sources,
                                           const double* factors, int count, Turns turns,

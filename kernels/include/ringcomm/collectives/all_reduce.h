@@ -57,7 +57,7 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
   char* const own = result.ptr + begin;
   const ReduceTarget to = stays ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
-  // The reads precede the publications of all lanes here, so one sync() serves both.
+  // The sync() in publish_shared() precedes both the releases and the publications.
   e.publish_shared(i, result, stays, e.segment_bytes(),
                    [&](int p) { e.release(e.pairs, p, mine.bytes, begin + bytes); });
   return Status::kOk;
