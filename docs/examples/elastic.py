@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/elastic.py runs/a
 
-Over nodes the folder is one that all of them see.
+Over several nodes the folder must be on a file system that all nodes share.
 """
 
 import argparse

@@ -20,9 +20,7 @@ TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 
 
 class Block(nn.Module):
-    """Attention, and instead of the MLP a mixture of experts; each rank of ``group`` has some of
-    them.
-    """
+    """Attention and, instead of an MLP, experts that the ranks of ``group`` divide among them."""
 
     def __init__(self, group: ringcomm.Communicator) -> None:
         super().__init__()
