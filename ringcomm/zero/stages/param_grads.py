@@ -427,9 +427,9 @@ class ModuleGradients:
         raise ArgumentError(
             f"{head}: parameter {self.name_of(own)}: {called} needs the whole gradient, and after "
             "shard() each rank has only its shard. Call ringcomm.zero.get_gradient(param) on all "
-            "ranks for a copy, and set_gradient() to change it. clip_grad_norm_() and "
-            "clip_grad_value_(), of the optimizer or of torch.nn.utils, work on all ranks, as do "
-            "norm(), mul_(), div_(), add_() and clamp_() of p.grad"
+            "ranks for a copy, and set_gradient() to change it. All ranks together can also call "
+            "optimizer.clip_grad_norm_() and clip_grad_value_(), their equivalents in "
+            "torch.nn.utils, and norm(), mul_(), div_(), add_() and clamp_() of p.grad"
         )
 
     # ---- functions that need no other rank -------------------------------------------------------
