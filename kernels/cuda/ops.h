@@ -89,13 +89,15 @@ struct HalfTurn {
         for (int s = 0; s < sources; ++s) v[u][s] = load16(from[s] + at + u * kVectorStep);
       }
   }
-  // Computes result(v) for each vector's sources v, and stores it.
-  template <bool whole, class Result>
-  RC_TEAM_FN void use(const Results& to, uint64_t at, const Result& result,
-                      int64_t left = 0) const {
-    Vec16 made[half];
+  // Computes result(v) for each vector's sources v.
+  template <class Result>
+  RC_TEAM_FN void use(const Result& result, Vec16 (&made)[half]) const {
     RC_UNROLL
     for (int u = 0; u < half; ++u) made[u] = result(v[u]);
+  }
+  template <bool whole>
+  RC_TEAM_FN static void store(const Vec16 (&made)[half], const Results& to, uint64_t at,
+                               int64_t left = 0) {
     RC_UNROLL
     for (int u = 0; u < half; ++u)
       if (whole || left > u * kWarpLanes) store16(to.dst + at + u * kVectorStep, made[u]);
@@ -132,9 +134,17 @@ RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vect
     Half b{}, next{};
     b.template load<kWhole>(from, Half::kBytes, left - Half::kVectors);
     move(uint64_t(step) * 16);
-    a.template use<kWhole>(to, 0, result, left);
+    Vec16 made_a[half], made_b[half];
+    a.use(result, made_a);
+    // No load moves ahead of a store. With the stores of `a` before the loads of `next`, ptxas
+    // would hurry to use `a`, before it has issued the loads of `b`: few loads would be in flight
+    // while it waits for `a`. One source's uses are short, and partial turns lack the registers.
+    constexpr bool kStoresLater = kWhole && sources > 1;
+    if constexpr (!kStoresLater) Half::template store<kWhole>(made_a, to, 0, left);
     next.template load<kWhole>(from, 0, left - step);
-    b.template use<kWhole>(to, Half::kBytes, result, left - Half::kVectors);
+    if constexpr (kStoresLater) Half::template store<kWhole>(made_a, to, 0, left);
+    b.use(result, made_b);
+    Half::template store<kWhole>(made_b, to, Half::kBytes, left - Half::kVectors);
     to.move(uint64_t(step) * 16);
     a = next, left -= step;
   };
@@ -219,17 +229,16 @@ struct Reducer {
   }
   template <bool scaled, int count>
   RC_TEAM_FN static Vec16 reduced_by_elements(const Vec16 (&v)[count], Acc factor) {
-    Acc acc[kElems];
+    Acc x[count][kElems], acc[kElems];
     RC_UNROLL
-    for (int s = 0; s < count; ++s) {
-      Acc x[kElems];
-      widen_all<T>(v[s], x);
+    for (int s = 0; s < count; ++s) widen_all<T>(v[s], x[s]);
+    // Element by element: sums of all elements at once take more registers.
+    RC_UNROLL
+    for (int i = 0; i < kElems; ++i) {
+      acc[i] = x[0][i];
       RC_UNROLL
-      for (int i = 0; i < kElems; ++i) acc[i] = s == 0 ? x[i] : combine<op>(acc[i], x[i]);
-    }
-    if constexpr (scaled) {
-      RC_UNROLL
-      for (int i = 0; i < kElems; ++i) acc[i] = acc[i] * factor;
+      for (int s = 1; s < count; ++s) acc[i] = combine<op>(acc[i], x[s][i]);
+      if constexpr (scaled) acc[i] = acc[i] * factor;
     }
     // Additions and products produce only the canonical NaN, which narrow_all() may rely on.
     constexpr bool kArithmetic = op == RedOp::kSum && (count > 1 || scaled);
