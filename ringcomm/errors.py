@@ -49,7 +49,7 @@ class MismatchError(RingcommError):
 
 
 class CorruptedError(RingcommError):
-    """A peer's header is damaged: reading the data that it names would leave the peer's memory."""
+    """A peer's header is damaged: it does not fit the call, or points outside the peer's memory."""
 
 
 class PeerLost(RingcommError):
@@ -106,7 +106,7 @@ def printable(text: str, allowed: str = "\n\t") -> str:
 
 
 def where(operation: str, rank: int, world_size: int) -> str:
-    """Returns the head of every error message: the operation and the rank."""
+    """Returns the beginning of every error message: the operation and the rank."""
     return f"{operation} on rank {rank} of {world_size}"
 
 

@@ -48,7 +48,7 @@ DAMAGE = (
     MemoryError,
 )
 FORMAT_VERSION = 1
-# A record has some hundred bytes; a topology of many GPUs some hundred thousand.
+# A record has a few hundred bytes; a topology of many GPUs a few hundred thousand.
 LARGEST_RECORD_BYTES = 4 << 20
 LONGEST_TEXT = 4096
 # The largest signed 64-bit integer. Some fields hold a C++ int, or an unsigned integer.

@@ -62,7 +62,7 @@ REQUIRED = ("torch", "safetensors", "jinja2")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit status; ``argv`` defaults to the process's."""
+    """Runs one subcommand and returns its exit status; ``argv`` defaults to ``sys.argv[1:]``."""
     hide_missing_numpy()
     warn_of_unknown()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reader_has_left() -> bool:
     """True if nobody reads stdout any more, as in ``ringcomm estimate | head``.
 
-    If so, discards the rest of the buffer: the interpreter would report it at exit.
+    If so, discards the rest of the buffer: else the interpreter reports an error at exit.
     """
     stdout = sys.stdout.fileno()
     state = select.poll()

@@ -106,7 +106,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def _optimizer_of(
         self, parameters: Iterable[Tensor], operation: str
     ) -> tuple[ShardedOptimizer, list[Tensor] | None]:
-        """Returns the parameters' optimizer; and the parameters, or None if it has no others."""
+        """Returns the parameters' optimizer; and the parameters, or None for all of its own."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(param) for param in given if param.requires_grad}
         for optimizer in map(_unwrapped, self._optimizers):

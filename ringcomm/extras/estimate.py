@@ -114,7 +114,7 @@ class ActivationBytes(NamedTuple):
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
         """Returns the bytes under ``zero.activations_on(disk)``; ``layers`` includes the ends.
 
-        Memory holds buffers, resident tensors, and one layer (``layer`` bytes) or the larger ends.
+        Memory holds buffers, resident tensors, and the larger of ``layer`` bytes and the ends.
         """
         kept = self.layers + self.ends
         at_work = max(self.ends, layer - self.recomputed)
@@ -169,7 +169,7 @@ class Transformer:
         return (2 * elem_bytes + 1) * self.heads * self.context**2 * micro_batch
 
     def layer_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns a layer's bytes for backward: in 16 bits 34 per token's channel, and the core."""
+        """Returns a layer's bytes for backward: in 16 bits 34 per channel, and attention's core."""
         plane = self.context * micro_batch * self.width
         core = self.attention_core_bytes(micro_batch, elem_bytes)
         return (16 * elem_bytes + 2) * plane + core
@@ -488,7 +488,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory; offloaded state: its buffers and resident part."""
+        """Returns the model state in memory; offloaded state counts as buffers and residents."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -546,7 +546,7 @@ class Training:
         if self.optimizer.update == "in_backward":
             in_one_pass = stage == 2 and (offload is None or alone)
             grad_shard = 0 if in_one_pass else each.reduced * of_bucket
-            if each.reduced < FP32_BYTES:  # before and after it is rounded
+            if each.reduced < FP32_BYTES:  # the gradient before and after rounding
                 grad_shard = (FP32_BYTES + each.reduced) * of_bucket
         return WorkingBytes(each.grad * bucket * buckets, units if stage == 3 else 0, grad_shard)
 

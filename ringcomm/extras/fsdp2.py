@@ -58,7 +58,7 @@ def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
     if not found:
         raise ArgumentError(
             "fsdp2.plug: expected a model with modules that fully_shard() has sharded, got a "
-            f"{type(model).__name__} without one; call fully_shard(model) first"
+            f"{type(model).__name__} without any; call fully_shard(model) first"
         )
     for name, param_group in found:
         if any(isinstance(comm, _OnHeap) for comm in _comms(param_group).values()):
@@ -110,7 +110,7 @@ _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 
 
 def _param_groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
-    """Returns FSDP2's groups of parameters, each with the name of its module."""
+    """Yields FSDP2's groups of parameters, each with the name of its module."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):

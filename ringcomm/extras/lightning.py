@@ -145,8 +145,8 @@ class RingcommStrategy(_strategies.DDPStrategy):
         """Shards the module, and for ``fit()`` makes it configure its optimizer."""
         if self._layer_sync:
             raise UnsupportedError(
-                "RingcommStrategy: sync_batchnorm=True: torch's layer needs CUDA and a group; "
-                "call ringcomm.zero.convert_sync_batchnorm() in configure_model()"
+                "RingcommStrategy: sync_batchnorm=True: torch's layer needs CUDA and its own "
+                "group; call ringcomm.zero.convert_sync_batchnorm() in configure_model()"
             )
         for callback in trainer.callbacks:
             if any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__):

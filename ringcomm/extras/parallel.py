@@ -119,8 +119,8 @@ def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
     if input.size(-1) != features:
         raise ArgumentError(
             f"{type(layer).__name__}({layer.extra_repr()}): expected {features} features on this "
-            f"rank, got {input.size(-1)}. A layer that is {ROW!r} must follow each that "
-            f"is {COLUMN!r}, and only such a layer; heads must name all attributes that count heads"
+            f"rank, got {input.size(-1)}. Linear layers must come in pairs, {COLUMN!r} and "
+            f"then {ROW!r}; heads must name all attributes that count heads"
         )
 
 

@@ -7,7 +7,7 @@ whole sequence:
 * :func:`ring_attention` takes W steps. In each step a rank's queries attend to the keys and values
   of one rank, while the previous rank sends it the next keys and values. Partial results are merged
   by their log-sum-exp, so a rank holds at most two ranks' keys and values. In forward a rank sends
-  W - 1 blocks of keys and values; in backward it sends W - 1 blocks and W blocks of FP32 gradients.
+  W - 1 blocks of keys and values; in backward it sends these again, and W blocks of FP32 gradients.
 * :func:`ulysses_attention` uses two all-to-alls, which exchange tokens for heads: each rank
   computes some heads of the whole sequence. A rank sends (W - 1) / W of its queries, keys, values
   and results. W must divide the number of heads.
@@ -144,7 +144,7 @@ def ulysses_attention(
     """Computes the attention of :func:`ring_attention` by two all-to-alls of tokens and heads.
 
     Args:
-        query: [batch, heads, n, dim]; n tokens on every rank; the world size divides heads.
+        query: [batch, heads, n, dim]; n tokens per rank; the world size must divide heads.
         key: [batch, key heads, n, dim]; the number of key heads divides the number of heads. If
             there are fewer key heads than ranks, their number must divide the world size.
         value: as ``key``.
@@ -488,7 +488,7 @@ register(
 )
 
 
-# The all-to-alls of ulysses_attention do not get its options, so another operator compares these.
+# The all-to-alls of ulysses_attention do not get its options, so another operator compares them.
 
 
 def _same_options(query: Tensor, *form: Any) -> Tensor:

@@ -3,8 +3,8 @@
 Under ``parallelize_module`` a column-parallel layer gathers its input, and then multiplies; a
 row-parallel layer multiplies, and then reduce-scatters. In a graph of AOTAutograd a column-parallel
 layer is ``wait_tensor(all_gather_into_tensor(x))``, then a split by rank and a ``cat`` if the input
-is gathered along dimension 1, then ``mm`` or ``addmm`` of rows. A row-parallel layer is the
-reverse. The pass replaces both patterns by the operators of :mod:`ringcomm.functional.matmul`.
+is gathered along dimension 1, then ``mm`` or ``addmm`` of rows. A row-parallel layer has reverse
+order. The pass replaces both patterns by the operators of :mod:`ringcomm.functional.matmul`.
 
 NOTE [The joint graph] The pass runs while forward and backward are still one graph. Once torch has
 split the graph, the weights' gradient, in the backward graph, also uses each gathered input; the
@@ -54,7 +54,7 @@ def fuse_products() -> dict[str, Any]:
     """Returns ``torch.compile`` options that fuse DTensor's collectives with adjacent products.
 
     Use ``torch.compile(model, options=fuse_products())`` for a model under ``parallelize_module``
-    with a mesh of the backend "ringcomm". Collectives of other groups and device tensors stay.
+    with a mesh of the backend "ringcomm". Other groups and device tensors are not supported.
 
     Raises:
         UnsupportedError: this version of torch has no hook for passes over the joint graph.
@@ -128,7 +128,7 @@ def _waits(collective: Node) -> Node | None:
 
 
 def _split_of(joined: Node) -> Node | None:
-    """Returns the split whose pieces, all and in order, only this ``cat`` uses; else None."""
+    """Returns the split if only this ``cat`` uses its pieces, and joins all in order; else None."""
     if joined.target is not _aten.cat.default:
         return None
     pieces: Any = joined.args[0]

@@ -33,7 +33,7 @@ _EMPTY = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
 def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
-    """Passes the native functions the tables of communicators and operators; called once.
+    """Passes tables of communicators and operators to the native functions; called once.
 
     Args:
         holders: weak references to the communicators, by their keys.
@@ -61,7 +61,7 @@ def name_in_graph(operator: str) -> str | None:
 
 
 def describe() -> tuple[str, str]:
-    """Returns a text on how compiled graphs call collectives, and advice, which may be empty."""
+    """Describes how compiled graphs call collectives; also returns advice, or "" for none."""
     lacks = ""
     if _EMPTY is None:
         lacks = "has no empty_strided_cpu for inductor"

@@ -8,7 +8,7 @@ Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matr
   rank's n rows of the sum over all ranks. On the host it computes the products in the heap, where
   the peers read them.
 
-Each function computes the gradient of the other for the rows. :func:`_weight_gradient` computes the
+Each function computes the gradient of the other one's rows. :func:`_weight_gradient` computes the
 gradient of the weights; the two functions compute the gradients of this gradient. On several nodes
 and on devices the collectives of ``ringcomm.functional`` are used instead.
 
@@ -177,9 +177,9 @@ Bias = Tensor | None
 # 1.13 at 4 MiB with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as
 # the copy) and 1.6 to 1.8 at 16 MiB, where a gathered copy needs new pages.
 READ_FROM_BYTES = 4 << 20
-# Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to products outside of
-# it, this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0 to
-# 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
+# Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to products outside the
+# heap, this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0
+# to 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
 # With at least ROWS_OF_A_PRODUCT rows, each sequence of a batch and each rank has its own product;
 # with fewer, one product of the batch is computed and then copied.

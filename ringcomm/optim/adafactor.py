@@ -204,7 +204,7 @@ class AdafactorRule(TensorRule):
             self._update_waiting(run)
 
     def _owning(self, run: TensorBackend) -> Communicator | None:
-        """Returns the ranks that divide the updates; None at stage 0, where each rank makes all."""
+        """Returns the ranks that divide all updates; None if each rank makes all, as at stage 0."""
         return None if self.is_replicated else run.sharers
 
     def _update_waiting(self, run: TensorBackend) -> None:

@@ -142,7 +142,7 @@ class Trial:
         return {name: value for name, value in state.items() if value is not None}
 
     def complaint(self) -> str:
-        """Describes a change by the steps that cannot be sharded; "" if there was none."""
+        """Describes a forbidden change that the steps have made; "" if there was none."""
         if self.param.data_ptr() != self._address:
             return "it replaces a parameter's memory by another tensor"
         if any(key is not self.param for key in self.optimizer.state):

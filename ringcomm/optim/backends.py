@@ -285,7 +285,7 @@ class StagePlan(ABC):
         Args:
             bucket: the bucket; :meth:`reduced` returns its reduced gradient afterwards.
             kind: "l2", "l1" or "inf".
-            words: int64 [24], overwritten with the norm words.
+            words: int64 [24], overwritten with the norm words (``gradients.NORM_WORDS``).
         """
 
     @abstractmethod

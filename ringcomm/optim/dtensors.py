@@ -340,7 +340,7 @@ class MeshView:
         }
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """True if a sum over the mesh counts this rank, the first of its replicas.
+        """True if this rank is the first of its replicas; a sum over the mesh counts only this one.
 
         Args:
             mesh_dims: the dimensions of the mesh along which the summed tensor is sharded.

@@ -79,7 +79,7 @@ class ModelMesh(MeshView):
         return bool(self._stages)
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """True if a sum counts this rank, the first of its replicas; stages are not replicas.
+        """True if this rank is the first of its replicas; ranks of other stages are not replicas.
 
         Args:
             mesh_dims: the dimensions of the DTensors' mesh along which the summed tensor is

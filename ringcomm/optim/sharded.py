@@ -677,7 +677,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError, MismatchError, UnsupportedError: as :meth:`clip_grad_norm_` with
-                ``params``; on a CPU on all ranks. Nothing was changed.
+                ``params``; on a CPU all ranks raise. Nothing was changed.
         """
         clip_value_of(self.sharded_step(), clip_value, params)
 

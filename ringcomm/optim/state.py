@@ -557,7 +557,7 @@ class SavedShards:
             missing = sorted(set(range(self.world_size)) - set(self.by_rank))
             raise CheckpointError(
                 f"{self.operation}: to load into another world or layout, pass the shards of all "
-                f"{self.world_size} ranks; the shards of {missing} are missing"
+                f"{self.world_size} ranks; missing are the shards of {missing}"
             )
 
     def cut(self, layout: ShardLayout, rank: int, world_size: int) -> ChunkTensors:
@@ -753,7 +753,7 @@ def check_same_optimizer(rule: UpdateRule, saved: str, operation: str) -> None:
     """Raises CheckpointError unless a state was saved by an optimizer of the same class."""
     if saved != rule.saved_as:
         raise CheckpointError(
-            f"{operation}: expected the state of {rule.saved_as}, got the state of {saved}"
+            f"{operation}: expected the state of {rule.saved_as}, got that of {saved}"
         )
 
 
@@ -776,7 +776,7 @@ def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> 
     """Raises CheckpointError unless both layouts have equal parameters; names may differ."""
     if len(mine.params) != len(saved.params):
         raise CheckpointError(
-            f"{operation}: expected the state of {len(mine.params)} parameters, got a state of "
+            f"{operation}: expected the state of {len(mine.params)} parameters, got that of "
             f"{len(saved.params)}"
         )
     for index, (spec, given) in enumerate(zip(mine.params, saved.params, strict=True)):

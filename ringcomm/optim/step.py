@@ -544,7 +544,7 @@ class ShardedStep(PreparedStep):
     def count_step(self) -> None:
         """Increments the versions of the parameters that the step has changed.
 
-        On a device the host does not know which parameters step, so it increments all versions.
+        On a device the host cannot see which parameters step: all trainable ones get new versions.
         """
         table = self.table
         if self._launches:
@@ -572,7 +572,7 @@ class ShardedStep(PreparedStep):
     def _forget_losses_of_skipped(self) -> None:
         """Clears the error-feedback buffers if the step was skipped.
 
-        A gradient with an infinity may also have finite elements, and errors, far too large.
+        If a gradient has infinities, its finite elements and errors may be far too large as well.
         """
         buffers = [
             bucket.error_feedback for bucket in self.buckets if bucket.error_feedback is not None

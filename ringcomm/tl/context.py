@@ -106,11 +106,11 @@ def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
 
 
 class Context:
-    """Launches a user's kernels that communicate; all ranks must build it with equal arguments.
+    """Launches a user's kernels that communicate; all ranks must build one with equal arguments.
 
-    A context owns memory. :meth:`close`, or the end of the ``with`` block, frees the memory once
-    all ranks have arrived, so that no peer's kernel can use it any more. If the context ends in
-    another way (an exception, a fault, no close) its memory stays until the process ends.
+    A context owns its memory. :meth:`close`, or the end of the ``with`` block, frees the memory
+    once all ranks have arrived, so that no peer's kernel can use it any more. If the context ends
+    in another way (an exception, a fault, no close) its memory stays until the process ends.
 
     A communicator's collectives and a context's kernels are separate: on a GPU order them by the
     stream, on the host by the program.

@@ -338,7 +338,7 @@ def test_checkpoints_of_other_optimizers_change_nothing(worlds, tmp_path):
             job = Job(comm, base, 1, kind=kind)
             job.train("mlp", 1)
             before = job.state()
-            with pytest.raises(CheckpointError, match=f"state of {name}, got the state of {saved}"):
+            with pytest.raises(CheckpointError, match=f"state of {name}, got that of {saved}"):
                 job.load(tmp_path / saved)
             assert_same_bits(job.state(), before)
 

@@ -11,8 +11,8 @@ and moments have the same layout. At stage 3 a param group may consist of severa
 
 NOTE [Checkpoints of torch]
 The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their offsets in the
-files; each chunk is a complete ``torch.save()`` archive inside a file. It also has each value's
-path, the keys in nested dicts: the optimizer's paths contain "state" and "param_groups", as
+files; each chunk is a complete ``torch.save()`` archive inside a file. The pickle also has each
+value's path, the keys in nested dicts: the optimizer's paths contain "state" and "param_groups", as
 ``get_optimizer_state_dict()`` makes them, flattened or not. All other paths are the model's.
 """
 
@@ -102,7 +102,7 @@ def convert(
     latest = checkpoints.latest()
     if latest is not None and number <= latest:
         raise ArgumentError(
-            f"{OPERATION}: {root}: expected a step after the latest, {latest}, got {number}"
+            f"{OPERATION}: {root}: expected a step after {latest}, the latest, got {number}"
         )
     tensors = {f"model.{name}": each for name, each in state.weights.items()}
     for kind, moments in state.moments.items():
@@ -361,7 +361,7 @@ _OWN = {
 
 
 def _find_folder(folder: Path) -> Path | None:
-    """Returns the folder of a DeepSpeed checkpoint: ``folder``, or the folder in its "latest"."""
+    """Returns a DeepSpeed checkpoint's folder: ``folder``, or the folder that "latest" names."""
     latest = folder / "latest"
     if latest.is_file():
         try:
@@ -423,8 +423,8 @@ class _DeepSpeedCheckpoint:
                 continue
             if int(match[2]):
                 raise UnsupportedError(
-                    f"{self._folder}: has files of model-parallel ranks, which have only "
-                    "parts of parameters; convert it to DeepSpeed's universal format for DeepSpeed"
+                    f"{self._folder}: has files of model-parallel ranks, with only parts of "
+                    "parameters; convert it to DeepSpeed's universal format for DeepSpeed"
                 )
             found[int(match[1])] = path
         if sorted(found) != list(range(len(found))) or not found:

@@ -836,6 +836,6 @@ def _check_there(root: Path, groups: ExpertGroups, step: int | None) -> None:
         raise CheckpointError(
             f"{_LOAD}: {root}: expected a checkpoint of both parts, of step "
             f"{'any' if step is None else step} in dense and {folder.name}, found "
-            f"{', '.join(others) or 'no experts'}; load experts on as many ranks as divided "
-            "them at saving"
+            f"{', '.join(others) or 'no experts'}; load experts on as many ranks as "
+            "saved them"
         )

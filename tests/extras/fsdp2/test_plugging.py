@@ -188,7 +188,7 @@ def test_fifty_steps_take_no_more_memory_than_two(rank_pools, world_size, backen
 
 
 def test_a_model_that_is_not_sharded():
-    with pytest.raises(ArgumentError, match=r"got a Linear without one; call fully_shard\(model\)"):
+    with pytest.raises(ArgumentError, match=r"got a Linear without any; call fully_shard\(model\)"):
         plug(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match=r"got a Linear without plugged modules"):
         unplug(nn.Linear(2, 2))
