@@ -214,6 +214,37 @@ def bandwidth() -> Sheet:
     ).sheet()
 
 
+def headline() -> Sheet:
+    """Draws how many times as long the other systems take at 64 MiB, of one run."""
+    report = read(RESULTS / "2ranks-float-heap.csv")
+    found = {
+        (row.collective, row.placement, row.size_bytes, row.system): row for row in report.rows
+    }
+    systems = (("gloo", "Gloo", "orange"), ("mpi", "MPICH", "green"))
+    bars = [
+        (f"{collective}: {name}", colour, found[collective, placement, 64 * MIB, system].ratio or 0)
+        for collective, placement in CASES
+        for system, name, colour in systems
+    ]
+    told = "; ".join(f"{name} {ratio:.1f} times" for name, _, ratio in bars)
+    sheet = Sheet(
+        330,
+        "Collectives of 64 MiB: the time of other libraries over the time of ringcomm",
+        f"Two ranks on CPUs, FP32, tensors in the heap, all systems in one run: {told} as long as "
+        f"ringcomm. Measured on {_machine(report)}.",
+    )
+    heading = "Collectives of 64 MiB, 2 ranks: how many times as long as ringcomm"
+    sheet.text(27, 34, heading, "f-ink b", font_size=15)
+    scale = 440 / max(ratio for _, _, ratio in bars)
+    for index, (name, colour, ratio) in enumerate(bars):
+        y = 56 + index * 33 + 10 * (index // len(systems))
+        sheet.text(228, y + 17, name, "f-ink", text_anchor="end")
+        sheet.bar(240, y, ratio * scale, colour)
+        sheet.text(247 + ratio * scale, y + 17, f"{ratio:.1f}", "f-ink b")
+    sheet.text(27, 312, f"FP32 tensors in the heap; {_machine(report)}; one run, medians of rounds")
+    return sheet
+
+
 def bandwidth_gpu() -> Sheet:
     """Draws bandwidth over size of two ranks that share a GPU."""
     report = read(RESULTS / "gpu-nvidia-h100-80gb-hbm3-2026-11-26.csv")
@@ -291,6 +322,7 @@ def training() -> Sheet:
 PICTURES: dict[str, Callable[[], Sheet]] = {
     "bandwidth": bandwidth,
     "bandwidth-h100": bandwidth_gpu,
+    "headline": headline,
     "training": training,
 }
 
