@@ -148,7 +148,10 @@ PROOFS = (
         "PTX of CUDA kernels",
         tuple(
             f"tests/proof/ptx/test_{name}.py"
-            for name in ("cuda", "multicast", "orders", "rows", "quantization", "trips")
+            for name in (
+                *("cuda", "multicast", "multicast_in_place", "orders", "rows"),
+                *("quantization", "trips"),
+            )
         ),
         _DEVICES,
         ("tests.proof.ptx.multicast_job", "tests.proof.ptx.small_jobs", *_FORKS),

@@ -188,10 +188,16 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_ro("slots", [](const DeviceComm& d) { return d.layout().slots; })
       .def_prop_ro("channels", [](const DeviceComm& d) { return d.layout().channels; })
       .def("words", &words)
-      .def("set_window", &DeviceComm::set_window, nb::arg("own_ptr"), nb::arg("all_ptr"),
-           nb::arg("size_bytes"),
-           "Gives the rank a multicast window, before `table`; False: it is too small for the\n"
-           "world and its channels.")
+      .def(
+          "set_window",
+          [](DeviceComm& d, uint64_t own, uint64_t all, uint64_t bytes, uint64_t heaps) {
+            return d.set_window({own, all, bytes, heaps});
+          },
+          nb::arg("own_ptr"), nb::arg("all_ptr"), nb::arg("size_bytes"), nb::arg("heaps_ptr"),
+          "Gives the rank a multicast window, before `table`; False: it is too small for the\n"
+          "world and its channels. `heaps_ptr`: where all ranks' heaps are bound; 0: nowhere.")
+      .def("set_bound_heap_bytes", &DeviceComm::set_bound_heap_bytes, nb::arg("size_bytes"),
+           "So much of the rank's heap, from its start, is bound to the multicast object.")
       .def(
           "table",
           [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, const Sizes& heap_bytes,

@@ -33,10 +33,11 @@ struct RankTable {
   // all peers have mapped; when the heap has grown, the host writes a larger number, even while
   // kernels run. Each block reads it once.
   uint64_t heap_bytes[kMaxWorld];
-  // For algorithm kMulticast (multicast.h): the addresses of this rank's window and of all ranks'
-  // windows, and the bytes of a slot per rank; null and 0 without a window.
+  // For algorithm kMulticast (multicast.h): the addresses of this rank's window, of all ranks'
+  // windows and of all ranks' heaps, and the bytes of a slot per rank; null and 0 without a window.
   char* window;
   char* windows;
+  char* heap_windows;  // null: heaps are not bound
   uint64_t piece_bytes;
 };
 
@@ -94,6 +95,7 @@ struct CallArgs {
   int32_t norm : 8;     // a NormKind
   bool accumulate : 1;  // true: add the result to `out`
   bool inlined : 1;     // true: the launch carries the table
+  bool bound : 1;       // true: the buffer is bound to the multicast object (multicast.h)
 };
 static_assert(sizeof(CallArgs) == 80);
 

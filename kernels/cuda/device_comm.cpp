@@ -74,12 +74,11 @@ uint64_t DeviceComm::region_bytes() const {
   return scratch_offset() + config_.layout.whole_pages(scratch);
 }
 
-bool DeviceComm::set_window(uint64_t own, uint64_t all, uint64_t bytes) {
-  window_ = own;
-  windows_ = all;
+bool DeviceComm::set_window(const Window& window) {
+  window_ = window;
   // A channel has two slots; a slot has one piece, of whole lines, per rank.
-  piece_bytes_ =
-      bytes / (2 * uint64_t(config_.layout.channels) * config_.world) / kLineBytes * kLineBytes;
+  piece_bytes_ = window.bytes / (2 * uint64_t(config_.layout.channels) * config_.world) /
+                 kLineBytes * kLineBytes;
   return piece_bytes_ > 0;
 }
 
@@ -96,8 +95,9 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
   t.layout = config_.layout;
   t.host = reinterpret_cast<HostPage*>(host_page);
   t.scratch = reinterpret_cast<char*>(regions[size_t(config_.rank)]) + scratch_offset();
-  t.window = reinterpret_cast<char*>(window_);
-  t.windows = reinterpret_cast<char*>(windows_);
+  t.window = reinterpret_cast<char*>(window_.own);
+  t.windows = reinterpret_cast<char*>(window_.all);
+  t.heap_windows = reinterpret_cast<char*>(window_.heaps);
   t.piece_bytes = piece_bytes_;
   for (int p = 0; p < config_.world; ++p) {
     t.regions[p] = reinterpret_cast<char*>(regions[size_t(p)]);
@@ -110,6 +110,7 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
     for (int p = 0; p < config_.world; ++p) *order++ = rings[r][size_t(p)];
   make_inline(t, rings);
   own_heap_bytes_ = heap_bytes[size_t(config_.rank)];
+  heap_ = heaps[size_t(config_.rank)];
   regions_ = regions;
   table_address_ = regions[size_t(config_.rank)] + table_offset();
   return bytes;
@@ -347,6 +348,19 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
 
 // ---- the launches of each collective: kernel, number of blocks, arguments -----------------------
 
+// True if all ranks can reach the call's buffer (multicast.h) by multicast: it is bound, peers have
+// mapped it, and it consists of whole vectors, except at the end of an all-reduce.
+bool DeviceComm::is_bound(const CallArgs& args) const {
+  const bool gathers = args.collective == Collective::kAllGather,
+             shares = args.collective == Collective::kAllReduce;
+  const auto begin = reinterpret_cast<uint64_t>(gathers ? args.out : args.in);
+  const uint64_t end_bytes = std::min<uint64_t>(bound_heap_bytes_, own_heap_bytes_),
+                 offset = begin - heap_;
+  return window_.heaps != 0 && args.total_bytes > 0 && offset < end_bytes &&
+         args.total_bytes <= end_bytes - offset && begin % 16 == 0 &&
+         (shares ? args.in == args.out : args.chunk_bytes % 16 == 0);
+}
+
 // Submits a prepared all-reduce, reduce-scatter or all-gather (which ignores r.op) by multicast.
 void DeviceComm::multicast(Prepared p, const Reduction& r) {
   const bool gathers = p.args.collective == Collective::kAllGather;
@@ -364,6 +378,7 @@ void DeviceComm::multicast(Prepared p, const Reduction& r) {
                                 "raise CommOptions.multicast_bytes");
   p.kernel = kernel(unit, "rc_multicast_sum");
   p.args.algorithm = Algorithm::kMulticast;
+  p.args.bound = is_bound(p.args);
   submit(std::move(p));
 }
 

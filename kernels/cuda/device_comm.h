@@ -92,9 +92,16 @@ class DeviceComm {
   }
   const DeviceConfig& config() const { return config_; }
 
-  // Sets this rank's window of `bytes` bytes (multicast.h): its own address, and the address of all
-  // ranks' windows. Call it before table(). Returns false if the window is too small.
-  bool set_window(uint64_t own, uint64_t all, uint64_t bytes);
+  // A rank's window (multicast.h): the rank's own address, the multicast address of all windows,
+  // its size, and the multicast address of all ranks' heaps (0: heaps are not bound).
+  struct Window {
+    uint64_t own, all, bytes, heaps;
+  };
+  // Call it before table(). Returns false if the window is too small.
+  bool set_window(const Window& window);
+  // Sets how many bytes of this rank's heap, from its start, are bound to the multicast object.
+  // A captured launch keeps the choice of its capture. For any thread.
+  void set_bound_heap_bytes(uint64_t bytes) { bound_heap_bytes_ = bytes; }
   // Returns the bytes to write at table_offset() of the region. All addresses are device addresses.
   std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
                     const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
@@ -279,6 +286,7 @@ class DeviceComm {
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
   void sync_for_copies(uint64_t total_bytes, DType dtype, int plan, bool continues);
   void copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
+  bool is_bound(const CallArgs& args) const;
   void multicast(Prepared p, const Reduction& r);
   void submit_triton(CallArgs args);
   void launch_triton(void* stream);
@@ -292,10 +300,11 @@ class DeviceComm {
   std::vector<std::pair<CallId, std::shared_ptr<const TritonKernel>>> triton_kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
-  uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // fields of RankTable
-  InlineTable inline_table_{};                           // its world is 0 if the table does not fit
+  Window window_{};
+  uint64_t piece_bytes_ = 0, heap_ = 0;  // as in RankTable; this rank's heap
+  InlineTable inline_table_{};           // its world is 0 if the table does not fit
   // Written by the heap's thread, read by each launch; a launch may use the old or the new value.
-  std::atomic<uint64_t> own_heap_bytes_{0};
+  std::atomic<uint64_t> own_heap_bytes_{0}, bound_heap_bytes_{0};
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
   std::optional<bool> captures_;          // whether stream_ is capturing, if known

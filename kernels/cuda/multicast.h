@@ -3,24 +3,47 @@
 //
 // A *window* is a rank's own memory that is bound, with the other ranks' windows, to one multicast
 // object. RankTable.window is the address of a rank's own window. At RankTable.windows a load
-// returns the sum over all windows, and a store writes to all. A channel alternates between two
-// slots in the window. *Piece* j of a call is the j-th part of this channel's slices of all chunks;
-// a slot holds one piece. Round j, for pieces j = 0, 1, ...:
+// returns the sum over all windows, and a store writes to all. The chunks of a heap that grows are
+// bound to the same object: at RankTable.heap_windows + o, a load returns the sum over the bytes at
+// offset o of all heaps, and a store writes to all heaps.
+//
+// The *buffer* of a call is the memory that a call in place accesses by multicast: the output of an
+// all-gather, and otherwise the input. (An all-reduce in place has one tensor for both.) A rank
+// *publishes* the buffer's offset in its heap, in the header of item 0, if the buffer is bound
+// (CallArgs.bound). Every rank reads all headers, so all ranks make the same choice between a call
+// in place and a call through slots.
+//
+// In place, if all ranks have published the same offset. B bytes of the whole buffer, W ranks:
+//
+//   1. Publish item 0 to every peer, and wait for item 0 of each peer: all buffers are ready.
+//   2. Load the sum of my chunk (all-gather: my input). Store it to all buffers (reduce-scatter: to
+//      the output). Nothing is copied locally.
+//   3. Acknowledge to every peer, and wait for every peer's acknowledgement: no peer reads my
+//      buffer any more, and all peers' results are in it.
+//
+// Through slots, otherwise. A channel alternates between two slots in the window. *Piece* j of a
+// call is the j-th part of this channel's slices of all chunks; a slot holds one piece. Round j,
+// for pieces j = 0, 1, ...:
 //
 //   1. Reductions: copy piece j of all chunks into my slot j mod 2.
-//   2. Synchronize: publish item j to every peer, and wait for item j of each peer. Item j means:
-//      my piece j is in the slot; piece j - 1 of my chunk is reduced and stored; and I have copied
-//      piece j - 2 out, so the slot is free.
+//   2. Synchronize: publish the round's item to every peer, and wait for this item of each peer.
+//      The item means: my piece j is in the slot; piece j - 1 of my chunk is reduced and stored;
+//      and I have copied piece j - 2 out, so the slot is free.
 //   3. Load the sum of piece j of my chunk (all-gather: my input). Store it to all windows
 //      (reduce-scatter: to the output).
 //   4. Except reduce-scatter: copy piece j - 1 of all chunks out of my slot; a last round follows.
 //
-// B bytes of the whole buffer, W ranks, P pieces:
+// A rank that publishes a buffer fills no slot before it has read the headers. If only some ranks
+// have published one, round 0 of a reduction therefore has a second barrier.
 //
-//   all-reduce      P + 1 barriers; over each rank's links (1 + 1/W) B out (what the switch reads
-//                   of my window, and my results) and as much in; 2 B copied locally.
-//   reduce-scatter  P barriers; B out, B/W in; B copied.
-//   all-gather      P + 1 barriers; B/W out, B in; B copied.
+// P pieces. Over a rank's links go, in both ways: (1 + 1/W) B out (all that the switch reads from
+// me, and my results) and as much in for an all-reduce; B out and B/W in for a reduce-scatter; B/W
+// out and B in for an all-gather.
+//
+//                    in place                  through slots
+//   all-reduce       2 barriers, no copies     P + 1 barriers; 2 B copied locally
+//   reduce-scatter   2 barriers, no copies     P barriers; B copied
+//   all-gather       2 barriers, no copies     P + 1 barriers; B copied
 //
 // The switch adds in an unspecified order, and AVG rounds 16-bit types a second time. So results
 // differ from those of `one_shot` in the last bits; all ranks have equal results.
@@ -32,6 +55,26 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
 #if RC_CUDA
+
+// The header that item 0 of a multicast call carries.
+struct MulticastHeader {
+  CallHeader call;
+  uint64_t buffer_offset;  // of the sender's buffer in its heap; kNotInHeap: it is not bound
+};
+static_assert(sizeof(MulticastHeader) <= kHeaderBytes);
+
+// This rank's buffer, and the offset that this rank publishes.
+struct MulticastBuffer {
+  Span span;
+  uint64_t offset;
+};
+
+// The ranks that have published a buffer. kAll: all ranks, and their offsets are equal. kSome also
+// covers different offsets.
+enum class Published { kNone, kSome, kAll };
+
+// Multimem instructions access whole vectors. The host sets CallArgs.bound only for such buffers.
+constexpr uint64_t kBoundAlign = 16;
 
 // This channel's part of the windows: two slots.
 struct WindowSlots {
@@ -99,39 +142,85 @@ RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Loa
 }
 
 // Publishes item `item` to every peer and waits for every peer's item. Accesses before the barrier
-// by one address of the windows precede accesses after it, on any rank, by the other address.
+// by one address of the bound memory precede accesses after it, on any rank, by the other address.
+// With item 0 the ranks also exchange the places of their buffers (View.results).
 template <class E>
-RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes) {
+RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes,
+                             const MulticastBuffer& mine) {
+  const auto header = [&](int reader, int sender, uint32_t epoch) {
+    return reinterpret_cast<MulticastHeader*>(
+        e.v.header(reader, Stream::kShared, e.team.channel(), sender, epoch));
+  };
+  if (item == 0 && e.team.lane() == 0) e.v.results[e.rank()] = mine.span.ptr;
   // Only item 0 carries data: the call's header.
-  e.publish_shared(item, Span{nullptr, stream_bytes}, false, e.segment_bytes());
+  e.publish_shared(item, Span{nullptr, stream_bytes}, false, e.segment_bytes(), [&](int p) {
+    if (item > 0) return;
+    header(p, e.rank(), e.sent(Stream::kShared, p) + 1)->buffer_offset = mine.offset;
+  });
   return e.wait_by_lanes({1, e.world()}, [&](int p) {
-    const uint32_t epoch = e.in(Stream::kShared, p).base + 1 + item;
-    Status status = await_alone(e.team, e.v, Site{Stream::kShared, p, false, item}, epoch);
-    if (status == Status::kOk && item == 0) status = e.open(Stream::kShared, p, stream_bytes);
+    const uint32_t first = e.in(Stream::kShared, p).base + 1;
+    Status status = await_alone(e.team, e.v, Site{Stream::kShared, p, false, item}, first + item);
+    if (status == Status::kOk && item == 0) {
+      status = e.open(Stream::kShared, p, stream_bytes);
+      const MulticastHeader* const theirs = header(e.rank(), p, first);
+      const uint64_t offset = load_relaxed_sys(&theirs->buffer_offset);
+      if (status == Status::kOk && offset != kNotInHeap &&
+          !reachable(e.v, p, offset, mine.span.bytes, kBoundAlign))
+        status = fail(e.team, e.v, Status::kCorrupt, p, &theirs->call, stream_bytes);
+      e.v.results[p] = offset == kNotInHeap ? nullptr : e.v.heaps[p] + offset;
+    }
     fence_proxy_alias();
     return status;
   });
 }
 
-// Step 3 of a round: reduces `bytes` bytes of my chunk, whose sum and results are at `all`. A
-// partial vector in the user's memory is stored byte by byte; pieces are whole vectors.
+// Follows item 0. All ranks return the same value, since all have read the same headers.
+template <class E>
+RC_TEAM_FN Published published_by(const E& e, const MulticastBuffer& mine) {
+  const bool published = mine.offset != kNotInHeap;
+  bool all = published, some = published;
+  RC_ROLLED
+  for (int d = 1; d < e.world(); ++d) {
+    const int p = e.peer_at(d);
+    all &= e.v.results[p] == e.v.heaps[p] + mine.offset;
+    some |= e.v.results[p] != nullptr;
+  }
+  return all ? Published::kAll : some ? Published::kSome : Published::kNone;
+}
+
+// A part of my chunk. Its sums are loaded from the multicast address `all`, where an all-reduce
+// also stores the results.
+struct MulticastSums {
+  char* all;
+  char* out;  // my own address of the results; unused for all-reduces through slots
+  uint64_t bytes;
+  bool padded;  // true: an all-reduce may store a whole vector where the last one is partial
+};
+
+// Reduces a part of my chunk. A partial vector is stored byte by byte. In an all-reduce in place, a
+// lane loads its sum once and stores it to each rank's buffer, so that all ranks get equal bits.
 template <class T, class E>
-RC_TEAM_FN void reduce_by_multicast(E& e, const CallArgs& args, char* all, char* out,
-                                    uint64_t bytes) {
+RC_TEAM_FN void reduce_by_multicast(E& e, const CallArgs& args, const MulticastSums& part) {
   const bool shares = args.collective == Collective::kAllReduce;
   const int by = RedOp(args.redop) == RedOp::kAvg ? e.world() : 0;
-  const uint64_t vectors = (bytes + 15) / 16, aligned = misalignment(out) == 0 ? bytes / 16 : 0;
-  const uint64_t whole = shares ? vectors : aligned;
-  const auto sum = [&](uint64_t at) { return multicast_sum16<T>(all + at); };
+  const uint64_t vectors = (part.bytes + 15) / 16;
+  uint64_t whole = part.bytes / 16;
+  if (shares && part.padded) whole = vectors;
+  if (!shares && misalignment(part.out) != 0) whole = 0;
+  const auto sum = [&](uint64_t at) { return multicast_sum16<T>(part.all + at); };
   each_vector<kWindowLoads>(e.team, 0, whole, sum, [&](uint64_t at, const Vec16& v) {
     const Vec16 result = divided<T>(v, by);
     if (shares)
-      multicast_store16(all + at, result);
+      multicast_store16(part.all + at, result);
     else
-      store16(out + at, result);
+      store16(part.out + at, result);
   });
   each_vector<1>(e.team, whole, vectors, sum, [&](uint64_t at, const Vec16& v) {
-    store_some(out + at, divided<T>(v, by), bytes - at);
+    const Vec16 result = divided<T>(v, by);
+    if (!shares) return store_some(part.out + at, result, part.bytes - at);
+    RC_ROLLED
+    for (int p = 0; p < e.world(); ++p)
+      store_some(e.v.results[p] + (part.out + at - e.v.results[e.rank()]), result, part.bytes - at);
   });
 }
 
@@ -145,53 +234,109 @@ RC_TEAM_FN void share_by_multicast(E& e, char* all, const char* in, uint64_t byt
       share);
 }
 
+// One rank's call on one channel.
+template <class T, class E>
+struct MulticastCall {
+  E& e;
+  const CallArgs& args;
+  const Chunks &in, &out;
+  const bool reduces = args.collective != Collective::kAllGather,
+             shares = args.collective != Collective::kReduceScatter;
+  const WindowSlots slots = slots_of(*args.table);
+  const Extent slice = extent_of(args.chunk_bytes, e.team.portion(), e.cut.line_shift);
+  const uint32_t pieces =
+      uint32_t((slice.end_bytes - slice.begin_bytes + slots.piece_bytes - 1) / slots.piece_bytes);
+  const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
+  // One item per round, and one more for the second barrier that round 0 may have. All calls count
+  // it: epochs only grow, so a call need not publish all of its items.
+  const uint32_t items = rounds + 1;
+  const uint64_t stream_bytes = uint64_t(items) * e.segment_bytes();
+  const MulticastBuffer buffer = {
+      {reduces ? args.in : args.out, args.total_bytes},
+      args.bound ? e.heap_offset(reduces ? args.in : args.out) : kNotInHeap};
+
+  RC_TEAM_FN WindowSlots slots_of(const RankTable& t) const {
+    const uint64_t begin = 2 * uint64_t(e.team.channel()) * t.world * t.piece_bytes;
+    return {t.window + begin, t.windows + begin, t.piece_bytes, t.world};
+  }
+  RC_TEAM_FN Chunks chunks() const { return reduces ? in : out; }
+
+  RC_TEAM_FN void fill_slot(uint32_t j) {
+    for (int r = 0; r < e.world(); ++r) {
+      const Span from = piece_of(in.get(r), slice, slots.piece_bytes, j);
+      e.ops.copy_shared(e.team, slots.own + slots.offset(j, r), from.ptr, from.bytes);
+    }
+  }
+
+  RC_TEAM_FN void move_in_place() {
+    const uint64_t slice_bytes = slice.end_bytes - slice.begin_bytes;
+    const Span part = piece_of(chunks().get(e.rank()), slice, slice_bytes, 0);
+    char* const all = args.table->heap_windows + e.heap_offset(part.ptr);
+    if (reduces)
+      reduce_by_multicast<T>(
+          e, args, {all, shares ? part.ptr : args.out + slice.begin_bytes, part.bytes, false});
+    else
+      share_by_multicast(e, all, args.in + slice.begin_bytes, part.bytes);
+    // Before the call succeeds, check that no peer gave up and used its buffer again meanwhile.
+    e.reads_peer_buffers = true;
+  }
+
+  // Follows item 0. syncs_anew: true if round 0 has a second barrier.
+  RC_TEAM_FN Status move_through_slots(bool syncs_anew) {
+    for (uint32_t j = 0; j < rounds; ++j) {
+      if (reduces && j < pieces && (j > 0 || args.bound)) fill_slot(j);
+      if (j > 0 || syncs_anew)
+        RC_RETURN_IF_FAILED(sync_peers(e, j + (syncs_anew ? 1 : 0), stream_bytes, buffer));
+      if (j < pieces) {
+        const uint64_t begin = slice.begin_bytes + j * slots.piece_bytes,
+                       bytes = piece_of(chunks().get(e.rank()), slice, slots.piece_bytes, j).bytes;
+        char* const results = slots.all + slots.offset(j, e.rank());
+        if (reduces)
+          reduce_by_multicast<T>(e, args, {results, args.out + begin, bytes, true});
+        else
+          share_by_multicast(e, results, args.in + begin, bytes);
+      }
+      for (int r = 0; shares && j > 0 && r < e.world(); ++r) {
+        const Span to = piece_of(out.get(r), slice, slots.piece_bytes, j - 1);
+        e.ops.copy_private(e.team, to.ptr, slots.own + slots.offset(j - 1, r), to.bytes);
+      }
+      if (reduces && shares) e.team.sync();  // the next round fills the slot that was copied out
+    }
+    return Status::kOk;
+  }
+
+  RC_TEAM_FN Status run() {
+    const Peers all{1, e.world()};
+    // Wait until no peer reads my window, or my header of an earlier call.
+    RC_RETURN_IF_FAILED(
+        e.wait_by_lanes(all, [&](int p) { return e.drained(Stream::kShared, p, 0); }));
+    if (reduces && pieces > 0 && !args.bound) fill_slot(0);
+    RC_RETURN_IF_FAILED(sync_peers(e, 0, stream_bytes, buffer));
+    const Published published = published_by(e, buffer);
+    if (published == Published::kAll)
+      move_in_place();
+    else
+      RC_RETURN_IF_FAILED(move_through_slots(reduces && published == Published::kSome));
+    e.team.sync();
+    e.each_by_lanes(all, [&](int p) { e.release(Stream::kShared, p, stream_bytes, stream_bytes); });
+    if (published == Published::kAll)
+      RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
+        const Status status = e.drained(Stream::kShared, p, items);
+        fence_proxy_alias();
+        return status;
+      }));
+    e.each_by_lanes(all, [&](int p) {
+      e.commit_seen(Stream::kShared, p);
+      e.commit_sent(Stream::kShared, p, items);
+    });
+    return Status::kOk;
+  }
+};
+
 template <class T, class E>
 RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks& in,
                                        const Chunks& out) {
-  const bool reduces = args.collective != Collective::kAllGather,
-             shares = args.collective != Collective::kReduceScatter;
-  const RankTable& t = *args.table;
-  const uint64_t piece_bytes = t.piece_bytes,
-                 own_begin = 2 * uint64_t(e.team.channel()) * t.world * piece_bytes;
-  const WindowSlots slots{t.window + own_begin, t.windows + own_begin, piece_bytes, t.world};
-  const Extent slice = extent_of(args.chunk_bytes, e.team.portion(), e.cut.line_shift);
-  const auto pieces =
-      uint32_t((slice.end_bytes - slice.begin_bytes + piece_bytes - 1) / piece_bytes);
-  const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
-  const uint64_t stream_bytes = uint64_t(rounds) * e.segment_bytes();
-  const Peers all{1, e.world()};
-  // Wait until no peer reads my window, or my header of an earlier call.
-  RC_RETURN_IF_FAILED(
-      e.wait_by_lanes(all, [&](int p) { return e.drained(Stream::kShared, p, 0); }));
-  for (uint32_t j = 0; j < rounds; ++j) {
-    for (int r = 0; reduces && j < pieces && r < e.world(); ++r) {
-      const Span from = piece_of(in.get(r), slice, piece_bytes, j);
-      e.ops.copy_shared(e.team, slots.own + slots.offset(j, r), from.ptr, from.bytes);
-    }
-    RC_RETURN_IF_FAILED(sync_peers(e, j, stream_bytes));
-    if (j < pieces) {
-      const uint64_t begin = slice.begin_bytes + j * piece_bytes,
-                     bytes =
-                         piece_of((reduces ? in : out).get(e.rank()), slice, piece_bytes, j).bytes;
-      char* const results = slots.all + slots.offset(j, e.rank());
-      if (reduces)
-        reduce_by_multicast<T>(e, args, results, args.out + begin, bytes);
-      else
-        share_by_multicast(e, results, args.in + begin, bytes);
-    }
-    for (int r = 0; shares && j > 0 && r < e.world(); ++r) {
-      const Span to = piece_of(out.get(r), slice, piece_bytes, j - 1);
-      e.ops.copy_private(e.team, to.ptr, slots.own + slots.offset(j - 1, r), to.bytes);
-    }
-    if (reduces && shares) e.team.sync();  // the next round fills the slot that was copied out
-  }
-  e.team.sync();
-  e.each_by_lanes(all, [&](int p) {
-    e.release(Stream::kShared, p, stream_bytes, stream_bytes);
-    e.commit_seen(Stream::kShared, p);
-    e.commit_sent(Stream::kShared, p, rounds);
-  });
-  return Status::kOk;
+  return MulticastCall<T, E>{e, args, in, out}.run();
 }
 
 template <class T, class Team>

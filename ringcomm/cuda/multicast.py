@@ -1,15 +1,16 @@
-"""Multicast objects of the CUDA driver and the windows that are bound to them.
+"""Multicast objects of the CUDA driver, and the memory that is bound to them.
 
 A window is memory of one device at an address of its own. The windows of several devices are bound
 to one multicast object. At the object's address, a load returns the sum of all windows and a store
-writes to all windows: the NVSwitch does the work. CuPy has no functions for this, so libcuda's
-entry points are called directly.
+writes to all windows: the NVSwitch does the work. The chunks of the devices' heaps can be bound to
+the same object. CuPy has no functions for this, so libcuda's entry points are called directly.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_ulonglong
 from typing import Any
@@ -23,7 +24,9 @@ from ringcomm.cuda.virtual_memory import (
     MEMORY_PINNED,
     AccessDesc,
     DriverCalls,
+    DriverRefusal,
     Location,
+    MappedChunk,
     MemoryProp,
 )
 from ringcomm.errors import UnsupportedError
@@ -107,15 +110,27 @@ class MulticastWindow:
     calls :meth:`bind`, in which the driver blocks until all devices have been added. Kernels may
     use the addresses when all have bound; call :meth:`close` when no device's kernels use them.
 
+    The object also has addresses for the devices' heaps, after the windows. A device binds the
+    chunks of its heap by :meth:`bind_heap`, at any time after :meth:`bind`. Kernels may use the
+    part of the heaps that all devices have bound.
+
     Attributes:
         own_ptr: address of the window; 0 before :meth:`bind`.
         all_ptr: address for multimem instructions, which reach all windows.
+        heaps_ptr: the same for offset 0 of all heaps; 0: heaps are not bound.
         size_bytes: size of the window.
+        heap_bytes: the most bytes of a heap that can be bound; 0: heaps are not bound.
+        bound_heap_bytes: bytes of this device's heap, from its start, that are bound.
+        heap_refusal: the reason why the rest of this device's heap is not bound; "": no rest.
     """
 
-    def __init__(self, runtime: DeviceRuntime, device: int, size_bytes: int) -> None:
-        self.own_ptr = self.all_ptr = 0
-        self.size_bytes = size_bytes
+    def __init__(
+        self, runtime: DeviceRuntime, device: int, size_bytes: int, heap_bytes: int = 0
+    ) -> None:
+        self.own_ptr = self.all_ptr = self.heaps_ptr = self.bound_heap_bytes = 0
+        self.size_bytes, self.heap_bytes = size_bytes, heap_bytes
+        self.heap_refusal = ""
+        self._closed, self._binding = False, threading.Lock()
         self._runtime, self._device = runtime, device
         self._driver = _calls(runtime)
         self._object = c_uint64()
@@ -124,27 +139,47 @@ class MulticastWindow:
 
     @classmethod
     def create(
-        cls, runtime: DeviceRuntime, device: int, size_bytes: int, devices: int
+        cls,
+        runtime: DeviceRuntime,
+        device: int,
+        size_bytes: int,
+        devices: int,
+        heap_bytes: int = 0,
     ) -> MulticastWindow:
         """Makes the object for ``devices`` devices with windows of ``size_bytes`` bytes.
+
+        If the driver refuses an object with heaps, makes an object of windows alone: the result's
+        ``heap_bytes`` is 0 then, and ``heap_refusal`` the reason.
 
         Raises:
             UnsupportedError: the driver refuses.
         """
-        window, prop = cls(runtime, device, size_bytes), _object_prop(devices, size_bytes)
-        window._begin(lambda driver, made: driver.cuMulticastCreate(made, byref(prop)))
+        window = cls(runtime, device, size_bytes, heap_bytes)
+        prop = _object_prop(devices, size_bytes + heap_bytes)
+        try:
+            window._begin(lambda driver, made: driver.cuMulticastCreate(made, byref(prop)))
+        except DriverRefusal as error:
+            if heap_bytes == 0:
+                raise
+            window = cls.create(runtime, device, size_bytes, devices)
+            window.heap_refusal = str(error)
         return window
 
     @classmethod
     def join(
-        cls, runtime: DeviceRuntime, device: int, size_bytes: int, descriptor: int
+        cls,
+        runtime: DeviceRuntime,
+        device: int,
+        size_bytes: int,
+        descriptor: int,
+        heap_bytes: int = 0,
     ) -> MulticastWindow:
         """Adds this device to the object that another device has made and exported.
 
         Raises:
             UnsupportedError: the driver refuses.
         """
-        window = cls(runtime, device, size_bytes)
+        window = cls(runtime, device, size_bytes, heap_bytes)
         window._begin(
             lambda driver, made: driver.cuMemImportFromShareableHandle(
                 made, descriptor, HANDLE_IS_DESCRIPTOR
@@ -178,6 +213,9 @@ class MulticastWindow:
     def bind(self) -> None:
         """Allocates the window, binds it, and maps it and the object.
 
+        If the driver does not map the heaps' part of the object, maps only the windows' part, and
+        sets ``heap_refusal``: this device then binds no chunk of its heap.
+
         Raises:
             UnsupportedError: the driver refuses, perhaps because the device has no memory left.
         """
@@ -189,11 +227,47 @@ class MulticastWindow:
             self._undo.callback(driver.cuMemRelease, memory)
             driver.cuMulticastBindMem(self._object, 0, memory, 0, size, 0)
             self._undo.callback(driver.cuMulticastUnbind, self._object, self._number, 0, size)
-            self.own_ptr = self._map(memory, location)
-            self.all_ptr = self._map(self._object, location)
+            self.own_ptr = self._map(memory, location, size)
+            try:
+                self.all_ptr = self._map(self._object, location, size + self.heap_bytes)
+            except DriverRefusal as error:
+                if self.heap_bytes == 0:
+                    raise
+                self.heap_bytes, self.heap_refusal = 0, str(error)
+                self.all_ptr = self._map(self._object, location, size)
+        self.heaps_ptr = self.all_ptr + size if self.heap_bytes else 0
 
-    def _map(self, handle: c_uint64, location: Location) -> int:
-        driver, ptr, size = self._driver, c_uint64(), self.size_bytes
+    def bind_heap(self, chunks: Sequence[MappedChunk]) -> None:
+        """Binds the chunks of this device's heap that are not bound yet.
+
+        If the driver refuses a chunk, sets ``heap_refusal`` and binds no more chunks. The driver
+        counts a bound chunk as used until :meth:`close`.
+
+        Args:
+            chunks: all chunks of the heap, by offset.
+        """
+        driver = self._driver
+        with self._binding, self._runtime.beside_captures(self._device):
+            for chunk in chunks:
+                begin, size = chunk.offset_bytes, chunk.size_bytes
+                if begin < self.bound_heap_bytes:
+                    continue
+                if self._closed or self.heap_refusal:
+                    return
+                if begin + size > self.heap_bytes:
+                    self.heap_refusal = f"the object has {self.heap_bytes} bytes for each heap"
+                    return
+                at = self.size_bytes + begin
+                try:
+                    driver.cuMulticastBindMem(self._object, at, chunk.handle, 0, size, 0)
+                except DriverRefusal as error:
+                    self.heap_refusal = str(error)
+                    return
+                self._undo.callback(driver.cuMulticastUnbind, self._object, self._number, at, size)
+                self.bound_heap_bytes = begin + size
+
+    def _map(self, handle: c_uint64, location: Location, size: int) -> int:
+        driver, ptr = self._driver, c_uint64()
         driver.cuMemAddressReserve(byref(ptr), size, 0, 0, 0)
         self._undo.callback(driver.cuMemAddressFree, ptr, size)
         driver.cuMemMap(ptr, size, 0, handle, 0)
@@ -203,5 +277,6 @@ class MulticastWindow:
 
     def close(self) -> None:
         """Frees everything; a second call does nothing."""
-        with self._runtime.beside_captures(self._device):
+        with self._binding, self._runtime.beside_captures(self._device):
+            self._closed = True
             self._undo.close()

@@ -12,11 +12,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ringcomm.cuda.runtime import DeviceRuntime
-from ringcomm.cuda.virtual_memory import ChunkedRange
+from ringcomm.cuda.virtual_memory import ChunkedRange, MappedChunk
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.memory.chunk_service import (
     ChunkService,
@@ -73,6 +73,13 @@ class FixedMemory:
     def on_reached(self, callback: Callable[[int], None]) -> None:
         """Does nothing: peers map all of the memory at once."""
 
+    def bindable_bytes(self, unit_bytes: int) -> int:
+        """Returns 0: this memory has no chunks that could be bound to a multicast object."""
+        return 0
+
+    def on_grown(self, callback: Callable[[Sequence[MappedChunk]], None]) -> None:
+        """Does nothing: this memory has no chunks."""
+
     def await_peers(self, timeout_s: float) -> bool:
         """Returns True: peers map all of the memory at once."""
         return True
@@ -109,6 +116,7 @@ class GrowingMemory:
         self._growing, self._guard = threading.Lock(), threading.Lock()
         self._service: ChunkService | None = None
         self._callbacks: list[Callable[[int], None]] = []
+        self._growth_callbacks: list[Callable[[Sequence[MappedChunk]], None]] = []
         self.token = token
         self.base_ptr, self.capacity_bytes = self._range.base_ptr, self._range.size_bytes
         self.committed_bytes = self.reached_bytes = 0
@@ -134,6 +142,8 @@ class GrowingMemory:
                 self._range.create(needed)
             self.committed_bytes = self._range.mapped_bytes
             service = self._service
+            # Under the lock: no thread of this process uses the chunk before it is bound.
+            self._tell_grown()
         if service is None:
             self.set_reached(self.committed_bytes)
         else:
@@ -169,6 +179,29 @@ class GrowingMemory:
         with self._guard:
             self._callbacks.append(callback)
         callback(self.reached_bytes)
+
+    def bindable_bytes(self, unit_bytes: int) -> int:
+        """Returns how many bytes of the range can be bound to a multicast object.
+
+        Returns 0 if chunks are not whole units of the object.
+        """
+        return 0 if self._range.granularity_bytes % unit_bytes else self.capacity_bytes
+
+    def on_grown(self, callback: Callable[[Sequence[MappedChunk]], None]) -> None:
+        """Calls ``callback`` with all chunks, now and after each growth.
+
+        The calls end when ``callback`` raises ReferenceError.
+        """
+        with self._growing:
+            self._growth_callbacks.append(callback)
+            self._tell_grown()
+
+    def _tell_grown(self) -> None:
+        for each in list(self._growth_callbacks):
+            try:
+                each(self._range.chunks)
+            except ReferenceError:
+                self._growth_callbacks.remove(each)
 
     def set_reached(self, size_bytes: int) -> None:
         """Records that all readers map the first ``size_bytes``; readers never unmap a chunk."""

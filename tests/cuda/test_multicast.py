@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from ringcomm.cuda.multicast import MulticastWindow, granularity_bytes, why_not
+from ringcomm.cuda.virtual_memory import ChunkedRange
 from ringcomm.errors import UnsupportedError
 from ringcomm.rendezvous.handles import DescriptorInbox, send_descriptor
 from tests.support.emulator import EmulatedRuntime
@@ -47,6 +48,48 @@ def test_windows_have_addresses_of_their_own_and_go(runtime):
     runtime.write(0, windows[0].own_ptr, b"mine")
     assert runtime.read(1, windows[1].own_ptr, 4) == bytes(4)
     for window in (*windows, *windows):
+        window.close()
+
+
+def _two_with_heaps(runtime, unit_bytes):
+    """Two bound windows of one object, which has room for three units of each heap."""
+    first = MulticastWindow.create(runtime, 0, unit_bytes, 2, 3 * unit_bytes)
+    descriptor = first.export()
+    second = MulticastWindow.join(runtime, 1, unit_bytes, descriptor, 3 * unit_bytes)
+    os.close(descriptor)
+    for window in (first, second):
+        window.bind()
+    return first, second
+
+
+def test_chunks_of_heaps_are_bound_as_they_come(runtime):
+    unit_bytes = granularity_bytes(runtime, 0, 2)
+    windows = _two_with_heaps(runtime, unit_bytes)
+    heap = ChunkedRange(runtime, 1, 8 * unit_bytes)
+    for count, bound in ((1, 1), (2, 3)):
+        heap.create(count * unit_bytes)
+        for _ in range(2):  # what is bound stays so
+            windows[1].bind_heap(heap.chunks)
+            assert windows[1].bound_heap_bytes == bound * unit_bytes
+    assert [each.heaps_ptr - each.all_ptr for each in windows] == [unit_bytes] * 2
+    assert (windows[0].bound_heap_bytes, windows[1].heap_refusal) == (0, "")
+    heap.create(unit_bytes)
+    windows[1].bind_heap(heap.chunks)
+    assert windows[1].bound_heap_bytes == 3 * unit_bytes
+    assert windows[1].heap_refusal == f"the object has {3 * unit_bytes} bytes for each heap"
+    for window in windows:
+        window.close()
+    windows[1].bind_heap(heap.chunks)  # too late, and without effect
+    heap.close()
+
+
+def test_a_heap_that_is_freed_first_stays_bound(runtime):
+    unit_bytes = granularity_bytes(runtime, 0, 2)
+    windows, heap = _two_with_heaps(runtime, unit_bytes), ChunkedRange(runtime, 0, 2 * unit_bytes)
+    heap.create(unit_bytes)
+    windows[0].bind_heap(heap.chunks)
+    heap.close()
+    for window in windows:
         window.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache, partial
@@ -26,6 +27,7 @@ from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, rea
 from ringcomm.cuda import units
 from ringcomm.cuda.multicast import MulticastWindow
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, HOST_PLACE, DeviceRuntime
+from ringcomm.cuda.virtual_memory import MappedChunk
 from ringcomm.errors import (
     ArgumentError,
     CorruptedError,
@@ -417,7 +419,7 @@ class DeviceCore:
         """
         self._window = window
         if window is not None and not self.native.set_window(
-            window.own_ptr, window.all_ptr, self._multicast_bytes
+            window.own_ptr, window.all_ptr, self._multicast_bytes, window.heaps_ptr
         ):
             raise ArgumentError(
                 f"{where('connect', self.rank, self.world_size)}: multicast_bytes: expected at "
@@ -443,6 +445,46 @@ class DeviceCore:
             core.lend(size_bytes)
 
         self.heap.memory.on_reached(lend)
+        if window is not None:
+            self._tell_unbound(window)
+
+            def bind(chunks: Sequence[MappedChunk]) -> None:
+                core = this()
+                if core is None:
+                    raise ReferenceError
+                core.bind_heap(chunks)
+
+            self.heap.memory.on_grown(bind)
+
+    def bind_heap(self, chunks: Sequence[MappedChunk]) -> None:
+        """Binds the heap's chunks to the multicast object; later launches may use them in place.
+
+        Args:
+            chunks: all chunks of this rank's heap.
+
+        Raises:
+            ReferenceError: this core is closed.
+        """
+        with self._lending:
+            window = self._window
+            if self._allocation is None or window is None:
+                raise ReferenceError
+            refused = bool(window.heap_refusal)
+            window.bind_heap(chunks)
+            self.native.set_bound_heap_bytes(window.bound_heap_bytes)
+        if not refused:
+            self._tell_unbound(window)
+
+    def _tell_unbound(self, window: MulticastWindow) -> None:
+        if window.heap_refusal:
+            warnings.warn(
+                f"{where('multicast', self.rank, self.world_size)}: only the first "
+                f"{window.bound_heap_bytes} bytes of the heap on device {self.device} are bound to "
+                "the multicast object; calls copy other tensors through the window: "
+                f"{window.heap_refusal}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def lend(self, size_bytes: int) -> None:
         """Lets kernels share the heap's first ``size_bytes``, which all peers have mapped."""

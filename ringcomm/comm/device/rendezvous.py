@@ -77,12 +77,21 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class _Ability:
-    """The report of a rank: why its device has no multicast ("" if it has), the granularity, and
-    the inbox in which the rank receives the object's descriptor (hex)."""
+    """The report of a rank: why its device has no multicast ("" if it has), the granularity, the
+    bytes of its heap that can be bound, and the inbox in which the rank receives the object's
+    descriptor (hex)."""
 
     refusal: str
     granularity_bytes: int
+    heap_bytes: int
     inbox: str
+
+
+@dataclass(frozen=True)
+class _Added:
+    """The report of a rank that has added its device: the bytes for each heap in the object."""
+
+    heap_bytes: int
 
 
 def make_window(
@@ -111,7 +120,8 @@ def make_window(
         unit_bytes = granularity_bytes(runtime, device, world_size)
     inbox = DescriptorInbox()
     try:
-        mine = _Ability(refusal, unit_bytes, inbox.name.hex())
+        heap_bytes = heap.memory.bindable_bytes(unit_bytes) if unit_bytes else 0
+        mine = _Ability(refusal, unit_bytes, heap_bytes, inbox.name.hex())
         texts = rendezvous.everyone("multicast", asdict(mine))
         operation = spec.operation
         abilities = [
@@ -121,12 +131,13 @@ def make_window(
         _check_devices(spec, handles, abilities)
         unit_bytes = max(each.granularity_bytes for each in abilities)
         size_bytes = -(-options.multicast_bytes // unit_bytes) * unit_bytes
+        heap_bytes = min(each.heap_bytes for each in abilities) // unit_bytes * unit_bytes
         if spec.rank == 0:
-            window = MulticastWindow.create(runtime, device, size_bytes, world_size)
+            window = MulticastWindow.create(runtime, device, size_bytes, world_size, heap_bytes)
         else:
             descriptor = _receive(rendezvous, spec, inbox, handles[0].pid)
             try:
-                window = MulticastWindow.join(runtime, device, size_bytes, descriptor)
+                window = MulticastWindow.join(runtime, device, size_bytes, descriptor, heap_bytes)
             finally:
                 os.close(descriptor)
     finally:
@@ -135,12 +146,22 @@ def make_window(
         if spec.rank == 0:
             _send(spec, window, abilities)
         # Wait here, with a deadline: bind() would block until every device is added, or forever.
-        rendezvous.everyone("added", {})
+        added = rendezvous.everyone("added", asdict(_Added(window.heap_bytes)))
+        window.heap_bytes = read_fields(_Added, added[0], 0, spec.operation)["heap_bytes"]
+        window.heap_refusal = window.heap_refusal or _heap_refusal(abilities, window)
         window.bind()
     except BaseException:
         window.close()
         raise
     return window
+
+
+def _heap_refusal(abilities: Sequence[_Ability], window: MulticastWindow) -> str:
+    """Returns why the ranks' heaps are not bound to the object; "" if they are."""
+    for rank, ability in enumerate(abilities):
+        if ability.heap_bytes == 0:
+            return f"the heap of rank {rank} does not grow, or grows by less than the object's unit"
+    return "" if window.heap_bytes else "rank 0 could not make an object for the ranks' heaps"
 
 
 def _check_devices(

@@ -76,8 +76,9 @@ class CommOptions:
             time; a multiple of 64. With 0, ``algorithm="copy_engine"`` works in plans alone, which
             need no staging.
         multicast_bytes: of a communicator on devices under one NVSwitch, each with one rank: the
-            bytes of each rank's window for ``algorithm="multicast"``; a multiple of 64, or 0 to do
-            without it. Otherwise building the communicator fails if multicast is not supported.
+            bytes of each rank's window for ``algorithm="multicast"``, whose calls use the window
+            unless they work in place; a multiple of 64, or 0 to do without multicast. Otherwise
+            building the communicator fails if multicast is not supported.
         records: how many collectives, and how many messages, the flight recorder keeps per rank;
             0 for none.
         single_copy: of a communicator of two ranks on the host: whether each rank copies chunks of

@@ -249,6 +249,29 @@ def test_serial_loops_are_those_of_their_folder():
     assert left[units.SERIAL] == 0
 
 
+# The part of a multicast kernel that passes data through slots, and what replaces it.
+THROUGH_SLOTS = {
+    "if (reduces && pieces > 0 && !args.bound) fill_slot(0);": "",
+    "RC_RETURN_IF_FAILED(move_through_slots(reduces && published == Published::kSome));": ";",
+}
+
+
+@needs_tools
+def test_multicast_in_place_copies_nothing_locally():
+    """Without the way through slots, which copies: TestUnits has the loops of both ways."""
+    text, headers, macros = cuda_code.unit_source("multicast_float16", units.BATCHED)
+    for slots, instead in THROUGH_SLOTS.items():
+        assert headers["kernels/cuda/multicast.h"].count(slots) == 1
+        headers["kernels/cuda/multicast.h"] = headers["kernels/cuda/multicast.h"].replace(
+            slots, instead
+        )
+    binary = cuda_code.compile_text(text, MAIN_TARGET, headers, [*macros, "-lineinfo"])
+    kernel = binary.kernels["rc_multicast_sum"]
+    assert checks.multicast_loop(kernel) == []
+    assert checks.copy_loop(kernel) != []
+    assert "copy_lanes" not in binary.ptx  # which MoveOps copies by
+
+
 @needs_tools
 @pytest.mark.skipif(not EVERYTHING, reason="half a minute: make cuda-compile")
 @pytest.mark.parametrize(("unit", "cheap"), [("reduce_float32/sum", 8), ("reduce_bfloat16/sum", 2)])

@@ -13,10 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
+from typing import cast
 
 import torch
 
 from ringcomm import Communicator, ReduceOp
+from ringcomm.comm.device.launch import DeviceCallEngine
 from tests.proof.ptx.small_jobs import subunit_of
 from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import MEMORIES, OPTIONS, Devices, on_host, put, room
@@ -27,6 +30,8 @@ UNIT = "multicast_float32"
 WINDOW_BYTES = 2048
 # Fewer bytes than a vector has; all of one piece; an odd number of several.
 COUNTS = (3, 555)
+# In place: a partial vector alone, one behind whole vectors, and whole vectors alone.
+IN_PLACE_COUNTS = (3, 555, 560)
 MULTICAST = "multicast"
 
 
@@ -45,6 +50,25 @@ def multicast_kernels(
         return texts[subunit] if subunit in texts else ptx_of(subunit)
 
     return PtxKernels(schedule or PtxSchedule(), strict=strict, subunit=subunit_of, text_of=text_of)
+
+
+class Calls:
+    """What the ranks of a world, which are threads of this process, tell each other of calls."""
+
+    def __init__(self, world: int) -> None:
+        self._offsets = [-1] * world
+        self._barrier = Barrier(world, timeout=60.0)
+
+    def offsets(self, comm: Communicator, tensor: torch.Tensor) -> list[int]:
+        """The offsets of all ranks' tensors in their heaps."""
+        self._offsets[comm.rank] = heap_offset(comm, tensor)
+        self._barrier.wait()
+        found = list(self._offsets)
+        self._barrier.wait()
+        return found
+
+    def same_place(self, comm: Communicator, tensor: torch.Tensor) -> None:
+        assert len(set(self.offsets(comm, tensor))) == 1
 
 
 def values_of(comm: Communicator, turn: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -91,6 +115,44 @@ def in_a_row(comm: Communicator, calls: int, count: int) -> None:
         assert torch.equal(on_host(output), torch.stack(values).sum(0).chunk(world)[rank]), "row"
 
 
+def heap_offset(comm: Communicator, tensor: torch.Tensor) -> int:
+    """The offset of a tensor in the heap of its rank."""
+    return tensor.data_ptr() - cast(DeviceCallEngine, comm.engine).device_core.heap.base_ptr
+
+
+def in_place(comm: Communicator, calls: Calls, count: int, dtype: torch.dtype) -> None:
+    """All three collectives on tensors of the heap, which all ranks have at one offset.
+
+    What lies behind the tensors must stay, and no window is used.
+    """
+    world, rank = comm.world_size, comm.rank
+    values = values_of(comm, 3, count * world, dtype)
+    want, own = torch.stack(values).sum(0), slice(rank * count, (rank + 1) * count)
+    behind = (torch.arange(8) + 10 * rank).to(dtype)
+    guarded = put(comm, torch.cat([values[rank], behind]), "heap")
+    source = guarded[: count * world]
+    calls.same_place(comm, source)
+    comm.all_reduce(source, op=ReduceOp.AVG, algorithm=MULTICAST)
+    # Without a look between: the first kernel of the next call copies the results.
+    everywhere = room(comm, count * world * world, dtype, "plain")
+    comm.all_gather_into_tensor(everywhere, source, algorithm="one_shot")
+    assert torch.equal(on_host(everywhere), (want / world).repeat(world)), ("gathered", count)
+    assert torch.equal(on_host(source), want / world), ("all_reduce", count)
+    assert torch.equal(on_host(guarded[count * world :]), behind), "behind"
+    if count * dtype.itemsize % 16 != 0:
+        return  # the other two go through the windows
+    source.copy_(values[rank])
+    output = room(comm, count, dtype, "unaligned", 0)
+    comm.reduce_scatter_tensor(output, source, algorithm=MULTICAST)
+    assert torch.equal(on_host(output), want[own]), ("reduce_scatter", count)
+    assert torch.equal(on_host(source), values[rank]), ("input", count)
+    comm.all_gather_into_tensor(source, output, algorithm=MULTICAST)
+    assert torch.equal(on_host(source), want), ("all_gather", count)
+    comm.reduce_scatter_tensor(source[own], source, algorithm=MULTICAST)
+    comm.all_gather_into_tensor(source, source[own], algorithm=MULTICAST)
+    assert torch.equal(on_host(source), want * world), ("into their input", count)
+
+
 def every_call(comm: Communicator, dtype: torch.dtype, memories: Sequence[str] = MEMORIES) -> None:
     for turn, memory in enumerate(memories):
         for count in COUNTS:
@@ -104,10 +166,15 @@ def main() -> None:
     devices = Devices("emulated", ptx=kernels)
     options = replace(OPTIONS, timeout=4.0, multicast_bytes=WINDOW_BYTES)
 
+    calls = Calls(2)
+
     def some_calls(comm: Communicator) -> None:
         all_reduce(comm, 0, COUNTS[-1], torch.float32, "plain")
         halves(comm, 0, COUNTS[-1], torch.float32, "plain")
         in_a_row(comm, 8, COUNTS[-1])
+        for count in IN_PLACE_COUNTS[1:]:
+            in_place(comm, calls, count, torch.float32)
+        all_reduce(comm, 0, IN_PLACE_COUNTS[-1], torch.float32, "mixed")
 
     try:
         devices.run(devices.new_world(2, (0, 1), options), some_calls)

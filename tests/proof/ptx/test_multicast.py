@@ -133,11 +133,11 @@ def test_it_is_never_chosen(devices, world):
 
 ORDERINGS = (
     # A call begins when all have read what it shared before, which it finds at once or soon. The
-    # barrier behind the wait, "multicast_collective (1)", shows only where a peer is late, which is
-    # left to chance here.
+    # barrier behind the wait, "run (1)", shows only where a peer is late, which is left to chance
+    # here. "run (3)" is behind the last wait of a call in place, where the kernel ends, too.
     "acquire of find_link, acquire of drained",
-    "barrier of multicast_collective (2)",
-    "barrier of multicast_collective (3)",
+    "barrier of move_through_slots",
+    "barrier of run (2)",
     "barrier of publish_shared",
     "release of publish_shared",
     "acquire of sync_peers",
@@ -145,17 +145,39 @@ ORDERINGS = (
     "barrier of sync_peers",
     "release of release",
 )
-# Each is compiled: make test has one of the orders, and one of the arithmetic.
+# Each is compiled: make test has one of the orders, one of the arithmetic, and one of the choice
+# between calls in place and through slots.
 SOURCES = {
     "one slot in place of two": ("piece & 1", "piece & 0"),
-    "a lane adds up the vector of another": ("(all + at); };", "(all + (at ^ 16)); };"),
+    "a lane adds up the vector of another": ("(part.all + at); };", "(part.all + (at ^ 16)); };"),
+    "a rank that asks no peer whether its buffer is bound": (
+        "all &= e.v.results[p] == e.v.heaps[p] + mine.offset;",
+        "",
+    ),
 }
 if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
     SOURCES |= {
         "a piece of another chunk": ("slots.offset(j, e.rank())", "slots.offset(j, 0)"),
         "the last piece is not copied out": (
-            "piece_of(out.get(r), slice, piece_bytes, j - 1)",
+            "piece_of(out.get(r), slice, slots.piece_bytes, j - 1)",
             "Span{}",
+        ),
+        "no wait for the peers at the end of a call in place": (
+            "if (published == Published::kAll)\n      RC_RETURN_IF_FAILED",
+            "if (published == Published::kNone)\n      RC_RETURN_IF_FAILED",
+        ),
+        "a partial vector is stored whole": ("if (shares && part.padded)", "if (shares)"),
+        "a partial vector is stored for this rank alone": (
+            "store_some(e.v.results[p] +",
+            "store_some(e.v.results[e.rank()] +",
+        ),
+        "a chunk of another rank in place": (
+            "piece_of(chunks().get(e.rank()), slice, slice_bytes, 0)",
+            "piece_of(chunks().get(0), slice, slice_bytes, 0)",
+        ),
+        "an offset outside of the heap": (
+            "->buffer_offset = mine.offset",
+            "->buffer_offset = mine.offset == kNotInHeap ? kNotInHeap : mine.offset + (1ull << 50)",
         ),
     }
 

@@ -28,27 +28,34 @@ namespace {
 
 constexpr uint64_t kGranularity = 2 << 20, kMulticastMagic = 0x52434d554c544943;
 constexpr int kMostDevices = 64, kDeviceMemory = 1, kDescriptor = 1, kReadWrite = 3;
+constexpr int kMostBound = 64;  // parts of an object that one device has bound
 // Attributes of a device.
 constexpr int kVirtualMemorySupported = 102, kDescriptorsSupported = 103, kMulticastSupported = 132;
 
-struct Member {
+// Memory that a device has bound to a part of an object.
+struct Bound {
   int32_t pid, fd;
-  uint64_t object_offset, memory_offset, bytes;  // 0 bytes: nothing is bound
+  uint64_t object_offset, memory_offset;
+  // 0: nothing is bound. Written last: other processes look while the device binds more.
+  std::atomic<uint64_t> bytes;
 };
 struct ObjectFile {
   uint64_t magic, bytes;
   int32_t devices;
   std::atomic<int32_t> added;
-  Member members[kMostDevices];
+  Bound bound[kMostDevices][kMostBound];
 };
 
 struct Allocation {
   int fd = -1;
   int device = -1;  // of memory that this process has made
   uint64_t bytes = 0;
-  ObjectFile* object = nullptr;       // of a multicast object
-  std::map<int, int> slots;           // of devices that this process has added, among the members
-  std::map<int, void*> others_bound;  // what other processes have bound, by member
+  ObjectFile* object = nullptr;  // of a multicast object
+  std::map<int, int> slots;      // of devices that this process has added, by device
+  // What other processes have bound, as mapped here, with its size.
+  std::map<const Bound*, std::pair<void*, uint64_t>> others_bound;
+  // What this process has bound, which lives as long as it is.
+  std::map<const Bound*, std::shared_ptr<Allocation>> own_bound;
   ~Allocation();
 };
 
@@ -80,7 +87,7 @@ Space& space() {
 
 Allocation::~Allocation() {
   if (device >= 0) space().used[space().devices[size_t(device)]] -= bytes;
-  for (const auto& [member, ptr] : others_bound) munmap(ptr, object->members[member].bytes);
+  for (const auto& [bound, mapped] : others_bound) munmap(mapped.first, mapped.second);
   if (object != nullptr) munmap(object, sizeof(ObjectFile));
   if (fd >= 0) close(fd);
 }
@@ -127,23 +134,44 @@ std::shared_ptr<Allocation> new_file(uint64_t bytes) {
 
 bool whole(uint64_t bytes) { return bytes > 0 && bytes % kGranularity == 0; }
 
-// Where this process has the memory of a member: as its owner has mapped it, if that is a rank of
-// this process, so that all know a byte by one address.
-char* memory_of(Allocation& object, int number) {
-  const Member& member = object.object->members[number];
-  if (member.pid == getpid())
+// Where this process has bound memory: as its owner has mapped it, if that is a rank of this
+// process, so that all know a byte by one address.
+char* memory_of(Allocation& object, const Bound& bound) {
+  if (bound.pid == getpid())
     for (auto& [begin, range] : space().ranges)
       for (auto& [address, segment] : range.segments)
-        if (segment.mapped->fd == member.fd && !segment.mapped->object)
+        if (segment.mapped->fd == bound.fd && !segment.mapped->object)
           return reinterpret_cast<char*>(address);
-  void*& ptr = object.others_bound[number];
+  auto& [ptr, bytes] = object.others_bound[&bound];
   if (ptr == nullptr) {
-    const std::string path = "/proc/" + std::to_string(member.pid) + "/fd/";
-    const int fd = open((path + std::to_string(member.fd)).c_str(), O_RDWR | O_CLOEXEC);
-    ptr = fd < 0 ? nullptr : map_all(fd, member.bytes);
+    const std::string path = "/proc/" + std::to_string(bound.pid) + "/fd/";
+    const int fd = open((path + std::to_string(bound.fd)).c_str(), O_RDWR | O_CLOEXEC);
+    bytes = bound.memory_offset + bound.bytes;
+    ptr = fd < 0 ? nullptr : map_all(fd, bytes);
     if (fd >= 0) close(fd);
   }
   return static_cast<char*>(ptr);
+}
+
+// What a device has bound to all of these bytes of an object, or nullptr.
+Bound* bound_at(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
+  for (Bound& each : object.bound[slot])
+    if (each.bytes != 0 && each.object_offset <= offset &&
+        offset + bytes <= each.object_offset + each.bytes)
+      return &each;
+  return nullptr;
+}
+
+// A place for something bound to these bytes; nullptr: some of them are bound, or there is none.
+Bound* room_for(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
+  Bound* room = nullptr;
+  for (Bound& each : object.bound[slot]) {
+    if (each.bytes == 0)
+      room = room == nullptr ? &each : room;
+    else if (each.object_offset < offset + bytes && offset < each.object_offset + each.bytes)
+      return nullptr;
+  }
+  return room;
 }
 
 // The range that an address lies in, or nullptr.
@@ -273,17 +301,26 @@ int cuMulticastBindMem(uint64_t handle, size_t object_offset, uint64_t memory, s
       !object->slots.contains(bound->device))
     return kInvalidValue;
   if (object->object->added < object->object->devices) return kIllegalState;
-  Member& member = object->object->members[object->slots.at(bound->device)];
-  if (member.bytes != 0) return kInvalidValue;
-  member = {getpid(), bound->fd, object_offset, memory_offset, bytes};
+  Bound* const room =
+      room_for(*object->object, object->slots.at(bound->device), object_offset, bytes);
+  if (room == nullptr) return kInvalidValue;
+  room->pid = getpid();
+  room->fd = bound->fd;
+  room->object_offset = object_offset;
+  room->memory_offset = memory_offset;
+  room->bytes = bytes;
+  object->own_bound[room] = bound;
   return kSuccess;
 }
 
-int cuMulticastUnbind(uint64_t handle, int device, size_t, size_t) {
+int cuMulticastUnbind(uint64_t handle, int device, size_t offset, size_t bytes) {
   const std::lock_guard lock(space().mutex);
   const auto object = of_handle(handle);
   if (!object || !object->object || !object->slots.contains(device)) return kInvalidValue;
-  object->object->members[object->slots.at(device)].bytes = 0;
+  Bound* const found = bound_at(*object->object, object->slots.at(device), offset, bytes);
+  if (found == nullptr || found->bytes != bytes) return kInvalidValue;
+  found->bytes = 0;
+  object->own_bound.erase(found);
   return kSuccess;
 }
 
@@ -487,12 +524,10 @@ int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int r
   const uint64_t at = address - found->first;
   const int devices = object.object->devices;
   for (int d = 0; d < devices && d < room; ++d) {
-    const Member& member = object.object->members[d];
-    char* const base = member.bytes == 0 ? nullptr : memory_of(object, d);
-    if (base == nullptr || at < member.object_offset ||
-        at + bytes > member.object_offset + member.bytes)
-      return -1;
-    memory[d] = reinterpret_cast<uint64_t>(base) + at - member.object_offset + member.memory_offset;
+    const Bound* const bound = bound_at(*object.object, d, at, bytes);
+    char* const base = bound == nullptr ? nullptr : memory_of(object, *bound);
+    if (base == nullptr) return -1;
+    memory[d] = reinterpret_cast<uint64_t>(base) + at - bound->object_offset + bound->memory_offset;
   }
   return devices;
 }
