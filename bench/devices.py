@@ -136,6 +136,7 @@ class CudaDevice(Device):
         major, minor = self._properties.major, self._properties.minor
         return {
             "gpu": str(self._properties.name),
+            GPUS_FACT: str(torch.cuda.device_count()),
             "compute capability": f"{major}.{minor}",
             "multiprocessors": str(self._properties.multi_processor_count),
             "L2 cache": f"{self.cache_bytes / 2**20:.0f} MiB",
@@ -147,6 +148,8 @@ class CudaDevice(Device):
         }
 
 
+# Key of the number of visible GPUs among the facts.
+GPUS_FACT = "GPUs"
 # Key of the copy bandwidth among the facts; in 1e9 bytes per second, counting reads and writes.
 COPY_FACT = "copy GB/s"
 

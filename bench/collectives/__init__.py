@@ -145,7 +145,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.device == "cpu":
         named = (spec.partition(":")[2] or "auto" for spec in options.systems)
         if {options.algorithm, *named} - {*_HOST_ALGORITHMS, *COMPRESSIONS}:
-            parser.error("the algorithms ll and copy_engine need --device cuda")
+            parser.error("the algorithms ll, copy_engine and multicast need --device cuda")
         if options.graph or options.mode != devices.AUTO:
             parser.error("--graph and --mode need --device cuda")
         return

@@ -21,6 +21,8 @@ from .systems import COMPRESSIONS, PeerSetup, System, Unavailable
 
 _TIMEOUT = timedelta(minutes=5)
 _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
+# Each rank's window for multicast calls that do not work in place. A choice, not measured.
+_WINDOW_BYTES = 64 << 20
 
 
 def _allocator(setup: PeerSetup) -> torch_groups.Allocate:
@@ -44,7 +46,13 @@ class Ringcomm(System):
 
     def _options(self, timeout: timedelta) -> ringcomm.CommOptions:
         kernels = "native" if self._serial else self._setup.kernels
-        return ringcomm.CommOptions(timeout=timeout, kernels=kernels, channels=self._setup.channels)
+        window_bytes = _WINDOW_BYTES if self._setup.algorithm == "multicast" else 0
+        return ringcomm.CommOptions(
+            timeout=timeout,
+            kernels=kernels,
+            channels=self._setup.channels,
+            multicast_bytes=window_bytes,
+        )
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
         """Returns the functions, the extra arguments of calls with an algorithm, and a close

@@ -30,7 +30,7 @@ _MODULES = {
 # A call: a function and its arguments.
 Call = tuple[Callable[..., object], list[Any]]
 SYSTEMS = tuple(_MODULES)
-ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
+ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine", "multicast")
 # Formats of sums between nodes; a system's name may have one in place of an algorithm.
 COMPRESSIONS = ("int8", "fp8", "int4")
 _WITH_ALGORITHMS = {

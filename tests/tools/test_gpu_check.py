@@ -557,6 +557,17 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
     )
 
 
+def test_several_gpus_compare_both_ways_of_multicast():
+    assert benches.multicast_plan(1) == []
+    plan = benches.multicast_plan(8)
+    asked = [parse(arguments_of(one)[1]) for one in plan]
+    assert [each.tensors for each in asked] == ["heap", "plain"]
+    for one, options in zip(plan, asked, strict=True):
+        assert options.systems == ("ringcomm:multicast", "ringcomm:one_shot", "nccl")
+        assert options.ranks == 8 and options.mode == "gpu-per-rank" and one.optional
+        assert sizes_bytes(options)[-1] == 256 << 20
+
+
 def test_the_grid_has_both_kinds_of_loops_at_numbers_of_blocks():
     grid: dict[int, list[int]] = {}
     for one in benches.grid_plan():

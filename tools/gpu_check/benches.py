@@ -53,6 +53,23 @@ def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
     return [*in_graphs[:2], small, *in_graphs[2:], *shared]
 
 
+def multicast_plan(gpus: int) -> list[BenchRun]:
+    """Plans multicast in place and through windows, for ``gpus`` GPUs; none for a single GPU.
+
+    Tensors of the heap are at equal offsets of all ranks' heaps, so calls on these tensors work in
+    place. Calls on other tensors use the windows. GPUs without multicast fail these runs.
+    """
+    if gpus < 2:
+        return []
+    how = "collectives --device cuda --mode gpu-per-rank --placement usual"
+    how += f" --subject ringcomm:multicast --peers ringcomm:one_shot,nccl --ranks {min(gpus, 8)}"
+    how += " -b 64K -e 256M -f 4 -r 9 -w 2"
+    return [
+        BenchRun(f"multicast {name}", 45.0, f"{how} --tensors {tensors}", optional=True)
+        for name, tensors in (("in place", "heap"), ("through windows", "plain"))
+    ]
+
+
 def grid_plan() -> list[BenchRun]:
     """Plans large reductions and copies by kind of loops and number of multiprocessors."""
     how = f"{_GPU} --mode one-launch --graph --placement usual --subject ringcomm:one_shot"

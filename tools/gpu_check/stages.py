@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ringcomm.bench.devices import GPUS_FACT
 from ringcomm.bench.report import Report, read
 
 from . import benches
@@ -324,7 +325,8 @@ def profile(check: CheckRun, limit_s: float) -> Result:
 def bench(check: CheckRun, limit_s: float) -> Result:
     """Runs the benchmarks of the collectives, the most important first, within the limit."""
     version = tuple(int(part) for part in check.files.facts["NCCL"].split(".") if part.isdigit())
-    return _run_benches("bench", benches.plan(version), check, limit_s)
+    multicast = benches.multicast_plan(int(check.files.facts.get(GPUS_FACT, "1")))
+    return _run_benches("bench", [*multicast, *benches.plan(version)], check, limit_s)
 
 
 def calls(check: CheckRun, limit_s: float) -> Result:
