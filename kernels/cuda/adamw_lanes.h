@@ -247,7 +247,10 @@ RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
   const uint64_t stride = uint64_t(lanes) * kTurnElems;
   const uint64_t begin = part.begin + w.step.turns * stride;
   const bool last = !common || begin + LaneTurns::kAtOnce * stride >= part.whole;
-  if (active && !common) update_by_any<G, P, kind>(team, w);
+  if (active && !common) {
+    update_by_any<G, P, kind>(team, w);
+    refused = 1;  // as begin_turns() returned; no register has to keep it during the update
+  }
   uint64_t at = begin + uint64_t(lane) * kTurnElems + uint64_t(log2_of(refused)) * stride;
   bool tail = active && last;
   // One call site for both cases: the inlined code is long.

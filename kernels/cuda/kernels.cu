@@ -79,7 +79,7 @@ using ringcomm::device::kManyThreads;
 #define RC_ADAMW_KERNELS(name, type)                                                         \
   RC_KERNEL_OF(256, kShardBlocks, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>)    \
   RC_KERNEL_OF(kStepThreads<Grads>, 1, rc_adamw_step_##name, adamw_step_kernel<Grads, type>) \
-  RC_KERNEL_OF(kManyThreads, 1, rc_adamw_many_##name, adamw_many_kernel<Grads, type>)        \
+  RC_KERNEL_OF(kManyThreads<Grads>, 1, rc_adamw_many_##name, adamw_many_kernel<Grads, type>) \
   RC_KERNEL(rc_adamw_ring_##name, adamw_ring_kernel<Grads, type>)
 
 #endif

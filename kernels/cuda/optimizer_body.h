@@ -10,16 +10,16 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
 // Threads per block, and the least number of blocks per multiprocessor: at least 64 KiB of loads
-// are in flight per multiprocessor, with enough registers for loops without spills. Chosen by
-// machine code, not measured on a GPU.
-constexpr int kNormThreads = 512, kShardBlocks = 2, kManyThreads = 512;
-#if RC_IS_SM100
+// are in flight per multiprocessor, and 84 KiB in steps for sm_90, with enough registers for loops
+// without spills. For sm_100 ptxas uses more registers. Chosen by machine code, not measured on a
+// GPU.
+constexpr int kNormThreads = 512, kShardBlocks = 2;
 template <class G>
-constexpr int kStepThreads = 640;  // ptxas uses more registers for sm_100
-#else
+constexpr int kStepThreads = sizeof(G) == 4 || RC_IS_SM100 ? 640 : 768;
 template <class G>
-constexpr int kStepThreads = sizeof(G) == 4 ? 640 : 768;
-#endif
+constexpr int kManyThreads = sizeof(G) == 4 ? 384
+                             : RC_IS_SM100  ? 512
+                                            : 640;
 
 RC_TEAM_FN int divisor_of(const CallArgs& args, int world) {
   return RedOp(args.redop) == RedOp::kAvg ? world : 0;
@@ -179,15 +179,14 @@ RC_TEAM_FN bool sums_gradients(const CallArgs& args) {
 template <class G, class P, class E>
 RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
-  const bool sums = sums_gradients(args);
   load_shard(e.team, args, w);
   if (e.team.lane() == 0) {
     w.bucket = bucket_of<G, P>(args, w.shard, world_of(p, args));
-    if (!sums) w.bucket.base = nullptr;
+    if (!sums_gradients(args)) w.bucket.base = nullptr;
   }
   if (!enter_call(e.team, p, rank_in_launch, w)) return false;
   Status status = e.verify_streams();
-  if (status == Status::kOk) status = begin_step_one_shot(e, w.bucket, sums ? nullptr : args.in);
+  if (status == Status::kOk) status = begin_step_one_shot(e, w.bucket, w.in.base);
   if (status != Status::kOk) {
     end_call(e.team, e.v, status, true);
     return false;
@@ -195,6 +194,7 @@ RC_TEAM_FN bool begin_step(E& e, const LaunchParams& p, int rank_in_launch, Work
   if (e.team.lane() == 0) {
     const Run run = slice_of(e, w.bucket, e.rank());
     const int peers = e.world() - 1;
+    const bool sums = w.bucket.base != nullptr;
     w.update = {w.sources, sums ? e.world() : 1, divisor_of(args, e.world()), peers, run.begin,
                 run.end};
     w.results[e.rank()] = w.results[peers];  // replaces my entry: only peers' buckets are left
@@ -209,7 +209,12 @@ RC_TEAM_FN void step_kernel(Team team, const LaunchParams& p, int rank_in_launch
   Endpoint<Team, MoveOps> e{team, w.view, none};
   if (!begin_step<G, P>(e, p, rank_in_launch, w)) return;
   update_lanes<G, P, kind>(team, w);
-  leave_call(e, return_offers(e, w.bucket));
+  const Status status = return_offers(e, w.bucket);
+  // A lane with a peer has read the peer's gradients in place, if the bucket has gradients. The
+  // flag is computed again here: the update's loop for sm_90 has no register to keep the flag.
+  if constexpr (!RC_IS_SM100)
+    e.reads_peer_buffers = w.bucket.base != nullptr && team.lane() < e.world() - 1;
+  leave_call(e, status);
 }
 
 // The one-shot step for two ranks, or for gradients that are reduced already.

@@ -83,6 +83,18 @@ def length_per_element(place: Place) -> float:
     return len(place.loop.code) / (8 * max(vectors, 1))
 
 
+def registers(place: Place) -> float:
+    """Registers of a lane."""
+    found = place.binary.resources[place.kernel].registers
+    assert found is not None
+    return found
+
+
+def stack_bytes(place: Place) -> float:
+    """Bytes of a lane's stack, in which ptxas keeps values that found no register."""
+    return place.binary.resources[place.kernel].stack_bytes
+
+
 def checked_divisions(place: Place) -> float:
     """Divisions with a slow path of their own."""
     return measures.opcodes_in(place.loop, "FCHK")
@@ -196,9 +208,11 @@ COPY_BARS = (DRAIN, IN_FLIGHT, Bar(instructions_per_load, "<=", 6))
 SERIES = Bar(waits_in_series, "<=", 1)
 STEP_BARS = (
     *(Bar(length, "<=", 512), Bar(checked_divisions, "<=", 0), SERIES),
-    Bar(kib_in_flight, ">=", 84),
+    *(Bar(kib_in_flight, ">=", 84), Bar(stack_bytes, "<=", 0)),
 )
-STEP_BARS_OF_2 = (*STEP_BARS, Bar(length_per_element, "<=", 45))
+# 80 registers: blocks of 768 threads. With 72, code outside of the loop would take 40 bytes of
+# stack.
+STEP_BARS_OF_2 = (*STEP_BARS, Bar(length_per_element, "<=", 45), Bar(registers, "<=", 80))
 NORM_BARS = (SERIES, Bar(kib_in_flight, ">=", 64))
 
 
@@ -225,6 +239,7 @@ ROWS = (
     Row(SUMS, SCATTER, "rc_reduce_scatter_sum", 1, copy_loop, COPY_BARS),
     Row("move", (), "rc_move", 1, copy_loop, COPY_BARS, in_test=False),
     Row(STEPS, FORMS, "rc_adamw_step_bfloat16", 2, step_loop, STEP_BARS_OF_2),
+    Row(STEPS, FORMS, "rc_adamw_many_bfloat16", 4, step_loop, STEP_BARS, in_test=False),
     Row(STEPS, FORMS, "rc_adamw_many_bfloat16", 8, step_loop, STEP_BARS, in_test=False),
     Row(NORM, SCATTER, "rc_reduce_scatter_norm", 8, norm_loop, NORM_BARS, in_test=False),
 )

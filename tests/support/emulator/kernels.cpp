@@ -7,7 +7,6 @@
 
 namespace {
 
-using ringcomm::device::kManyThreads;
 using ringcomm::device::kNormThreads;
 
 // Registers per thread on sm_90a, by how a kernel's name begins: the most of those that
@@ -32,7 +31,7 @@ constexpr std::array<Family, 20> kFamilies = {{
     {"rc_grad_norm", 110, false},
     {"rc_adamw_shard_", 128, false},
     {"rc_adamw_step_", 0},
-    {"rc_adamw_many_", 128, true, kManyThreads},
+    {"rc_adamw_many_", 0},
     {"rc_adamw_ring_", 255},
     {"rc_multicast_sum", 120},
     {"rc_quantize_", 64, false},

@@ -24,6 +24,8 @@ void add_parameters(KernelMap& kernels, const std::string& unit, const std::stri
       device::adamw_many_kernel<G, P>(team, params, rank, w);
     });
   }};
+  kernels[unit + "/rc_adamw_many_" + name].threads = device::kManyThreads<G>;
+  kernels[unit + "/rc_adamw_many_" + name].registers = sizeof(G) == 4 ? 128 : 96;
   kernels[unit + "/rc_adamw_ring_" + name] = {[](const auto& p, int x, int y, int lanes) {
     run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
       device::adamw_ring_kernel<G, P>(team, params, rank, w);

@@ -63,12 +63,13 @@ RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
 }
 
 // Runs a one-shot step up to its update, whose gradients are then at e.sources(). `grad`: the only
-// source if the bucket has no gradients (see own_gradients()); null: use all ranks' gradients.
+// source if the bucket has no gradients (see own_gradients()). It is read last, and by reference: a
+// GPU has it in shared memory, so no register keeps it while the lanes wait for peers.
 template <class E>
-RC_TEAM_FN Status begin_step_one_shot(E& e, const Bucket& b, const char* grad) {
+RC_TEAM_FN Status begin_step_one_shot(E& e, const Bucket& b, const char* const& grad) {
   RC_RETURN_IF_FAILED(offer(e, b, true));
   RC_RETURN_IF_FAILED(accept(e, b, true));
-  if (grad != nullptr) own_gradients(e, b, grad);
+  if (b.base == nullptr) own_gradients(e, b, grad);
   return Status::kOk;
 }
 
