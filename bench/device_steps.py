@@ -26,7 +26,7 @@ import ringcomm
 
 from .devices import ONE_LAUNCH, CudaDevice
 from .launch import LaunchError
-from .loops import serial_loops, with_serial_loops
+from .loops import SERIAL, other_loops, with_other_loops
 from .options import choice, option
 from .report import Row, row_of
 from .run import Bench, Run
@@ -141,8 +141,8 @@ class Systems:
         return lambda: world.run(lambda comm: optimizers[comm.rank].step())
 
     def _older(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:
-        with serial_loops():
-            return with_serial_loops(self._ranks(options, name))
+        with other_loops(SERIAL):
+            return with_other_loops(self._ranks(options, name), SERIAL)
 
     def _separate(self, name: str) -> Call:
         """Returns a call of separate reduce-scatter, updates and all-gather, from one thread."""

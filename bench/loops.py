@@ -11,14 +11,16 @@ from contextlib import contextmanager
 
 from .timing import Call
 
-VARIABLE, SERIAL = "RINGCOMM_KERNELS", "serial"
+# Serial loops load one source after the other; sliced kernels give each channel one slice of a
+# buffer in place of tiles.
+VARIABLE, SERIAL, SLICED = "RINGCOMM_KERNELS", "serial", "sliced"
 
 
 @contextmanager
-def serial_loops() -> Iterator[None]:
-    """Inside the block this process looks up kernels that load one source after the other."""
+def other_loops(name: str) -> Iterator[None]:
+    """Inside the block this process looks up kernels with ``name`` for ``RINGCOMM_KERNELS``."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = SERIAL
+    os.environ[VARIABLE] = name
     try:
         yield
     finally:
@@ -28,9 +30,9 @@ def serial_loops() -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def with_serial_loops(call: Call) -> Call:
+def with_other_loops(call: Call, name: str) -> Call:
     def inside() -> object:
-        with serial_loops():
+        with other_loops(name):
             return call()
 
     return inside

@@ -20,7 +20,7 @@ from ringcomm.cli.usage import suggestion
 from .. import cases, devices, run
 from ..cases import Case, Collective, Prepared, wrong_elements
 from ..launch import LaunchError, RankInfo, Wanted, join, started_by
-from ..loops import SERIAL
+from ..loops import SERIAL, SLICED
 from ..options import choice, count, option, parse_size, positive, rounds
 from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, RowTable
 from ..run import Bench, Run
@@ -199,7 +199,7 @@ def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -
     """
     if options.tensors != "heap":
         return None
-    own = ("ringcomm", SERIAL)
+    own = ("ringcomm", SERIAL, SLICED)
     own_systems = [spec for spec in options.systems if spec.startswith(own)]
     rank_bytes = 2 * int(options.maxbytes) + _STAGING_BYTES
     return len(own_systems) * (ranks_here * rank_bytes + 2 * cache_bytes) + _HEAP_SLACK_BYTES

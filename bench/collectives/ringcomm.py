@@ -15,7 +15,7 @@ import ringcomm
 
 from ..cases import Case, CaseBuffers, Prepared
 from ..devices import ONE_LAUNCH
-from ..loops import SERIAL, serial_loops, with_serial_loops
+from ..loops import SERIAL, SLICED, other_loops, with_other_loops
 from . import torch_groups
 from .systems import COMPRESSIONS, PeerSetup, System, Unavailable
 
@@ -40,12 +40,12 @@ class Ringcomm(System):
         kernels = "" if setup.kernels == "native" else f", {setup.kernels} kernels"
         self.version = f"ringcomm {ringcomm.__version__} ({how}{kernels})"
         self._setup, self._allocate = setup, _allocator(setup)
-        self._serial = setup.kernels == SERIAL
-        with serial_loops() if self._serial else nullcontext():
+        self._loops = setup.kernels if setup.kernels in (SERIAL, SLICED) else ""
+        with other_loops(self._loops) if self._loops else nullcontext():
             self._calls, self._extra, self._leave = self._open()
 
     def _options(self, timeout: timedelta) -> ringcomm.CommOptions:
-        kernels = "native" if self._serial else self._setup.kernels
+        kernels = "native" if self._loops else self._setup.kernels
         window_bytes = _WINDOW_BYTES if self._setup.algorithm == "multicast" else 0
         return ringcomm.CommOptions(
             timeout=timeout,
@@ -80,9 +80,9 @@ class Ringcomm(System):
     def prepare(self, case: Case) -> Prepared:
         if self._setup.algorithm == "copy_engine" and case.collective.name != "all_gather":
             raise Unavailable("the algorithm copy_engine only gathers")
-        if self._serial:
+        if self._loops:
             prepared = self._bind(case)
-            return replace(prepared, call=with_serial_loops(prepared.call))
+            return replace(prepared, call=with_other_loops(prepared.call, self._loops))
         if self._setup.algorithm not in COMPRESSIONS:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..launch import RankInfo
-from ..loops import SERIAL
+from ..loops import SERIAL, SLICED
 
 if TYPE_CHECKING:
     from ..cases import Case, Prepared
@@ -19,6 +19,7 @@ _MODULES = {
     "ringcomm": ("ringcomm", "open_system", ("cpu", "cuda")),
     "triton": ("ringcomm", "open_system", ("cpu", "cuda")),
     SERIAL: ("ringcomm", "open_system", ("cuda",)),
+    SLICED: ("ringcomm", "open_system", ("cuda",)),
     "gloo": ("torch_groups", "Gloo", ("cpu",)),
     "mpi": ("mpi", "Mpi", ("cpu",)),
     "impi": ("mpi", "Mpi", ("cpu",)),
@@ -37,6 +38,7 @@ _WITH_ALGORITHMS = {
     "ringcomm": (*ALGORITHMS, *COMPRESSIONS),
     "triton": ("auto", "one_shot", "ring"),
     SERIAL: ALGORITHMS,
+    SLICED: ALGORITHMS,
 }
 
 
@@ -76,7 +78,7 @@ class PeerSetup(RankInfo):
     heap_bytes: int | None
     device: Device
     channels: int = 0
-    kernels: str = "native"  # or "triton", or "serial", the older native loops
+    kernels: str = "native"  # or "triton", or other native kernels: "serial", "sliced"
     on_nodes: bool = False
 
 
@@ -97,7 +99,7 @@ def open_system(spec: str, setup: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
     # The spec may name kernels of ringcomm other than the default kernels.
-    kernels = name if name in ("triton", SERIAL) else "native"
+    kernels = name if name in ("triton", SERIAL, SLICED) else "native"
     setup = replace(setup, algorithm=algorithm or setup.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]
     system: System = getattr(importlib.import_module(f"{__package__}.{module}"), opens)(setup)

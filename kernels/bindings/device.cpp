@@ -370,7 +370,8 @@ void bind_device(nb::module_& m) {
       nb::arg("driver"), nb::arg("rank_of"), nb::arg("staging"), nb::arg("extra"),
       nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"),
       "`rank_of`: rank, world. `staging`: channels, slots, segment_bytes. `extra`: ll_bytes,\n"
-      "copy_engine_bytes. `find_kernel(unit, name)` gives a loaded CUfunction and its threads.");
+      "copy_engine_bytes. `find_kernel(unit, name)` gives a loaded CUfunction, its threads,\n"
+      "and True if its channels get slices in place of tiles.");
   bind_state(c);
   bind_calls(c);
   bind_device_recorder(m, c);

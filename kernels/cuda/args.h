@@ -96,6 +96,7 @@ struct CallArgs {
   bool accumulate : 1;  // true: add the result to `out`
   bool inlined : 1;     // true: the launch carries the table
   bool bound : 1;       // true: the buffer is bound to the multicast object (multicast.h)
+  bool sliced : 1;      // true: channels get slices of each chunk; else tiles (core/tiles.h)
 };
 static_assert(sizeof(CallArgs) == 80);
 

@@ -76,6 +76,10 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
   if (team.lane() == 0) {
     load_channel(args, t.regions[t.rank], t.layout, team.channel(), w);
+    // In a world of one rank, reduce_hop() takes whole parts, and reductions of hops have no gaps.
+    w.deal = args.sliced || t.world == 1
+                 ? Deal{}
+                 : Deal::of(team.channel(), team.num_channels(), log2_of(t.layout.segment_bytes));
     w.host = t.host;
   }
   load_links(team, args, t, w);
@@ -101,6 +105,7 @@ RC_TEAM_FN void load_table(Team& team, const Params& p, int rank_in_launch, Work
     const Lists lists = lists_of(p, rank_in_launch);
     w.failure = 0;
     w.portion = portion_of(team.channel(), team.num_channels());
+    w.gaps[0] = w.gaps[kNoGaps] = {};
     w.in = {args.in, args.total_bytes, args.chunk_bytes, lists.in};
     w.out = {args.out, args.total_bytes, args.chunk_bytes, lists.out};
   }
@@ -127,13 +132,14 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
     const bool counts = args.collective != Collective::kSend;
     const uint64_t sequence = counts ? w.sequence + 1 : 0;
     if (counts) v.channel_line(team.channel())->sequence = sequence;
-    w.mine = CallHeader{CallId{sequence, args.match_bytes, args.collective, args.dtype, args.redop,
-                               args.root, args.algorithm},
-                        0,
-                        0,
-                        kNotInHeap,
-                        args.factor,
-                        kNotInHeap};
+    w.mine = CallHeader{
+        CallId{sequence, args.match_bytes, args.collective, args.dtype, args.redop, args.root,
+               args.algorithm, args.sliced ? Kernels::kSliced : Kernels::kNative},
+        0,
+        0,
+        kNotInHeap,
+        args.factor,
+        kNotInHeap};
     if (w.aborted != 0)
       status = Status::kAborted;
     else if (w.running != 0)

@@ -183,8 +183,9 @@ void DeviceComm::check_pieces(uint64_t chunk_bytes, unsigned channels) const {
 const Kernel& DeviceComm::kernel(const std::string& unit, const std::string& name) {
   Kernel& found = kernels_[unit + "/" + name];
   if (found.function == nullptr) {
-    const auto [function, threads] = find_(unit, name);
-    found = {reinterpret_cast<void*>(function), threads, name.find("_list_") != std::string::npos};
+    const auto [function, threads, sliced] = find_(unit, name);
+    found = {reinterpret_cast<void*>(function), threads, sliced,
+             name.find("_list_") != std::string::npos};
   }
   return found;
 }
@@ -317,6 +318,7 @@ void DeviceComm::write_calls(const std::vector<DeviceComm*>& ranks, LaunchParams
       throw std::invalid_argument("the ranks of this process made different calls");
     params.calls[r] = p.args;
     params.calls[r].inlined = inlined;
+    params.calls[r].sliced = p.kernel.sliced;
   }
 }
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct DeviceConfig {
 struct Kernel {
   void* function = nullptr;
   unsigned threads = 0;      // threads per block
+  bool sliced = false;       // true: its channels get slices, else tiles (core/tiles.h)
   bool takes_lists = false;  // true: parameters are ListParams, else LaunchParams
 };
 
@@ -73,9 +75,9 @@ const char* name_of_float(DType dtype);
 
 class DeviceComm {
  public:
-  // Returns a kernel's CUfunction, which stays loaded, and its threads per block.
-  using FindKernel = std::function<std::pair<uint64_t, unsigned>(const std::string& unit,
-                                                                 const std::string& name)>;
+  // Returns a kernel's CUfunction, which stays loaded, its threads per block, and Kernel.sliced.
+  using FindKernel = std::function<std::tuple<uint64_t, unsigned, bool>(const std::string& unit,
+                                                                        const std::string& name)>;
 
   DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config, FindKernel find);
 

@@ -161,7 +161,7 @@ RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes,
     const uint32_t first = e.in(Stream::kShared, p).base + 1;
     Status status = await_alone(e.team, e.v, Site{Stream::kShared, p, false, item}, first + item);
     if (status == Status::kOk && item == 0) {
-      status = e.open(Stream::kShared, p, stream_bytes);
+      status = e.open(Stream::kShared, p, {{nullptr, stream_bytes}});
       const MulticastHeader* const theirs = header(e.rank(), p, first);
       const uint64_t offset = load_relaxed_sys(&theirs->buffer_offset);
       if (status == Status::kOk && offset != kNotInHeap &&

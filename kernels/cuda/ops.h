@@ -32,11 +32,16 @@ struct Constant {
 
 #if RC_CUDA
 constexpr int kWarpLanes = 32;
-RC_TEAM_FN bool all_of_warp(bool x) { return __all_sync(0xffffffffu, x); }
+// Returns a value that is equal in all lanes of a warp. ptxas can keep the result in a uniform
+// register, which all lanes share.
+RC_TEAM_FN uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 #else
 constexpr int kWarpLanes = 1;
-inline bool all_of_warp(bool x) { return x; }
+inline uint32_t uniform(uint32_t x) { return x; }
 #endif
+RC_TEAM_FN int64_t uniform(int64_t x) {
+  return int64_t(uint64_t(uniform(uint32_t(uint64_t(x) >> 32))) << 32 | uniform(uint32_t(x)));
+}
 constexpr int kVectorStep = kWarpLanes * 16;  // bytes from one vector of a lane to the next
 
 RC_TEAM_FN uint32_t misalignment(const void* ptr) {
@@ -57,9 +62,12 @@ struct Results {
     store16(dst + at, v);
     if (also != nullptr) store16(also + at, v);
   }
-  RC_TEAM_FN void move(uint64_t bytes) {
-    dst += bytes;
-    if (also != nullptr) also += bytes;
+  RC_TEAM_FN void move(uint32_t vectors) {
+    dst = behind(dst, vectors);
+    if (also != nullptr) also = behind(also, vectors);
+  }
+  RC_TEAM_FN Results at(uint64_t bytes) const {
+    return {dst + bytes, also == nullptr ? nullptr : also + bytes};
   }
 };
 
@@ -69,22 +77,20 @@ struct Vectors {
   int lane, lanes;
 };
 
-// Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. whole: all vectors
-// exist; else only those within the team's `left` remaining vectors.
+// Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. `vector` is the
+// number of the first. whole: all vectors exist; else only those of the team's `count` vectors.
 template <int sources, int half>
 struct HalfTurn {
   static constexpr int kVectors = half * kWarpLanes;  // vectors of all lanes of a warp
   static constexpr uint64_t kBytes = uint64_t(half) * kVectorStep;
   Vec16 v[half][sources];
 
-  RC_TEAM_FN static bool is_whole(int64_t left) {
-    return all_of_warp(left > (half - 1) * kWarpLanes);
-  }
   template <bool whole>
-  RC_TEAM_FN void load(const char* const (&from)[sources], uint64_t at, int64_t left = 0) {
+  RC_TEAM_FN void load(const char* const (&from)[sources], uint64_t at, uint32_t vector,
+                       uint32_t count) {
     RC_UNROLL
     for (int u = 0; u < half; ++u)
-      if (whole || left > u * kWarpLanes) {
+      if (whole || vector + u * kWarpLanes < count) {
         RC_UNROLL
         for (int s = 0; s < sources; ++s) v[u][s] = load16(from[s] + at + u * kVectorStep);
       }
@@ -97,76 +103,128 @@ struct HalfTurn {
   }
   template <bool whole>
   RC_TEAM_FN static void store(const Vec16 (&made)[half], const Results& to, uint64_t at,
-                               int64_t left = 0) {
+                               uint32_t vector, uint32_t count) {
     RC_UNROLL
     for (int u = 0; u < half; ++u)
-      if (whole || left > u * kWarpLanes) store16(to.dst + at + u * kVectorStep, made[u]);
+      if (whole || vector + u * kWarpLanes < count) store16(to.dst + at + u * kVectorStep, made[u]);
     if (to.also == nullptr) return;
     RC_UNROLL
     for (int u = 0; u < half; ++u)
-      if (whole || left > u * kWarpLanes) store16(to.also + at + u * kVectorStep, made[u]);
+      if (whole || vector + u * kWarpLanes < count)
+        store16(to.also + at + u * kVectorStep, made[u]);
   }
 };
+
+// Returns the gaps of a warp in uniform registers.
+RC_TEAM_FN Gaps uniform(const Gaps& g) {
+  return {uniform(g.dealt), uniform(g.each), uniform(g.to_rest),
+          int32_t(uniform(uint32_t(g.shift)))};
+}
 
 // Stores result(v) for every vector position of a lane; v has one vector per source. In a turn, a
 // warp takes two halves of `half` * kWarpLanes consecutive vectors; in each half a lane takes every
 // kWarpLanes-th vector. A lane's vectors are a constant distance apart, so that one address in
-// registers reaches all of them.
+// registers reaches all of them. If there are gaps, they are the same in all sources and results,
+// and the first vector is at position 0. The vectors of a warp's turn are in one tile, since their
+// number divides the vectors of a tile.
 template <int sources, int half, class Result>
 RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vectors& all,
-                            const Result& result) {
+                            const Gaps& gaps, const Result& result) {
   using Half = HalfTurn<sources, half>;
-  const int first = all.lane / kWarpLanes * (2 * Half::kVectors) + all.lane % kWarpLanes;
-  const int64_t step = int64_t(all.lanes) * (2 * half);
-  const auto move = [&](uint64_t bytes) {
+  static_assert((half & (half - 1)) == 0 && 2 * Half::kBytes <= uint64_t(1) << kLeastTileShift);
+  // Many sources leave no registers for the gaps, which each turn then loads from shared memory.
+  constexpr bool kKeepsGaps = sources < 8;
+  const Gaps kept = kKeepsGaps ? uniform(gaps) : Gaps{};
+  const auto gaps_before = [&](uint32_t v) { return (kKeepsGaps ? kept : gaps).before(v); };
+  const uint32_t lane = uint32_t(all.lane) % kWarpLanes, step = uint32_t(all.lanes) * (2 * half),
+                 count = uniform(uint32_t(all.count));
+  // The warp's first vector of the turn, the gaps before it, and the vectors to the next turn.
+  uint32_t vector = uniform(uint32_t(all.lane) / kWarpLanes) * (2 * Half::kVectors);
+  uint32_t before = gaps_before(vector), vectors = 0;
+  const auto advance = [&] {
+    const uint32_t former = before;
+    before = gaps_before(vector + step);
+    vectors = step + before - former;
     RC_UNROLL
-    for (int s = 0; s < sources; ++s) from[s] += bytes;
+    for (int s = 0; s < sources; ++s) from[s] = behind(from[s], vectors);
   };
-  move(all.head + uint64_t(first) * 16);
-  to.move(all.head + uint64_t(first) * 16);
-  int64_t left = int64_t(all.count) - first;  // from this turn's first vector to the end
-  Half a{};
-  a.template load<false>(from, 0, left);
+  const uint64_t begin = all.head + (uint64_t(vector + lane) + before) * 16;
+  RC_UNROLL
+  for (int s = 0; s < sources; ++s) from[s] += begin;
+  to = to.at(begin);
+  Half a{}, b{};  // the two halves of a turn
+  Vec16 made[half];
+  a.template load<false>(from, 0, vector + lane, count);
+  b.template load<false>(from, Half::kBytes, vector + lane + Half::kVectors, count);
+  a.use(result, made);
+  Half::template store<false>(made, to, 0, vector + lane, count);
+  advance();
+  // Takes the second half of this turn and the first half of the next, whose addresses are ready.
+  // Only one half is in flight from call to call: otherwise ptxas waits for both halves together.
   const auto turn = [&](auto whole) {
     constexpr bool kWhole = decltype(whole)::value;
-    // Zero-initialized, although some vectors are not loaded: otherwise ptxas keeps their old
-    // registers alive, and runs out of registers.
-    Half b{}, next{};
-    b.template load<kWhole>(from, Half::kBytes, left - Half::kVectors);
-    move(uint64_t(step) * 16);
-    Vec16 made_a[half], made_b[half];
-    a.use(result, made_a);
-    // No load moves ahead of a store. With the stores of `a` before the loads of `next`, ptxas
-    // would hurry to use `a`, before it has issued the loads of `b`: few loads would be in flight
-    // while it waits for `a`. One source's uses are short, and partial turns lack the registers.
+    const uint32_t mine = vector + lane, next = mine + step;
+    // Zero-initialized where some vectors are not loaded: otherwise ptxas keeps their old registers
+    // alive, and runs out of registers.
+    if constexpr (!kWhole) a = Half{};
+    a.template load<kWhole>(from, 0, next, count);
+    b.use(result, made);
+    // No load moves ahead of a store. With these stores before the loads of `b`, ptxas would hurry
+    // to use `b`, before it has issued the loads of `a`: few loads would be in flight while it
+    // waits for `b`. One source's uses are short, and partial turns lack the registers.
     constexpr bool kStoresLater = kWhole && sources > 1;
-    if constexpr (!kStoresLater) Half::template store<kWhole>(made_a, to, 0, left);
-    next.template load<kWhole>(from, 0, left - step);
-    if constexpr (kStoresLater) Half::template store<kWhole>(made_a, to, 0, left);
-    b.use(result, made_b);
-    Half::template store<kWhole>(made_b, to, Half::kBytes, left - Half::kVectors);
-    to.move(uint64_t(step) * 16);
-    a = next, left -= step;
+    if constexpr (!kStoresLater)
+      Half::template store<kWhole>(made, to, Half::kBytes, mine + Half::kVectors, count);
+    if constexpr (!kWhole) b = Half{};
+    b.template load<kWhole>(from, Half::kBytes, next + Half::kVectors, count);
+    if constexpr (kStoresLater)
+      Half::template store<kWhole>(made, to, Half::kBytes, mine + Half::kVectors, count);
+    to.move(vectors);
+    vector += step;
+    advance();
+    a.use(result, made);
+    Half::template store<kWhole>(made, to, 0, next, count);
   };
   RC_ROLLED
-  while (Half::is_whole(left - step)) turn(Constant<true>{});
+  while (vector + step + 2 * Half::kVectors <= count) turn(Constant<true>{});
   RC_ROLLED
-  while (left > 0) turn(Constant<false>{});
+  while (vector < count) turn(Constant<false>{});
 }
 
-RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, int lanes) {
-  if (misalignment(dst) != misalignment(src)) {
-    for (uint64_t i = lane; i < bytes; i += lanes) dst[i] = src[i];
-    return;
+// Calls visit(offset, stretch) for each stretch of `all` that a loop takes at once. The stretch
+// begins `offset` bytes behind the first address. Vectors at misaligned addresses would cross
+// the ends of tiles: there, a loop takes one tile after the other.
+template <class Visit>
+RC_TEAM_FN void each_stretch(const Stretch& all, bool aligned, const Visit& visit) {
+  const bool at_once = aligned || all.gaps.dealt == 0;
+  uint64_t position = 0;
+  RC_ROLLED
+  do {
+    const uint64_t bytes = at_once ? all.bytes : all.consecutive(position);
+    visit(all.gaps.offset(position), Stretch(bytes, at_once ? all.gaps : Gaps{}));
+    position += bytes;
+  } while (position < all.bytes);
+}
+
+RC_TEAM_FN void copy_stretch(char* dst, const char* src, const Stretch& all, int lane, int lanes) {
+  const uint64_t bytes = all.bytes;
+  const bool alike = misalignment(dst) == misalignment(src) && bytes < kMostPartBytes;
+  const uint64_t head = alike ? head_bytes(dst, bytes) : bytes, vectors = (bytes - head) / 16;
+  const char* ptrs[1] = {src};
+  if (vectors > 0)
+    use_vectors<1, kCopyLoads / 2>(ptrs, Results{dst, nullptr}, Vectors{head, vectors, lane, lanes},
+                                   all.gaps, [](const Vec16(&v)[1]) { return v[0]; });
+  RC_ROLLED
+  for (uint64_t k = lane; k < bytes - vectors * 16; k += lanes) {
+    const uint64_t at = all.gaps.offset(k < head ? k : k + vectors * 16);
+    dst[at] = src[at];
   }
-  const uint64_t head = head_bytes(dst, bytes), vectors = (bytes - head) / 16;
-  for (uint64_t i = lane; i < head; i += lanes) dst[i] = src[i];
-  char* const to = dst + head;
-  const char* const from = src + head;
-  const char* ptrs[1] = {from};
-  use_vectors<1, kCopyLoads / 2>(ptrs, Results{to, nullptr}, Vectors{0, vectors, lane, lanes},
-                                 [](const Vec16(&v)[1]) { return v[0]; });
-  for (uint64_t i = vectors * 16 + lane; i < bytes - head; i += lanes) to[i] = from[i];
+}
+
+RC_COLD void copy_lanes(char* dst, const char* src, Stretch all, int lane, int lanes) {
+  each_stretch(all, misalignment(dst) == 0, [&](uint64_t offset, const Stretch& stretch) {
+    copy_stretch(dst + offset, src + offset, stretch, lane, lanes);
+  });
 }
 
 // The scaling around a SUM: AVG divides by divide_by, PREMUL_SUM premultiplies.
@@ -184,9 +242,13 @@ struct Sources {
   const void* const* ptrs;
   const double* factors;
   int count;
+  const Gaps* gaps;     // those of all sources and results (core/tiles.h)
+  uint64_t offset = 0;  // bytes, added to each of ptrs
 
-  RC_TEAM_FN const char* ptr(int s) const { return static_cast<const char*>(ptrs[s]); }
-  RC_TEAM_FN void are_shared_memory() const { assume_shared(ptrs), assume_shared(factors); }
+  RC_TEAM_FN const char* ptr(int s) const { return static_cast<const char*>(ptrs[s]) + offset; }
+  RC_TEAM_FN void are_shared_memory() const {
+    assume_shared(ptrs), assume_shared(factors), assume_shared(gaps);
+  }
 };
 
 template <class T, RedOp op>
@@ -252,7 +314,8 @@ struct Reducer {
     RC_UNROLL
     for (int s = 0; s < count; ++s) ptrs[s] = from.ptr(s);
     use_vectors<count, kLoads / count / 2>(
-        ptrs, to, all, [factor](const Vec16(&v)[count]) { return reduced<scaled>(v, factor); });
+        ptrs, to, all, *from.gaps,
+        [factor](const Vec16(&v)[count]) { return reduced<scaled>(v, factor); });
   }
 
   // Handles 1, 2, 4 and 8 sources up to `most`; returns false for other numbers.
@@ -362,23 +425,28 @@ struct Reducer {
     const int begin = all.lane / kWarpLanes * (2 * HalfBatch::kVectors) + all.lane % kWarpLanes;
     const int64_t step = int64_t(all.lanes) * (2 * kBatchHalf);
     int64_t left = int64_t(all.count) - begin;
-    uint64_t at = all.head + uint64_t(begin) * 16;
+    const Gaps& gaps = *from.gaps;
+    uint32_t vector = uint32_t(begin);
+    uint64_t at = all.head + (uint64_t(begin) + gaps.before(vector)) * 16;
     HalfBatch a{}, b{};
     Held acc_a[kBatchHalf], acc_b[kBatchHalf];
     Batch(from, 0, at).load(a, left);
     RC_ROLLED
-    for (; left > 0; left -= step, at += uint64_t(step) * 16) {
+    for (; left > 0; left -= step, vector += uint32_t(step)) {
+      const uint32_t vectors =
+          uint32_t(step) + gaps.before(vector + uint32_t(step)) - gaps.before(vector);
+      const uint64_t next = at + uint64_t(vectors) * 16;
       RC_ROLLED
       for (int s = 0; s < from.count; s += kBatch) {
         const bool last = s + kBatch >= from.count;
         Batch(from, s, at + HalfBatch::kBytes).load(b, left - HalfBatch::kVectors);
         accumulate_half(acc_a, a, from, s, scaling.premultiply);
-        Batch(from, last ? 0 : s + kBatch, last ? at + uint64_t(step) * 16 : at)
-            .load(a, last ? left - step : left);
+        Batch(from, last ? 0 : s + kBatch, last ? next : at).load(a, last ? left - step : left);
         accumulate_half(acc_b, b, from, s, scaling.premultiply);
       }
       store_half(to, at, acc_a, scaling.divide_by, left);
       store_half(to, at + HalfBatch::kBytes, acc_b, scaling.divide_by, left - HalfBatch::kVectors);
+      at = next;
     }
   }
 
@@ -404,17 +472,18 @@ struct Reducer {
     from.are_shared_memory();
     const uint64_t head = all.head / sizeof(T), between = all.count * kElems;
     for (uint64_t k = all.lane; k < elems - between; k += all.lanes) {
-      const uint64_t i = k < head ? k : k + between;
+      const uint64_t at = from.gaps->offset((k < head ? k : k + between) * sizeof(T));
       Acc acc{};
       RC_ROLLED
       for (int s = 0; s < from.count; ++s) {
         const double factor = scaling.premultiply ? from.factors[s] : 1.0;
-        const Acc x = prepared(static_cast<const T*>(from.ptrs[s])[i], factor, scaling.premultiply);
+        const Acc x =
+            prepared(*reinterpret_cast<const T*>(from.ptr(s) + at), factor, scaling.premultiply);
         acc = s == 0 ? x : combine<op>(acc, x);
       }
       const T result = finished(acc, scaling.divide_by);
-      reinterpret_cast<T*>(to.dst)[i] = result;
-      if (to.also != nullptr) reinterpret_cast<T*>(to.also)[i] = result;
+      *reinterpret_cast<T*>(to.dst + at) = result;
+      if (to.also != nullptr) *reinterpret_cast<T*>(to.also + at) = result;
     }
   }
 
@@ -423,29 +492,45 @@ struct Reducer {
                                       Scaling scaling, int lane, int lanes) {
     bool alike = to.also == nullptr || misalignment(to.also) == misalignment(to.dst);
     RC_ROLLED
-    for (int s = 0; s < from.count; ++s)
-      alike &= misalignment(from.ptrs[s]) == misalignment(to.dst);
+    for (int s = 0; s < from.count; ++s) alike &= misalignment(from.ptr(s)) == misalignment(to.dst);
+    // Vectors at misaligned addresses would cross the ends of tiles.
+    const bool by_tiles = most > 2 && from.gaps->dealt != 0 && misalignment(to.dst) != 0;
+    alike &= !by_tiles && bytes < kMostPartBytes;
     const uint64_t head = alike ? head_bytes(to.dst, bytes) : 0;
     const Vectors all{head, alike ? (bytes - head) / 16 : 0, lane, lanes};
     if (all.count > 0) reduce_vectors<most>(to, from, all, scaling);
-    if (bytes > all.count * 16) reduce_rest(to, from, all, bytes / sizeof(T), scaling);
+    if (by_tiles)
+      reduce_tiles(to, from, bytes, scaling, lane, lanes);
+    else if (bytes > all.count * 16)
+      reduce_rest(to, from, all, bytes / sizeof(T), scaling);
   }
   // Out of line, shared by all hops of the kernel.
   RC_COLD static void reduce_hop(Results to, Sources from, uint64_t bytes, Scaling scaling,
                                  int lane, int lanes) {
     reduce_lanes<2>(to, from, bytes, scaling, lane, lanes);
   }
+  // Takes one tile after the other.
+  RC_COLD static void reduce_tiles(Results to, Sources from, uint64_t bytes, Scaling scaling,
+                                   int lane, int lanes) {
+    const Stretch all(bytes, from.gaps[0]);
+    from.gaps += kNoGaps;
+    RC_ROLLED
+    for (uint64_t at = 0; at < bytes; at += all.consecutive(at)) {
+      from.offset = all.gaps.offset(at);
+      reduce_hop(to.at(from.offset), from, all.consecutive(at), scaling, lane, lanes);
+    }
+  }
 };
 
 // The Ops of collectives that only move data.
 struct MoveOps {
   template <class Team>
-  RC_TEAM_FN void copy_shared(Team& team, void* dst, const void* src, uint64_t bytes) const {
+  RC_TEAM_FN void copy_shared(Team& team, void* dst, const void* src, const Stretch& bytes) const {
     copy_lanes(static_cast<char*>(dst), static_cast<const char*>(src), bytes, team.lane(),
                team.num_lanes());
   }
   template <class Team>
-  RC_TEAM_FN void copy_private(Team& team, void* dst, const void* src, uint64_t bytes) const {
+  RC_TEAM_FN void copy_private(Team& team, void* dst, const void* src, const Stretch& bytes) const {
     copy_shared(team, dst, src, bytes);
   }
 };
@@ -467,20 +552,20 @@ struct ReduceOps : MoveOps {
   template <class Team>
   RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from,
                          uint64_t bytes, int finish_world) const {
-    R::template reduce_lanes<8>(results(to), sources(from), bytes, scaling(finish_world),
-                                team.lane(), team.num_lanes());
+    R::template reduce_lanes<8>(results(to), sources(from, team.gaps()), bytes,
+                                scaling(finish_world), team.lane(), team.num_lanes());
   }
   template <class Team>
   RC_TEAM_FN void reduce(Team& team, const ReduceTarget& to, const HopSources& from, uint64_t bytes,
                          int finish_world) const {
-    R::reduce_hop(results(to), sources(from), bytes, scaling(finish_world), team.lane(),
-                  team.num_lanes());
+    R::reduce_hop(results(to), sources(from, team.gaps() + kNoGaps), bytes, scaling(finish_world),
+                  team.lane(), team.num_lanes());
   }
   RC_TEAM_FN static Results results(const ReduceTarget& to) {
     return {static_cast<char*>(to.dst), static_cast<char*>(to.also)};
   }
-  RC_TEAM_FN static Sources sources(const ReduceSources& from) {
-    return {from.ptrs, from.factors, from.count};
+  RC_TEAM_FN static Sources sources(const ReduceSources& from, const Gaps* gaps) {
+    return {from.ptrs, from.factors, from.count, gaps};
   }
 };
 

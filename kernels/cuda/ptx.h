@@ -39,6 +39,14 @@ __device__ __forceinline__ void store16(void* to, const Vec16& v) {
                : "memory");
 }
 
+// Returns the address of the vector `count` vectors behind; one instruction on a pair of registers.
+template <class Char>
+__device__ __forceinline__ Char* behind(Char* vector, uint32_t count) {
+  uint64_t address = reinterpret_cast<uint64_t>(vector);
+  asm("mad.wide.u32 %0, %1, 16, %0;" : "+l"(address) : "r"(count));
+  return reinterpret_cast<Char*>(address);
+}
+
 // Weak loads and stores of 8 and of 4 bytes.
 __device__ __forceinline__ Vec8 load8(const void* from) {
   Vec8 v;
@@ -232,6 +240,11 @@ __device__ __forceinline__ uint64_t global_timer_ns() {
 }
 
 #else
+
+template <class Char>
+Char* behind(Char* vector, uint32_t count) {
+  return vector + uint64_t(count) * 16;
+}
 
 inline Vec16 load16(const void* from) {
   Vec16 v;

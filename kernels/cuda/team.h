@@ -1,6 +1,7 @@
 // A CUDA block as a Team: its threads are the lanes.
 #pragma once
 
+#include "kernels/cuda/loops.h"
 #include "kernels/cuda/ptx.h"
 #include "kernels/cuda/workspace.h"
 #include "ringcomm/protocol/signal.h"
@@ -18,6 +19,7 @@ struct BlockTeam {
   static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
   static constexpr bool kReadsWhole = true;
+  static constexpr bool kDealsTiles = kLoopsDealTiles;
 
   Workspace* w;
 
@@ -26,6 +28,8 @@ struct BlockTeam {
   __device__ __forceinline__ int channel() const { return int(blockIdx.x); }
   __device__ __forceinline__ int num_channels() const { return int(gridDim.x); }
   __device__ __forceinline__ const Portion& portion() const { return w->portion; }
+  __device__ __forceinline__ const Deal& deal() const { return w->deal; }
+  __device__ __forceinline__ Gaps* gaps() const { return w->gaps; }
   __device__ __forceinline__ void sync() const { __syncthreads(); }
 
   __device__ __forceinline__ Status share(Status status) const {

@@ -153,6 +153,7 @@ std::string describe(const CallHeader& h) {
     text += std::string(", ") + name_of(id.algorithm, id.collective) + ", ";
     if (updates && tag != 0) text += describe_tag(tag) + ", ";
     if (id.kernels == Kernels::kTriton) text += "Triton kernels, ";
+    if (id.kernels == Kernels::kSliced) text += "slices as RINGCOMM_KERNELS asks, ";
   }
   return text + "call " + std::to_string(id.sequence) + " of this communicator)";
 }

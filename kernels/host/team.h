@@ -16,6 +16,7 @@ namespace ringcomm::host {
 // The functions with which every host team waits.
 struct HostTeam {
   static constexpr bool kSleeps = true;
+  static constexpr bool kDealsTiles = false;
   const Waiter* waiter;
 
   // Publishes this thread's core to the peers: a hint, since the scheduler may move the thread.

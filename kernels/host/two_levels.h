@@ -38,11 +38,12 @@ RC_TEAM_FN Groups groups_of(const E& e, int ranks) {
 }
 
 template <class E>
-RC_TEAM_FN Span piece_of(const E& e, const Groups& g, const Chunks& in, int owner, uint32_t j) {
-  const Span chunk = e.slice(in.get(owner));
+RC_TEAM_FN typename E::Part piece_of(const E& e, const Groups& g, const Chunks& in, int owner,
+                                     uint32_t j) {
+  const Span chunk = e.part(in.get(owner));
   const uint64_t begin = uint64_t(j) * g.piece_bytes,
                  bytes = item_length(chunk.bytes, g.piece_bytes, j);
-  return {bytes == 0 ? chunk.ptr : chunk.ptr + begin, bytes};
+  return {{bytes == 0 ? chunk.ptr : chunk.ptr + begin, bytes}};
 }
 
 // Returns the number of pieces of the longest chunk, so that all ranks count the same rounds.
@@ -51,7 +52,7 @@ RC_TEAM_FN uint32_t rounds_of(const E& e, const Groups& g, const Chunks& in) {
   uint64_t most = 1;
   RC_ROLLED
   for (int r = 0; r < e.world(); ++r) {
-    const uint64_t bytes = e.slice(in.get(r)).bytes;
+    const uint64_t bytes = e.part(in.get(r)).bytes;
     most = bytes > most ? bytes : most;
   }
   return uint32_t((most - 1) / g.piece_bytes + 1);
@@ -87,7 +88,7 @@ RC_TEAM_FN char* own_partial(const E& e, uint32_t j) {
 template <class E>
 RC_TEAM_FN Status reduce_in_group(E& e, const Groups& g, const Chunks& in, uint32_t step) {
   const int owner = g.owner(step, g.place), first = g.mine * g.ranks;
-  const Span own = piece_of(e, g, in, owner, g.piece(step));
+  const typename E::Part own = piece_of(e, g, in, owner, g.piece(step));
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = own.ptr;
     e.factors()[e.rank()] = e.factor();
@@ -95,7 +96,7 @@ RC_TEAM_FN Status reduce_in_group(E& e, const Groups& g, const Chunks& in, uint3
   RC_RETURN_IF_FAILED(e.wait_by_lanes({1, e.world()}, [&](int p) {
     if (!g.has(p)) return Status::kOk;
     e.receive_anew(e.pairs, p);
-    return e.arrive(e.pairs, p, own.bytes, 0, own.bytes, &e.sources()[p]);
+    return e.arrive(e.pairs, p, own, 0, own.bytes, &e.sources()[p]);
   }));
   char* partial = own_partial(e, g.piece(step));
   if (owner != e.rank())
@@ -116,13 +117,14 @@ RC_TEAM_FN Status reduce_in_group(E& e, const Groups& g, const Chunks& in, uint3
 // model: reduce_groups (tests/proof/model/two_levels.pml)
 template <class E>
 RC_TEAM_FN Status reduce_groups(E& e, const Groups& g, const Chunks& in, char* out, uint32_t j) {
-  const Span whole = in.get(e.rank()), mine = piece_of(e, g, in, e.rank(), j);
+  const Span whole = in.get(e.rank());
+  const typename E::Part mine = piece_of(e, g, in, e.rank(), j);
   const uint64_t bytes = mine.bytes * e.ops.partial_widths();
   const auto sends_partial = [&](int p) { return g.same_place(p); };
   RC_RETURN_IF_FAILED(e.wait_by_lanes({1, e.world()}, [&](int p) {
     if (!sends_partial(p)) return Status::kOk;
     e.receive_anew(e.pairs, p);
-    return e.arrive(e.pairs, p, bytes, 0, bytes, &e.sources()[p]);
+    return e.arrive(e.pairs, p, {{nullptr, bytes}}, 0, bytes, &e.sources()[p]);
   }));
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = own_partial(e, j);

@@ -33,6 +33,10 @@ NVRTC_OPTIONS = (*OPTIONS, "-default-device")
 # (see loops.h there). Builds with nvcc make only units with batched loops.
 LOOPS_VARIABLE = "RINGCOMM_KERNELS"
 BATCHED, SERIAL = "batched", "serial"
+# With SLICED, kernels with batched loops give each channel one slice of a buffer in place of tiles
+# (kernels/include/ringcomm/core/tiles.h).
+SLICED = "sliced"
+_CHOICES = (BATCHED, SLICED, SERIAL)
 _LOOP_MACROS: Mapping[str, tuple[str, ...]] = {BATCHED: (), SERIAL: ("RINGCOMM_SERIAL_LOOPS=1",)}
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -116,19 +120,32 @@ _ALL = (
 UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}
 
 
+def _chosen() -> str:
+    chosen = os.environ.get(LOOPS_VARIABLE, "") or BATCHED
+    if chosen not in _CHOICES:
+        raise ArgumentError(
+            f"{LOOPS_VARIABLE}: expected {', '.join(_CHOICES[:-1])} or {_CHOICES[-1]}, got "
+            f"{chosen!r}. Unset it, or set it to {BATCHED} on all ranks"
+        )
+    return chosen
+
+
 def chosen_loops() -> str:
     """Returns the loops that ``RINGCOMM_KERNELS`` names, by default the batched loops.
 
     Raises:
-        ArgumentError: the loops are unknown; the message lists the known ones.
+        ArgumentError: the value is unknown; the message lists the known values.
     """
-    chosen = os.environ.get(LOOPS_VARIABLE, "") or BATCHED
-    if chosen not in _LOOP_MACROS:
-        raise ArgumentError(
-            f"{LOOPS_VARIABLE}: expected {' or '.join(_LOOP_MACROS)}, got {chosen!r}. Unset it, or "
-            f"set it to {BATCHED} on all ranks"
-        )
-    return chosen
+    return SERIAL if _chosen() == SERIAL else BATCHED
+
+
+def deals_tiles() -> bool:
+    """Returns True unless ``RINGCOMM_KERNELS`` asks for kernels whose channels take slices.
+
+    Raises:
+        ArgumentError: the value is unknown; the message lists the known values.
+    """
+    return _chosen() == BATCHED
 
 
 def unit(name: str, loops: str = BATCHED) -> KernelUnit:

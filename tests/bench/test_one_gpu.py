@@ -100,7 +100,8 @@ def test_algorithms_run_side_by_side(worlds, tmp_path):
     assert notes == {("ringcomm:copy_engine", "reduce_scatter")}
 
 
-def test_the_older_loops_run_beside_the_usual_ones(worlds, tmp_path, monkeypatch):
+@pytest.mark.parametrize("loops", ["serial", "sliced"])
+def test_other_loops_run_beside_the_usual_ones(worlds, tmp_path, monkeypatch, loops):
     """Where a world is made and where it is called; kernels are looked up in both."""
     asked: list[tuple[str, str | None, int]] = []
     make: Any = ringcomm.local_world
@@ -117,16 +118,16 @@ def test_the_older_loops_run_beside_the_usual_ones(worlds, tmp_path, monkeypatch
     monkeypatch.delenv("RINGCOMM_KERNELS", raising=False)
     monkeypatch.setattr(ringcomm, "local_world", local_world)
     monkeypatch.setattr(StandInWorld, "all_gather_into_tensor", gather)
-    how = ("--peers", "serial:one_shot", "--channels", "7", "--placement", "out")
+    how = ("--peers", f"{loops}:one_shot", "--channels", "7", "--placement", "out")
     status, report = run_one_launch(tmp_path / "r.json", "all_gather", *how)
     assert status == 0
     assert {(row.system, row.wrong) for row in report.rows} == {
         ("ringcomm", 0),
-        ("serial:one_shot", 0),
+        (f"{loops}:one_shot", 0),
     }
     assert {row.note for row in report.rows} == {"7 blocks of a rank"}
-    calls = {("auto", None, 0), ("one_shot", "serial", 0)}
-    assert set(asked) == {("made", None, 7), ("made", "serial", 7), *calls}
+    calls = {("auto", None, 0), ("one_shot", loops, 0)}
+    assert set(asked) == {("made", None, 7), ("made", loops, 7), *calls}
     assert "RINGCOMM_KERNELS" not in os.environ
 
 

@@ -109,14 +109,19 @@ def test_the_loops_are_batched_unless_asked_for(monkeypatch):
     assert units.chosen_loops() == units.BATCHED
     monkeypatch.setenv("RINGCOMM_KERNELS", "")
     assert units.chosen_loops() == units.BATCHED
+    assert units.deals_tiles()
     monkeypatch.setenv("RINGCOMM_KERNELS", "serial")
     assert units.chosen_loops() == units.SERIAL
+    assert not units.deals_tiles()
+    monkeypatch.setenv("RINGCOMM_KERNELS", "sliced")
+    assert units.chosen_loops() == units.BATCHED
+    assert not units.deals_tiles()
 
 
 def test_unknown_loops_are_refused(monkeypatch):
     monkeypatch.setenv("RINGCOMM_KERNELS", "Serial")
     with pytest.raises(
-        ArgumentError, match=r"RINGCOMM_KERNELS: expected batched or serial, got 'S"
+        ArgumentError, match=r"RINGCOMM_KERNELS: expected batched, sliced or serial, got 'S"
     ):
         units.chosen_loops()
 

@@ -574,7 +574,8 @@ def test_the_grid_has_both_kinds_of_loops_at_numbers_of_blocks():
         module, arguments = arguments_of(one)
         options = parse(arguments)
         assert module == "collectives" and options.graph and options.mode == "one-launch"
-        assert options.systems == ("ringcomm:one_shot", "serial:one_shot", "copy")
+        systems = ("ringcomm:one_shot", "sliced:one_shot", "serial:one_shot", "copy")
+        assert options.systems == systems
         assert options.collectives == ("reduce_scatter", "all_gather")
         assert sizes_bytes(options) == [64 << 20, 256 << 20]
         grid.setdefault(options.ranks, []).append(options.channels * options.ranks)

@@ -71,9 +71,9 @@ def multicast_plan(gpus: int) -> list[BenchRun]:
 
 
 def grid_plan() -> list[BenchRun]:
-    """Plans large reductions and copies by kind of loops and number of multiprocessors."""
+    """Plans large reductions and copies by kind of kernels and number of multiprocessors."""
     how = f"{_GPU} --mode one-launch --graph --placement usual --subject ringcomm:one_shot"
-    how += " --peers serial:one_shot,copy -b 64M -e 256M -f 4 -r 5 -w 1"
+    how += " --peers sliced:one_shot,serial:one_shot,copy -b 64M -e 256M -f 4 -r 5 -w 1"
     return [
         BenchRun(
             f"{blocks or 'all'} multiprocessors, {ranks} ranks",

@@ -268,12 +268,12 @@ def _calls_of(
     )
 
 
-def _find(device: int, unit: str, name: str) -> tuple[int, int]:
-    """Returns the driver's handle of a kernel, and the kernel's number of threads per block."""
+def _find(device: int, unit: str, name: str) -> tuple[int, int, bool]:
+    """Returns a kernel's handle in the driver, its threads per block, and if it deals no tiles."""
     # A function and not a method: the native object keeps it, and a method would make a cycle.
     name = units.kernel_name(name, units.chosen_loops())
     kernel = cuda.current().find_kernel(device, unit, name)
-    return kernel.handle, kernel.threads
+    return kernel.handle, kernel.threads, not units.deals_tiles()
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:

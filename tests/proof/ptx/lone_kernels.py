@@ -31,9 +31,9 @@ def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
     """The native end of one rank, which has met nobody, with the PTX of its kernels."""
     runtime = devices.runtime
 
-    def find(unit: str, name: str) -> tuple[int, int]:
+    def find(unit: str, name: str) -> tuple[int, int, bool]:
         kernel = kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
-        return kernel, figures_of(kernel).threads
+        return kernel, figures_of(kernel).threads, False
 
     native = _native.DeviceComm(
         _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find

@@ -39,7 +39,7 @@ struct Shared {
 // The reader stops at an event; the lender's clock begins to run then.
 struct Team {
   static constexpr bool kSleeps = false, kShareWaits = false, kReadsWhole = false,
-                        kReadsProcesses = true;
+                        kDealsTiles = false, kReadsProcesses = true;
   int rank;
   Shared* shared;
   uint64_t now = 1;

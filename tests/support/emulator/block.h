@@ -21,6 +21,7 @@ struct EmulatedTeam {
   static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
   static constexpr bool kReadsWhole = true;
+  static constexpr bool kDealsTiles = true;
   // A poll gives the core away, since the awaited thread may need it; for longer when it has not
   // come, since there are many more threads than cores.
   static constexpr uint32_t kPollsPerLook = 64;
@@ -35,6 +36,8 @@ struct EmulatedTeam {
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
   const ringcomm::Portion& portion() const { return w->portion; }
+  const ringcomm::Deal& deal() const { return w->deal; }
+  ringcomm::Gaps* gaps() const { return w->gaps; }
   void sync() const {
     if (lane_ == 0) emulated_barriers.fetch_add(1, std::memory_order_relaxed);
     group->wait(lane_);

@@ -24,16 +24,17 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
   };
   RC_RETURN_IF_FAILED(e.wait_by_lanes(senders, [&](int p) {
     if (!has_piece(p)) return Status::kOk;
-    const uint64_t total = dst_of(p).bytes;
-    return e.arrive(Stream::kShared, p, total, begin, item_length(total, e.segment_bytes(), j),
+    const typename E::Part all = dst_of(p);
+    return e.arrive(Stream::kShared, p, all, begin, item_length(all.bytes, e.segment_bytes(), j),
                     &e.sources()[p]);
   }));
   for (int d = senders.first; d < senders.last; ++d) {
     const int p = e.peer_at(d);
     if (!has_piece(p)) continue;
-    const Span dst = dst_of(p);
+    const typename E::Part dst = dst_of(p);
     const uint64_t bytes = e.read_bytes(Stream::kShared, p, dst.bytes, j);
-    RC_RETURN_IF_FAILED(e.collect(p, dst.ptr + begin, bytes, peer_reads));
+    RC_RETURN_IF_FAILED(
+        e.collect(p, dst.ptr + dst.offset(begin), e.stretch(dst, begin, bytes), peer_reads));
   }
   e.team.sync();
   e.each_by_lanes(senders, [&](int p) {
@@ -57,15 +58,17 @@ RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
 }
 
 // The source that a rank shares, and how the rank shares it.
+template <class Part>
 struct Sharing {
-  Span source;
+  Part source;
   bool stays;       // the peers read the source in place; else it is copied into the slots
   bool copy_first;  // the source is my place in the output, which must be filled first
   uint32_t items;   // 0 if this rank shares nothing
 };
 
-template <class E>
-RC_TEAM_FN Sharing sharing_of(const E& e, Span input, Span own_output, bool shares) {
+template <class E, class Part = typename E::Part>
+RC_TEAM_FN Sharing<Part> sharing_of(const E& e, const Part& input, const Part& own_output,
+                                    bool shares) {
   if (!shares || e.world() == 1) return {input, false, false, 0};
   if (e.zero_copy(input)) return {input, true, false, 1};
   if (input.ptr != own_output.ptr && e.zero_copy(own_output)) return {own_output, true, true, 1};
@@ -74,15 +77,15 @@ RC_TEAM_FN Sharing sharing_of(const E& e, Span input, Span own_output, bool shar
 }
 
 // Returns the pieces of my input: one if peers read it in place while I copy it in one pass.
-template <class E>
-RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& sharing, Span input) {
+template <class E, class Part = typename E::Part>
+RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing<Part>& sharing, const Part& input) {
   return E::Lanes::kReadsWhole && sharing.stays ? 1 : e.pieces(input.bytes);
 }
 
 // Publishes piece `j`, and copies it to its place in my own output.
-template <class E>
-RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own_output,
-                              uint32_t j) {
+template <class E, class Part = typename E::Part>
+RC_TEAM_FN Status share_piece(E& e, const Sharing<Part>& sharing, const Part& input,
+                              const Part& own_output, uint32_t j) {
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
   const uint64_t bytes = pieces_to_share(e, sharing, input) == 1
                              ? input.bytes
@@ -90,13 +93,14 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own
   if (j < sharing.items) {
     char* slot = nullptr;
     RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
-    if (!sharing.stays) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
+    if (!sharing.stays) e.ops.copy_shared(e.team, slot, input.ptr + input.offset(begin), bytes);
     e.publish_shared(j, sharing.source, sharing.stays,
                      sharing.stays ? sharing.source.bytes : e.segment_bytes());
   }
   // The piece is still in the cache from the copy into the slot.
   if (!sharing.copy_first && own_output.ptr != nullptr && own_output.ptr != input.ptr && bytes > 0)
-    e.ops.copy_private(e.team, own_output.ptr + begin, input.ptr + begin, bytes);
+    e.ops.copy_private(e.team, own_output.ptr + own_output.offset(begin),
+                       input.ptr + input.offset(begin), e.stretch(input, begin, bytes));
   return Status::kOk;
 }
 
@@ -106,14 +110,15 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own
 template <class E>
 RC_TEAM_FN Status share_one_shot(E& e, Span whole_input, const Chunks& out, int root) {
   const bool i_share = root < 0 || root == e.rank();
-  const Span input = e.slice(whole_input),
-             own = i_share ? e.slice(out.get(e.rank())) : Span{nullptr, 0};
-  const Sharing sharing = sharing_of(e, input, own, i_share);
+  using Part = typename E::Part;
+  const Part input = e.part(whole_input),
+             own = i_share ? e.part(out.get(e.rank())) : Part{{nullptr, 0}};
+  const Sharing<Part> sharing = sharing_of(e, input, own, i_share);
   const auto shares = [&](int p) { return root < 0 || root == p; };
-  const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
+  const auto dst_of = [&](int p) { return e.part(out.get(p)); };
   const auto bytes_of = [&](int p) { return dst_of(p).bytes; };
   const uint32_t out_pieces = i_share ? pieces_to_share(e, sharing, input) : 0;
-  if (sharing.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
+  if (sharing.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.first(input.bytes));
 
   uint32_t in_reads = e.most_reads(Stream::kShared, false, shares, bytes_of);
   for (uint32_t j = 0; j < out_pieces || j < in_reads + kLookahead; ++j) {
@@ -136,22 +141,22 @@ RC_TEAM_FN Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
   const int world = e.world(), position = e.v.position_in_ring();
   const Neighbours at = neighbours(e.v);
   const uint64_t segment = e.segment_bytes();
-  const Span input = e.slice(whole_input), own = e.slice(out.get(e.rank()));
-  if (own.ptr != input.ptr) e.ops.copy_private(e.team, own.ptr, input.ptr, input.bytes);
+  const typename E::Part input = e.part(whole_input), own = e.part(out.get(e.rank()));
+  if (own.ptr != input.ptr)
+    e.ops.copy_private(e.team, own.ptr, input.ptr, input.first(input.bytes));
   e.team.sync();
   if (world == 1) return Status::kOk;
-  const uint32_t rounds = e.pieces(e.slice(out.get(0)).bytes), hops = world - 1,
-                 items = rounds * hops;
+  const uint32_t rounds = rounds_of(e, out), hops = world - 1, items = rounds * hops;
   const uint64_t stream_bytes = uint64_t(items) * segment;
   if (e.team.lane() == 0) e.receive_anew(e.pairs, at.prev);
   e.team.sync();
   for (uint32_t j = 0; j < rounds; ++j) {
     for (uint32_t t = 0; t <= hops; ++t) {
       const int owner = e.v.ring_rank(ring_gather_chunk(position, t, world));
-      const Span chunk = e.slice(out.get(owner));
+      const typename E::Part chunk = e.part(out.get(owner));
       const uint64_t begin = uint64_t(j) * segment, bytes = item_length(chunk.bytes, segment, j);
       const uint32_t item = j * hops + t;
-      const char* data = input.ptr + begin;
+      const char* data = input.ptr + input.offset(begin);
       char* slot = nullptr;
       if (t > 0) {
         RC_RETURN_IF_FAILED(
@@ -164,7 +169,7 @@ RC_TEAM_FN Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
         e.publish_item(at.next, item);
       }
       if (t == 0) continue;
-      e.ops.copy_private(e.team, chunk.ptr + begin, data, bytes);
+      e.ops.copy_private(e.team, chunk.ptr + chunk.offset(begin), data, bytes);
       e.team.sync();
       if (e.team.lane() == 0) e.release(e.pairs, at.prev, stream_bytes, uint64_t(item) * segment);
     }

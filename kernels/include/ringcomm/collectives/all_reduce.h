@@ -20,17 +20,17 @@ template <class E>
 RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   char* slot = nullptr;
   const Peers all{1, e.world()};
-  const Span mine = e.slice(in);
+  const typename E::Part mine = e.part(in);
   char* const result = out + (mine.ptr - in.ptr);
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = mine.ptr;
     e.factors()[e.rank()] = e.factor();
   }
   RC_RETURN_IF_FAILED(e.acquire_shared(0, &slot));
-  e.ops.copy_shared(e.team, slot, mine.ptr, mine.bytes);
+  e.ops.copy_shared(e.team, slot, mine.ptr, mine.bytes);  // in one segment
   e.publish_shared(0, mine, false, e.segment_bytes());
   RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
-    return e.arrive(Stream::kShared, p, mine.bytes, 0, mine.bytes, &e.sources()[p]);
+    return e.arrive(Stream::kShared, p, mine, 0, mine.bytes, &e.sources()[p]);
   }));
   e.ops.reduce(e.team, {result, false, nullptr}, HopSources{e.all_sources()}, mine.bytes,
                e.world());
@@ -47,14 +47,15 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
 // Reduces piece `i` of my chunk and shares the result with every peer. stays: peers read the result
 // in place.
 // model: reduce_and_share (tests/proof/model/one_shot.pml)
-template <class E>
-RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uint32_t i) {
+template <class E, class Part = typename E::Part>
+RC_TEAM_FN Status reduce_and_share(E& e, const Part& mine, const Part& result, bool stays,
+                                   uint32_t i) {
   const uint64_t begin = uint64_t(i) * e.segment_bytes();
   const uint64_t bytes = item_length(mine.bytes, e.segment_bytes(), i);
   RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
   char* slot = nullptr;
   RC_RETURN_IF_FAILED(e.acquire_shared(i, &slot));
-  char* const own = result.ptr + begin;
+  char* const own = result.ptr + result.offset(begin);
   const ReduceTarget to = stays ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
   // The sync() in publish_shared() precedes both the releases and the publications.
@@ -69,13 +70,12 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
 template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
   const Peers all{1, e.world()};
-  const Span mine = e.slice(in.get(e.rank())), result = e.slice(out.get(e.rank()));
+  const typename E::Part mine = e.part(in.get(e.rank())), result = e.part(out.get(e.rank()));
   const bool stays = e.zero_copy(result) || e.single_copy(result, kSingleCopyMinResultBytes);
-  const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
+  const auto dst_of = [&](int p) { return e.part(out.get(p)); };
   const auto shares = [](int) { return true; };
   const uint32_t out_items = most_items(e, in, -1), shared_items = e.pieces(result.bytes);
-  // Chunk 0 is the longest, so no chunk has more pieces.
-  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes);
+  const uint32_t rounds = rounds_of(e, in);
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
     if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));
     if (j >= kLookahead && j - kLookahead < shared_items)
@@ -97,7 +97,7 @@ template <class E>
 RC_TEAM_FN Status all_reduce_two_shot(E& e, const Chunks& in, char* out, uint64_t one_hop_bytes) {
   const Span whole{in.base, in.total_bytes};
   if (e.world() == 1) {
-    const Span mine = e.slice(whole);
+    const typename E::Part mine = e.part(whole);
     reduce_hop(e, out + (mine.ptr - whole.ptr), nullptr, mine.ptr, mine.bytes, 1);
     e.team.sync();
     return Status::kOk;

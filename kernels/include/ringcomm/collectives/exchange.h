@@ -31,22 +31,22 @@ template <class E>
 RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const Edges& edges,
                              uint32_t j) {
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
-  const auto dst_of = [&](int p) { return e.slice(receive.get(p)); };
+  const auto dst_of = [&](int p) { return e.part(receive.get(p)); };
   const auto has_piece = [&](int p) {
     return edges.receives(e.rank(), p) && j < e.reads(e.pairs, p, dst_of(p).bytes, j > 0);
   };
   RC_RETURN_IF_FAILED(e.wait_by_lanes(senders, [&](int p) {
     if (!has_piece(p)) return Status::kOk;
-    const uint64_t total = dst_of(p).bytes;
-    return e.arrive(e.pairs, p, total, begin, item_length(total, e.segment_bytes(), j),
+    const typename E::Part all = dst_of(p);
+    return e.arrive(e.pairs, p, all, begin, item_length(all.bytes, e.segment_bytes(), j),
                     &e.sources()[p]);
   }));
   for (int d = senders.first; d < senders.last; ++d) {
     const int p = e.peer_at(d);
     if (!has_piece(p)) continue;
-    const Span dst = dst_of(p);
-    e.ops.copy_private(e.team, dst.ptr + begin, e.received(p),
-                       e.read_bytes(e.pairs, p, dst.bytes, j));
+    const typename E::Part dst = dst_of(p);
+    e.ops.copy_private(e.team, dst.ptr + dst.offset(begin), e.received(p),
+                       e.stretch(dst, begin, e.read_bytes(e.pairs, p, dst.bytes, j)));
   }
   e.team.sync();
   e.each_by_lanes(senders, [&](int p) {
@@ -65,7 +65,7 @@ RC_TEAM_FN Status finish_exchange(E& e, const Chunks& out_of, const Edges& edges
   });
   return e.wait_by_lanes({1, e.world()}, [&](int r) {
     if (!edges.sends(e.rank(), r)) return Status::kOk;
-    const Span span = e.slice(out_of.get(r));
+    const typename E::Part span = e.part(out_of.get(r));
     if (e.zero_copy(span)) RC_RETURN_IF_FAILED(e.drained(e.pairs, r, 1));
     e.commit_sent(e.pairs, r, e.items(span));
     return Status::kOk;
@@ -82,12 +82,12 @@ RC_TEAM_FN Status exchange_one_shot(E& e, const Chunks& send, const Chunks& rece
   RC_ROLLED
   for (int d = 1; d < e.world(); ++d) {
     const int p = e.peer_at(d);
-    const uint32_t items = edges.sends(me, p) ? e.items(e.slice(send.get(p))) : 0;
+    const uint32_t items = edges.sends(me, p) ? e.items(e.part(send.get(p))) : 0;
     out_items = items > out_items ? items : out_items;
   }
   const auto takes = [&](int p) { return edges.receives(me, p); };
-  const auto bytes_of = [&](int p) { return e.slice(receive.get(p)).bytes; };
-  const auto span_for = [&](int r) { return e.slice(send.get(r)); };
+  const auto bytes_of = [&](int p) { return e.part(receive.get(p)).bytes; };
+  const auto span_for = [&](int r) { return e.part(send.get(r)); };
   uint32_t in_reads = e.most_reads(e.pairs, false, takes, bytes_of);
   for (uint32_t j = 0; j < out_items || j < in_reads + kLookahead; ++j) {
     const auto gets_item = [&](int r) { return edges.sends(me, r) && j < e.items(span_for(r)); };
@@ -99,9 +99,9 @@ RC_TEAM_FN Status exchange_one_shot(E& e, const Chunks& send, const Chunks& rece
     if (j == kLookahead) in_reads = e.most_reads(e.pairs, true, takes, bytes_of);
   }
   if (edges.sends(me, me) && edges.receives(me, me)) {
-    const Span from = e.slice(send.get(me)), to = e.slice(receive.get(me));
+    const typename E::Part from = e.part(send.get(me)), to = e.part(receive.get(me));
     if (from.ptr != to.ptr && from.bytes > 0)
-      e.ops.copy_private(e.team, to.ptr, from.ptr, from.bytes);
+      e.ops.copy_private(e.team, to.ptr, from.ptr, from.first(from.bytes));
   }
   return finish_exchange(e, send, edges);
 }

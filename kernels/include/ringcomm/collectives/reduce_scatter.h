@@ -16,14 +16,15 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // Waits for bytes [begin, begin + bytes) of every rank's version of my chunk, and fills sources().
 // model: receive_sources (tests/proof/model/one_shot.pml)
-template <class E>
-RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t bytes) {
+template <class E, class Part = typename E::Part>
+RC_TEAM_FN Status receive_sources(E& e, const Part& mine, uint64_t begin, uint64_t bytes) {
   if (e.team.lane() == 0) {
-    e.sources()[e.rank()] = mine.ptr + begin;
+    e.sources()[e.rank()] = mine.ptr + mine.offset(begin);
     e.factors()[e.rank()] = e.factor();
+    e.set_gaps(mine, begin);
   }
   return e.wait_by_lanes({1, e.world()}, [&](int p) {
-    return e.arrive(e.pairs, p, mine.bytes, begin, bytes, &e.sources()[p]);
+    return e.arrive(e.pairs, p, mine, begin, bytes, &e.sources()[p]);
   });
 }
 
@@ -50,7 +51,7 @@ RC_TEAM_FN uint32_t most_items(const E& e, const Chunks& in, int only_root) {
   for (int d = 1; d < e.world(); ++d) {
     const int r = e.peer_at(d);
     if (only_root >= 0 && only_root != r) continue;
-    const uint32_t items = e.items(e.slice(in.get(r)));
+    const uint32_t items = e.items(e.part(in.get(r)));
     most = items > most ? items : most;
   }
   return most;
@@ -59,7 +60,7 @@ RC_TEAM_FN uint32_t most_items(const E& e, const Chunks& in, int only_root) {
 // Sends piece `j` of every chunk to the chunk's owner.
 template <class E>
 RC_TEAM_FN Status send_chunks(E& e, const Chunks& in, int only_root, uint32_t j) {
-  const auto span_for = [&](int r) { return e.slice(in.get(r)); };
+  const auto span_for = [&](int r) { return e.part(in.get(r)); };
   const auto gets_item = [&](int r) {
     return (only_root < 0 || only_root == r) && j < e.items(span_for(r));
   };
@@ -73,7 +74,7 @@ template <class E>
 RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
   return e.wait_by_lanes({1, e.world()}, [&](int r) {
     if (only_root >= 0 && only_root != r) return Status::kOk;
-    const Span chunk = e.slice(in.get(r));
+    const typename E::Part chunk = e.part(in.get(r));
     const uint32_t items = e.items(chunk);
     if (e.zero_copy(chunk)) RC_RETURN_IF_FAILED(e.drained(e.pairs, r, items));
     e.commit_sent(e.pairs, r, items);
@@ -86,21 +87,23 @@ RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
 template <class E>
 RC_TEAM_FN Status reduce_scatter_one_shot(E& e, const Chunks& in, char* out, int only_root = -1) {
   const bool receives = only_root < 0 || only_root == e.rank();
-  const Span whole = in.get(e.rank()), mine = e.slice(whole);
+  const typename E::Part first = e.part(in.get(e.rank()));
   const uint64_t segment = e.segment_bytes();
-  char* const result = out + (mine.ptr - whole.ptr);
   const uint32_t out_items = most_items(e, in, only_root);
-  uint32_t in_pieces = receives ? e.pieces(mine.bytes) : 0;
+  uint32_t in_pieces = receives ? e.pieces(first.bytes) : 0;
 
   for (uint32_t j = 0; j < out_items || j < in_pieces + kLookahead; ++j) {
     if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, only_root, j));
     if (j < kLookahead || j - kLookahead >= in_pieces) continue;
+    const Span whole = in.get(e.rank());
+    const typename E::Part mine = e.again(first, whole);
     const uint64_t begin = (j - kLookahead) * segment;
     uint64_t bytes = item_length(mine.bytes, segment, j - kLookahead);
     RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
     if (j == kLookahead && sources_are_whole(e, mine)) in_pieces = 1, bytes = mine.bytes;
-    e.ops.reduce(e.team, {result + begin, false, nullptr}, e.all_sources(), bytes, e.world());
-    release_sources(e, mine, begin + bytes);
+    char* const result = out + (mine.ptr - whole.ptr) + mine.offset(begin);
+    e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), bytes, e.world());
+    release_sources(e, e.again(first, in.get(e.rank())), begin + bytes);
   }
   if (receives) e.each_by_lanes({1, e.world()}, [&](int p) { e.commit_seen(e.pairs, p); });
   return drain_chunks(e, in, only_root);
@@ -129,11 +132,11 @@ RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
   const int world = e.world(), position = e.v.position_in_ring();
   const Neighbours at = neighbours(e.v);
   const uint64_t segment = e.segment_bytes();
-  const Span whole = in.get(e.rank()), mine = e.slice(whole);
+  const Span whole = in.get(e.rank());
+  const typename E::Part mine = e.part(whole);
   char* const result = out + (mine.ptr - whole.ptr);
-  // Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count the same items.
-  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), hops = world - 1,
-                 items = rounds * hops;
+  // Shorter parts send empty pieces, so that all ranks count the same items.
+  const uint32_t rounds = rounds_of(e, in), hops = world - 1, items = rounds * hops;
   const uint64_t stream_bytes = uint64_t(items) * segment;  // as if every item were full
   if (world == 1) {
     reduce_hop(e, result, nullptr, mine.ptr, mine.bytes, 1);
@@ -145,11 +148,11 @@ RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
   for (uint32_t j = 0; j < rounds; ++j) {
     for (uint32_t t = 0; t <= hops; ++t) {
       const int owner = e.v.ring_rank(ring_reduce_chunk(position, t, world));
-      const Span chunk = e.slice(in.get(owner));
+      const typename E::Part chunk = e.part(in.get(owner));
       const uint64_t bytes = item_length(chunk.bytes, segment, j);
       const uint32_t item = j * hops + t;
       const char* partial = nullptr;
-      char* dst = result + j * segment;
+      char* dst = result + mine.offset(j * segment);
       if (t < hops) RC_RETURN_IF_FAILED(ring_slot(e, at.next, item, stream_bytes, &dst));
       if (t > 0) {
         RC_RETURN_IF_FAILED(
@@ -157,7 +160,8 @@ RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
         partial = e.received(at.prev);
         e.team.sync();  // reduce_hop() writes sources(), which every lane has just read
       }
-      reduce_hop(e, dst, partial, chunk.ptr + j * segment, bytes, t == hops ? world : 0);
+      reduce_hop(e, dst, partial, chunk.ptr + chunk.offset(j * segment), bytes,
+                 t == hops ? world : 0);
       if (t < hops)
         e.publish_item(at.next, item);
       else

@@ -15,6 +15,19 @@ RC_TEAM_FN Neighbours neighbours(const View& v) {
   return {v.ring_rank(ring_next(position, v.world)), v.ring_rank(ring_prev(position, v.world))};
 }
 
+// Returns the number of pieces of the longest part of any chunk, so that all ranks count the same
+// rounds. A shorter chunk may have a longer part, by one line.
+template <class E>
+RC_TEAM_FN uint32_t rounds_of(const E& e, const Chunks& chunks) {
+  uint64_t most = e.part(chunks.get(0)).bytes;
+  RC_ROLLED
+  for (int r = 1; r < e.world() && e.team.num_channels() > 1; ++r) {
+    const uint64_t bytes = e.part(chunks.get(r)).bytes;
+    most = bytes > most ? bytes : most;
+  }
+  return e.pieces(most);
+}
+
 // Waits for a slot to the successor for item `item`, and writes the header of the first item.
 // model: ring_slot (tests/proof/model/ring.pml)
 template <class E>

@@ -7,6 +7,9 @@
 //   int lane(), num_lanes()          this lane, and the number of lanes of the channel
 //   int channel(), num_channels()    this lane's channel, and the collective's number of channels
 //   Portion portion()                this channel's portion of every chunk
+//   static constexpr bool kDealsTiles   channels get tiles of each chunk (tiles.h), else one slice.
+//                                    If true: Deal deal(), and Gaps* gaps(), which all lanes
+//                                    share; the Gaps at gaps() + kNoGaps are empty
 //   static constexpr bool kShareWaits   lanes wait for several peers at once, each for its own peer
 //   static constexpr bool kReadsWhole   an item is read in one pass; else segment by segment, so
 //                                    that data that are copied twice are still in the caches

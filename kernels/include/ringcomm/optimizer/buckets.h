@@ -60,7 +60,9 @@ struct Bucket {
 
 // Returns the cut of a chunk, of gradients or of parameters, into whole tiles. Elements have 2 or 4
 // bytes, and segments are powers of two that contain whole tiles.
-RC_FN Cut cut_by_tiles(int32_t elem_bytes) { return {kTileShift + (elem_bytes == 2 ? 1 : 2)}; }
+RC_FN Cut cut_by_tiles(int32_t elem_bytes) {
+  return {kTileShift + (elem_bytes == 2 ? 1 : 2), 0, true};
+}
 
 template <class E>
 RC_TEAM_FN Run slice_of(const E& e, const Bucket& b, int rank) {
@@ -107,7 +109,7 @@ RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
   }
   e.team.sync();
   return e.wait_by_lanes(
-      all, [&](int p) { return e.arrive(e.pairs, p, mine.bytes, 0, mine.bytes, &e.sources()[p]); });
+      all, [&](int p) { return e.arrive(e.pairs, p, {mine}, 0, mine.bytes, &e.sources()[p]); });
 }
 
 // Called once all lanes have read the peers' gradients and stored into the peers' buckets: returns

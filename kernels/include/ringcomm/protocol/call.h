@@ -37,7 +37,8 @@ enum class Algorithm : uint32_t {
 };
 
 // The kernels that run a call. Their streams have one format, but may cut a buffer differently.
-enum class Kernels : uint32_t { kNative = 0, kTriton = 1 };
+// kSliced: native kernels of a device that deal no tiles (core/tiles.h).
+enum class Kernels : uint32_t { kNative = 0, kTriton = 1, kSliced = 2 };
 
 constexpr uint64_t kNotInHeap = ~uint64_t(0);
 

@@ -3,14 +3,17 @@
 // (wait for an item and find its data), release (acknowledge data that were read).
 //
 // Ops moves and reduces bytes, with all lanes of the team:
-//   void copy_shared(Team&, void* dst, const void* src, uint64_t bytes)
+//   void copy_shared(Team&, void* dst, const void* src, Bytes bytes)
 //       peers read dst
-//   void copy_private(Team&, void* dst, const void* src, uint64_t bytes)
+//   void copy_private(Team&, void* dst, const void* src, Bytes bytes)
 //       dst is a result of the call
 //   void reduce(Team&, const ReduceTarget&, const ReduceSources&, uint64_t bytes, int finish_world)
+//
+// Bytes is uint64_t. If the Team deals tiles, it is Stretch (tiles.h), and both addresses have the
+// same gaps. A reduction of HopSources has no gaps; the gaps of others are team.gaps().
 #pragma once
 
-#include "ringcomm/core/schedule.h"
+#include "ringcomm/core/tiles.h"
 #include "ringcomm/protocol/header_check.h"
 #include "ringcomm/protocol/signal.h"
 
@@ -77,6 +80,7 @@ struct Peers {
 struct Cut {
   int line_shift = 6;          // channels share a chunk in units of 2^line_shift bytes
   uint32_t segment_bytes = 0;  // size of a segment, a power of two; 0: the layout's
+  bool sliced = false;         // true: no tiles are dealt
 };
 
 struct Nothing {
@@ -87,6 +91,7 @@ template <class Team, class Ops>
 struct Endpoint {
   using Lanes = Team;
   using Operations = Ops;
+  using Part = PartOf<Team::kDealsTiles>;
   Team& team;
   const View& v;
   Ops& ops;
@@ -104,16 +109,34 @@ struct Endpoint {
   RC_TEAM_FN int segment_shift() const { return log2_of(uint32_t(segment_bytes())); }
   RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_shift()); }
 
-  // Returns this channel's slice of a span.
-  RC_TEAM_FN Span slice(Span s) const {
-    const Extent e = extent_of(s.bytes, team.portion(), cut.line_shift);
-    return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
+  // Returns this channel's part of a span.
+  RC_TEAM_FN Part part(Span s) const {
+    if constexpr (Team::kDealsTiles)
+      return dealt_part(s, cut.sliced ? Deal{} : team.deal(), team.portion(), cut.line_shift);
+    else
+      return sliced_part(s, team.portion(), cut.line_shift);
+  }
+  // Returns the bytes of a part from `begin` on. Bytes with gaps begin at 0: they are a whole part.
+  RC_TEAM_FN typename Part::Bytes stretch(const Part& part, uint64_t begin, uint64_t bytes) const {
+    return begin == 0 ? part.first(bytes) : typename Part::Bytes(bytes);
   }
 
-  RC_TEAM_FN bool zero_copy(Span s) const {
-    return s.bytes >= kZeroCopyMinBytes && v.in_my_heap(s.ptr, s.bytes);
+  // Returns part(span), computed again: a loop over data needs the registers that `known` takes.
+  RC_TEAM_FN Part again(const Part& known, Span span) const {
+    if constexpr (Team::kDealsTiles) return part(span);
+    return known;
   }
-  RC_TEAM_FN uint32_t items(Span s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
+
+  // One lane, with a sync() before the reduction: sets the gaps of the bytes of `part` from `begin`
+  // on, which the next reduction of all_sources() reduces.
+  RC_TEAM_FN void set_gaps(const Part& part, uint64_t begin) const {
+    if constexpr (Team::kDealsTiles) *team.gaps() = begin == 0 ? part.gaps : Gaps{};
+  }
+
+  RC_TEAM_FN bool zero_copy(const Part& s) const {
+    return s.bytes >= kZeroCopyMinBytes && v.in_my_heap(s.ptr, s.reach());
+  }
+  RC_TEAM_FN uint32_t items(const Part& s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
 
   // True if peers that only copy a span of this size copy it from my process (single copy).
   RC_TEAM_FN bool single_copy(Span s, uint64_t least_bytes) const {
@@ -206,7 +229,7 @@ struct Endpoint {
       if (!gets_item(reader)) return Status::kOk;
       const Status status = slot_is_free(pairs, reader, item);
       if (status != Status::kOk || item > 0) return status;
-      const Span span = span_for(reader);
+      const Part span = span_for(reader);
       const bool in_heap = zero_copy(span);
       write_header(pairs, reader, span, in_heap, in_heap ? span.bytes : segment_bytes());
       return status;
@@ -214,11 +237,11 @@ struct Endpoint {
     for (int d = readers.first; d < readers.last; ++d) {
       const int reader = peer_at(d);
       if (!gets_item(reader)) continue;
-      const Span span = span_for(reader);
+      const Part span = span_for(reader);
       if (zero_copy(span)) continue;
       const uint64_t begin = item * segment_bytes(),
                      bytes = item_length(span.bytes, segment_bytes(), item);
-      ops.copy_shared(team, my_slot(pairs, reader, item), span.ptr + begin, bytes);
+      ops.copy_shared(team, my_slot(pairs, reader, item), span.ptr + span.offset(begin), bytes);
     }
     team.sync();
     each_by_lanes(readers, [&](int reader) {
@@ -291,8 +314,10 @@ struct Endpoint {
     st.items = st.acked = 0;
   }
 
-  // One lane: reads the header of the sender's call and compares it with mine.
-  RC_TEAM_FN Status open(Stream s, int sender, uint64_t expected_bytes) {
+  // One lane: reads the header of the sender's call and compares it with mine. expected: the part
+  // that the stream carries; only its sizes are used.
+  RC_TEAM_FN Status open(Stream s, int sender, const Part& expected) {
+    const uint64_t expected_bytes = expected.bytes;
     PeerState& st = in(s, sender);
     const CallHeader& theirs = *v.header(v.rank, s, team.channel(), sender, st.base + 1);
     // Loads each field once, so that the checked value is the value used, and all fields before the
@@ -310,7 +335,7 @@ struct Endpoint {
                stays = in_heap || in_process,
                sized = item_bytes == segment_bytes() ||
                        (stays && item_bytes == whole_item(expected_bytes));
-    if (!sized || (in_heap && !readable(v, sender, offset, expected_bytes)) ||
+    if (!sized || (in_heap && !readable(v, sender, offset, expected.reach())) ||
         (in_process && (in_heap || s != Stream::kShared || !reads_processes())) ||
         !storable(v, stores, sender, results)) {
       return fail(team, v, Status::kCorrupt, sender, &theirs, expected_bytes);
@@ -327,21 +352,21 @@ struct Endpoint {
   }
 
   // One lane: waits for bytes [begin, begin + bytes) of the stream from `sender` to me, and stores
-  // their address in `data`.
+  // their address in `data`. expected: as for open().
   // model: arrive (tests/proof/model/endpoint.pml)
-  RC_TEAM_FN Status arrive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
+  RC_TEAM_FN Status arrive(Stream s, int sender, const Part& expected, uint64_t begin,
                            uint64_t bytes, const void** data) {
     PeerState& st = in(s, sender);
     if (begin == 0) {
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, 0}, st.base + 1));
       // Data in a slot are on their way while the header is checked.
       prefetch_lines(v.slot(sender, s, team.channel(), v.rank, st.base + 1));
-      RC_RETURN_IF_FAILED(open(s, sender, expected_bytes));
+      RC_RETURN_IF_FAILED(open(s, sender, expected));
     }
     const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) >> st.item_shift);
     if (last > 0)
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, last}, st.base + 1 + last));
-    *data = st.data != nullptr ? st.data + begin
+    *data = st.data != nullptr ? st.data + expected.offset(begin)
                                : v.slot(sender, s, team.channel(), v.rank, st.base + 1 + last);
     return Status::kOk;
   }
@@ -352,7 +377,7 @@ struct Endpoint {
                             uint64_t bytes) {
     Status status = Status::kOk;
     if (team.lane() == 0)
-      status = arrive(s, sender, expected_bytes, begin, bytes, &sources()[sender]);
+      status = arrive(s, sender, Part{{nullptr, expected_bytes}}, begin, bytes, &sources()[sender]);
     return team.share(status);
   }
   // Returns the number of reads in which I take `bytes` from `sender`. opened: its header had
@@ -395,7 +420,7 @@ struct Endpoint {
 
   // Copies the data that arrive() found on the shared stream to their place. peer_reads: peers have
   // just read this place as a source.
-  RC_TEAM_FN Status collect(int sender, char* to, uint64_t bytes, bool peer_reads) {
+  RC_TEAM_FN Status collect(int sender, char* to, typename Part::Bytes bytes, bool peer_reads) {
     if constexpr (Team::kReadsProcesses) {
       if (in(Stream::kShared, sender).in_process)
         return read_process(sender, to, received(sender), bytes);

@@ -1,0 +1,92 @@
+"""Collectives whose channels get tiles of a chunk (core/tiles.h), and slices for comparison.
+
+Segments have the size of the smallest tile, and each chunk has several rounds of tiles and a rest.
+"""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from ringcomm.cuda import units
+from ringcomm.errors import MismatchError
+from tests.support.call_checks import CHECKS, REDUCTIONS, Case
+from tests.support.covering import covering
+from tests.support.device_worlds import MEMORIES, with_options
+
+TILE_BYTES = 16 << 10
+CHANNELS = 3
+# Elements of 4 bytes: three rounds of tiles, and a rest that ends within a vector of 16 bytes.
+COUNT = 3 * CHANNELS * TILE_BYTES // 4 + 5_003
+OPTIONS = with_options(segment_bytes=TILE_BYTES, channels=CHANNELS)
+KERNELS = ("batched", "sliced")
+
+
+@covering(strength=2, name=[*CHECKS], memory=MEMORIES, kernels=KERNELS)
+def test_every_call_is_exact(devices, monkeypatch, name, memory, kernels):
+    monkeypatch.setenv("RINGCOMM_KERNELS", kernels)
+
+    def body(comm):
+        for turn, algorithm in enumerate(("one_shot", "ring")):
+            CHECKS[name](comm, Case(COUNT, memory=memory, algorithm=algorithm, in_place=turn == 0))
+
+    with devices.new_world(2, options=OPTIONS) as world:
+        devices.run(world, body)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_way_to_sum_is_exact(devices, name):
+    """Two sources, four in the loop for any number, an average, and factors."""
+
+    def body(comm):
+        for op in ("AVG", "PREMUL_SUM"):
+            REDUCTIONS[name](comm, Case(COUNT, op=op, memory="heap", algorithm="one_shot"))
+
+    for ranks in (1, 2, 3):
+        with devices.new_world(ranks, options=OPTIONS) as world:
+            devices.run(world, body)
+
+
+def test_chunks_of_one_round_and_of_none(devices):
+    """A chunk of less than a round is divided in slices; shorter chunks have fewer rounds."""
+    round_elems = CHANNELS * TILE_BYTES // 4
+
+    def body(comm):
+        for count in (round_elems - 1, round_elems, round_elems + 1, 2 * round_elems + 17):
+            for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+                CHECKS[name](comm, Case(count, memory="heap", algorithm="one_shot"))
+                CHECKS[name](comm, Case(count, memory="mixed", algorithm="ring"))
+
+    with devices.new_world(3, options=OPTIONS) as world:
+        devices.run(world, body)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_shorter_chunk_whose_part_is_longer_by_a_piece(devices, monkeypatch, kernels):
+    """Of five channels, the third gets 256 of 1,283 lines, and 257 of 1,282."""
+    monkeypatch.setenv("RINGCOMM_KERNELS", kernels)
+
+    def body(comm):
+        for algorithm in ("one_shot", "ring"):
+            case = Case((1283 + 1282) * 64 // 4, memory="heap", algorithm=algorithm)
+            CHECKS["all_reduce"](comm, case)
+
+    with devices.new_world(2, options=replace(OPTIONS, channels=5)) as world:
+        devices.run(world, body)
+
+
+def test_ranks_that_cut_differently_get_an_error(devices, monkeypatch):
+    """Each rank looks up the kernel in its own thread; rank 1 asks for slices."""
+    of_thread = threading.local()
+    monkeypatch.setattr(units, "deals_tiles", lambda: not getattr(of_thread, "sliced", False))
+
+    def body(comm):
+        of_thread.sliced = comm.rank == 1
+        case = Case(COUNT, memory="heap", algorithm="one_shot")
+        with pytest.raises(MismatchError, match="slices as RINGCOMM_KERNELS asks"):
+            CHECKS["reduce_scatter_tensor"](comm, case)
+            comm.barrier()
+
+    world = devices.new_world(2, on=(0, 1), options=OPTIONS)
+    devices.run(world, body)
+    world.close()
