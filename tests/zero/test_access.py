@@ -294,7 +294,7 @@ def test_what_is_no_part_of_a_module_is_not_unsharded(worlds, stage):
         for bad, message in (
             ([], "got none"),
             ([torch.ones(3)], "got a tensor of shape"),
-            ([*first, 5], "got 5, which is not one"),
+            ([*first, 5], "got 5, which is not a parameter"),
             (nn.Linear(2, 2), "expected the module that shard"),
         ):
             with pytest.raises(ArgumentError, match=message):
@@ -309,7 +309,7 @@ def test_what_is_no_part_of_a_module_is_not_unsharded(worlds, stage):
             with changed, zero.unsharded(first[0], write_from=0), torch.no_grad():
                 first[1].zero_()
         zero.remove_sharding(other)
-        with pytest.raises(ArgumentError, match="which is not one of its parameters"):
+        with pytest.raises(ArgumentError, match="which is not a parameter of a sharded module"):
             zero.unsharded(second).__enter__()
 
     def new() -> nn.Module:

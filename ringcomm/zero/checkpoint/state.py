@@ -1,4 +1,4 @@
-"""The state of a module and its optimizer in a checkpoint: tensors by parameter, and facts."""
+"""The state of a module and its optimizer in a checkpoint: tensors, and facts as JSON data."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def state_shards(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterato
     """Yields the optimizer's state: this rank's chunks, or with ``whole`` all state on this rank.
 
     A parameter has only the kinds of state that it needs, even if its bucket has more kinds, since
-    buckets may have other parameters in the module that loads. 8-bit moments are yielded as FP32
-    copies, and all offloaded state as copies.
+    the module that loads may divide the parameters into other buckets. 8-bit moments are yielded as
+    FP32 copies, and all offloaded state as copies.
     """
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
@@ -71,8 +71,8 @@ def state_shards(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterato
 def shards_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorShard]:
     """Yields the optimizer's state of this rank's chunks; elements are read when they are saved.
 
-    For state in memory this is :func:`state_shards`. For offloaded state ``local`` has no memory,
-    and the elements are read piece by piece, in the order in which a file takes them.
+    For state in memory this is :func:`state_shards`. For offloaded state a shard's ``local`` has no
+    memory, and the elements are read piece by piece, in the order in which a file stores them.
     """
     yield from _error_feedback_shards(engine, step)
     if step.offload.in_memory:
@@ -105,7 +105,7 @@ def _error_feedback_shards(engine: ShardEngine, step: ShardedStep) -> Iterator[T
 def _error_feedback_run(
     engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
 ) -> Iterator[TensorShard]:
-    """Yields, by parameter, the quantization errors of a node, or of sums (``node`` None)."""
+    """Yields, by parameter, quantization errors of a node, or (``node`` None) of the nodes' sum."""
     chunk = Chunk(begin, begin + values.numel())
     names = named(engine, f"optim.error_feedback.{'sums' if node is None else node}.")
     yield from bucket_shards(engine.stored[number], values, chunk, chunk, names)
@@ -118,7 +118,7 @@ def error_feedback_to_load(
 
     Args:
         saved: the ranks that saved the error feedback.
-        names: names of the checkpoint's tensors; a parameter without one was not quantized.
+        names: names of the checkpoint's tensors; a parameter without a tensor was not quantized.
     """
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     for bucket, _ in with_error_feedback(step):
@@ -156,7 +156,7 @@ def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]
 def shards_to_load(
     engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
 ) -> Iterator[TensorShard]:
-    """Yields all optimizer state on this rank; write to each before you take the next.
+    """Yields shards of all optimizer state on this rank; write each before you take the next.
 
     Args:
         engine: the engine of the module.
@@ -175,7 +175,7 @@ def shards_to_load(
 
 
 def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
-    """Yields state tensors that every rank has whole; without ``whole``, only on rank 0."""
+    """Yields state that all ranks have in full; without ``whole``, only rank 0 has elements."""
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
@@ -187,7 +187,7 @@ def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Ite
 def _state_names(
     engine: ShardEngine, step: ShardedStep, kind: str, groups: Sequence[Mapping[str, Any]]
 ) -> dict[int, str]:
-    """Returns one kind's tensor names by ``id`` of parameter, without groups that need none."""
+    """Returns one kind's tensor names by parameter ``id``, except for groups without this kind."""
     without: set[int] = set()
     if kind in step.rule.names(groups):
         for group in groups:
@@ -199,7 +199,7 @@ def _state_names(
 
 @dataclass(frozen=True)
 class SavedState:
-    """The part of an optimizer's state in buckets that a load reads.
+    """Describes which state in an optimizer's buckets a load reads.
 
     Attributes:
         kinds: for each bucket, the moments for which it must have memory.
@@ -267,7 +267,7 @@ def _unread(
 #     model.<name>            a parameter, or a persistent buffer of rank 0
 #     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
 #     optim.error_feedback.<node>.<name>, optim.error_feedback.sums.<name>
-#                             quantization errors of the param's gradients, by node that saved
+#                             quantization errors of the param's gradients, by the saving node
 #
 # All of these are flat, and each rank has the elements of its chunks, at every stage: so a
 # checkpoint of one stage can be loaded at all stages. State of other shapes, as Adafactor keeps, is
@@ -279,9 +279,9 @@ def _unread(
 class TensorShard:
     """A rank's elements [begin, begin + local.numel()) of a flat tensor of ``elems`` elements.
 
-    If ``local`` has no memory (device "meta"), ``read`` yields a range of elements of the tensor of
-    which ``local`` is a view. Under tensor parallelism the flat tensor may be the local tensor of a
-    DTensor parameter; ``sharding`` is then its position in the whole tensor.
+    If ``local`` has no memory (device "meta"), ``read(begin, end)`` yields elements by their
+    indices in the tensor that ``local`` is a view of. Under tensor parallelism the flat tensor may
+    be the local tensor of a DTensor parameter; ``sharding`` is then its position in the DTensor.
     """
 
     name: str
@@ -332,7 +332,7 @@ def bucket_shards(
         flat: [held elements], one number per element of ``held``.
         held: the part of the bucket that is in ``flat``.
         wanted: the part of the bucket whose shards are wanted, inside ``held``.
-        names: names of the tensors, by ``id`` of the parameter; others are left out.
+        names: names of the tensors by parameter ``id``; other parameters are left out.
     """
     for entry in stored.params:
         if id(entry.param) not in names:
@@ -346,14 +346,14 @@ def bucket_shards(
 
 
 def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
-    """Returns the names of the engine's parameters after a prefix, by ``id``."""
+    """Returns the names of the engine's parameters with a prefix, by parameter ``id``."""
     return {key: prefix + name for key, name in engine.names().items()}
 
 
 def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Yields parameters in buckets: this rank's chunks, with ``whole`` all it keeps.
+    """Yields this rank's chunks of bucketed parameters, or if ``whole`` all that the rank keeps.
 
-    For parameters on a disk ``local`` has no memory, and the elements are read when needed.
+    For parameters on a disk, ``local`` has no memory, and the elements are read when needed.
     """
     names = named(engine, "model.")
     for stored in (*engine.stored, *engine.setup.stored_frozen):
@@ -403,7 +403,7 @@ def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
 
 
 def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Yields parameters without a bucket, which all ranks have; each rank saves its share."""
+    """Yields parameters without a bucket, which all ranks have: all of each, or a rank's share."""
     bucketed = {
         id(each.param)
         for stored in (*engine.stored, *engine.setup.stored_frozen)
@@ -433,7 +433,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields all tensors of the model; each element is on one rank, but for replicas on a mesh."""
+    """Yields all tensors of the model; one rank per replica on a mesh yields each element."""
     yield from param_shards(engine, whole=False)
     yield from loose_shards(engine, whole=False)
     for name, buffer in buffers_of(engine.setup.module).items():
@@ -442,7 +442,7 @@ def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
         yield TensorShard(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
 
 
-# The names in a checkpoint may contain parts of wrappers that this module does not have.
+# Names in a checkpoint may contain parts of wrappers, as ``_orig_mod``, that this module lacks.
 
 
 # The entries of a checkpoint's JSON data that contain names; see :func:`renamed`.
@@ -491,7 +491,7 @@ def known_tensor(name: str, known: KnownNames) -> str:
 
 
 def _renamed_extra(told: Any, known: KnownNames) -> Any:
-    """Renames as :func:`renamed` does, in a rank's own data with modules' extra state."""
+    """Returns a rank's own data with the unwrapped names of the modules that have extra state."""
     if not isinstance(told, dict) or not isinstance(told.get("extra"), dict):
         return told
     extra = {known.find_module(name): each for name, each in told["extra"].items()}
@@ -527,7 +527,7 @@ def renamed(value: Any, known: KnownNames, where: Any) -> Any:
 def step_of(
     engine: ShardEngine, optimizer: ShardedOptimizer | None, operation: str
 ) -> ShardedStep | None:
-    """Returns the step of an optimizer on the engine's module; collective before its first step.
+    """Returns the :class:`ShardedStep` of an optimizer; collective before the first step.
 
     Raises:
         ArgumentError: the optimizer was built on other parameters.
@@ -543,7 +543,7 @@ def step_of(
 
 
 def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
-    """True if an optimizer was built on the engine's parameters; there may be no parameters."""
+    """True if an optimizer was built on the engine's parameters, or if both have none."""
     if engine.trainable.params:
         return optimizer.placement is engine.placement
     return not any(group["params"] for group in optimizer.param_groups)
@@ -564,7 +564,7 @@ def group_names(names: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[
     return found
 
 
-# The facts in a checkpoint: the layout of the world, names, hyper-parameters and step numbers.
+# The facts in a checkpoint: the saving ranks, names, hyper-parameters and step numbers.
 
 Fail = Callable[[str], CheckpointError]
 VERSION = 1

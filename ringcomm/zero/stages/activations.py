@@ -1,15 +1,16 @@
-"""Activations on a disk: tensors that autograd saves in forward, until backward needs them.
+"""Keeps on a disk the tensors that autograd saves in forward, until backward needs them.
 
 NOTE [What stays where it is]
 Parameters, buffers and their views are not written: they are in memory anyway, or stage 3 unshards
 them again, in the same memory. Small tensors are not written either, since their transfer would
-cost more than their memory is worth. Tensors that are saved while a backward runs, by a checkpoint
-that computes its layer again, are needed at once and also stay in memory, as do tensors that are
-not dense.
+cost more than their memory is worth. Tensors that an activation checkpoint saves while a backward
+runs and its layer is computed again are needed at once, so they also stay in memory, as do tensors
+that are not dense.
 
 NOTE [Changes in place]
-With hooks, torch does not check whether a saved tensor has changed. So an alias of each saved
-tensor is kept, which shares the tensor's version; the alias of a tensor on the disk has no memory.
+If saved tensors have hooks, torch does not check whether they have changed. So an alias of each
+saved tensor is kept. It shares the tensor's version; if the tensor is on the disk, the alias has no
+memory.
 
 NOTE [When the disk fails]
 If a rank raised in the middle of a forward or backward, the other ranks would wait for it in a
@@ -68,16 +69,16 @@ Storage = torch.UntypedStorage
 #
 # Writing. The newest contents stay in memory, up to ``resident_bytes``, since backward needs them
 # first. An older content is cut into pieces of up to ``PIECE_BYTES`` and copied into *slots*,
-# aligned buffers of a piece each, from which the disk's threads write. Its storage is released.
+# aligned buffers for one piece each, from which the disk's threads write. Its storage is released.
 # While all slots are in use the caller waits.
 #
 # Reading. A content is read into new memory, which autograd then owns, without a copy. After the
 # content that is needed, contents of earlier receipts are read *ahead*. Backward does not follow
 # the order strictly, so contents that it has skipped stay for some turns. Contents read ahead and
-# the slots share ``buffer_bytes``; so slots, which a forward needs, are freed during backward.
+# the slots share ``buffer_bytes``, so backward frees the slots, which only a forward needs.
 #
-# The sizes of the file's extents are powers of two pages, up to a piece, and freed extents are used
-# again. So a step uses the extents of the step before, and the file does not grow.
+# The size of an extent of the file, in pages, is a power of two, at most a piece. Freed extents are
+# used again. So a step uses the extents of the step before, and the file does not grow.
 
 # Small compared with the default buffers, so that many transfers run at once; not tuned.
 PIECE_BYTES = 2 << 20
@@ -323,7 +324,7 @@ class ActivationStore:
         self._resident_bytes -= size_bytes
 
     def _write(self, content: Content, storage: Storage) -> None:
-        """Submits the writes of a content, after the storage's bytes were copied into slots."""
+        """Copies the bytes of a content from its storage into slots, and submits their writes."""
         whole = _bytes_of(storage, content.begin, content.size_bytes)
         for at in range(0, content.size_bytes, self._piece_bytes):
             piece = whole[at : at + self._piece_bytes]
@@ -355,7 +356,7 @@ class ActivationStore:
                 transfer.wait()  # a slot whose write hangs must not be used again
                 self._idle.append(slot)
             else:
-                # Contents read ahead fill the buffers: this forward runs amid a backward.
+                # Contents read ahead fill the buffers: this forward runs while a backward runs.
                 number, last = self._ahead.popitem()
                 self._ahead[number] = last
                 last.content.wait()
@@ -721,7 +722,7 @@ def _nothing_for(receipt: Receipt) -> Tensor:
 
 
 class _Residents:
-    """Finds tensors in the memory of parameters and buffers, which are not written to the disk."""
+    """Finds tensors that share memory with parameters or buffers: these stay in memory."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -849,7 +850,7 @@ class _DTensorOnDisk:
 
 
 class _InMemory:
-    """An alias of a saved tensor that stays in memory; a node must not refer to its own output."""
+    """An alias of a saved tensor in memory; an alias, since a node must not refer to its output."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._watch = _VersionWatch(tensor, tensor.detach())

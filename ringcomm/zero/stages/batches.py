@@ -217,7 +217,7 @@ def uneven(
 
     A rank that has no more batches gets its last batch again, with the weight 0. Multiply the loss
     by the weight, and change nothing else: all ranks run equally many backwards and steps. Ranks
-    agree on each batch in one small all-reduce; none may leave the loop alone.
+    agree on each batch in one small all-reduce; no rank may leave the loop before the others.
 
     Args:
         batches: this rank's batches; at least one, unless no rank has any.

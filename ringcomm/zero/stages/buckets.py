@@ -89,12 +89,12 @@ class ParamBucket(ABC):
             ``chunk``, and is equal to ``chunk`` unless other ranks have copies of the state.
         params: the parameters and their positions, in the order of the bucket.
         tensors: the parameters themselves.
-        has_dtensors: True if a parameter is a DTensor; if False, no code tests each parameter.
+        has_dtensors: True if a parameter is a DTensor; False saves tests of each parameter.
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None if they
             were not rounded, or if an optimizer has taken this tensor over. With
-            :attr:`compression` the tensor holds the masters, also for an optimizer; see
-            NOTE [Quantized parameters] in ``optim/buckets.py``.
+            :attr:`compression` the tensor holds the masters, and an optimizer's state refers to it;
+            see NOTE [Quantized parameters] in ``optim/buckets.py``.
         compression: format in which nodes exchange the parameters; None if they are not quantized.
     """
 
@@ -129,10 +129,10 @@ class ParamBucket(ABC):
         return state[self.chunk.begin - begin : self.chunk.end - begin]
 
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
-        """Keeps this rank's part of the parameters in memory inside the context.
+        """Returns a context in which this rank's part of the parameters is in memory.
 
-        Code outside of the module's calls may read or write the part only inside. For parts that
-        are always in memory the context does nothing.
+        Except in calls of the module, code may read or write the part only in this context. If the
+        part is always in memory, the context does nothing.
 
         Args:
             write: True if changes made inside are to be kept.
@@ -257,7 +257,7 @@ class ShardedBucket(ParamBucket):
         own_memory: the memory of :attr:`own`; its values may be on a disk now.
 
     While the bucket is resharded, its parameters keep their shapes and raise when they are used;
-    see NOTE [Resharded parameters]. Placeholders that torch refuses to read replace their values.
+    see NOTE [Resharded parameters]. Their values are placeholders that torch refuses to read.
 
     NOTE [Unsharding is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
@@ -296,7 +296,7 @@ class ShardedBucket(ParamBucket):
     ) -> None:
         super().__init__(layout, params, comm, trains, state)
         number, self._kept_elems = self._keeping(state)
-        # The size is equal on all ranks, so that peers can read a whole chunk even if it is short.
+        # All ranks allocate the same size, since peers read whole chunks even from a short chunk.
         self._shard = self._make_shard()
         self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
         self._kept = self._shard[: self.kept_chunk.elems]
@@ -436,7 +436,7 @@ class ShardedBucket(ParamBucket):
     def is_referred_to(self) -> bool:
         """True if views of the unsharded memory exist besides the parameters themselves.
 
-        Compares the reference count with the first unsharding's, when no such views could exist.
+        Compares the reference count with its value at the first unsharding, without such views.
         """
         references = self._references
         return (
@@ -747,8 +747,8 @@ class DiskBucket(WorldBucket):
     """A sharded bucket whose chunk is on the rank's disk while it is not used.
 
     NOTE [Each rank reads its own]
-    Peers cannot map data that is read past the page cache; and if each rank read all chunks, a
-    node's disk would transfer them once per rank. So a rank reads only its own chunk, and
+    Peers cannot map data that direct I/O reads past the page cache; and if each rank read all
+    chunks, a node's disk would transfer them once per rank. So a rank reads only its own chunk, and
     unsharding is a collective of all ranks, in one order, as with ``params="world"``.
 
     NOTE [A chunk that cannot be read]
@@ -802,7 +802,7 @@ class DiskBucket(WorldBucket):
     def _expect_here(self) -> None:
         if not self.is_here:
             names = ", ".join(entry.name for entry in self.params)
-            raise AssertionError(f"the chunk of {names} is on the disk; use it in here()")
+            raise AssertionError(f"the chunk of {names} is on the disk; use it inside of here()")
 
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
         return self.store.here(self.disk_chunk, write, anew)

@@ -327,7 +327,7 @@ def allow_conversions(modules: list[nn.Module]) -> None:
     modules.clear()
 
 
-# NoneType() returns None, as a weak reference does when its backward has ended.
+# NoneType() returns None, as a weak reference to a backward does once the backward has ended.
 _NOTHING = type(None)
 #: A hook that gets a parameter's name, a shard of its gradient, and the shard's first index.
 GradientHook = Callable[[str, Tensor, int], object]
@@ -387,9 +387,9 @@ class ShardEngine:
     a bucket when the bucket's last gradient has arrived, when its waiting gradients reach
     ``BATCH_BYTES``, and at stage 3 when backward no longer needs its parameters. The first gradient
     of a backward decides for the whole module whether this backward reduces the module, and whether
-    gradients may update parameters. Two kinds of gradients must not wait: with sums in FP32, the
-    accumulator would add a waiting gradient to its sum; and a gradient that comes after its
-    bucket's turn is left over.
+    gradients may update parameters. A gradient must not wait in two cases: with sums in FP32,
+    because the accumulator would add the waiting gradient to its sum; and after its bucket's turn,
+    because the gradient is then left over.
 
     Attributes:
         setup: the parts of the engine.
@@ -454,7 +454,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # Only stage 2, which gathers, steps in one pass, and only if gradients stay FP32.
+        # Only stage 2 gathers in the step, and so can step in one pass, if gradients stay FP32.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches

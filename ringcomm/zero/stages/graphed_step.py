@@ -108,9 +108,9 @@ class GraphedStep:
 
         Raises:
             ArgumentError: the arguments differ from the first call's arguments in structure,
-                shapes, dtypes or values of non-tensors; or values in the graph have changed since
-                the capture: hyper-parameters other than the learning rate, param groups, or which
-                parameters require a gradient. Nothing was changed; see :meth:`reset`.
+                shapes, dtypes or values of non-tensors; or, since the capture, a hyper-parameter
+                except the learning rate, the param groups, or the set of parameters that require a
+                gradient has changed. The call changed nothing; see :meth:`reset`.
             UnsupportedError: the step cannot be captured, on this rank or another rank. No rank has
                 taken the step.
             RingcommError: a fault in an earlier call or replay; see ``ringcomm.errors``.

@@ -185,7 +185,7 @@ class _ShowValues:
                 if unsharder.has(value):
                     state[name] = value_of(name, param)
             elif unsharder is None or unsharder.has(value):
-                # The value itself still shares its version with the parameter.
+                # Assigning .data keeps the version, which the value shares with the parameter.
                 value.data = with_own_storage(value.detach())
 
 
@@ -246,7 +246,7 @@ def _replace_prefix(state: Any, prefix: str, other: str) -> None:
 
 
 def _find_names(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Gives values that are about to be loaded the unwrapped names of a module's tensors."""
+    """Renames values that are about to be loaded to the unwrapped names of a module's tensors."""
     known = KnownNames.of(module)
     for name in [name for name in state if name.startswith(prefix)]:
         found = prefix + known.find(name[len(prefix) :])
@@ -431,7 +431,7 @@ class _UnitHooks:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if _transforms() is not None and in_transform():
             return None
-        # torch also calls this after an exception, with None; perhaps _before() had not run.
+        # torch also calls this hook, with None, after an exception, perhaps before _before() ran.
         if self._depth:
             self._depth -= 1
             self._unsharder.running -= 1
@@ -452,7 +452,7 @@ class _UnitHooks:
         return None if copied is output else copied
 
     def _without_parameters(self, output: Any) -> Any:
-        """Returns an output with copies of parameters and views, as their memory will be freed."""
+        """Returns an output in which copies replace parameters and views: their memory is freed."""
         unsharder = self._unsharder
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if unsharder.has(tensor):

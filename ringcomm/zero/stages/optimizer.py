@@ -160,7 +160,7 @@ class ReducedPlan(StagePlan):
             self.backend.update_gather(bucket, self._reduce_now(bucket, grads))
 
     def _reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Reduces gradients, without keeping them, to the dtype of the shard; collective."""
+        """Returns reduced gradients in the dtype of the shard, and stores none; collective."""
         exact = self.backend.reduce_now(bucket, grads, self.reducer)
         return exact.to(self._reduction.buckets[bucket.number].shard.dtype)
 
@@ -624,7 +624,7 @@ class ModulePlacement(Placement):
         made = []
         reduction = self._engine.reduction
         if reduction is None:
-            # Check now: ``gradients`` will compare the parameters' addresses with these.
+            # Check the addresses now: ``gradients`` will compare later addresses with these.
             self._engine.check_all("optimizer.prepare")
         else:
             early = options.update == "in_backward"

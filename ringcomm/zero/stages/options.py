@@ -238,7 +238,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 def _dtypes_inside(
     root: nn.Module, inside: Mapping[int, torch.dtype]
 ) -> dict[int, torch.dtype | None]:
-    """Returns each parameter's dtype by its ``id``; raises if two modules want different ones."""
+    """Returns each parameter's dtype by ``id``; raises if two modules give it different dtypes."""
     owners: dict[int, tuple[str, torch.dtype | None]] = {}
     for prefix, module in named_modules(root, remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -332,7 +332,8 @@ class ZeroOptions:
         in_flight: stages 2 and 3: number of whole gradient buckets that a rank holds in addition to
             shards.
         prefetch: stage 3: number of units unsharded before they are needed; only with ``overlap``.
-            A device unshards further units larger than 1 MiB ahead, at most 16 MiB in total.
+            On a device, further units of more than 1 MiB each are also unsharded ahead, up to 16
+            MiB in total.
         reshard_after_forward: stage 3: parameters are resharded after forward, and unsharded again
             in backward. With False they stay unsharded, which is faster and takes more memory.
         reduce: "avg" averages the ranks' gradients, as DDP does; "sum" adds them.
@@ -356,8 +357,8 @@ class ZeroOptions:
         offload_params: stage 3: where a rank's chunks of the parameters are while they are sharded:
             None for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. The disk's
             ``buffer_bytes`` hold chunks that are being transferred (at least one chunk), and its
-            ``resident_bytes`` hold chunks that stay in memory. Unsharding is then a collective, as
-            with ``params="world"``, which it requires over several nodes.
+            ``resident_bytes`` hold chunks that stay in memory. With a disk, unsharding is a
+            collective, as with ``params="world"``, and several nodes require ``params="world"``.
         per_unit: options of some units, by names of units, in which a ``*`` matches any characters
             within one part (``"blocks.*"``). If several names match a unit, the last one applies.
         ignored: names of parameters, or of modules for all parameters in them, that the user

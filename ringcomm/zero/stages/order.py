@@ -3,8 +3,8 @@
 NOTE [Several modules in one backward]
 All buckets of one module have their turns before the buckets of the next module. Where one
 communicator reduces for several modules, a backward begins with a small all-reduce on the hosts, in
-which the ranks agree on the modules that some rank needs: autograd knows which parameters the
-backward will reach. No host waits for its device in this all-reduce. Modules that were sharded last
+which the ranks agree on the modules that get a gradient on any rank: autograd can predict them.
+No host waits for its device in this all-reduce. Modules that were sharded last
 come first. From the second backward over the same modules on, the order is the order in which the
 modules' first gradients arrived on rank 0. Autograd cannot predict what a reentrant checkpoint will
 run, so at the end the ranks also agree on further modules that got gradients unexpectedly.
@@ -38,7 +38,7 @@ from ringcomm.errors import ArgumentError, where
 # marks the last micro-batch only for modules of DDP and FSDP. But the pipeline stage calls the
 # module, so its frame is on the stack: during the forward on every device, and during the backward
 # if autograd runs on the caller's thread, as on a CPU. The frame of the backward is found even if
-# the forward was compiled, whose hooks do not run.
+# the forward was compiled; a compiled forward runs no hooks.
 #
 # NOTE [Split backwards] Some schedules first compute the gradients of a stage's inputs, for which
 # the neighbouring stage waits, and later the gradients of the stage's parameters. They call

@@ -316,7 +316,7 @@ class ModuleGradients:
         return reduced if current else None
 
     def _forget_loss(self, engine: ShardEngine, own: ParamGradient) -> None:
-        """Resets ``placement.lost``, if the last of the wrong gradients is being cleared."""
+        """Resets ``placement.lost`` (a disk error) if the last wrong gradient is being cleared."""
         if engine.placement.lost is None:
             return
         there = (param for param in engine.trainable.params if param.grad is not None)

@@ -117,10 +117,10 @@ class GradientBucket:
     Attributes:
         number: number of the bucket.
         stored: the parameters' bucket.
-        shard: [state chunk elements], float32 or 16 bits; sums since :meth:`Reduction.drop`.
+        shard: [state chunk elements], float32 or 16 bits; gradients summed since the last drop().
         words: int64 [24], the norm of the last reduction, as a sum in fixed point ("norm words").
         error_feedback: the quantization errors of gradients; None if errors are not kept.
-        holds: True if the shard has a gradient, since a reduction has written to the shard.
+        holds: True if a reduction has written a gradient to the shard.
         active: for each parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         waiting: indices of parameters whose gradients have arrived, and are still to be processed.
         left: number of further gradients after which the engine looks at the bucket.
@@ -364,7 +364,7 @@ class Buffers:
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
         # All buffers by address, and their views by (address, bucket number).
         self._whole: dict[int, Tensor] = {}
-        # By dtype, zeros that all gaps share, at least as many as the largest gap has elements.
+        # By dtype, a tensor of zeros that all gaps share, at least as large as the largest gap.
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[int, int], BufferView] = {}
 
@@ -480,8 +480,8 @@ class Reduction:
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
-        # Whether a norm was requested since the last drop of the gradients, and between the two
-        # drops before. Programs that clip request a norm per step; others need no sums.
+        # _asked: a norm was requested since the last drop of the gradients; _sums: between the two
+        # drops before. Programs that clip request one per step; others need no sums for norms.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
@@ -612,10 +612,10 @@ class Reduction:
                 self._filled.append(bucket.number)
             if bucket.number == turns[0]:
                 return True  # advance() takes the gradients
-        # Only the next few buckets get buffers: later ones would take theirs away.
+        # Only buckets with a turn soon get buffers; later buckets would leave none for them.
         if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and the next gradient can reuse its
-            # memory. Events of a device are not queried: that is an error in a graph's capture.
+            # memory. A device's events are not queried: a query fails while a graph is captured.
             if self._flying and not self._launches:
                 self._land_ended()
             if self._stream is not None:

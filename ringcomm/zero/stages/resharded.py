@@ -310,9 +310,9 @@ class Updated(Resharded):
     def _refuse(self, called: str) -> NoReturn:
         raise ArgumentError(
             f"zero: parameter {vars(self)[_NAME]}: {called} needs its values, and a backward has "
-            'updated it already (update="in_backward"). Call optimizer.step() before it is used '
-            "again; where backward itself uses it again, as in a checkpointed layer that has it "
-            'detached, build the optimizer with update="in_step"'
+            'updated it already (update="in_backward"). Call optimizer.step() before the parameter '
+            "is used again. If backward itself uses it again, as a checkpointed layer does with a "
+            'detached parameter, build the optimizer with update="in_step"'
         )
 
     def __repr__(self: Any) -> str:

@@ -596,7 +596,7 @@ def shard(
             dtype that no optimizer takes, or two parameters that share memory; a lazy module, a
             module of ``fully_shard()``, or a DistributedDataParallel among several ranks; a
             ``comm`` that this rank is not in, or whose ranks have different local tensors of
-            DTensor parameters; ranks of a launcher without a group; a ``mesh`` without an axis
+            DTensor parameters; a launcher's ranks without a group; a ``mesh`` without an axis
             "dp"; a name in ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,
             which is sparse or of a class whose tensors wrap others; DTensors on several meshes, or
@@ -604,8 +604,8 @@ def shard(
             without ``torch.distributed``; nodes with different numbers of ranks, if each node is to
             have a copy.
         CheckpointError: the files of ``init`` are missing or damaged, or do not fit the module.
-        MismatchError: the ranks' modules, options or files differ; names the first parameter that
-            differs.
+        MismatchError: the ranks' modules, options or files differ; the message names the first
+            parameter that differs.
         HeapError: the heap of some rank has no room.
 
     If it raises, this rank's module is as before the call: values, memory, hooks. If it raises on

@@ -4,9 +4,9 @@ NOTE [What a rank keeps]
 At stage 3 a rank keeps its share of each parameter. At stages 1 and 2 every rank has whole
 parameters, and its shard is the share whose optimizer state it keeps, so that data which a program
 computes from its shards (an average, a second set of weights) is also divided among the ranks. At
-stage 0 a shard is the whole parameter. At stages 0 to 2 this also holds for parameters that were
-frozen at ``shard()``, which are in no bucket. If parameters are on a disk, ``values`` is a new copy
-at each access; :func:`writing_shards` writes its copies at its end.
+stage 0 a shard is the whole parameter. At stages 0 to 2 the shard of a parameter that was frozen at
+``shard()``, and so is in no bucket, is also the whole parameter. If parameters are on a disk,
+``values`` is a new copy at each access; :func:`writing_shards` writes its copies at its end.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ class _Memory:
             self._write_chunks({name: shard.values for name, shard in self.shards.items()})
         except BaseException as error:
             self.put_back()
-            # All ranks raise a refusal. No rank may read a peer's shards before that peer has
-            # restored them.
+            # All ranks raise here, so all reach this barrier: no rank may read a peer's shards
+            # before the peer has restored them.
             if isinstance(error, Exception) and not engine.comm.aborted:
                 engine.comm.barrier()
             raise
@@ -306,7 +306,7 @@ class _Memory:
     def _take_shards(self) -> None:
         self.shards = local_shards(self._engine.setup.module)
         if self._engine.setup.store is not None:
-            # Each shard is written to as one tensor, however often ``values`` is read.
+            # Make ``values`` return one copy of a shard, not a new copy at each access.
             self.shards = {
                 name: replace(shard, _values=partial(_same, shard.values))
                 for name, shard in self.shards.items()
@@ -512,7 +512,7 @@ def _engine_of_param(param: Tensor) -> ShardEngine:
         kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
         raise ArgumentError(
             "unsharded: expected a module that shard() returned, a module inside of it, or "
-            f"parameters of it, got {kind}, which is not one of its parameters"
+            f"parameters of it, got {kind}, which is not a parameter of a sharded module"
         )
     return engine
 

@@ -247,7 +247,7 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
-    """Returns the units around all modules that have a parameter, by the parameter's first name."""
+    """Returns, by first name of a parameter, the units around all modules with this parameter."""
     first: dict[int, str] = {}
     around: dict[str, list[Unit]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -343,10 +343,10 @@ def assign_buckets(
 
 
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
-    """Returns a parameter's spec: cast, contiguous, and placed in a bucket even if frozen.
+    """Returns the spec that gives a parameter, even a frozen one, a place in a bucket.
 
-    The parameter is contiguous so that, in checkpoints, a shard of a bucket is a shard of the
-    flattened parameter.
+    It has the dtype after the cast. It is contiguous so that, in checkpoints, a shard of a bucket
+    is a shard of the flattened parameter.
     """
     shape = tuple(local_of(param).shape)
     if param.dtype not in DTYPE_NAMES:

@@ -264,8 +264,8 @@ class Unsharder:
         if self._copier.joins_units:
             sizes = {key: sum(b.size_bytes for b in each) for key, each in self._buckets.items()}
             self._large = {key: size for key, size in sizes.items() if size > SMALL_BYTES}
-        # Dicts, since they have an order: of several errors, the same error is raised each time,
-        # and ranks that unshard together use the same order.
+        # Dicts, since they are ordered: if there are several errors, the same one is raised each
+        # time, and ranks that unshard together use the same order.
         self._coming: dict[ShardedBucket, None] = {}
         self._unsharded: dict[ShardedBucket, None] = {}
         self._pins = 0
@@ -413,7 +413,7 @@ class Unsharder:
             self._start(missing)
 
     def _followers(self) -> list[int]:
-        """Returns the units that followed in the last iteration, if the current one matches it."""
+        """Returns the units that come next if this iteration continues as the last one did."""
         at = len(self._now)
         return self._last[at:] if self._last[at - 1 : at] == self._now[-1:] else []
 
@@ -547,7 +547,7 @@ class Unsharder:
 
     @contextmanager
     def pin(self) -> Iterator[None]:
-        """Reshards nothing inside the context; at its end, reshards buckets unsharded inside."""
+        """Reshards nothing inside the context; at its end, reshards the buckets unsharded in it."""
         # A forward or backward may be running that needs the buckets that are unsharded now.
         kept = set(self._unsharded)
         self._pins += 1
@@ -580,8 +580,8 @@ class Unsharder:
     def is_repeated(self, unit: Unit) -> bool:
         """True if a call of a unit, outside of a call of the root, begins an iteration.
 
-        After a backward, any such call begins one. Otherwise: with gradients, a call of the unit
-        that began this iteration; without gradients, a second call of any unit.
+        After a backward, every such call begins an iteration. Otherwise, with gradients, a call of
+        the unit that began this iteration does; without gradients, a second call of any unit does.
         """
         key = id(unit)
         again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now

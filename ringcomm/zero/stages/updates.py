@@ -8,8 +8,8 @@ gradient as soon as it has arrived is from Lv et al., "Full Parameter Fine-tunin
 Models with Limited Resources" (LOMO), 2023.
 
 Code that still reads the old values is safe. A reduction ends when all ranks have contributed their
-gradients, and a rank contributes only after all nodes that give the bucket's parameters gradients
-have run, and after :meth:`BackwardUpdates.close`. At stage 3 ``close`` ends a running unsharding of
+gradients. A rank contributes only after all graph nodes that compute gradients of the bucket have
+run, and after :meth:`BackwardUpdates.close`. At stage 3 ``close`` ends a running unsharding of
 the bucket and refuses further ones until the step, so that the reduction replaces the first of the
 step's two barriers; copies that were unsharded before keep the old values. At stage 2 ``close``
 advances the parameters' versions, so that an autograd node that has saved a parameter raises, and
@@ -18,10 +18,11 @@ makes Python code that computes with a parameter raise; see NOTE [Updated parame
 
 NOTE [What the ranks agree on]
 Which parameters take the step becomes known bucket by bucket. So a small all-reduce before each
-update sends a flag for each parameter of the bucket, and the digest of the hyper-parameters, as an
-ordinary step sends once for all parameters. A rank that refuses the step, or whose backward raised,
-sends infinity as the digest: all ranks see this at the same bucket, update nothing from there on,
-and raise in ``optimizer.step()``. If buckets were updated before, the optimizer is partly updated.
+update sends a flag for each parameter of the bucket, and the digest of the hyper-parameters; an
+ordinary step sends these once, for all parameters. A rank that refuses the step, or whose backward
+raised, sends infinity as the digest: all ranks see this at the same bucket, update no further
+buckets, and raise in ``optimizer.step()``. If earlier buckets were updated, the optimizer is partly
+updated.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class BackwardUpdates:
         self._frozen: list[int] = []
         self._asked = Asked(_OPERATION)
         self._digest = 0.0
-        # Per parameter, 1.0 if it is known to take this step; and 1.0 if it took the last step.
+        # Per parameter, 1.0 if it is known to take this step (_active), or took the last step.
         self._active: list[float] = []
         self._last_active: list[float] | None = None
         # This rank's failure. _all_failed: some rank failed, and all noticed it at the same bucket.
