@@ -14,7 +14,7 @@ _LIMIT_S = 1800
 
 
 class CommandFailed(SystemExit):
-    """A command failed or did not end in time. The text has its words and its last output line."""
+    """A command failed or did not end in time; the message has its name and last output line."""
 
 
 def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:

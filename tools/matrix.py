@@ -35,7 +35,7 @@ NEEDED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest"
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: ``python`` builds and runs; ``compiler`` "c++" is the system's own."""
+    """A row of the table: a Python to build and run with, and a compiler ("c++": the system's)."""
 
     python: str
     torch: str = TORCH
@@ -88,8 +88,8 @@ def attempt(case: Case, wheels: Path, tests: Path, folder: Path) -> str:
     """
     found = interpreter(case.python)
     assert found is not None
-    # Install ringcomm from these wheels alone, since an index may have another ringcomm; then its
-    # requirements.
+    # Install ringcomm from these wheels alone, since an index may have another ringcomm; afterwards
+    # install its requirements.
     given = ("--no-index", "--no-deps", "--only-binary=ringcomm", "--find-links", wheels)
     python = make_environment(found, folder / "environment", *given, "ringcomm")
     run("sh", ROOT / "tools" / "install_torch.sh", python, f"torch=={case.torch}")
@@ -115,7 +115,7 @@ def try_all(
             continue
         compiler = "wheel" if given_wheels else compiler_name(case.compiler)
         key = (case.python, compiler)
-        if (case.torch, case.numpy, *key) in done:  # this compiler is the system's compiler
+        if (case.torch, case.numpy, *key) in done:  # already tried, as "c++"
             continue
         done.add((case.torch, case.numpy, *key))
         begin, torch, result = time.monotonic(), case.torch, "ok"

@@ -14,7 +14,7 @@ PATTERNS = ROOT / "kernels" / "bindings" / "stub.nb"
 
 
 def native_stub() -> str:
-    """Returns the stub of the built module without docstrings, which `help()` takes from it."""
+    """Returns the built module's stub, without docstrings: `help()` reads them from the module."""
     patterns = load_pattern_file(str(PATTERNS))
     generator = StubGen(_native, include_docstrings=False, patterns=patterns)
     generator.put(_native)

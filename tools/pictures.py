@@ -194,7 +194,7 @@ def _bandwidths(
 
 
 def bandwidth() -> Sheet:
-    """Draws bandwidth over size on the host, of all systems of one run."""
+    """Draws the bandwidth of all systems of one run on the host, over the size."""
     report = read(RESULTS / "2ranks-float-plain.csv")
     systems = (
         *(("ringcomm", "ringcomm", "blue"), ("gloo", "Gloo", "orange")),
@@ -215,7 +215,7 @@ def bandwidth() -> Sheet:
 
 
 def headline() -> Sheet:
-    """Draws how many times as long the other systems take at 64 MiB, of one run."""
+    """Draws, from one run, how many times as long as ringcomm other systems take at 64 MiB."""
     report = read(RESULTS / "2ranks-float-heap.csv")
     found = {
         (row.collective, row.placement, row.size_bytes, row.system): row for row in report.rows
@@ -283,7 +283,7 @@ BARS = (
 
 
 def training() -> Sheet:
-    """Draws time and memory of a training step of one run."""
+    """Draws the time and memory of a training step, for all systems of one run."""
     report = read(RESULTS / "training" / "2ranks-deepspeed.csv")
     pairs = {
         row.system: (row.time_us / 1e3, row.held_bytes / 1e6)

@@ -31,8 +31,8 @@ class BenchRun:
 
 def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
     """Plans the benchmarks, the most important first: a slow machine skips the last ones."""
-    # Both kinds of loops, Triton's kernels, torch and the copy, at all sizes, in CUDA graphs: with
-    # single calls, the rows would show the host's cost, which grows with the number of ranks.
+    # Time both kinds of loops, Triton's kernels, torch and the copy, at all sizes. CUDA graphs
+    # hide the host's cost of single calls, which grows with the number of ranks.
     how = f"{_GPU} --mode one-launch --graph --placement usual --peers {_SYSTEMS}"
     how += " -b 4K -e 256M -f 4 -r 9 -w 2"
     in_graphs = [
@@ -42,8 +42,8 @@ def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
     how = f"{_GPU} --mode one-launch --graph --ranks 2 --placement in -b 4K -e 32K -f 2 -r 15 -w 3"
     peers = "--peers ringcomm:one_shot,ringcomm:ll,torch"
     small = BenchRun("small, in graphs", 30.0, f"collectives all_reduce {how} {peers}")
-    # Processes that share the GPU, with NCCL if its version allows it; otherwise a single run shows
-    # NCCL's refusal. NCCL's kernels may wait for a rank whose process has no time slice.
+    # Processes that share the GPU: NCCL supports this from 2.30 on; with an older NCCL a single run
+    # shows the refusal. NCCL's kernels may wait for a rank whose process has no time slice.
     how = f"{_GPU} --mode processes-on-one-gpu --placement usual --peers nccl -b 4K -e 64M -f 16"
     how += " -r 5 -w 1 --turn-us 5000"
     shared = [

@@ -172,9 +172,9 @@ _TORCH = Where(["torch"], mode=ONE_LAUNCH, from_bytes=16 * MIB, graph=True)
 _NCCL = Where(["nccl"], mode=PROCESSES_ON_ONE_GPU)
 _TRITON = Where(["triton:one_shot"], mode=ONE_LAUNCH, from_bytes=16 * MIB, graph=True)
 # No goal compares eager steps with torch alone: with small models the host limits torch, so that
-# the ratio measures Python code, not the GPU. Graphs measure the GPU; for the host, FSDP2 is the
-# comparison. A share of a bound counts the bytes that must move. NCCL does not run ranks that share
-# a GPU and a launch: in a step, torch's sum and copies are the comparison.
+# the ratio measures Python code, not the GPU. Graphs measure the GPU; the host's part is compared
+# with FSDP2's. A share of a bound counts only bytes that must move. NCCL cannot run several ranks
+# in one launch on one GPU, so the step of all ranks is compared with torch's sum and copies.
 _ONE_SHOT = "ringcomm:one_shot"
 GOALS = (
     Goal("one-shot, 256 MiB, 2 ranks", ">=", 0.90, _BOUND, _large(_ONE_SHOT, 256, [2]), _share),

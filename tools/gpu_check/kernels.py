@@ -1,7 +1,7 @@
-"""Compiles the benchmarks' kernels, with both kinds of loops. Its arguments are ``9 0`` on an H100.
+"""Compiles the benchmarks' kernels, with both kinds of loops. Arguments for an H100: ``9 0``.
 
-One process per unit and kind, all at the same time. Without this, the first benchmark that needs a
-unit would wait for its compilation.
+One process compiles each unit and kind, all at the same time. Without this program, the first
+benchmark that needs a unit would wait for its compilation.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def select(text: str, budget_s: float = BUDGET_S) -> tuple[Stage, ...]:
 
 
 def limit_s(stages: Sequence[Stage], index: int, elapsed_s: float) -> float:
-    """Returns the seconds for stage ``index``: its budget plus the unused budget before it.
+    """Returns the seconds for stage ``index``: its budget, and the rest of earlier stages' budgets.
 
     A stage that overruns takes time from later stages, so that the sum of the budgets holds.
     """

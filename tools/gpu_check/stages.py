@@ -34,7 +34,7 @@ _NEVER_RUN = (
 # Time limits in seconds: of a test without a limit of its own, and of a file.
 _TEST_LIMIT_S = 60
 _FILE_LIMIT_S = 150.0
-# A file does not begin with less time: importing torch alone takes as long.
+# With less time left, no test file is started: importing torch alone takes as long.
 _LEAST_FILE_S = 10.0
 _TARGETS = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}
 MARK = "rehearsed"
@@ -115,7 +115,7 @@ def outcomes_of(output: str) -> dict[str, str]:
     """Returns the outcome of each test by its name."""
     outcomes: dict[str, str] = {}
     for name, outcome in _OUTCOME.findall(output):
-        # A teardown error follows the outcome, and warnings repeat the test's name without one.
+        # A teardown error follows the outcome, and warnings repeat the name without an outcome.
         if name not in outcomes or (outcome and outcomes[name] not in ("FAILED", "ERROR")):
             outcomes[name] = outcome
     return outcomes
@@ -250,7 +250,7 @@ def sanitize(check: CheckRun, limit_s: float) -> Result:
     end = time.monotonic() + limit_s
     verdicts, said, tail = [], [], ""
     for index, tool in enumerate(TOOLS):
-        # Ignore API errors: torch and CuPy probe the driver by failing calls; ringcomm's raise.
+        # Ignore API errors: torch and CuPy try calls that may fail; ringcomm raises its own errors.
         command = [program, "--tool", tool, "--error-exitcode=99", "--report-api-errors", "no"]
         share_s = (end - time.monotonic()) / (len(TOOLS) - index)
         done = check.runner.run([*command, sys.executable, *SANITIZER_CASES], max(share_s, 1.0))

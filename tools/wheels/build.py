@@ -70,8 +70,8 @@ def write_compiler(folder: Path, architecture: str) -> Path:
 def make_builder(python: Path, folder: Path) -> Path:
     """Creates an environment with this interpreter and ringcomm's build tools.
 
-    It has the running interpreter's version of nanobind, since the notices contain this nanobind's
-    licence and version. Returns the environment's interpreter.
+    Its nanobind has the version of the running interpreter's nanobind, since the notices contain
+    the licence and version of the latter. Returns the environment's interpreter.
     """
     shutil.rmtree(folder, ignore_errors=True)
     line = re.search(r"(?m)^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text())

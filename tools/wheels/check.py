@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.commands import run
 
-# A wheel without compiled GPU kernels that is larger contains files that do not belong there.
+# Wheels have no compiled GPU kernels, so a larger wheel contains files that do not belong there.
 MOST_BYTES = 3_000_000
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 OF_GLIBC = re.compile(r"(lib(c|m|dl|pthread|rt)|ld-linux-(x86-64|aarch64))\.so\.\d")
