@@ -62,8 +62,8 @@ LONGEST_LOOK_S = 0.25
 class Deadline:
     """The deadline of a polling wait.
 
-    A long time between two polls does not count: the process was stopped, mostly together with
-    its peers.
+    A long time between two polls does not count: the process was stopped then, and usually its
+    peers were stopped, too.
 
     Args:
         timeout_s: seconds from now on.

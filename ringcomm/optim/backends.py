@@ -146,8 +146,8 @@ class Backend(ABC):
         fused: False if the machine has no fused calls for the update.
     """
 
-    #: True if an update needs several buckets, so that it may happen in :meth:`end`. The backend
-    #: then itself loads parameters that are not in memory.
+    #: True if an update needs several buckets, so that the backend may delay it until :meth:`end`.
+    #: The backend then itself loads parameters that are not in memory.
     defers = False
 
     def __init__(
@@ -180,7 +180,7 @@ class Backend(ABC):
         return
 
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates the chunk that this rank keeps state for, without any other rank.
+        """Updates the chunk for which this rank keeps state; no other rank takes part.
 
         Args:
             bucket: bucket whose parameters are written.
@@ -392,7 +392,7 @@ def shard_of(
     tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
-        # FP32 parameters have masters if they are sent quantized. The kernel updates the masters.
+        # FP32 parameters that are sent quantized have masters, which the kernel updates instead.
         before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
         params_ptr, master = master.data_ptr() - before_bytes, None
 
@@ -423,8 +423,8 @@ def shard_of(
 class HostBackend(Backend):
     """Updates buckets by the native kernels on the CPU.
 
-    In a world of one the kernels run on the caller's thread, else in the communicator's order of
-    calls. For ``moments`` see :func:`shard_of`.
+    In a world of one the caller's thread runs the kernels at once. Otherwise each update is a call
+    of the communicator, in the order of its calls. For ``moments`` see :func:`shard_of`.
     """
 
     def __init__(
@@ -533,9 +533,9 @@ class DeviceBackend(Backend):
         options: options of the optimizer.
         table: table of the optimizer.
         moments: see :func:`shard_of`.
-        quantized_state: True if moments are quantized to 8 bits. Their update, fused with a
-            collective, would need more registers than a GPU thread has and spill to local memory,
-            so reduction, update and gathering are then separate calls.
+        quantized_state: True if moments are quantized to 8 bits. Reduction, update and gathering
+            are then separate calls: a kernel that does all three would need more registers than a
+            GPU thread has, and would spill them to local memory.
     """
 
     def __init__(
@@ -692,13 +692,14 @@ class TritonCalls:
 
 
 class TritonReducer(Reducer):
-    """Reduces the optimizer's own buckets by Triton's kernels, at each step."""
+    """Reduces the gradients in the optimizer's buckets with Triton's kernels, during a step."""
 
     def __init__(self, triton: TritonCalls, comm: Communicator | None, op: str) -> None:
         self._triton = triton
         self._comm = comm
         self._op = op
-        # Maps an output's address to a tensor for the kernels: two addresses, then norm words.
+        # Maps an output's address to a tensor that the kernels read: the addresses of the output
+        # and of the norm words, then the norm words themselves.
         self._descriptors: dict[int, Tensor] = {}
 
     def forget(self) -> None:
@@ -764,13 +765,14 @@ class TritonReducer(Reducer):
 class TritonBackend(Backend):
     """Updates buckets with Triton's kernels for AdamW.
 
-    Without a communicator the kernels run on the caller's thread, else in its order of calls.
+    Without a communicator the caller's thread runs the kernels at once. Otherwise each update is a
+    call of the communicator, in the order of its calls.
 
     Args:
         comm: the communicator, or None for a world of one on the host.
         options: options of the optimizer.
         table: table of the optimizer.
-        native: the native kernels, which begin a step.
+        native: the backend of the native kernels, which begins each step.
         moments: see :func:`shard_of`.
 
     Raises:

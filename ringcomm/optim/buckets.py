@@ -32,7 +32,7 @@ from ringcomm.optim.options import AdamWOptions
 
 Tensor = torch.Tensor
 
-#: The number of elements in a quantization block, which share one exponent.
+#: The number of elements that form a quantization block and share one exponent.
 MOMENT_BLOCK = _native.MOMENT_BLOCK_ELEMS
 
 _CUT_BITS = 20
@@ -41,7 +41,7 @@ _LEAST_EXPONENT = 36
 _NOT_FINITE = 255 - _LEAST_EXPONENT
 _WORD = (1 << 32) - 1
 
-#: The value in place of random bits that rounds to nearest, ties to the larger magnitude.
+#: With this value in place of random bits, numbers are rounded to nearest, ties away from zero.
 TO_NEAREST = 1 << (_CUT_BITS - 1)
 
 
@@ -127,7 +127,7 @@ class QuantizedMoment:
 
     @staticmethod
     def size_bytes(elems: int) -> int:
-        """Returns the bytes of a moment of ``elems`` elements, a multiple of MOMENT_BLOCK."""
+        """Returns the bytes of a moment of ``elems`` elements, which must fill whole blocks."""
         return elems + elems // MOMENT_BLOCK
 
     def _values_and_exponents(self) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ class OutsideWrites:
         followed_params = [
             params[each.param] for bucket in followed for each in bucket.layout.segments
         ]
-        # Buckets also have parameters that are in no group, and the masters of these.
+        # Buckets also contain parameters that are in no param group, with their masters.
         followed_params += left_out if followed else []
         # A write to a local tensor does not change the version of its DTensor.
         self._params = with_local(followed_params)
@@ -259,7 +259,7 @@ class OutsideWrites:
                     self._versions[at] += 1
 
     def take_over(self) -> None:
-        """If parameters were written to, copies them to the masters that do not round to them."""
+        """After writes, sets each master that does not round to its parameter to the parameter."""
         versions = self._read()
         if versions != self._versions:
             for bucket in self._buckets:
@@ -283,7 +283,7 @@ class OutsideWrites:
 
 
 def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
-    """Returns FP32 numbers after quantizing (in blocks from the first on) and dequantizing them.
+    """Quantizes FP32 numbers, dequantizes them, and returns the result; the first begins a block.
 
     Args:
         wide: float32, contiguous, on the CPU.
@@ -469,7 +469,7 @@ class BucketMemory:
 
     Attributes:
         own_params: [chunk elements], this rank's chunk of the parameters, in the heap.
-        params: [elements], in the heap: all parameters, of which ``own_params`` is a view. None if
+        params: [elements], in the heap: all parameters; ``own_params`` is a view of a part. None if
             each rank keeps only its own chunk.
         grads: [elements], in the heap, in the parameters' dtype or float32: all gradients of this
             rank. None if gradients are reduced before the step.
@@ -568,8 +568,8 @@ class Bucket:
         tag: returns a number that distinguishes reductions of this bucket's gradients from other
             reductions of equal size; 0 means no number.
         share: collective function that updates the other nodes' copies of ``own_params``. It is
-            called if no rank keeps all parameters, and always with :attr:`compression`; it then
-            sends the quantized masters, and all nodes dequantize them.
+            called if no rank keeps all parameters, and always with :attr:`compression`. With
+            compression it sends the quantized masters, and all nodes dequantize them.
     """
 
     def __init__(

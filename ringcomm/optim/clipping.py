@@ -129,12 +129,12 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
 
 @dataclass(frozen=True)
 class NormTerm:
-    """One term of a joint norm: the gradient that one of a model's optimizers steps.
+    """One term of a joint norm: the gradient for one of a model's optimizers.
 
     Attributes:
         step: the optimizer's step.
-        others: the ranks whose optimizers step other parameters, such as other experts; or None if
-            all ranks have the same parameters.
+        others: the ranks whose optimizers update different parameters, such as different experts;
+            or None if all ranks have the same parameters.
     """
 
     step: ShardedStep
@@ -147,8 +147,9 @@ def clip_joint_norm(
     """Makes the next steps of all terms scale their gradients by one joint norm; collective.
 
     Args:
-        terms: the terms. All ranks of a stage share the first, which reports a rank's refusal.
-        stages: the ranks with other stages of the model, or None.
+        terms: the terms. The first is common to all ranks of a pipeline stage; if a rank refuses to
+            clip, the other ranks receive the refusal when they reduce this term's gradients.
+        stages: the ranks that have the model's different pipeline stages, or None.
         bound_of: returns the bound, or raises.
 
     Returns:
@@ -279,7 +280,8 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
     if before.written and sharded.two_passes:
         before = sharded.reduce("l2")  # sums the norm words of the written gradients
     if before.clipped:
-        # The gradients were clipped by norm before, so multiply by the coefficient, as torch does.
+        # An earlier clipping by norm only set a coefficient. Multiply the gradients by it now, so
+        # that clipping by value sees the same gradients as in torch.
         factor = before.clip.to(torch.float32)
         _write(sharded, range(len(sharded.params)), lambda piece: piece.mul_(factor))
         before = replace(before, clip=torch.ones_like(before.clip))
@@ -293,7 +295,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 
 
 def _check_step(sharded: ShardedStep, operation: str) -> None:
-    """Raises if the step cannot be taken, or cannot sum norms after gradients were written."""
+    """Raises if the step cannot be taken, or if no norm can be summed after gradients change."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
     sharded.refuse_in_backward(name)
     sharded.refuse_if_partly_updated(name)
@@ -301,8 +303,8 @@ def _check_step(sharded: ShardedStep, operation: str) -> None:
     if setting.options.kernels == "triton" and setting.world_size > 1:
         raise UnsupportedError(
             f"{setting.where(name)}: with several ranks, Triton's kernels sum a norm only during "
-            "the reduction, but clipping by value, or of only some parameters, changes gradients "
-            'after the reduction; use kernels="native"'
+            "the reduction. Clipping by value, or clipping only some of the parameters, changes "
+            'gradients after the reduction; use kernels="native"'
         )
 
 
@@ -366,7 +368,7 @@ def _told(param: Any) -> str:
 
 
 def _only(sharded: ShardedStep, bucket: Bucket, chosen: Container[int]) -> Tensor | None:
-    """Returns a bucket's reduced gradient with zeros for other parameters; None if all are zero."""
+    """Returns a reduced gradient, zero outside the ``chosen`` parameters; None if it has none."""
     segments = [each for each in bucket.layout.segments if each.param in chosen]
     if not segments:
         return None

@@ -181,7 +181,8 @@ def check_placements(param: Tensor, called: str) -> None:
     """Checks that a parameter can be trained: if it is a DTensor, it must be tensor-parallel.
 
     Raises:
-        ArgumentError: the DTensor belongs to FSDP2, has a partial placement, or is on other ranks.
+        ArgumentError: the DTensor belongs to FSDP2, has a partial placement, or is on a mesh
+            without this rank.
         UnsupportedError: the DTensor's shards are not in the default order of its placements.
     """
     if not is_distributed(param):
@@ -216,9 +217,8 @@ def check_placements(param: Tensor, called: str) -> None:
     shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, placements)
     if tuple(shape) != tuple(local_of(param).shape):
         raise ArgumentError(
-            f"{called}: expected a local tensor of shape {tuple(shape)}, as "
-            f"{placements} on {mesh} divide {tuple(param.shape)}, got "
-            f"{tuple(local_of(param).shape)}; "
+            f"{called}: expected a local tensor of shape {tuple(shape)}, since {placements} on "
+            f"{mesh} divide the shape {tuple(param.shape)}, got {tuple(local_of(param).shape)}; "
             "pass shape= to DTensor.from_local()"
         )
 
@@ -264,9 +264,9 @@ def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
         got: the gradient.
     """
     return ArgumentError(
-        f"{called}: expected a gradient of shape {tuple(wanted.shape)}, as the parameter had it at "
+        f"{called}: expected a gradient of shape {tuple(wanted.shape)}, the parameter's shape at "
         f"shard(), got {tuple(got.shape)}: the parameter's memory was replaced since (by .data =, "
-        "resize_token_embeddings() or the like). Do that before shard(), or call "
+        "resize_token_embeddings() or the like). Replace it before shard(), or call "
         "remove_sharding() first, and build a new optimizer"
     )
 
@@ -340,7 +340,7 @@ class MeshView:
         }
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """True if this rank is the first of its replicas; a sum over the mesh counts only this one.
+        """True if this rank is the first rank with its shard; sums over the mesh skip the others.
 
         Args:
             mesh_dims: the dimensions of the mesh along which the summed tensor is sharded.
@@ -389,6 +389,6 @@ def find_mesh(params: Iterable[Tensor], operation: str) -> MeshView | None:
     if len(found) > 1:
         raise UnsupportedError(
             f"{operation}: expected DTensor parameters on one DeviceMesh, got {found[0]} and "
-            f"{found[1]}, over which no norm can be taken together; use an optimizer for each"
+            f"{found[1]}: a norm cannot be summed over two meshes; use an optimizer for each mesh"
         )
     return MeshView(found[0]) if found else None

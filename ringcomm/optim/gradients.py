@@ -1,4 +1,4 @@
-"""Gradients: moved into buckets, accumulated in FP32, reduced to shards, and their norms."""
+"""Moves gradients into buckets, accumulates and reduces them in FP32, and computes their norms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Slot(NamedTuple):
     """A parameter in a bucket, with the addresses of its value and gradient there.
 
     The addresses are cached, since reading the addresses of a thousand views takes longer than a
-    step of small parameters. ``p.grad`` becomes ``shown``: ``view``, or a DTensor around it.
+    step of small parameters. ``p.grad`` is set to ``shown``: this is ``view``, or for a DTensor
+    parameter a DTensor with the local tensor ``view``.
     """
 
     number: int
@@ -129,7 +130,7 @@ class Gradients:
                 )
 
     def collect(self) -> list[float]:
-        """Moves all gradients into the buckets; returns 1.0 for each parameter with one, else 0."""
+        """Moves gradients into the buckets; returns 1.0 per parameter with a gradient, else 0."""
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
@@ -387,7 +388,7 @@ def _divide_sums(params: Iterable[Tensor], divisor: int) -> None:
 
 
 class AccumulatedGradients(Gradients):
-    """The gradients, in an :class:`Accumulator`, of the parameters that are in buckets."""
+    """Gradients as in the base class, but summed in FP32 by an :class:`Accumulator`."""
 
     def __init__(
         self,
@@ -657,7 +658,7 @@ class HostReducer(Reducer):
 
     def _start(self, run: Callable[[Core], int], into: Into, async_op: bool) -> Work | None:
         if self._comm is None:
-            raise AssertionError("alone there is nothing to reduce")
+            raise AssertionError("a world of one rank has nothing to reduce")
         outputs = [into.out] if into.words is None else [into.out, into.words]
         return self._comm.engine.start_call(
             Call("reduce_scatter_norm", run, outputs), async_op=async_op
@@ -721,7 +722,7 @@ class DeviceReducer(HostReducer):
 
 
 def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:
-    """Makes the reducer by native kernels for tensors on a communicator's device.
+    """Makes a reducer that runs native kernels on tensors on a communicator's device.
 
     Args:
         comm: the communicator; None for a world of one on the host.

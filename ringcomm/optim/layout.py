@@ -193,7 +193,7 @@ TILE_ELEMS = _native.ADAMW_TILE_ELEMS
 
 
 def checked_bucket_elems(value: Any) -> int:
-    """Returns the elements of a bucket as an int.
+    """Checks a bucket's number of elements, and returns it as an int.
 
     Raises:
         ArgumentError: ``value`` is not a positive multiple of 512.
@@ -235,7 +235,7 @@ class Chunk(NamedTuple):
 
 
 def within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
-    """Returns a view of the elements of a chunk's tensor ``own`` that a parameter fills."""
+    """Returns the part of a chunk's tensor ``own`` that a parameter fills, as a view."""
     low, high = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
     return own[low - chunk.begin : high - chunk.begin] if low < high else own[:0]
 
@@ -256,7 +256,7 @@ class BucketLayout:
     mesh_dims: tuple[int, ...] = ()
 
     def chunk(self, number: int, world_size: int) -> Chunk:
-        """Returns chunk ``number`` of ``world_size``, for which one rank keeps state."""
+        """Returns chunk ``number`` of ``world_size`` chunks; one rank keeps state for it."""
         return self.chunk_of_size(number, _native.chunk_elems(self.elems, world_size))
 
     def chunk_of_size(self, number: int, size_elems: int) -> Chunk:
@@ -282,7 +282,7 @@ class BucketLayout:
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
-        """Returns the bucket with parameter indices from ``index_of``; None drops a parameter."""
+        """Returns the layout with parameter indices mapped by ``index_of``; None removes one."""
         moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
         segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
         return replace(self, segments=tuple(segments))
@@ -360,7 +360,7 @@ class ShardLayout:
         return ShardLayout((*self.params, *params), self.bucket_elems, (*self.buckets, *moved))
 
     def chunk(self, bucket: int, number: int, world_size: int) -> Chunk:
-        """Returns chunk ``number`` of ``world_size`` of bucket number ``bucket``."""
+        """Returns chunk ``number`` of the ``world_size`` chunks of bucket ``bucket``."""
         return self.buckets[bucket].chunk(number, world_size)
 
     @cached_property

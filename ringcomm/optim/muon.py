@@ -61,7 +61,7 @@ Tensor = torch.Tensor
 
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """Returns each parameter's owner: the least busy rank, chosen in order of falling cost."""
+    """Returns owners: each parameter, costliest first, goes to the rank with the least cost yet."""
     busy, owners = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
         owners[number] = min(range(ranks), key=lambda rank: busy[rank])
@@ -94,7 +94,7 @@ class OwnedParam:
 
 
 class OwnerExchange:
-    """Sends pieces of parameters to the parameters' owners, and returns the results.
+    """Sends pieces of parameters to the parameters' owners, and sends the results to all ranks.
 
     Args:
         params: the parameters to exchange, in the same order on all ranks.
@@ -140,7 +140,9 @@ class OwnerExchange:
         return inside == slice(0, self._params[number].spec.elems)
 
     def to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Returns this rank's own parameters, whole and flat, by number; callers may change them.
+        """Sends pieces to owners; returns the parameters that this rank owns, flat, by number.
+
+        The returned tensors are whole parameters, which the caller may change.
 
         Args:
             pieces: this rank's piece of each parameter; None if this rank has no piece.
@@ -214,7 +216,7 @@ class OwnerExchange:
 
 
 def refuse_other_options(name: str, options: AdamWOptions) -> None:
-    """Raises UnsupportedError for options that optimizers with owners do not support."""
+    """Raises UnsupportedError for options that optimizers with owned parameters do not support."""
     if options.kernels != "native" or options.master == "remainder":
         raise UnsupportedError(
             f'{name}: expected kernels="native" and master="fp32", got '
@@ -514,8 +516,8 @@ def muon_groups(
 
     Args:
         module: the module.
-        adamw: names of matrices that AdamW steps, such as embeddings and the head, frozen or not; a
-            ``*`` matches any characters between two dots of a name.
+        adamw: names of matrices that AdamW steps, such as embeddings and the head; a matrix may be
+            frozen. A ``*`` matches any characters between two dots of a name.
         settings: further entries of AdamW's group, such as ``lr``; the optimizer's values apply to
             missing entries, including ``weight_decay``.
 
@@ -539,9 +541,9 @@ class Muon(ShardedOptimizer):
     """Muon for matrices of hidden layers, and AdamW for other parameters, both sharded.
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as in
-    ``torch.optim.Muon``; one rank orthogonalises each matrix. It takes ``comm``, ``options``,
-    ``loss_scaler`` and ``mesh`` like :class:`ringcomm.optim.AdamW`. :func:`muon_groups` makes the
-    groups of a module.
+    ``torch.optim.Muon``; one rank orthogonalises each matrix. The arguments ``comm``, ``options``,
+    ``loss_scaler`` and ``mesh`` are as in :class:`ringcomm.optim.AdamW`. :func:`muon_groups` makes
+    the groups of a module.
 
     Args:
         params: as torch takes them. A group with ``"algorithm": "muon"``, the default, has only

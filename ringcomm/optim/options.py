@@ -32,9 +32,9 @@ class Compression:
     """The formats in which training sends data between nodes, where links are slow.
 
     Attributes:
-        gradients: format of sums of gradients: "none", "param", or a quantized format: "int8",
-            "fp8" or "int4". None means ``CommOptions.compression`` of the communicator. ZeRO++
-            (Wang et al., 2023) calls quantized gradients qgZ.
+        gradients: format of sums of gradients: "none" (not rounded), "param" (rounded to the
+            gradients' dtype), or a quantized format: "int8", "fp8" or "int4", called qgZ by ZeRO++
+            (Wang et al., 2023). None means the communicator's ``CommOptions.compression``.
         parameters: format of updated parameters: "param" (their dtype), or a quantized format:
             "int8", "fp8" or "int4". If quantized, all ranks compute with quantized and dequantized
             FP32 masters; the state then has masters even of FP32 parameters. ZeRO++: qwZ.
@@ -110,10 +110,11 @@ class AdamWOptions:
             multiple of 512.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
         master: master weights of 16-bit parameters: "fp32" keeps an FP32 copy. "remainder" keeps
-            the 16 bits of a master below its bfloat16 parameter: FP32 precision in half the memory,
-            but ties round away from zero. "none" keeps no masters, and needs stochastic rounding.
+            the low 16 bits of a master, whose high bits are the bfloat16 parameter: FP32 precision
+            in half the memory, but ties round away from zero. "none" keeps no masters, and needs
+            stochastic rounding.
         rounding: rounding of 16-bit parameters: "nearest" or "stochastic".
-        seed: seed of stochastic rounding; the same seed gives the same parameters in any world.
+        seed: seed of stochastic rounding; with it the bits do not depend on the number of ranks.
         accumulate_dtype: None sums gradients in ``p.grad``, in its dtype, as in torch.
             ``torch.float32`` adds each backward's gradients to FP32 sums, and drops ``p.grad``.
         unused: treatment of a parameter without gradient on any rank: "skip" leaves it as it is, as
@@ -215,7 +216,7 @@ class AdamWOptions:
         """Returns the options as JSON types."""
         described = asdict(self)
         described["accumulate_dtype"] = str(self.accumulate_dtype)
-        # Folders and sizes of buffers may be different on each rank.
+        # Leave out the disk's folder and buffer sizes, which may be different on each rank.
         described["offload_state"] = (
             "disk" if isinstance(self.offload_state, Disk) else self.offload_state or "memory"
         )

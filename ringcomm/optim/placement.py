@@ -1,7 +1,7 @@
 """Placements, which record that a sharded module's buckets hold an optimizer's parameters.
 
 ``ringcomm.zero`` puts the parameters of a module into buckets. An optimizer that is built on the
-parameters later finds their placement here, and uses its buckets instead of making its own.
+parameters later finds their placement here, and uses these buckets instead of making new ones.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModelMesh(MeshView):
         return bool(self._stages)
 
     def counts(self, mesh_dims: Sequence[int]) -> bool:
-        """True if this rank is the first of its replicas; ranks of other stages are not replicas.
+        """True if this rank is the first of the ranks that have its stage and its shard.
 
         Args:
             mesh_dims: the dimensions of the DTensors' mesh along which the summed tensor is
@@ -94,7 +94,7 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _axis_of(dim: int, tensor_mesh: MeshView, whole: MeshView, operation: str) -> int | None:
-    """Returns the axis of ``whole`` with the ranks of dimension ``dim``; None for one rank."""
+    """Returns the axis of ``whole`` with the ranks of ``dim``; None if ``dim`` has one rank."""
     if tensor_mesh.mesh.size(dim) == 1:
         return None
     mine = dist.get_process_group_ranks(tensor_mesh.mesh.get_group(dim))
@@ -182,7 +182,7 @@ def ranks_of_stage(others: DeviceMesh | None, tensor_mesh: MeshView | None) -> M
 def with_all_stages(
     comm: Communicator | None, others: DeviceMesh | None, operation: str
 ) -> AbstractContextManager[None]:
-    """Returns a context that raises errors on the ranks of all stages and shards; collective.
+    """Returns a context that raises one rank's error on the ranks of all stages; collective.
 
     Without it, an error in one stage's comparison would leave the other stages waiting.
 
@@ -356,7 +356,7 @@ def check_ranks(
 def move_parameters(
     params: list[Tensor], buckets: Buckets, comm: Communicator | None, broadcast: bool
 ) -> None:
-    """Moves the parameters into their buckets; with ``broadcast``, all get rank 0's values."""
+    """Moves parameters into their buckets; ``broadcast`` copies rank 0's values to all ranks."""
     buckets.adopt(params)
     if comm is not None and broadcast:
         for bucket in buckets:

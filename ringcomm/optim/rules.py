@@ -46,7 +46,8 @@ Group = Mapping[str, Any]
 class ParamState:
     """A parameter's state: its numbers, and the names of its tensors, but not their elements.
 
-    The buckets have the tensors in :attr:`tensors`; :meth:`UpdateRule.kept_whole` returns others.
+    Tensors named in :attr:`tensors` are in the buckets. :meth:`UpdateRule.kept_whole` returns state
+    tensors that are in no bucket.
 
     Attributes:
         numbers: numbers of the state by name, such as "step".
@@ -187,7 +188,8 @@ class UpdateRule(ABC):
             groups: param groups of the optimizer.
             buckets: buckets of the parameters.
             chunks: number of chunks of each bucket; 1 if every rank keeps the whole state.
-            states: the existing states of the first parameters; the buckets have their tensors.
+            states: the states of the parameters that existed before groups were added; the buckets
+                have the states' tensors.
         """
         return
 

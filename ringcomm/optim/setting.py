@@ -88,7 +88,7 @@ class LossScaler:
         scale, hysteresis = self.options.init_scale, self.options.hysteresis
         with normal_tensors():
             self._scale = torch.full((), scale, dtype=torch.float32, device=device)
-            # Numbers of clean steps in a row, and of further overflows until the scale falls.
+            # The number of clean steps in a row, and the number of overflows until the scale falls.
             self._clean = torch.zeros((), dtype=torch.int64, device=device)
             self._credit = torch.full((), hysteresis, dtype=torch.int64, device=device)
         self._owner: weakref.ref[object] | None = None
@@ -213,7 +213,7 @@ class Setting:
 
     @property
     def launches(self) -> bool:
-        """True if the kernels run on a device; to read results, the host waits for the device."""
+        """True if the kernels run on a device; the host must wait before it reads results."""
         return self.comm is not None and self.comm.launches
 
     @property

@@ -178,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
             for dtype in {each.dtype for each in sums}:
                 alike = [each for each in sums if each.dtype is dtype]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, local, inv_scale)
-                # A step detects stale results by versions, which the operator does not change.
+                # A step finds changed gradients by version, which the operator does not increment.
                 if not asks:
                     torch.autograd.graph.increment_version(alike)
             found = {local.device: local}
@@ -511,7 +511,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"{self._setting.where('prepare')}: param group {index}, parameter "
                         f"{number}: expected a parameter that the optimizer was built on. If "
                         "DeepSpeed, or another library that shards or reduces by itself, has "
-                        'replaced it, pass comm="alone", else the ranks as comm='
+                        'replaced it, pass comm="alone"; otherwise pass the ranks as comm='
                     )
         self._built_on = None
 
@@ -791,7 +791,7 @@ def _check_in_backward(
     if not rule.elementwise:
         raise ArgumentError(
             f'{name}: update: expected "in_step", got "in_backward": the update of an element '
-            "depends on others, of its parameter or of several buckets"
+            "depends on others: on elements of its parameter, or on elements of several buckets"
         )
     if loss_scaler is not None:
         raise ArgumentError(

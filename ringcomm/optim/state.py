@@ -35,8 +35,9 @@ from ringcomm.optim.step import ShardedStep
 
 # ---- Error feedback of quantized gradients, saved and loaded for any number of nodes ------------
 # NOTE [Error feedback of other nodes] Each node has one error-feedback buffer per bucket, divided
-# over its ranks: the quantization errors of partial sums that are not averaged yet. If as many
-# nodes load as saved, each node loads its own buffers, and training continues with the same bits.
+# over its ranks. The buffer has the quantization errors of partial sums, not averaged yet. If as
+# many nodes load as saved, each node loads its own buffers, and training continues with the same
+# bits.
 # If M nodes saved and N nodes load, node n loads the sum of the buffers of nodes n, n + N, ...: the
 # total error does not change. With ``reduce="avg"`` the error belongs to the mean gradient, so the
 # buffers are multiplied by (ranks that load) / (ranks that saved). A single node quantizes nothing,
@@ -48,8 +49,8 @@ from ringcomm.optim.step import ShardedStep
 Tensor = torch.Tensor
 
 #: A function (node, first element, tensor) that reads a bucket's saved errors into the tensor: the
-#: errors of the partial sums of ``node``, or of the sums if it is None. Elements that were not
-#: saved become zeros.
+#: errors of the partial sums of ``node``, or the errors of the sums if ``node`` is None. Elements
+#: that were not saved become zeros.
 Read = Callable[[int | None, int, Tensor], None]
 
 
@@ -423,7 +424,7 @@ class SavedShard:
         self.operation = operation
         if not isinstance(saved, Mapping) or "shard" not in saved:
             hint = (
-                "; for one of torch.optim, call load_torch_state_dict()"
+                "; to load a state of torch.optim, call load_torch_state_dict()"
                 if isinstance(saved, Mapping) and "param_groups" in saved
                 else ""
             )

@@ -54,7 +54,7 @@ PIECE_ELEMS = 1 << 20
 LARGEST_ELEM_BYTES = 16
 # Least number of swap units that the buffers must hold, so that reads, writes and updates overlap.
 LEAST_BUFFERS = 4
-# Device memory for buffers with offload_state="cpu": the default of Disk.buffer_bytes.
+# Bytes of device memory for buffers with offload_state="cpu"; equal to Disk.buffer_bytes' default.
 PINNED_BUFFER_BYTES = 64 << 20
 
 
@@ -257,7 +257,7 @@ class SwapBuffer:
         self._holds = weakref.ref(piece)
 
     def swap_in(self, piece: StatePiece, storage: SwapStorage) -> None:
-        """Submits the transfers that replace the content by a piece's swap unit; then wait()."""
+        """Submits transfers that replace the content by a piece's swap unit; then call wait()."""
         if self.holds is piece:
             return
         self.swap_out(storage)
@@ -406,7 +406,7 @@ class PiecedOffload(StateOffload):
         self._is_laid_out = True
 
     def _enlarged(self, piece: StatePiece, unit_tensors: tuple[UnitTensor, ...]) -> StatePiece:
-        """Returns a piece with more tensors, of zeros, in its swap unit."""
+        """Returns a copy of a piece, whose swap unit also has the missing tensors, as zeros."""
         made = StatePiece(piece.bucket_ref, piece.chunk, unit_tensors)
         if piece.extent is None or not piece.size_bytes:
             return made
@@ -603,7 +603,7 @@ def make_offload(setting: Setting) -> StateOffload:
         )
         there = setting.device if setting.comm is None else setting.comm.heap_device
         raise UnsupportedError(
-            f"{setting.where('prepare')}: offload_state: expected {expected}, got them on {there}"
+            f"{setting.where('prepare')}: offload_state: expected {expected}; they are on {there}"
         )
     with all_or_none(setting.comm, OPERATION):
         if isinstance(target, Disk):

@@ -1,4 +1,4 @@
-"""The step of a sharded optimizer over its buckets: one pass, or two to clip, scale or check."""
+"""The step of a sharded optimizer: one pass over buckets, or two to clip, scale or check first."""
 
 from __future__ import annotations
 
@@ -655,8 +655,8 @@ class ShardedStep(PreparedStep):
         """Returns the error for a parameter that was frozen while it had a gradient."""
         head = where(operation, self.setting.rank, self.setting.world_size)
         return ArgumentError(
-            f"{head}: {self.gradients.label(index)}: was frozen "
-            "after its gradient had come; call zero_grad() in between"
+            f"{head}: {self.gradients.label(index)}: was frozen after its gradient had come; call "
+            "zero_grad() before you freeze a parameter"
         )
 
     def digest(self, asked: Asked, frozen: list[int]) -> float:
@@ -732,8 +732,8 @@ class ShardedStep(PreparedStep):
 
         Args:
             kind: "l2", "l1" or "inf".
-            gradient_of: returns the gradient of the elements that :meth:`own_gradient` returns for
-                a bucket; or None, on all ranks, to leave the bucket out.
+            gradient_of: returns a gradient of a bucket, for the same elements as
+                :meth:`own_gradient`; or None, on all ranks, to leave the bucket out.
 
         Returns:
             int64 [24], the sum over all buckets and ranks.

@@ -145,7 +145,7 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
 
 
 def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
-    """Returns saved states by this optimizer's indices; groups list the saved keys in "params"."""
+    """Returns saved states by parameter index; the saved groups list the keys in index order."""
     keys = [key for group in given["param_groups"] for key in group["params"]]
     found: dict[int, Any] = {}
     for index, key in enumerate(keys):
@@ -234,11 +234,11 @@ def _step_of(state: ParamState | None) -> float:
 def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.shape != shape or not tensor.is_floating_point():
         got = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else tensor
-        raise CheckpointError(f"{called}: expected floating-point of shape {shape}, got {got}")
+        raise CheckpointError(f"{called}: expected a float tensor of shape {shape}, got {got}")
 
 
 def _has_master(sharded: ShardedStep, index: int) -> bool:
-    """True if a full state has a parameter's master: it is 16-bit, or nodes send it quantized."""
+    """True if a full state has a parameter's master: of 16-bit and of quantized parameters."""
     spec, (number, _) = (
         sharded.layout.params[index],
         sharded.layout.locations.get(index, (None, None)),

@@ -44,9 +44,9 @@ from ringcomm.process import Deadline
 from ringcomm.rendezvous.same_node import Lookout
 
 # ---- File descriptors: errors if the process has none left; sending a descriptor to a process ----
-# A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their device
-# again, and ``pidfd_getfd`` needs the permission to trace the other process, which Yama mostly
-# denies. So descriptors are sent as SCM_RIGHTS over a Unix socket.
+# A GPU driver's descriptor cannot be opened through ``/proc/<pid>/fd``: this would open its device
+# again. ``pidfd_getfd`` needs the permission to trace the other process, which Yama usually denies.
+# So descriptors are sent as SCM_RIGHTS over a Unix socket.
 
 _NONE_LEFT = {
     errno.EMFILE: "this process has no file descriptor left. Its limit is {limit} (ulimit -n): "
@@ -97,7 +97,7 @@ def shortage_of(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def forming(operation: str) -> Iterator[None]:
-    """Converts errors inside that come from exhausted descriptors to RendezvousError.
+    """Converts errors inside to RendezvousError if exhausted file descriptors caused them.
 
     Args:
         operation: names the communicator that is built and the rank, for errors.
@@ -204,7 +204,7 @@ FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
 # The first stages: a rank that has arrived has posted in one of them.
 FIRST_STAGES = ("device", "heap")
-# Seconds for which rank 0 waits until peers have read its error: its store mostly ends with it.
+# Rank 0 waits these seconds for peers to read its error: the store usually ends with its process.
 LINGER_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
 MOST_NODE_ID_CHARS = 200
@@ -222,7 +222,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """The members of one rendezvous, their store, the deadline, and their lookout."""
+    """The members of one rendezvous, their store, the deadline, and their :class:`Lookout`.
+
+    The lookout finds members that can no longer come.
+    """
 
     store: Store
     name: str
@@ -321,7 +324,7 @@ def machine_of(node_id: str) -> str:
 
 
 def host_and_port(store: Any) -> tuple[str, int] | None:
-    """Returns the address of a torch store's server, or None for a store without one."""
+    """Returns the address of a torch store's server, or None for a store without a server."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -344,7 +347,7 @@ def _asking(spec: RendezvousSpec) -> Iterator[None]:
         if ended := spec.lookout.ended():
             raise PeerLost(
                 f"{silent}, and the process of rank {', '.join(map(str, ended))} has ended. See "
-                "why, and build a communicator of the ranks that are left, at a store that lives"
+                "why, and build a communicator of the ranks that are left, with another store"
             ) from error
         raise RendezvousError(
             f"{silent}: {str(error).partition(chr(10))[0]}. See whether the process that holds it "
@@ -443,7 +446,7 @@ class Announced(Protocol):
 
 
 def check_announced(spec: RendezvousSpec, mine: Announced, theirs: Announced, rank: int) -> None:
-    """Compares the handle that ``rank`` announced with this rank's.
+    """Compares the handle that ``rank`` announced with this rank's handle.
 
     Raises:
         MismatchError: the ranks disagree on world size or options.

@@ -1,7 +1,7 @@
 """Reads a rank's launch environment, and finds the store for ranks of several nodes.
 
-Importing this module does not load torch: the process that starts a command's ranks does not need
-it.
+Importing this module does not load torch, since the process that starts a command's ranks does not
+need torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LaunchedRank:
         launcher: the name of the launcher.
         rank: the rank of this process.
         world_size: the number of ranks.
-        local_world_size: the ranks on this node; all ranks, if the launcher does not set it.
+        local_world_size: the number of ranks on this node; ``world_size`` if it is not set.
         has_master: True if MASTER_ADDR and MASTER_PORT are set.
         job: the launcher's name for the launch, or "".
         address: the rendezvous address for several nodes without MASTER_ADDR, if known.
@@ -149,7 +149,10 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchedRa
 
 
 def _is_of_srun(variables: Mapping[str, str]) -> bool:
-    """True if srun set the PMI variables, as with --mpi=pmi2; Hydra sets more PMI variables."""
+    """True if srun (with --mpi=pmi2) set the PMI variables, and not MPICH's launcher Hydra.
+
+    Hydra sets more PMI variables.
+    """
     return "MPI_LOCALNRANKS" not in variables and variables.get("SLURM_PROCID") == variables.get(
         "PMI_RANK"
     )
@@ -165,8 +168,8 @@ def launched_world() -> str | None:
 
 def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
-    # Do as torch does for env://, except that the server does not wait for the other ranks. A
-    # server of torchrun outlives the ranks.
+    # Do as torch does for env://, except that the server does not wait for the other ranks. If
+    # torchrun's agent serves the store already, rank 0 does not serve it.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launched.rank == 0 and not of_agent
     try:
@@ -362,7 +365,8 @@ _JOB = "OMPI_MCA_ess_base_jobid"
 def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
     """Returns mpirun's host if mpirun reports exactly one address, which is IPv4; else None.
 
-    If there are several, some may be unreachable (a bridge of containers); they are not marked.
+    If there are several, some may be unreachable, such as the address of a bridge of containers,
+    and mpirun does not report which.
     """
     uri = re.fullmatch(
         r"\d+\.0;tcp://(\d+\.\d+\.\d+\.\d+):\d+", variables.get(_LAUNCHER_URI, ""), re.ASCII
@@ -380,7 +384,8 @@ def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
 # ---- the store at the address --------------------------------------------------------------------
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
-# Seconds per attempt: a host that is down does not answer; resolvers give up after 5 to 30 s.
+# Seconds. A host that is down does not answer, so a connection is tried for ATTEMPT_S. An attempt
+# that also resolves a name, which may take 5 to 30 s, takes less than LONGEST_ATTEMPT_S.
 ATTEMPT_S, LONGEST_ATTEMPT_S = 10.0, 60.0
 
 
@@ -454,9 +459,9 @@ def store_at(
     called = f"{address.host}:{address.port}"
     if rank == 0 and not address.is_here:
         raise RendezvousError(
-            f"{operation}: the other ranks call rank 0 at {called} ({address.source}), and rank 0 "
-            "runs on another host. Have the launcher start it there, or set MASTER_ADDR to rank "
-            "0's host and MASTER_PORT to a free port on all ranks"
+            f"{operation}: the other ranks connect to {called} ({address.source}), but rank 0 runs "
+            "on another host. Have the launcher start rank 0 there, or set MASTER_ADDR to rank 0's "
+            "host and MASTER_PORT to a free port on all ranks"
         )
     try:
         _stores[key] = open_store(key, world_size, timeout_s, serves=rank == 0)

@@ -5,8 +5,8 @@ the socket follows from two facts that all ranks of a launch share: the user, an
 started them. The socket is in a folder that only this user can enter, so no other user can take it.
 
 Rank 0 also listens at an abstract socket of the same name, which needs no folder: ranks in
-containers that share the network but not the folder find it there, and warn. Another user may own
-this name, so each side gets the other side's user from the kernel.
+containers that share the network but not the folder find rank 0 there, and warn. Another user may
+own this name, so each side gets the other side's user from the kernel.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["LOOPBACK", "Lookout", "Parent", "store_on_node"]
 
 # ---- Watches the members of a rendezvous for ranks that can no longer come ----------------------
 # A rank that ends without an error posts nothing, so the others would wait for it until the
-# timeout. But they have some ranks' processes: from a group's parent communicator, and from the
-# handles that have arrived.
+# timeout. But a rank can watch some ranks' processes: a group's parent communicator has processes,
+# and each handle that has arrived names one.
 
 
 LOOK_S = 0.01
@@ -59,7 +59,7 @@ class Parent(Protocol):
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
         """Returns the ranks among ``ranks`` that make no more calls here, with the reasons.
 
-        Ranks are those of the outermost communicator; a reason is the end of a sentence.
+        Ranks are numbered as in the outermost communicator; a reason is the end of a sentence.
         """
         ...
 
@@ -70,7 +70,7 @@ class Lookout:
     Args:
         ranks: the members' ranks in the outermost communicator, by new rank.
         processes: the processes known already, by rank in the outermost communicator.
-        parent: the parent of the new communicator; None: it has none.
+        parent: the parent of the new communicator; None if it has no parent.
 
     Attributes:
         processes: the known processes on this machine, except this process.
@@ -93,7 +93,7 @@ class Lookout:
             self.processes[self._ranks[rank]] = _native.Process(pid, with_descriptor=False)
 
     def named(self, rank: int) -> str:
-        """Returns a member's name, with both numbers if the outermost rank differs."""
+        """Names a member by its rank; also by its outermost rank, if this is another number."""
         world_rank = self._ranks[rank] if rank < len(self._ranks) else rank
         return f"rank {rank}" if world_rank == rank else f"rank {world_rank} (rank {rank} here)"
 
@@ -448,7 +448,8 @@ def ask_port(sockets: LaunchSockets, deadline: Deadline) -> int:
     strangers: set[str] = set()
     while not deadline.is_over():
         with _connected(sockets.abstract, strangers) as outside:
-            # Rank 0 listens in the folder first: if it is not there now, it uses another folder.
+            # Rank 0 listens in the folder before it listens here. If it listens here, but not in
+            # this rank's folder, it uses another folder.
             port = _asked_in_folder(sockets, deadline, strangers)
             if port is None and outside is not None:
                 port = _answer(outside, deadline)

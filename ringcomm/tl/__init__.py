@@ -1,7 +1,7 @@
 """Write Triton kernels that communicate: the device library, and fused kernels built with it.
 
 On the host, :class:`Context` provides the arguments that kernels need, and symmetric memory. In
-kernels, the functions below move data between ranks and order it; ``docs/triton.md`` shows how.
+kernels, the functions below move data between ranks and synchronize them (``docs/triton.md``).
 :func:`all_gather_matmul`, :func:`matmul_reduce_scatter` and :func:`reduce_scatter_rms_norm` are
 such kernels. Start with ``context.py``.
 """

@@ -46,7 +46,7 @@ T = TypeVar("T")
 _TWO_NUMBERS = struct.Struct("<qq")
 # Memory of contexts that ended without all ranks' consent, so that a peer may still use it.
 _abandoned: list[object] = []
-# Maps a kernel's id and its address parameters' names to the kernel and the form to launch.
+# Maps a kernel's id and its address parameters' names to the kernel and its form that is launched.
 _launched: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}
 
 
@@ -81,9 +81,9 @@ def _with_int64(function: FunctionType, names: tuple[str, ...]) -> FunctionType:
 def _for_any_address(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
     """Returns the kernel in a form that compiles once for all values of ``addresses``.
 
-    Triton would compile again (seconds, while the peers wait) for an address that is a multiple of
-    16 after others that were not, and for an address below 2^31, which it would take for an int32.
-    The kernels themselves check whether addresses are aligned.
+    Triton would otherwise compile again, in seconds while the peers wait: for the first address
+    that is a multiple of 16, and for the first address below 2^31, which it passes as an int32. The
+    kernels themselves check whether addresses are aligned.
     """
     if not isinstance(kernel, JITFunction) or not addresses:
         return kernel  # the interpreter's kernel, or the user's own wrapper of a kernel
@@ -112,8 +112,8 @@ class Context:
     once all ranks have arrived, so that no peer's kernel can use it any more. If the context ends
     in another way (an exception, a fault, no close) its memory stays until the process ends.
 
-    A communicator's collectives and a context's kernels are separate: on a GPU order them by the
-    stream, on the host by the program.
+    A communicator's collectives and a context's kernels are not ordered among each other: on a GPU
+    order them by the stream, on the host by the order of the calls.
 
     Args:
         comm: the communicator of the ranks.
@@ -221,7 +221,7 @@ class Context:
         return Symmetric(whole[: prod(shape)].view(shape), ptrs)
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
-        """Returns the result that ``make`` had in the first call with ``key``.
+        """Returns the result of ``make()``, which is called only the first time for each ``key``.
 
         Args:
             key: names the result in this context, for instance a kernel's synchronization words.
@@ -401,8 +401,8 @@ class _Site:
         n, d = partials.shape[0] // world, partials.shape[1]
         if n * world != partials.shape[0] or d == 0:
             raise self.fail(
-                f"x: expected a multiple of {world} rows, the world size, of at least one element, "
-                f"got {tuple(partials.shape)}"
+                f"x: expected rows of at least one element, and a number of rows divisible by the "
+                f"world size {world}, got {tuple(partials.shape)}"
             )
         if d > LARGEST_ROW:
             raise UnsupportedError(
@@ -419,7 +419,7 @@ class _Words:
     Attributes:
         ranks: words by which ranks synchronize.
         chunks: words by which blocks signal that chunks have arrived or are stored.
-        epochs: numbers of calls, for the blocks that count calls.
+        epochs: for each block that counts calls, the number of calls.
     """
 
     ranks: Symmetric
@@ -550,7 +550,8 @@ def matmul_reduce_scatter(context: Context, a: Tensor, b: Tensor, inbox: Symmetr
     world = context.comm.world_size
     if rows % world:
         raise checks.fail(
-            f"inbox: expected a multiple of {world} rows, the world size, got {tuple(room.shape)}"
+            f"inbox: expected a number of rows divisible by the world size {world}, got "
+            f"{tuple(room.shape)}"
         )
     if a.dim() != 2:
         raise checks.fail(f"a: expected a matrix of {rows} rows, got {tuple(a.shape)}")
@@ -608,7 +609,8 @@ def reduce_scatter_rms_norm(
         weight: [d]; ``weight`` and the result have the dtype of ``x``.
         eps: added to the mean square of a row.
         residual: [n, d], added to the sum.
-        summed: [n, d], receives the sum, with the residual, rounded; may be ``residual``.
+        summed: [n, d], receives the rounded sum, including the residual; may be the same tensor as
+            ``residual``.
 
     Returns:
         [n, d], the normalized rows.

@@ -170,7 +170,7 @@ def _boxes(flat: TensorStorageMetadata, shape: Sequence[int]) -> list[ChunkStora
 
 
 def _own_key(container: Any, key: str | int) -> Any:
-    """Returns a container's own key, for a key that torch's flattening may have made text."""
+    """Returns a container's own key, for a key that torch may have converted to a string."""
     if isinstance(container, dict) and key not in container:
         return next(each for each in container if str(each) == key)
     return key
@@ -335,7 +335,7 @@ class StorageWriter(storage.StorageWriter):
         super().__init__()
         self.path = Path(path)
         self._data = data
-        self._partial = self.path  # prepare_global_plan() sets it to the hidden folder
+        self._partial = self.path  # on the coordinator, later the hidden folder
         self._clean_up: Callable[[], object] = _nothing
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 NOTE [Every rank writes its own]
 Names, shapes and dtypes determine the place of each element in the files. So all ranks of a sharded
 module write at the same time: each rank writes its own contiguous elements at their offsets, and
-nothing is gathered. Before, the first rank makes the files and their headers. After all ranks have
+nothing is gathered. Before this the first rank makes the files and headers. After all ranks have
 synced their data, the first rank gives the folder its name.
 """
 
@@ -161,8 +161,8 @@ def _tied(reader: Reader) -> dict[str, str]:
     for alias, name in tied.items() if isinstance(tied, dict) else [(tied, None)]:
         if f"{MODEL_PREFIX}{name}" not in saved or f"{MODEL_PREFIX}{alias}" in saved:
             raise CheckpointError(
-                f"export: {reader.folder}: data['tied'] has {alias!r} for {name!r}; expected a "
-                "dict from aliases that are not saved to saved weights, both named as in the model"
+                f"export: {reader.folder}: data['tied'] maps {alias!r} to {name!r}; expected to "
+                "map an alias, which is not saved, to a saved weight, both named as in the model"
             )
     return dict(tied)
 

@@ -241,7 +241,9 @@ class Reader:
                 "never finished, or the folder is something else. Load another checkpoint"
             ) from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}. Load another one") from error
+            raise CheckpointError(
+                f"{path}: cannot be read: {error}. Load another checkpoint"
+            ) from error
         return Manifest.from_text(text, str(path))
 
     def _saved(self, name: str) -> SavedTensor:
@@ -252,7 +254,7 @@ class Reader:
     def _rank(self, rank: int) -> Any:
         if not 0 <= rank < self.world_size:
             raise ArgumentError(
-                f"{self.folder}: expected a rank of the {self.world_size} that saved, got {rank}"
+                f"{self.folder}: expected one of the {self.world_size} ranks that saved, got {rank}"
             )
         return self.manifest.ranks[rank]
 

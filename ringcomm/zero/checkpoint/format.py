@@ -317,7 +317,7 @@ def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
     if held < prod(size):
         raise ValueError(f"the pieces hold {held} of its {prod(size)} elements")
     if held > prod(size) or not _cover(size, pieces):
-        raise ValueError(f"two pieces overlap, of {len(pieces)}")
+        raise ValueError(f"two pieces overlap; the tensor has {len(pieces)} pieces")
 
 
 def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
@@ -566,7 +566,8 @@ def _check_head(body: Any) -> None:
     version, crc32 = body.pop("version", None), body.pop("crc32", None)
     if version != VERSION:
         raise ValueError(
-            f"expected version {VERSION}, got {shown(version)}: read it with its ringcomm release"
+            f"expected version {VERSION}, got {shown(version)}: read it with the ringcomm release "
+            "that wrote it"
         )
     actual = _crc32(body)
     if crc32 != actual:

@@ -54,7 +54,7 @@ from ringcomm.zero.stages.units import Values, WeightSource
 #
 # A model of the transformers library may have other names than its files, and may stack experts,
 # which are separate tensors in the files, into one parameter. The library's own conversion tables
-# are used if a stack of the files' tensors keeps the order of the parameter's elements.
+# are used if stacking the files' tensors gives the parameter's elements in their order.
 
 Tensor = torch.Tensor
 
@@ -350,9 +350,9 @@ class Matched:
     """The parameters and buffers of a module, matched with the tensors of files.
 
     Attributes:
-        found: by first name in the module, the stored tensors whose concatenated elements are the
-            elements of the module's flattened tensor.
-        keys: the names that only one side has.
+        found: maps a tensor's name in the module (if it is tied, its first name) to the stored
+            tensors whose elements, one after the other, are the elements of the flattened tensor.
+        keys: the names that only the module or only the files have.
     """
 
     found: dict[str, tuple[StoredTensor, ...]]
@@ -526,7 +526,7 @@ def is_transformers(root: nn.Module) -> bool:
 
 
 def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns an initializer of modules: the model's ``_init_weights()``, or their own method.
+    """Returns an initializer of modules: ``_init_weights()`` of the model, or reset_parameters().
 
     A model of the transformers library defines how its modules are initialized, including buffers
     that are in no file (rotary frequencies).

@@ -169,12 +169,14 @@ def read_extra_state(
 
     Args:
         root: the root module; its modules must be the modules that were saved.
-        saved: the result of :func:`save_extra_state`; other tensors in it are ignored.
+        saved: the result of :func:`save_extra_state`; tensors that its data do not name are
+            ignored.
         device: the device for tensors that were not on the host.
         fail: makes an error from its message.
 
     Raises:
-        CheckpointError: other modules have extra state, or the saved state is damaged.
+        CheckpointError: the modules with extra state are not the saved modules, or the saved state
+            is damaged.
     """
     if not isinstance(saved.data, dict):
         raise fail("its extra state is damaged")
@@ -286,7 +288,7 @@ class TrainState:
         """Returns this rank's shard of each flat tensor, by name, to be saved or loaded in place.
 
         The entry "facts" has all other data of module and optimizer, as JSON. Buffers, and tensors
-        in modules' extra state, are whole; the entry "extra" has the other extra state.
+        in modules' extra state, are whole; the entry "extra" has the rest of the extra state.
 
         Raises:
             ArgumentError: called inside ``unsharded()`` or ``exchanged()``.
@@ -402,7 +404,8 @@ def save(
         data: JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
         keep: number of checkpoints to keep, the latest ones; None keeps all.
         trainable_only: leave out the parameters that were frozen when the module was sharded. A
-            load does not change these parameters; equal results need equal values of them.
+            load does not change these parameters; for equal results they must have the same values
+            as at the save.
 
     Returns:
         The checkpoint's folder.

@@ -115,7 +115,7 @@ def test_bad_boxes_and_ranks_and_files_are_refused(tmp_path):
         with pytest.raises(ArgumentError, match="expected a box in size"):
             reader.read_box("moment", offsets, out)
     for rank in (-1, 1):
-        with pytest.raises(ArgumentError, match="expected a rank of the 1 that saved"):
+        with pytest.raises(ArgumentError, match="expected one of the 1 ranks that saved"):
             reader.rank_data(rank)
     with pytest.raises(ArgumentError, match="has no file 'other'"):
         reader.verify(["other"])
