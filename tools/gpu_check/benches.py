@@ -38,7 +38,7 @@ def plan(nccl_version: Sequence[int]) -> list[BenchRun]:
     in_graphs = [
         BenchRun(f"in graphs, {n} ranks", 45.0, f"collectives {how} --ranks {n}") for n in WORLDS
     ]
-    # Small sizes in finer steps, with the algorithm for small messages (LL).
+    # Time small sizes in finer steps, also with LL, the algorithm for small messages.
     how = f"{_GPU} --mode one-launch --graph --ranks 2 --placement in -b 4K -e 32K -f 2 -r 15 -w 3"
     peers = "--peers ringcomm:one_shot,ringcomm:ll,torch"
     small = BenchRun("small, in graphs", 30.0, f"collectives all_reduce {how} {peers}")
@@ -57,7 +57,7 @@ def multicast_plan(gpus: int) -> list[BenchRun]:
     """Plans multicast in place and through windows, for ``gpus`` GPUs; none for a single GPU.
 
     Tensors of the heap are at equal offsets of all ranks' heaps, so calls on these tensors work in
-    place. Calls on other tensors use the windows. GPUs without multicast fail these runs.
+    place. Calls on other tensors use the windows. The runs fail on GPUs without multicast.
     """
     if gpus < 2:
         return []

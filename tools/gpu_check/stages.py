@@ -285,7 +285,7 @@ METRICS = {
 
 
 def profiled(output: str) -> dict[str, str]:
-    """Returns a line per kernel from the output of ``ncu --csv --page raw``, with its position."""
+    """Returns each kernel's figures, by position and name, from ``ncu --csv --page raw``."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     found = {}
     for place, row in enumerate(csv.DictReader(lines)):

@@ -1,7 +1,7 @@
 """Licences (PEP 639) and SBOM (PEP 770) of the third-party code in a wheel.
 
-The SBOM is CycloneDX 1.6. Zig and nanobind are the running interpreter's, which the build also
-uses; their versions are read from their sources.
+The SBOM is CycloneDX 1.6. It describes the Zig and nanobind of the running interpreter, which the
+build also uses; their versions are read from their sources.
 """
 
 from __future__ import annotations

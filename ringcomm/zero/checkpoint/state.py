@@ -423,7 +423,7 @@ def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the persistent buffers by unwrapped name, each once."""
+    """Returns the persistent buffers by unwrapped name, each under one name only."""
     found: dict[str, Tensor] = {}
     for prefix, owner in named_modules(module):
         for name, buffer in owner._buffers.items():

@@ -344,7 +344,7 @@ class _Access:
 
     @property
     def kept_whole(self) -> Mapping[str, Tensor]:
-        """The tensors of the parameter's state that all ranks have whole, by name."""
+        """The tensors of the parameter's state that all ranks have in full, by name."""
         return self.sharded.rule.kept_whole(self.index)
 
     def gathers(self, local: bool) -> bool:
@@ -498,7 +498,7 @@ class _Access:
         return value
 
     def publish(self) -> None:
-        """Sends this rank's new shard of the parameter to all ranks with a copy; collective."""
+        """Sends this rank's new shard to all ranks with a copy of the parameter; collective."""
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
         if bucket.compression is not None:

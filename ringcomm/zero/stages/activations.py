@@ -130,7 +130,7 @@ class Content:
         self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
 
     def find_storage(self) -> Storage | None:
-        """Returns the storage with the bytes, at offset ``at``, or None if there is none."""
+        """Returns the storage with the bytes, at offset ``at``; None if it no longer exists."""
         if self.held is not None:
             return self.held
         # A storage that was shrunk after the save no longer has its values.
@@ -522,7 +522,7 @@ def activations_on(
 
     Returns:
         A context manager for this thread, which may be entered any number of times. Backward may
-        run inside or outside. Keep the object from step to step, to use its file's space again.
+        run inside or outside of it. Keep it from step to step, to use its file's space again.
 
     Raises:
         ArgumentError: an argument has a wrong type or value.
@@ -677,7 +677,7 @@ class Activations(AbstractContextManager[None]):
             engine.placement.lost = self._fault
         if backward != self._raises_in:
             self._raises_in = backward
-            # Queued by a callback, to run after all callbacks of nodes, such as reductions.
+            # A callback queues it, so it runs after all callbacks of nodes, such as reductions.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(partial(queue, partial(_raise, self._fault)))
 
@@ -824,7 +824,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def _watch_dtensor(tensor: Any) -> _VersionWatch:
-    """Watches a DTensor, whose version its local tensor does not share."""
+    """Returns a watch of a DTensor itself: its local tensor has another version counter."""
     alias = tensor.detach()
     alias._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return _VersionWatch(tensor, alias)
@@ -850,7 +850,7 @@ class _DTensorOnDisk:
 
 
 class _InMemory:
-    """An alias of a saved tensor in memory; an alias, since a node must not refer to its output."""
+    """Holds an alias of a saved tensor in memory: a node must not refer to its own output."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._watch = _VersionWatch(tensor, tensor.detach())

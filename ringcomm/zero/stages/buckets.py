@@ -296,7 +296,7 @@ class ShardedBucket(ParamBucket):
     ) -> None:
         super().__init__(layout, params, comm, trains, state)
         number, self._kept_elems = self._keeping(state)
-        # All ranks allocate the same size, since peers read whole chunks even from a short chunk.
+        # Equal on all ranks: peers read this size even from a rank whose chunk is shorter.
         self._shard = self._make_shard()
         self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
         self._kept = self._shard[: self.kept_chunk.elems]
@@ -436,7 +436,7 @@ class ShardedBucket(ParamBucket):
     def is_referred_to(self) -> bool:
         """True if views of the unsharded memory exist besides the parameters themselves.
 
-        Compares the reference count with its value at the first unsharding, without such views.
+        Compares the reference count with the count at the first unsharding, before such views.
         """
         references = self._references
         return (

@@ -89,7 +89,7 @@ class Slots:
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """Yields all modules' entries; if check() finds them unchanged, it looks no further."""
+        """Yields all modules' entries; if these are unchanged, no parameter was replaced."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -358,7 +358,7 @@ class EngineSetup:
         stored: the buckets of ``trainable``; empty until they are made.
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: the module's number; see ``ModuleOrder.join``.
-        others: the mesh of other stages and shards of the model, or None.
+        others: the mesh of the model's other pipeline stages and shards, or None.
         ignored: the ``id`` of each parameter in ``ZeroOptions.ignored``.
         store: this rank's chunks of the parameters on a disk; None if they are in memory.
     """
@@ -454,7 +454,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # Only stage 2 gathers in the step, and so can step in one pass, if gradients stay FP32.
+        # One pass needs a step that gathers, as at stage 2 but not 3, and gradients in FP32.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches

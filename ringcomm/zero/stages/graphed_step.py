@@ -61,7 +61,7 @@ class GraphedStep:
     Raises:
         ArgumentError: ``step``, ``optimizer`` or ``warmup`` has a wrong type or value.
         UnsupportedError: the optimizer, or the module that it trains, needs the host in a step; the
-            message says for which part.
+            message says why.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class GraphedStep:
     def reset(self) -> None:
         """Drops the graph and the first call's arguments, after the graph's last replay has ended.
 
-        The next ``warmup`` calls are eager, and may have other shapes; then the step is captured
+        The next ``warmup`` calls are eager, and may pass other shapes; then the step is captured
         again. Call it on all ranks, after changes that :meth:`__call__` refuses.
         """
         self._runtime.synchronize(self._device)

@@ -120,7 +120,7 @@ def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_inner = any(each is module for each in running)
         if is_inner and not torch.compiler.is_dynamo_compiling() and not _calls_itself(module):
-            # An exception ended the earlier call, as at the end of a checkpoint's recomputation.
+            # An exception ended the earlier call: activation checkpoints stop recomputing with one.
             running[:] = [each for each in running if each is not module]
             is_inner = False
         running.append(module)
@@ -209,7 +209,7 @@ def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
     around = [] if outer is root else [outer]
     for module in (*around, *root.modules()):
         key = wrapped_key(module)
-        # Wrappers of activation checkpoints have such hooks, which remove the wrappers' names.
+        # Wrappers of activation checkpoints already have hooks that remove the wrappers' names.
         if key is not None and not hasattr(type(module), "_post_state_dict_hook"):
             engine.keep(module.register_state_dict_post_hook(partial(_leave_out, key)))  # type: ignore[no-untyped-call]
             engine.keep(module.register_load_state_dict_pre_hook(partial(_put_in, key)))  # type: ignore[no-untyped-call]
@@ -229,7 +229,7 @@ def _put_in(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> No
     """Inserts a wrapper's part into the names of a state dict that is about to be loaded."""
     inner, wrapped = module._modules[key], f"{prefix}{key}."
     names = [name for name in state if name.startswith(prefix)]
-    # The module inside may have a child of the same name.
+    # The module inside may also have a child named ``key``.
     first = f"{wrapped}{key}." if inner is not None and key in inner._modules else wrapped
     is_wrapped = all(name.startswith(wrapped) for name in names)
     if not (is_wrapped and any(name.startswith(first) for name in names)):

@@ -208,7 +208,7 @@ class SplitPlan(ReducedPlan):
         reduced = self._reduction.buckets[bucket.number]
         assert isinstance(reduced.stored, ShardedBucket)
         self._update_shard(bucket, reduced.shard)
-        # Another thread may settle a bucket while this thread updates others; end() waits for it.
+        # With overlap, another thread sends this bucket during later updates; end() waits for it.
         work = reduced.stored.settle(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
@@ -624,7 +624,7 @@ class ModulePlacement(Placement):
         made = []
         reduction = self._engine.reduction
         if reduction is None:
-            # Check the addresses now: ``gradients`` will compare later addresses with these.
+            # Check parameters' addresses now: ``gradients`` will compare later addresses with them.
             self._engine.check_all("optimizer.prepare")
         else:
             early = options.update == "in_backward"

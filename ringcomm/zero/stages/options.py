@@ -35,10 +35,10 @@ class Precision:
         reduce: dtype of the reduced gradient. Sums are always computed in FP32. None keeps the sums
             in FP32; the 16-bit dtype of ``param`` rounds each sum once and halves the memory.
         buffer: dtype of floating-point buffers.
-        output: dtype to which the floating-point tensors that the module returns are cast, alone or
-            in tuples, lists and dicts; tensors inside dataclasses and other objects stay as they
-            are.
-        cast_inputs: True casts the module's floating-point arguments to ``param``, alone or in
+        output: dtype of the floating-point tensors that the module returns. Tensors alone or in
+            tuples, lists and dicts are cast; tensors inside dataclasses and other objects stay as
+            they are.
+        cast_inputs: True casts the module's floating-point arguments to ``param``, also tensors in
             tuples, lists and dicts.
         keep_fp32: names of modules that stay FP32: their parameters and buffers, and those of the
             modules inside them. A ``*`` matches any characters within one part of a name
@@ -290,8 +290,8 @@ class UnitOptions:
 
     Attributes:
         param: dtype of the unit's parameters and their gradients, in place of ``Precision.param``,
-            which must be given. The unit's floating-point arguments are cast to this dtype, and its
-            results to the dtype around the unit.
+            which is then required. The unit's floating-point arguments are cast to this dtype, and
+            its results to the dtype around the unit.
         reshard_after_forward: stage 3: replaces ``ZeroOptions.reshard_after_forward``.
         prefetch: stage 3: replaces ``ZeroOptions.prefetch`` while the unit runs.
     """

@@ -235,7 +235,7 @@ class ModuleGradients:
     # ---- the property ---------------------------------------------------------------------------
 
     def shown(self, own: ParamGradient, grad: Tensor | None) -> Tensor | None:
-        """Returns the value that ``p.grad`` shows if autograd has accumulated ``grad`` in p."""
+        """Returns the value that ``p.grad`` shows if autograd's gradient of p is ``grad``."""
         engine = self._engine_ref()
         if engine is None or engine.closed or in_pipeline():
             return grad
@@ -691,8 +691,8 @@ class ModuleGradients:
 
 # NOTE [DTensors have a property of their class]
 # Compiled graphs check that their inputs are of the class DTensor itself. So the class DTensor gets
-# the property, once; for DTensors of modules that are not sharded nothing changes. The keys are
-# weak and compared by id(). cast(): torch gives WeakIdKeyDictionary no type parameters.
+# the property, once; for DTensors of modules that are not sharded nothing changes. The keys of this
+# dict are weak and compared by id(). cast(): torch gives WeakIdKeyDictionary no type parameters.
 _distributed: MutableMapping[Tensor, ParamGradient] = cast(Any, WeakIdKeyDictionary)()
 
 

@@ -612,7 +612,7 @@ class Reduction:
                 self._filled.append(bucket.number)
             if bucket.number == turns[0]:
                 return True  # advance() takes the gradients
-        # Only buckets with a turn soon get buffers; later buckets would leave none for them.
+        # Only buckets whose turn is near get buffers; later buckets would leave them none.
         if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and the next gradient can reuse its
             # memory. A device's events are not queried: a query fails while a graph is captured.

@@ -596,10 +596,10 @@ def shard(
             dtype that no optimizer takes, or two parameters that share memory; a lazy module, a
             module of ``fully_shard()``, or a DistributedDataParallel among several ranks; a
             ``comm`` that this rank is not in, or whose ranks have different local tensors of
-            DTensor parameters; a launcher's ranks without a group; a ``mesh`` without an axis
-            "dp"; a name in ``Precision.keep_fp32`` that no module has.
-        UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,
-            which is sparse or of a class whose tensors wrap others; DTensors on several meshes, or
+            DTensor parameters; no group although a launcher has started several ranks; a ``mesh``
+            without an axis "dp"; a name in ``Precision.keep_fp32`` that no module has.
+        UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own
+            (sparse, or of a class whose tensors wrap others); DTensors on several meshes, or
             with other placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or
             without ``torch.distributed``; nodes with different numbers of ranks, if each node is to
             have a copy.
@@ -616,7 +616,7 @@ def shard(
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, eager)
     options = ZeroOptions() if options is None else options
-    # If one rank refuses its arguments, all ranks raise; else they would wait in _check_alike().
+    # If one rank raises, all raise here, so that no rank waits for it in _check_alike().
     with all_or_none(ranks, "shard", None if others is None else MeshView(others)):
         _check_arguments(eager, stage, ranks)
         stage = int(stage)
@@ -837,7 +837,7 @@ def _make_buckets(
 
 
 def _move(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
-    """Moves the module's values into the buckets, and settles all other tensors; collective."""
+    """Moves values into the buckets, and casts and broadcasts all other tensors; collective."""
     with nullcontext() if setup.store is None else setup.store.keeping_faults():
         move_in(setup, init, rollback)
     for bucket in setup.stored:

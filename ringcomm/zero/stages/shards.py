@@ -180,7 +180,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     memory = _Memory(engine, "exchanged")
     with memory.changing() as told:
         memory.check_values(values)
-        # If one rank left a parameter out, the parameter would mix old and other values.
+        # If only some ranks passed a parameter, it would mix its own and other values.
         told["parameters"] = sorted(values)
         for name, value in values.items():
             with normal_tensors():

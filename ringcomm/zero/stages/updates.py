@@ -298,7 +298,7 @@ class BackwardUpdates:
         owner.plan.reduce_update_from(owner.buckets[number], grads)
 
     def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
-        """Advances the step numbers of parameters; the first call also advances the optimizer's."""
+        """Advances parameters' step numbers, and in the first call the optimizer's step number."""
         table = owner.table
         table.active.copy_(torch.tensor(active, dtype=torch.float64, device="cpu"))
         if self._counted:
