@@ -713,7 +713,7 @@ class TritonReducer(Reducer):
             # In a world of one on a device the reduction writes no output; it only sums norm words.
             self._run(grads, grads, kind, words)
             return
-        words.zero_()  # the kernel's blocks add to it
+        words.zero_()  # the kernel's blocks add to the words
         dtype = DTYPE_NAMES[grads.dtype]
         launch_grad_norm(grads.data_ptr(), dtype, grads.numel(), kind_code(kind), words.data_ptr())
 

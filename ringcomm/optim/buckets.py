@@ -446,7 +446,7 @@ class ShardState:
 
 
 def heap_device_of(comm: Communicator | None) -> torch.device:
-    """Returns the device whose heap holds a communicator's buckets; the CPU if it is None."""
+    """Returns the device whose heap holds a communicator's buckets; None: the CPU."""
     return torch.device("cpu") if comm is None else comm.heap_device
 
 

@@ -224,7 +224,7 @@ def agree_on_finite(terms: Sequence[NormTerm], stages: Communicator | None) -> N
 
 
 def _of_all(term: NormTerm, words: Tensor, kind: str) -> Tensor:
-    """Returns norm words combined over the ranks of ``term.others``; collective if not None."""
+    """Returns norm words combined over ``term.others``; collective if there are such ranks."""
     if term.others is None:
         return words
     words = words.clone()
@@ -368,7 +368,7 @@ def _told(param: Any) -> str:
 
 
 def _only(sharded: ShardedStep, bucket: Bucket, chosen: Container[int]) -> Tensor | None:
-    """Returns a reduced gradient, zero outside the ``chosen`` parameters; None if it has none."""
+    """Returns a bucket's reduced gradient, zeroed outside ``chosen``; None if no part is chosen."""
     segments = [each for each in bucket.layout.segments if each.param in chosen]
     if not segments:
         return None

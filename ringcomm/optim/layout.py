@@ -106,7 +106,7 @@ class ParamSpec:
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
-        """The dimensions of its mesh along which the parameter is sharded."""
+        """The mesh dimensions along which the parameter is sharded."""
         return () if self.sharding is None else self.sharding.mesh_dims
 
     @property
@@ -282,7 +282,7 @@ class BucketLayout:
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
-        """Returns the layout with parameter indices mapped by ``index_of``; None removes one."""
+        """Maps parameter indices by ``index_of``; drops parameters for which it returns None."""
         moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
         segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
         return replace(self, segments=tuple(segments))

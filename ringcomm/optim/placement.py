@@ -129,8 +129,8 @@ def read_mesh(
         return comm, None
     if comm is not None:
         raise ArgumentError(
-            f"{operation}: expected comm= or mesh=, got both; the axis of data parallelism of "
-            "mesh= is the comm"
+            f"{operation}: expected comm= or mesh=, got both; with mesh= its axis of data "
+            "parallelism takes the place of comm="
         )
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(f"{operation}: mesh: expected a DeviceMesh, got {mesh!r}")
@@ -533,7 +533,7 @@ class Placement(ABC):
         """
         if self.owner is not before:
             raise ArgumentError(
-                "optimizer: another optimizer steps these parameters already; build one, or "
+                "optimizer: another optimizer steps these parameters already; build only one, or "
                 "call remove_sharding() and shard() the module again"
             )
         self._owner = weakref.ref(owner)

@@ -115,8 +115,8 @@ class LossScaler:
         before = self._owner() if self._owner is not None else None
         if before not in (None, owner):
             raise ArgumentError(
-                "loss_scaler: belongs to another optimizer, whose steps move its scale; give each "
-                "optimizer its own"
+                "loss_scaler: belongs to another optimizer, whose steps change its scale; give "
+                "each optimizer a loss scaler of its own"
             )
         self._owner = weakref.ref(owner)
 

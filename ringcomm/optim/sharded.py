@@ -72,7 +72,7 @@ class GrownStep(ShardedStep):
             self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def _compared_groups(self) -> list[dict[str, Any]]:
-        """Adds the new group's lr to the compared values, so that different lr raise at once."""
+        """Adds the new group's lr to the compared values: ranks with different lr raise at once."""
         *known, added = super()._compared_groups()
         # On a device the lr may be a device tensor, and reading it would wait.
         rate = {"lr": as_json(self.groups[-1].get("lr"))} if self.table.compares else {}
@@ -442,9 +442,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if options.compression.error_feedback:
             raise ArgumentError(
                 f"{self._setting.where('step')}: expected loss_scaler=ringcomm.optim.LossScaler() "
-                "with Compression(error_feedback=True), got a GradScaler, which may unscale "
-                "gradients before or after they are quantized, while kept quantization errors need "
-                "one scale"
+                "with Compression(error_feedback=True), got a GradScaler. It may unscale gradients "
+                "before or after they are quantized, but the stored quantization errors must all "
+                "have one scale"
             )
 
     def _count(self, column: int) -> Tensor:

@@ -103,7 +103,7 @@ class UnitTensor:
 class OffloadedState(ShardState):
     """A placeholder for the offloaded state of a bucket: tensors without memory.
 
-    Names, dtypes and sizes are those of the state; the pieces read and write the elements.
+    The tensors have the state's names, dtypes and sizes; the pieces read and write the elements.
     """
 
     # A weak reference: the bucket refers to the state, which must not keep the bucket alive.

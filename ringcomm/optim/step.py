@@ -299,7 +299,7 @@ class PreparedStep:
 
     @property
     def masters_decide(self) -> bool:
-        """True if masters determine the parameters: by their high halves or quantized values."""
+        """True if masters determine the parameters, as their high halves or quantized values."""
         options = self.setting.options
         return options.master == "remainder" or options.compression.quantizes_parameters
 

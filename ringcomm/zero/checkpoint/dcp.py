@@ -105,7 +105,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # For names that were saved with other wrappers: {name here: name in the checkpoint}.
+        # For names that were saved with other module wrappers: {name here: name in the checkpoint}.
         self._saved_as: dict[str, str] = {}
         if self.metadata is not None:
             self.metadata = self._with_unwrapped_names(self.metadata)

@@ -702,7 +702,7 @@ def leftovers(parent: Path, name: str | None = None) -> list[Path]:
 
     Args:
         parent: the folder to search; need not exist.
-        name: final name of the interrupted save; default all saves, and removals.
+        name: final name of the interrupted save; None for all saves and all removals.
     """
     if not parent.is_dir():
         return []

@@ -618,7 +618,7 @@ class Loading:
         self.operation = operation
         self.number = 0  # the checkpoint's step
         known = KnownNames.of(engine.setup.module)
-        # Check the types of all facts first: with_unwrapped_names() replaces names in them.
+        # Check the types of the saved data first: with_unwrapped_names() replaces names in them.
         SavedFacts.read(self._read_data(reader.data)["ringcomm"], self.fail)
         self.data = self._read_data(with_unwrapped_names(reader.manifest, known).data)
         self.saved = SavedFacts.read(self.data["ringcomm"], self.fail)
@@ -692,7 +692,7 @@ class Loading:
         self._check_own(partial is None)
 
     def _check_states(self, given: SavedOptimizer) -> None:
-        """Checks that the checkpoint has all state tensors that its facts name."""
+        """Checks that the checkpoint has all state tensors that its optimizer data name."""
         for name in (each.name for stored in self.engine.stored for each in stored.params):
             state = given.states.get(name)
             for kind in () if state is None else state.tensors:
