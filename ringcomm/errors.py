@@ -41,11 +41,11 @@ class RingcommError(RuntimeError):
 
 
 class ArgumentError(RingcommError, ValueError):
-    """An argument cannot be used; raised before any peer is disturbed."""
+    """An argument cannot be used; raised before the call affects any peer."""
 
 
 class MismatchError(RingcommError):
-    """Two ranks called different collectives, sizes, dtypes or ops; both calls are named."""
+    """Two ranks made calls that differ in collective, size, dtype or op; the message names both."""
 
 
 class CorruptedError(RingcommError):
@@ -77,7 +77,7 @@ class RendezvousError(RingcommError):
 
 
 class CheckpointError(RingcommError):
-    """Saved state is damaged, incomplete, or of another model; the target is unchanged."""
+    """Saved state is damaged, incomplete, or of another model; the load has changed nothing."""
 
 
 class DiskError(RingcommError):
@@ -125,9 +125,9 @@ def different_calls(one: str, mine: object, other: str, theirs: object) -> Misma
 def _corrupt(fault: Mapping[str, Any]) -> CorruptedError:
     return CorruptedError(
         f"the header that {_peer(fault)} published for rank {fault['rank']} is damaged: it points "
-        f"outside of that rank's memory, or cuts the data differently from {fault['mine']} (it "
-        f"reads {fault['theirs']}). Its data were not touched. Look for other writers to the "
-        "memory of that process: a stray pointer, another program, failing memory"
+        f"outside the publisher's memory, or cuts the data differently from {fault['mine']} (the "
+        f"header says {fault['theirs']}). The data were not touched. Look for other writers to the "
+        "publisher's memory: a stray pointer, another program, failing memory"
     )
 
 

@@ -51,7 +51,8 @@ FORMAT_VERSION = 1
 # A record has a few hundred bytes; a topology of many GPUs a few hundred thousand.
 LARGEST_RECORD_BYTES = 4 << 20
 LONGEST_TEXT = 4096
-# The largest signed 64-bit integer. Some fields hold a C++ int, or an unsigned integer.
+# The largest signed 64-bit integer. _LARGEST: the fields with other limits, which C++ stores in an
+# int or in an unsigned integer.
 LARGEST_NUMBER = 2**63 - 1
 _LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device", "recorder_fd"), 2**31 - 1)
 _LARGEST |= dict.fromkeys(("token", "proof", "recorder_token"), 2**64 - 1)

@@ -1,4 +1,4 @@
-"""Starts ranks as processes of this machine, runs each, and reports how they ended."""
+"""Starts ranks as processes on this machine, and reports how they ended; also runs in each rank."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# One rank of a command, started by ``launch.py``, or by torchrun through the command itself.
+# The code that runs in each rank; ``launch_ranks`` or torchrun has started the rank's process.
 
 PR_SET_PDEATHSIG = 1
 TIMEOUT = timedelta(minutes=5)

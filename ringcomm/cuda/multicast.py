@@ -1,6 +1,6 @@
 """Multicast objects of the CUDA driver, and the memory that is bound to them.
 
-A window is memory of one device at an address of its own. The windows of several devices are bound
+A window is memory of one device, at an ordinary address. The windows of several devices are bound
 to one multicast object. At the object's address, a load returns the sum of all windows and a store
 writes to all windows: the NVSwitch does the work. The chunks of the devices' heaps can be bound to
 the same object. CuPy has no functions for this, so libcuda's entry points are called directly.
@@ -31,7 +31,7 @@ from ringcomm.cuda.virtual_memory import (
 )
 from ringcomm.errors import UnsupportedError
 
-# The driver's numbers, from cuda.h.
+# Values of the driver's enums, from cuda.h.
 _ATTRIBUTE_MULTICAST_SUPPORTED = 132
 _GRANULARITY_MINIMUM = 0
 
@@ -106,9 +106,9 @@ def granularity_bytes(runtime: DeviceRuntime, device: int, devices: int) -> int:
 class MulticastWindow:
     """A device's part of a multicast object and, after :meth:`bind`, the device's window.
 
-    Every device calls :meth:`create` or :meth:`join`, which adds it to the object. Then each device
-    calls :meth:`bind`, in which the driver blocks until all devices have been added. Kernels may
-    use the addresses when all have bound; call :meth:`close` when no device's kernels use them.
+    :meth:`create` or :meth:`join` adds a device to the object. Then each device calls :meth:`bind`,
+    in which the driver blocks until all devices have been added. Kernels may use the addresses when
+    all devices have bound; call :meth:`close` when no device's kernels use them any more.
 
     The object also has addresses for the devices' heaps, after the windows. A device binds the
     chunks of its heap by :meth:`bind_heap`, at any time after :meth:`bind`. Kernels may use the
@@ -117,11 +117,12 @@ class MulticastWindow:
     Attributes:
         own_ptr: address of the window; 0 before :meth:`bind`.
         all_ptr: address for multimem instructions, which reach all windows.
-        heaps_ptr: the same for offset 0 of all heaps; 0: heaps are not bound.
+        heaps_ptr: address for multimem instructions at offset 0 of all heaps; 0: heaps are not
+            bound.
         size_bytes: size of the window.
         heap_bytes: the most bytes of a heap that can be bound; 0: heaps are not bound.
         bound_heap_bytes: bytes of this device's heap, from its start, that are bound.
-        heap_refusal: the reason why the rest of this device's heap is not bound; "": no rest.
+        heap_refusal: the reason why no more of this device's heap can be bound; "" if it can.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def on_device(self, device: int) -> AbstractContextManager[None]:
-        """Makes ``device`` current in this thread, as launches and other driver calls need it."""
+        """A context in which ``device`` is this thread's current device, as driver calls need."""
         ...
 
     def beside_captures(self, device: int) -> AbstractContextManager[None]:
@@ -247,10 +247,10 @@ class DeviceRuntime(Protocol):
         ...
 
     def stream_queues(self, device: int) -> tuple[int, int]:
-        """Returns the numbers of hardware queues and of streams, both of usual priority.
+        """Returns how many hardware queues and how many streams of usual priority there are.
 
-        Only the streams of :meth:`make_stream` and the default stream count. With more streams
-        than queues, work that waits for nothing may be delayed.
+        Only the streams of :meth:`make_stream` and the default stream count. With more streams than
+        queues, work may be delayed even if it depends on no other work.
         """
         ...
 

@@ -1,9 +1,9 @@
 """The compilation units of the CUDA kernels, for every compiler that builds them.
 
-A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
-element type reduces, one per type of gradients does the optimizer's step, and one per quantized
-format quantizes. CMake runs this module for the list (``python -m ringcomm.cuda.units``), so it
-imports only what every build has.
+A *unit* is one compilation of ``kernels/cuda/kernels.cu``. One unit moves bytes of any type. There
+is one unit of reductions per element type, one of optimizer steps per gradient type, and one per
+quantized format. CMake runs this module for the list of units (``python -m ringcomm.cuda.units``),
+so the module imports only modules that every build has.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class KernelUnit:
     """One compilation, and the kernels in its result.
 
     Attributes:
-        name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` and torch's name of the
-            (gradient's) dtype; or ``quantize_`` and a quantized format; or ``rows``.
+        name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` followed by torch's name of the
+            (gradient's) dtype; or ``quantize_`` followed by a quantized format; or ``rows``.
         macros: macros of the compilation, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
-        since: the least compute capability that has its instructions; below it the unit is empty.
+        since: the least compute capability with the instructions of the unit; for lower ones the
+            unit is empty.
     """
 
     name: str

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import UnsupportedError
 
-# The driver's numbers, from cuda.h.
+# Values of the driver's enums, from cuda.h.
 _ATTRIBUTE_VIRTUAL_MEMORY, _ATTRIBUTE_DESCRIPTORS = 102, 103
 MEMORY_PINNED, LOCATION_DEVICE, ACCESS_READ_WRITE = 1, 1, 3
 HANDLE_IS_DESCRIPTOR = 1
@@ -143,7 +143,7 @@ class MappedChunk(NamedTuple):
 class ChunkedRange:
     """Reserved addresses of one device, to which memory is mapped chunk by chunk from the start.
 
-    The caller must hold a lock of its own around each method.
+    Calls of methods must not overlap: the caller holds a lock during each call.
 
     Args:
         runtime: runtime of the device.

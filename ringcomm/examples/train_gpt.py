@@ -137,7 +137,7 @@ def expect(holds: bool, message: str) -> None:
 # causal attention with normalized queries and keys, an MLP with a squared ReLU.
 
 VOCABULARY = 256
-HEARTBEAT_S = 30.0  # the longest time between two printed steps, if steps are faster
+HEARTBEAT_S = 30.0  # a step is printed if the last printed step ended this long ago
 
 
 def norm(x: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ def train(options: Options, comm: Communicator) -> None:
     texts = gathered(comm, [corpus.checksum, corpus.train.numel()])
     if any(each != texts[0] for each in texts):
         raise MismatchError(f"--data: expected one text on all ranks, got (crc, bytes) {texts}")
-    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that the model does not use
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB of torch before the measurement
     before_bytes = held_bytes(comm.device, trim=True)
     torch.manual_seed(options.seed)
     gpt = GPT(options)

@@ -86,7 +86,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Keeps backwards of a sharded module from reducing; ``accumulate()`` calls this method."""
+        """Context in which a sharded module reduces no gradients; ``accumulate()`` calls it."""
         whole: AbstractContextManager[None] = nullcontext()
         with zero.no_sync(model) if is_sharded(model) else whole:
             yield
@@ -94,19 +94,19 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clips gradients by their optimizer; returns the norm of the ranks' mean gradient."""
+        """Lets the optimizer clip the gradients; returns the norm of the ranks' mean gradient."""
         optimizer, params = self._optimizer_of(parameters, "clip_grad_norm_")
         return optimizer.clip_grad_norm_(max_norm, float(norm_type), params=params)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clips each element of the gradients by the parameters' optimizer."""
+        """Lets the optimizer clip each element of the gradients."""
         optimizer, params = self._optimizer_of(parameters, "clip_grad_value_")
         optimizer.clip_grad_value_(clip_value, params=params)
 
     def _optimizer_of(
         self, parameters: Iterable[Tensor], operation: str
     ) -> tuple[ShardedOptimizer, list[Tensor] | None]:
-        """Returns the parameters' optimizer; and the parameters, or None for all of its own."""
+        """Returns the optimizer of the parameters, and the parameters (None: it has no others)."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(param) for param in given if param.requires_grad}
         for optimizer in map(_unwrapped, self._optimizers):
@@ -120,7 +120,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
                 return optimizer, None if wanted == own else given
         raise ArgumentError(
             f"ZeroAccelerator.{operation}: expected parameters of one optimizer that prepare() was "
-            f"given, got {len(given)} that no optimizer has together"
+            f"given, got {len(given)} that do not belong to one optimizer"
         )
 
     # ---- checkpoints ----------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
             zero.load(_root(found[0], number), module, optimizer)
 
     def _sharded_pairs(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
-        """Returns the prepared sharded modules, each with its optimizer; None if not prepared."""
+        """Returns pairs of a prepared sharded module and its prepared optimizer, or None."""
         pairs = []
         for model in self._models:
             if is_sharded(model):
@@ -203,7 +203,7 @@ def check_settings(accelerator: Any, where: str) -> None:
         raise UnsupportedError(
             f"{where}: mixed_precision: expected 'no', got {accelerator.mixed_precision!r}: "
             "autocast would keep 16-bit copies of all weights from forward to backward, and its "
-            "scaler sees no sharded gradients. Choose by zero.shard(..., options="
+            "scaler sees no sharded gradients. Set precision by zero.shard(..., options="
             'ZeroOptions(precision=Precision.preset("bf16-mixed")))'
         )
 

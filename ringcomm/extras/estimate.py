@@ -112,7 +112,7 @@ class ActivationBytes(NamedTuple):
     moved: int = 0
 
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
-        """Returns the bytes under ``zero.activations_on(disk)``; ``layers`` includes the ends.
+        """Returns the bytes under ``zero.activations_on(disk)``; its ``layers`` include ``ends``.
 
         Memory holds buffers, resident tensors, and the larger of ``layer`` bytes and the ends.
         """
@@ -165,11 +165,11 @@ class Transformer:
         )
 
     def attention_core_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns bytes of softmax, mask, output: in 16 bits 5 x heads x context^2 x sequences."""
+        """Returns bytes of softmax, mask, output; 16-bit: 5 x heads x context^2 x sequences."""
         return (2 * elem_bytes + 1) * self.heads * self.context**2 * micro_batch
 
     def layer_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns a layer's bytes for backward: in 16 bits 34 per channel, and attention's core."""
+        """Returns a layer's saved bytes; 16-bit: 34 per channel, + :meth:`attention_core_bytes`."""
         plane = self.context * micro_batch * self.width
         core = self.attention_core_bytes(micro_batch, elem_bytes)
         return (16 * elem_bytes + 2) * plane + core
@@ -214,7 +214,7 @@ GIGA = 1e9
 
 
 class SwapUnits(NamedTuple):
-    """A number of consecutive swap units of one size in bytes."""
+    """Some consecutive swap units of one size; one transfer moves one swap unit."""
 
     size_bytes: int
     number: int
@@ -231,7 +231,7 @@ def bytes_of(units: Sequence[SwapUnits], begin: int = 0, end: int | None = None)
 
 
 def moving(units: Sequence[SwapUnits], disk: Disk) -> list[SwapUnits]:
-    """Returns the swap units that move; as many of the last units as fit stay in memory."""
+    """Returns the units that move; the last ones stay in memory, up to ``disk.resident_bytes``."""
     left, rest = disk.resident_bytes, list(units)
     while rest:
         size, count = rest.pop()
@@ -488,7 +488,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory; offloaded state counts as buffers and residents."""
+        """Returns the model state in memory: of offloaded state, the buffers and resident part."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -659,9 +659,9 @@ class Training:
     ) -> float:
         """Returns the seconds of a step's collectives if buckets follow one another.
 
-        The time is the sum of two parts: a rank's sent bytes within its node, and the bytes that
-        leave a node over the network. Between nodes each bucket needs two one-shot calls, for
-        gradients and for parameters or sums; three if stage 3 unshards over the network.
+        The time has two parts: a rank sends bytes within its node, and each node sends bytes over
+        the network. Between nodes each bucket needs two one-shot calls: one for gradients, and one
+        for parameters or sums. It needs three if stage 3 unshards over the network.
 
         Args:
             stage: 0 to 3.
@@ -781,7 +781,7 @@ class ExpertLayer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a rank's rows and of its two outboxes, if experts get equally many tokens."""
+        """Bytes of a rank's rows and of its two send buffers, if experts get equal shares."""
         rows = self.tokens * self.top_k * self.row_bytes
         return rows + 2 * max(rows, self.tokens * self.payload_bytes)
 

@@ -154,7 +154,7 @@ class _Connections:
 
     def connect(self, group: ProcessGroup, device: torch.device) -> None:
         """Makes a group's communicator ready for tensors on ``device``; all members call it."""
-        if group.size() == 1:  # FSDP2 copies, and calls nothing
+        if group.size() == 1:  # FSDP2 then copies and calls no collective
             return
         if ours := behind(group):
             if self._options is not None:

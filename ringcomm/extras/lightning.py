@@ -131,7 +131,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         raise UnsupportedError(
             f"RingcommStrategy: precision: expected the Trainer's 32, got {type(plugin).__name__}: "
             "autocast would keep 16-bit copies of all weights from forward to backward, and its "
-            "scaler sees no sharded gradients. Choose by RingcommStrategy(options="
+            "scaler sees no sharded gradients. Set precision by RingcommStrategy(options="
             'ZeroOptions(precision=Precision.preset("bf16-mixed")))'
         )
 
@@ -153,8 +153,8 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 raise UnsupportedError(
                     f"RingcommStrategy: {type(callback).__name__}: expected no callback that "
                     "averages weights, since it copies the module before it is sharded and writes "
-                    "the parameters afterwards. Average the shards by hand: docs/zero.md, averages "
-                    "of weights by shards"
+                    "the parameters afterwards. Average the shards by hand: see docs/zero.md, "
+                    "section 'Averages of weights, by shards'"
                 )
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == _FITTING
@@ -181,7 +181,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         zero.shard(module, self._stage, options=self._options)
 
     def model_to_device(self) -> None:
-        """Moves the module, unless it comes from the meta device, which ``shard()`` fills."""
+        """Moves the module to the device; ``shard()`` fills a module that is on the meta device."""
         module = self.lightning_module
         if not any(param.is_meta for param in module.parameters()):
             module.to(self.root_device)
@@ -201,7 +201,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 f"RingcommStrategy: configure_optimizers: expected one optimizer, got "
                 f"{len(self.optimizers)}: one optimizer steps all parameters of a sharded module"
             )
-        # Prepare now, so that the optimizer owns the shards, and not Lightning's wrapper of it.
+        # Prepare now: otherwise Lightning's wrapper of the optimizer would own the shards.
         self._optimizer().prepare()
 
     def _optimizer(self) -> ShardedOptimizer:
@@ -240,7 +240,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         return self._forward_redirection(module, module, name, *args, **kwargs)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Keeps backwards from reducing while gradients accumulate."""
+        """Returns a context in which backward reduces no gradients, if they accumulate locally."""
         return zero.no_sync(self.sharded_module) if self._accumulate_locally else nullcontext()
 
     # ---- checkpoints ----------------------------------------------------------------------------

@@ -53,9 +53,9 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-#: A linear layer from all columns of a rank's tokens to some columns of all tokens.
+#: A linear layer that maps all features of a rank's tokens to some features of all tokens.
 COLUMN = "column"
-#: A linear layer from some columns of all tokens to all columns of a rank's tokens.
+#: A linear layer that maps some features of all tokens to all features of a rank's tokens.
 ROW = "row"
 #: A module on a rank's tokens, with parameters that all ranks have, such as a norm.
 SEQUENCE = "sequence"
@@ -178,7 +178,7 @@ def parallelize(
     Raises:
         ArgumentError: on some rank, the plan does not fit the model, or the model does not fit the
             mesh. All ranks raise, the message names all problems, and nothing was changed.
-        MismatchError: the ranks' models or plans differ; on all ranks, and nothing was changed.
+        MismatchError: the ranks' models or plans differ. All ranks raise, and nothing was changed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -314,7 +314,7 @@ class _ParallelPlan:
             )
 
     def describe(self) -> list[str]:
-        """Returns by module a description that must be equal on all ranks."""
+        """Returns a description of each module, which must be equal on all ranks."""
         counts: dict[int, dict[str, int]] = {}
         for module, attribute in self.divided:
             counts.setdefault(id(module), {})[attribute] = getattr(module, attribute)

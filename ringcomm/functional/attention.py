@@ -120,8 +120,8 @@ def ring_attention(
     Raises:
         ArgumentError: a tensor has another shape, dtype or device.
         MismatchError: the ranks' shapes or, on the host, options differ.
-        UnsupportedError: on a GPU, the dtype is not bfloat16 or float16; backward must compute
-            gradients of gradients.
+        UnsupportedError: on a GPU, the dtype is not bfloat16 or float16; or backward would have to
+            compute gradients of gradients.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     _checked("ring_attention", group, query, key, value, zigzag, scale)

@@ -81,7 +81,7 @@ class Derivatives:
 
 @dataclass(frozen=True)
 class Batching:
-    """The dimension of the first tensor for ``torch.vmap``'s batch: one call handles all samples.
+    """How one call handles a whole ``torch.vmap`` batch: as a dimension of the first tensor.
 
     Attributes:
         dim: the dimension of the batch: 0, or -1 for the last dimension.
@@ -111,7 +111,7 @@ def register(
         derivatives: derivatives of the operator; None if no result depends on a tensor's values.
         batching: batching of the first argument under ``torch.vmap``; None for one call per sample.
     """
-    # Kernels make their input contiguous themselves, so a compiler need not keep its strides.
+    # Kernels make their input contiguous themselves, so a compiler may change the input's strides.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     qualified = f"ringcomm::{name}"
     _library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]

@@ -8,9 +8,9 @@ Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matr
   rank's n rows of the sum over all ranks. On the host it computes the products in the heap, where
   the peers read them.
 
-Each function computes the gradient of the other one's rows. :func:`_weight_gradient` computes the
-gradient of the weights; the two functions compute the gradients of this gradient. On several nodes
-and on devices the collectives of ``ringcomm.functional`` are used instead.
+Each function computes the gradient of the other function's rows. :func:`_weight_gradient` computes
+the gradient of the weights; the two functions compute the gradients of this gradient. On several
+nodes and on devices the collectives of ``ringcomm.functional`` are used instead.
 
 Sources: decomposition by ranks: Wang et al., "Overlap Communication with Dependent Computation via
 Decomposition in Large Deep Learning Models" (ASPLOS 2023); layers: Korthikanti et al., "Reducing
@@ -166,16 +166,16 @@ _register("join_sequence", _join, _shape_of_whole, _gradient_of_whole)
 Bias = Tensor | None
 
 # Choices by size. They depend only on values that are equal on all ranks, so all ranks make the
-# same choice. Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512,
-# torch 2.13, 2 ranks of one thread each in float32, interleaved, medians of ratios; n of 64 to
-# 4096, k and m of 256 to 4096 (docs/performance.md). For 4 ranks on the two cores the bounds are
-# the same: reading was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
+# same choice. They were measured with torch 2.13 in float32, on 2 ranks of one thread each, on two
+# virtual cores of an Intel Xeon (family 6 model 207, AVX-512), for n from 64 to 4096 and for k and
+# m from 256 to 4096 (docs/performance.md). The figures are medians of ratios of interleaved runs.
 #
 # A rank's rows of at least READ_FROM_BYTES are read in place; smaller ones are gathered. In place,
-# each rank's product packs the weights again. Compared to all-gather and one product, reading in
-# place was 0.6 to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to
-# 1.13 at 4 MiB with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as
-# the copy) and 1.6 to 1.8 at 16 MiB, where a gathered copy needs new pages.
+# the product with each rank's rows packs the weights again. Compared to all-gather and one product,
+# reading in place was 0.6 to 0.8 times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at
+# 2 MiB, 1.02 to 1.13 at 4 MiB with m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20
+# times as long as the copy) and 1.6 to 1.8 at 16 MiB, where a gathered copy needs new pages. With 4
+# ranks on the two cores it was 0.66 to 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 READ_FROM_BYTES = 4 << 20
 # Products of at least IN_HEAP_FROM_BYTES are computed in the heap. Compared to products outside the
 # heap, this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0

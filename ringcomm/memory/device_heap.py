@@ -204,7 +204,7 @@ class DeviceHeap:
         # lock in allocate(). So freed allocations are added to a deque, which needs no lock.
         self._dead: deque[_FreedAllocation] = deque()
         self._leaving: list[_FreedAllocation] = []
-        # Offset 0 holds the token: a peer that maps the memory checks by it that the heap is right.
+        # Offset 0 holds the token: a peer reads it to check that it has mapped the right heap.
         self._allocator.allocate(TOKEN_BYTES, ALLOCATION_ALIGN)
         try:
             self.memory.grow(ALLOCATION_ALIGN)

@@ -33,7 +33,8 @@ from ringcomm.process import Deadline
 # little memory; a larger heap grows by at least this size. The size was not tuned on a GPU.
 GROWTH_BYTES = 256 << 20
 # Seconds for which an allocation waits until all processes have mapped the heap's new chunks.
-# Mapping takes one message each way if no driver is busy. Until then, kernels copy their data.
+# Mapping a chunk takes one message each way if no driver is busy. Until it is mapped, kernels copy
+# the chunk's data.
 GROWTH_WAIT_S = 2.0
 # Seconds for which a process waits for the chunks of a running peer.
 MAPPING_WAIT_S = 30.0
@@ -213,7 +214,7 @@ class GrowingMemory:
             except ReferenceError:
                 with self._guard, suppress(ValueError):
                     self._callbacks.remove(each)
-        with self._guard:  # set last: waiting threads then launch kernels, which rely on callbacks
+        with self._guard:  # set last, as threads that wait for it rely on the callbacks' effects
             self.reached_bytes = max(self.reached_bytes, size_bytes)
 
     def await_peers(self, timeout_s: float) -> bool:

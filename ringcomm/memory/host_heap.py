@@ -29,9 +29,9 @@ from ringcomm.rendezvous.launchers import read_environment
 # A backward frees a gradient as soon as it is reduced, and stage 3 frees a unit's parameters as
 # soon as they were used. glibc's malloc returns freed memory to the system once the top of malloc's
 # heap has more free memory than a limit: twice the largest allocation that was ever freed. The
-# system zeroes returned memory page by page when it is allocated again. Because of this, a step of
-# a GPT of 25 M FP32 parameters takes 2,500 to 10,000 page faults, 3 us each on a virtual machine,
-# and 1.06 (stage 2) to 1.18 (stage 3) times as long.
+# system zeroes returned memory page by page when it is allocated again. So a step of a GPT of 25 M
+# FP32 parameters has 2,500 to 10,000 page faults, of 3 us each on a virtual machine. It takes 1.06
+# (stage 2) to 1.18 (stage 3) times as long as a step without them.
 # The limit depends only on allocations of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So
 # keep_freed_memory() makes and frees an allocation of nearly this size, without touching its pages.
 # It sets the limit to its maximum: the process keeps at most 64 MiB more. If the environment or

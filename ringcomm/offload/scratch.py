@@ -282,8 +282,9 @@ class ScratchFile:
     first fault. A forked child cannot use the file. The ``with`` statement, :meth:`close` or the
     garbage collector closes the file.
 
-    A system call that a disk does not answer cannot be ended. A wait for its transfer raises after
-    ``timeout_s``. Until the call ends, all other waits raise at once, and the memory is kept.
+    A system call that a disk does not answer cannot be ended. A wait for such a transfer raises
+    after ``timeout_s``. Until the call ends, waits for other transfers raise at once, and the
+    memory of the transfer is kept.
 
     Args:
         folder: a folder on a disk; a folder in RAM is refused.
@@ -655,7 +656,7 @@ class DiskChunks:
         self._resident_bytes = disk.resident_bytes
         # A thread of the communicator may unshard chunks while a forward reads ahead.
         self._lock = threading.RLock()
-        # Chunks with pages that may leave, the least recently used first.
+        # The chunks that have pages and may leave memory, the least recently used first.
         self._present: dict[DiskChunk, None] = {}
         self._keeping = threading.local()
         self.fault: RingcommError | None = None

@@ -139,18 +139,18 @@ class AdamW8bit(ShardedOptimizer):
 
     Args:
         params: see :class:`AdamW`.
-        lr: see there, as are ``betas``, ``eps``, ``weight_decay`` and ``maximize``.
-        betas: see there.
-        eps: see there.
-        weight_decay: see there.
-        maximize: see there.
-        comm: see there, as are ``options``, ``loss_scaler`` and ``mesh``.
-        options: see there.
-        loss_scaler: see there.
-        mesh: see there.
+        lr: see :class:`AdamW`.
+        betas: see :class:`AdamW`.
+        eps: see :class:`AdamW`.
+        weight_decay: see :class:`AdamW`.
+        maximize: see :class:`AdamW`.
+        comm: see :class:`AdamW`.
+        options: see :class:`AdamW`.
+        loss_scaler: see :class:`AdamW`.
+        mesh: see :class:`AdamW`.
 
     Raises:
-        ArgumentError: see there.
+        ArgumentError: see :class:`AdamW`.
     """
 
     def __init__(  # noqa: PLR0913 -- torch's signature

@@ -449,7 +449,7 @@ class Instance:
         return found
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        """Continues from loaded states of all parameters; the flat tensors have the elements.
+        """Continues from loaded states of all parameters; the flat tensors are loaded already.
 
         A parameter without state gets the initial state that the class makes.
         """

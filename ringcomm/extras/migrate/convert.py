@@ -5,15 +5,16 @@ A folder ``global_step<N>`` has files of model states, one file at stages 1 and 
 at stage 3, and one file of optimizer states per rank. A param group's trainable parameters are
 concatenated to a flat tensor. At stages 1 and 2 the flat tensor is cut into one partition per rank;
 ``param_slice_mappings`` maps the partition's elements to parameters. At stage 3 each parameter is
-padded to a multiple of W elements and cut, and a rank's partitions are concatenated. FP32 masters
-and moments have the same layout. At stage 3 a param group may consist of several flat groups; its
-"params" are then the numbers of the flat groups. DeepSpeed 0.19 writes this format.
+padded to a multiple of the number of ranks and cut, and a rank's parts are concatenated. FP32
+masters and moments have the same layout. At stage 3 a param group may consist of several flat
+groups; its "params" are then the indices of the flat groups. DeepSpeed 0.19 writes this format.
 
 NOTE [Checkpoints of torch]
 The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their offsets in the
-files; each chunk is a complete ``torch.save()`` archive inside a file. The pickle also has each
-value's path, the keys in nested dicts: the optimizer's paths contain "state" and "param_groups", as
-``get_optimizer_state_dict()`` makes them, flattened or not. All other paths are the model's.
+files; each chunk is a complete ``torch.save()`` archive inside a file. The pickle also has the path
+of each value: the keys that lead to it in nested dicts. The optimizer's paths contain "state" or
+"param_groups", as in ``get_optimizer_state_dict()``, flattened or not. All other paths are the
+model's.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ class ForeignState:
     data: Any = None
 
     def settled(self) -> ForeignState:
-        """Returns the state with names without wrappers, and moments of all trained parameters.
+        """Returns the state without wrappers' prefixes, and with moments of all trained parameters.
 
         Raises:
             ValueError, LookupError, TypeError, AttributeError: the parts do not fit each other.
@@ -424,7 +425,8 @@ class _DeepSpeedCheckpoint:
             if int(match[2]):
                 raise UnsupportedError(
                     f"{self._folder}: has files of model-parallel ranks, with only parts of "
-                    "parameters; convert it to DeepSpeed's universal format for DeepSpeed"
+                    "parameters, which are not converted. To load it with DeepSpeed, convert it to "
+                    "DeepSpeed's universal format"
                 )
             found[int(match[1])] = path
         if sorted(found) != list(range(len(found))) or not found:
@@ -494,7 +496,7 @@ class _DeepSpeedCheckpoint:
         made.groups = [hyper_of(group) for group in groups]
         numbers = [group["params"] for group in groups]
         if sorted(chain.from_iterable(numbers)) != list(range(len(self._shapes))):
-            raise ValueError("its param groups have other parameters than its shapes")
+            raise ValueError("its param groups do not match its param_shapes")
         made.group_params = [
             [name for number in each for name in self._shapes[number]] for each in numbers
         ]

@@ -136,7 +136,7 @@ class Schedule:
         groups = optimizer.param_groups
         lrs = [deepcopy(group.get("initial_lr", group["lr"])) for group in groups]
         rates = [self._rate(optimizer, number, float(lr)) for number, lr in enumerate(lrs)]
-        # LambdaLR multiplies the initial rate by the returned rate; with 1 the rate keeps its bits.
+        # LambdaLR multiplies the returned rate by the initial rate: 1 keeps the returned bits.
         for group in groups:
             group["initial_lr"] = 1.0
         made = LambdaLR(optimizer, rates)
@@ -187,7 +187,7 @@ def make_schedule(kind: str, given: Mapping[str, Any]) -> Schedule:
     return Schedule(kind, params)
 
 
-# ---- DeepSpeed's formulas of parameters, a group's own rate, and steps taken --------------------
+# ---- DeepSpeed's formulas; p: parameters, lr: the group's own rate, t: number of steps taken ----
 
 
 def _rise(p: Any, t: int) -> float | None:
@@ -628,7 +628,7 @@ class _Given:
         return optim.AdamW if decoupled else optim.Adam, hyper
 
     def _hyper(self, kind: str) -> dict[str, Any]:
-        """Returns the hyper-parameters of an optimizer; refuses hyper-parameters of others."""
+        """Returns an optimizer's hyper-parameters; refuses hyper-parameters of other optimizers."""
         defaults = _PARAMS_OF[kind]
         for name in self.values:
             mapped = name.startswith(_ADAM) and DEEPSPEED_KEYS[name].fate == MAPPED

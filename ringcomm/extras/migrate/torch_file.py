@@ -184,7 +184,7 @@ class _Machine:
         """Stores the stack's last value in the memo, at ``index``, or at the end if None."""
         at = len(self._memo) if index is None else int(index)
         if not 0 <= at < self._most:
-            raise ValueError(f"it has entry {shown(at)} of its memo")
+            raise ValueError(f"it stores a value at {shown(at)}, outside its memo")
         self._memo += [None] * (at + 1 - len(self._memo))
         self._memo[at] = self._stack[-1]
 
@@ -294,7 +294,7 @@ class _Machine:
 
 
 def _check_tree(value: Any, most: int) -> None:
-    """Raises ValueError unless ``value`` is a tree within ``DEEPEST`` and ``most`` units."""
+    """Raises ValueError unless ``value`` is a tree of limited depth and at most ``most`` units."""
     stack = [iter((value,))]
     while stack:
         for each in stack[-1]:

@@ -52,9 +52,10 @@ class _Assignments(NamedTuple):
     """A rank's assignments of its tokens to experts.
 
     Attributes:
-        order: int64 [assignments], sorted by expert; assignments to no expert come first.
-        counts: int64 [experts].
-        refused: int64, 1 + the first assignment to an expert that does not exist, or 0.
+        order: int64, indices of the assignments, sorted by expert; assignments to no expert first.
+        counts: int64 [experts], number of assignments to each expert.
+        refused: int64, 1 + the index of the first assignment to an expert that does not exist; 0:
+            all experts exist.
     """
 
     order: Tensor
@@ -211,7 +212,7 @@ def _found_of(call: _DeviceDispatch, count: int, number: int, order: Tensor) -> 
         call: the dispatch, with all ranks' headers and counts.
         count: number of rows of this rank.
         number: number of the dispatch.
-        order: this rank's assignments.
+        order: indices of this rank's assignments, sorted by expert.
     """
     r, idx = call.routes, call.routes.topk_idx
     room = count if r.limit < 0 else r.limit

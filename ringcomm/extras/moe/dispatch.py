@@ -297,7 +297,7 @@ def _no_gradient(grad: Tensor) -> Tensor:
 
 
 def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tensor:
-    """Sends the scalar products of rows to the ranks of their tokens; returns [tokens, k]."""
+    """Returns the weights' gradients [tokens, k]: the ranks of experts send one number per row."""
     operation = "moe.combine_backward"
     outboxes, expert_rows = outboxes_of(comm), readable(tables.expert_rows)
     number, count = tables.stamp.tolist()

@@ -324,7 +324,7 @@ class MoE(nn.Module):
 
 _SHARD = "moe.shard"
 _EXPERTS, _TENSOR = "ep", "tp"
-# The module's attribute with its groups, so that both are freed together.
+# The attribute of a module that holds its groups, so that module and groups are freed together.
 _GROUPS = "_ringcomm_expert_groups"
 
 
@@ -490,8 +490,8 @@ def _group_of(layers: Mapping[str, MoE], everyone: Communicator) -> Communicator
         if (group.rank, group.world_size) != (first[1].rank, first[1].world_size):
             raise ArgumentError(
                 f"{_SHARD}: expected layers whose experts are divided over the same ranks, but "
-                f"this is rank {first[1].rank} of {first[1].world_size} for {first[0]!r}, and rank "
-                f"{group.rank} of {group.world_size} for {name!r}"
+                f"this process is rank {first[1].rank} of {first[1].world_size} for {first[0]!r}, "
+                f"and rank {group.rank} of {group.world_size} for {name!r}"
             )
     if everyone.world_size % first[1].world_size:
         raise ArgumentError(
@@ -508,9 +508,9 @@ def _replicas_of(group: Communicator, everyone: Communicator) -> Communicator:
     with all_or_none(everyone, _SHARD):
         if replicas.world_size * group.world_size != everyone.world_size:
             raise ArgumentError(
-                f"{_SHARD}: expected groups of {group.world_size} ranks that divide the "
-                f"{everyone.world_size} ranks evenly, but {replicas.world_size} ranks have number "
-                f"{group.rank} in their groups"
+                f"{_SHARD}: expected the {everyone.world_size} ranks to be divided into groups of "
+                f"{group.world_size} ranks each, but {replicas.world_size} groups have a rank "
+                f"{group.rank}"
             )
     return replicas
 

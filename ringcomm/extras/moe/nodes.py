@@ -99,8 +99,8 @@ def share_tokens(
         write: writes the rows to bytes [tokens * row_bytes].
 
     Returns:
-        For each rank, the address of its first row here. All rows of ranks of this node are there;
-        of other ranks, only the rows that this node needs, in the order of tokens.
+        For each rank, the address at which its rows begin on this node: all its rows if the rank is
+        on this node, else only the rows that this node needs, in the order of tokens.
     """
     layout, rank, node = comm.node_layout, comm.rank, comm.node_layout.node
     needed = _needed(comm, expert_rows)
@@ -179,7 +179,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
 def _exchange_entries(
     comm: Communicator, routes: Routes, order: Tensor, counts: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sends each row's source to its expert's rank; returns sources and weights of rows here.
+    """Sends each row's source to its expert's rank; returns the sources and weights received.
 
     Args:
         comm: the ranks.
@@ -297,7 +297,7 @@ def fetch_rows(
 def send_numbers(
     comm: Communicator, numbers: Tensor, sources: Tensor, expert_rows: Tensor
 ) -> Tensor:
-    """Sends one number per row to the rank of its token: float32 [tokens, k]; collective."""
+    """Sends one number per row to its token's rank; returns float32 [tokens, k]; collective."""
     got, arriving = _send_back(comm, numbers, sources, expert_rows, local=True)
     found = torch.zeros(expert_rows.shape[:2], dtype=torch.float32, device="cpu")
     found.view(-1)[arriving] = got.view(-1)

@@ -157,7 +157,7 @@ def lendable(comm: Communicator, tensor: Tensor) -> bool:
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs the work before an exchange; returns its result, or the error for the exchange."""
+    """Runs the work before an exchange; returns its result and None, or None and its error."""
     try:
         return make(), None
     except Exception as error:
@@ -237,7 +237,7 @@ def exchange(
 def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -> Iterator[None]:
     """A context for reading peers' memory; waits for peers at the end if memory was lent.
 
-    An error inside aborts the communicator: no peer has the error, and all would wait.
+    An error inside aborts the communicator: otherwise the peers would wait for this rank.
     """
     try:
         yield
@@ -280,8 +280,8 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
     head = where(operation, comm.rank, comm.world_size)
     if not isinstance(engine, DeviceCallEngine):
         raise UnsupportedError(
-            f"{head}: on devices the rows of experts are exchanged within one node. Take a group "
-            "of its ranks (comm.node), or a communicator on the host and CPU tensors"
+            f"{head}: on devices the rows of experts are exchanged only within one node. Use a "
+            "group of one node's ranks (comm.node), or a communicator on the host and CPU tensors"
         )
     runtime, device = engine.device_ref
     if runtime.is_capturing(device):
@@ -316,8 +316,8 @@ class Tables(NamedTuple):
     """The routes of a dispatch, with which a combine and the gradients find rows and tokens.
 
     Attributes:
-        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the number of the
-            row on this rank; -1 if there is no expert.
+        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the row's number on
+            the expert's rank; -1 if there is no expert.
         sources: int64 [rows, 4], positions of each row's token and weight; -1 after the last row.
         row_weights: float32 [rows], the weights of the rows; [0] without weights.
         stamp: int64 [2], the number of the dispatch, and the rows of this rank.

@@ -172,7 +172,7 @@ def accelerate_refusals(rank, world_size):
     with pytest.raises(ArgumentError, match=r"an optimizer of ringcomm\.optim, got SGD"):
         accelerator.prepare(net, torch.optim.SGD([torch.ones(1, device="cpu")]))
     net, optimizer = accelerator.prepare(net, optimizer)
-    with pytest.raises(ArgumentError, match="got 1 that no optimizer has together"):
+    with pytest.raises(ArgumentError, match="got 1 that do not belong to one optimizer"):
         accelerator.clip_grad_norm_(torch.ones(2, requires_grad=True, device="cpu"), 1.0)
     # A part of the parameters, and single elements.
     optimizer.optimizer.prepare()
