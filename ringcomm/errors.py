@@ -81,7 +81,7 @@ class CheckpointError(RingcommError):
 
 
 class DiskError(RingcommError):
-    """State cannot be stored on a disk, or a read returned other data than were written.
+    """State cannot be stored on a disk, or a read returned data that differ from the written data.
 
     Attributes:
         path: the folder on the disk, if the error has one.
@@ -115,7 +115,7 @@ def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
 
 
 def different_calls(one: str, mine: object, other: str, theirs: object) -> MismatchError:
-    """Returns the error for two ranks that made different calls at one position in their order."""
+    """Returns the error for two ranks whose calls differ at one position in the order of calls."""
     return MismatchError(
         f"the ranks made different calls. {one} called {mine}; {other} called {theirs}. All ranks "
         "must call the same collectives in the same order, with equal sizes, dtypes, ops and roots"
@@ -281,7 +281,7 @@ def timed_out(
 
 
 def look_at(rank: str, *, on_other_node: bool = False) -> str:
-    """Returns the advice of :func:`timed_out` for a wait for one rank."""
+    """Returns the ``advice`` for :func:`timed_out` if the wait was for one rank."""
     link = ", or the link between the nodes is down" if on_other_node else ""
     return f"It is stopped, late, or never made this call{link}: look at what {rank} does"
 

@@ -25,8 +25,8 @@ from ringcomm.process import available_cores
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # the port at which rank 0 serves this launch's store
-STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # rank 0 only: the socket, already bound and listening
+STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # The port at which rank 0 serves the launch's store.
+STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # On rank 0: the socket, already bound and listening.
 POLL_S = 0.05
 SETTLE_S = 0.3  # before naming the culprit, wait for ranks that fail because another rank ended
 GRACE_S = 3.0
@@ -101,8 +101,8 @@ class RankCommand:
 def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subprocess.Popen[Any]]]:
     """Starts processes, and ends them at the end of the block.
 
-    Only this process receives Ctrl-C. A rank makes the kernel end it when this process ends: see
-    :func:`end_with`. ``how`` are arguments of ``subprocess.Popen``.
+    Only this process receives Ctrl-C. Each rank calls :func:`end_with`, so that the kernel ends the
+    rank when this process ends. ``how`` are arguments of ``subprocess.Popen``.
     """
     processes: list[subprocess.Popen[Any]] = []
     how = {"stdin": subprocess.DEVNULL, "start_new_session": True, **how}

@@ -151,7 +151,7 @@ class KnownNames:
         return cls(names)
 
     def find_module(self, name: str) -> str:
-        """Does :meth:`find` for the name of a module that has extra state."""
+        """Like :meth:`find`, for the name of a module that has extra state."""
         end = _EXTRA_STATE_KEY_SUFFIX
         found = self.find(f"{name}.{end}" if name else end)
         return found.removesuffix(end).removesuffix(".")

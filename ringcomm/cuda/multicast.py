@@ -135,8 +135,8 @@ class MulticastWindow:
         self._runtime, self._device = runtime, device
         self._driver = _calls(runtime)
         self._object = c_uint64()
-        self._number = c_int()  # the driver's number of the device
-        self._undo = ExitStack()  # every step adds the function that undoes it
+        self._number = c_int()  # The driver's number of the device.
+        self._undo = ExitStack()  # Each step adds the function that undoes it.
 
     @classmethod
     def create(

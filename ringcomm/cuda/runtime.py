@@ -65,7 +65,7 @@ class Graph(Protocol):
     """A captured graph of work; it keeps the memory that was allocated during the capture."""
 
     def replay(self) -> None:
-        """Runs the work again, in the order of this thread's current stream."""
+        """Queues the work again, on this thread's current stream."""
         ...
 
 
@@ -137,11 +137,11 @@ class DeviceRuntime(Protocol):
         ...
 
     def on_device(self, device: int) -> AbstractContextManager[None]:
-        """A context in which ``device`` is this thread's current device, as driver calls need."""
+        """A context in which ``device`` is this thread's current device; driver calls need it."""
         ...
 
     def beside_captures(self, device: int) -> AbstractContextManager[None]:
-        """Like :meth:`on_device`, but driver calls inside break no captures of other threads."""
+        """Like :meth:`on_device`; driver calls inside do not invalidate other threads' captures."""
         ...
 
     def torch_device(self, device: int) -> torch.device:
@@ -157,7 +157,7 @@ class DeviceRuntime(Protocol):
     def usable_multiprocessors(self, device: int) -> int:
         """Returns how many multiprocessors this thread's context of the device may use.
 
-        With a share of MPS, or in a green context, they are fewer than the device has.
+        With an MPS share or in a green context, it may use fewer than the device has.
         """
         ...
 
@@ -214,7 +214,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def open_handle(self, device: int, handle: bytes) -> int:
-        """Maps another process's memory for kernels of ``device`` and returns its address here.
+        """Maps another process's memory for kernels of ``device``; returns the mapped address.
 
         Raises:
             UnsupportedError: the driver refuses, as it does for handles of this same process.
@@ -267,7 +267,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def keep_for_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keeps torch from reusing the tensor's memory until ``stream`` did its queued work."""
+        """Keeps torch from reusing the tensor's memory until the work queued on ``stream`` ends."""
         ...
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:

@@ -21,7 +21,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError
 
 SOURCE = "kernels/cuda/kernels.cu"
 # Folders in which compilers look up an #include, relative to the root of the sources. They exclude
-# the including file's folder, so that each header has one name, by which NVRTC knows it.
+# the including file's folder, so that each header has a single name; NVRTC knows headers by name.
 INCLUDE_FOLDERS = ("", "kernels/include")
 
 # Forbid contraction into fused multiply-adds: host and device must give the same bits.
@@ -132,7 +132,7 @@ def _chosen() -> str:
 
 
 def chosen_loops() -> str:
-    """Returns the loops that ``RINGCOMM_KERNELS`` names, by default the batched loops.
+    """Returns the kind of loops that ``RINGCOMM_KERNELS`` names, batched by default.
 
     Raises:
         ArgumentError: the value is unknown; the message lists the known values.
@@ -165,7 +165,7 @@ def unit(name: str, loops: str = BATCHED) -> KernelUnit:
 def kernel_name(name: str, loops: str) -> str:
     """Returns the kernel that does the work of ``name`` in units with these loops.
 
-    With serial loops, one kernel of an optimizer's collective serves all algorithms and worlds.
+    With serial loops, one kernel per optimizer collective serves all algorithms and world sizes.
     """
     if loops == SERIAL:
         name = re.sub(r"^rc_adamw_(many|ring)_", "rc_adamw_step_", name)
@@ -217,7 +217,7 @@ PREBUILT = (Target(8, 0), Target(9, 0), Target(10, 0), Target(10, 0, ptx=True))
 
 
 def best_target(targets: Iterable[Target], capability: tuple[int, int]) -> Target | None:
-    """Returns the target that a driver loads on a device of ``capability``: PTX only if need be."""
+    """Returns the target that a driver loads on a device of ``capability``: PTX only if it must."""
     covering = [target for target in targets if target.covers(capability)]
     return max(covering, key=lambda t: (not t.ptx, t.major, t.minor), default=None)
 

@@ -89,7 +89,7 @@ class DriverCalls:
         for name, arguments in entry_points.items():
             function = getattr(self._library, name, None)
             if function is None:
-                raise DriverRefusal(f"the driver has no {name}: it is older than CUDA {since}'s")
+                raise DriverRefusal(f"the driver has no {name}: it is older than CUDA {since}")
             function.argtypes = arguments
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -153,7 +153,7 @@ class ChunkedRange:
     Attributes:
         base_ptr: first address of the range.
         size_bytes: size of the range.
-        granularity_bytes: unit of the sizes of chunks.
+        granularity_bytes: the sizes of chunks are multiples of it.
         chunks: the mapped chunks, by address.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Programs that train with ringcomm, for its commands; ``train_gpt.py`` is the trainer."""
+"""Training programs that ringcomm's commands run; ``train_gpt.py`` is the trainer."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringcomm import ArgumentError
 
-HEAD_BYTES = 8192  # A file with a zero byte among these is binary.
+HEAD_BYTES = 8192  # A file with a zero byte among its first HEAD_BYTES is binary.
 LIMIT_BYTES = 32 << 20  # More than these small models process in a day of CPU time.
 HELD_OUT_SHARE = 0.05
 SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "test", "tests", "idlelib"})

@@ -261,8 +261,8 @@ class Trainer:
 
     def __init__(self, gpt: GPT, options: Options, comm: Communicator, corpus: Corpus) -> None:
         self.options, self.comm, self.corpus = options, comm, corpus
-        self.held_bytes: list[int] = []  # At each step, between backward and the optimizer's step.
-        self.profile = zero.StepProfile()  # Records the parts of steps while it is on.
+        self.held_bytes: list[int] = []  # Bytes held in each step, right after the backward.
+        self.profile = zero.StepProfile()  # Records the parts of steps, if --profile is given.
         gpt.checkpoints_activations = options.checkpoint_activations
         dtype = DTYPES[options.dtype]
         zero_options = zero.ZeroOptions(
@@ -373,7 +373,7 @@ def resume(trainer: Trainer) -> tuple[list[float], float | None]:
 
 
 def held_bytes(device: torch.device, *, trim: bool = False) -> int:
-    """Returns the bytes that this rank holds in the heap and elsewhere; ``trim`` frees unused ones.
+    """Returns this rank's bytes in the heap and elsewhere; ``trim`` frees unused memory before.
 
     On the CPU it reads RssAnon (proc_pid_status(5)): the resident set includes the peers' heaps.
     """

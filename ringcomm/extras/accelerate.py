@@ -106,7 +106,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def _optimizer_of(
         self, parameters: Iterable[Tensor], operation: str
     ) -> tuple[ShardedOptimizer, list[Tensor] | None]:
-        """Returns the optimizer of the parameters, and the parameters (None: it has no others)."""
+        """Returns the parameters' optimizer, and the parameters (None if they are all it has)."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(param) for param in given if param.requires_grad}
         for optimizer in map(_unwrapped, self._optimizers):
@@ -165,7 +165,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
             zero.load(_root(found[0], number), module, optimizer)
 
     def _sharded_pairs(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
-        """Returns pairs of a prepared sharded module and its prepared optimizer, or None."""
+        """Returns pairs of a prepared sharded module and its prepared optimizer, if it has one."""
         pairs = []
         for model in self._models:
             if is_sharded(model):

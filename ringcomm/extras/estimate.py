@@ -101,8 +101,9 @@ class ActivationBytes(NamedTuple):
 
     Attributes:
         layers: tensors that the layers keep for the backward, or their checkpoints.
-        recomputed: tensors that the backward computes again and holds at the same time.
-        ends: embedding's dropout mask, inputs of the last norm and the output layer, FP32 logits.
+        recomputed: tensors that the backward computes again, and holds together.
+        ends: the embedding's dropout mask, the inputs of the last norm and of the output layer, and
+            the FP32 logits.
         moved: bytes that the forward writes to a disk and the backward reads.
     """
 
@@ -114,7 +115,8 @@ class ActivationBytes(NamedTuple):
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
         """Returns the bytes under ``zero.activations_on(disk)``; its ``layers`` include ``ends``.
 
-        Memory holds buffers, resident tensors, and the larger of ``layer`` bytes and the ends.
+        In memory are the disk's buffers, resident tensors, and the larger of ``layer`` and
+        ``ends``.
         """
         kept = self.layers + self.ends
         at_work = max(self.ends, layer - self.recomputed)
@@ -165,11 +167,17 @@ class Transformer:
         )
 
     def attention_core_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns bytes of softmax, mask, output; 16-bit: 5 x heads x context^2 x sequences."""
+        """Returns the bytes of the attention's softmax, dropout mask and dropout output.
+
+        With 16-bit elements they are 5 x heads x context^2 x sequences.
+        """
         return (2 * elem_bytes + 1) * self.heads * self.context**2 * micro_batch
 
     def layer_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
-        """Returns a layer's saved bytes; 16-bit: 34 per channel, + :meth:`attention_core_bytes`."""
+        """Returns the bytes that a layer keeps for backward, with :meth:`attention_core_bytes`.
+
+        With 16-bit elements the rest is 34 bytes per channel of each token.
+        """
         plane = self.context * micro_batch * self.width
         core = self.attention_core_bytes(micro_batch, elem_bytes)
         return (16 * elem_bytes + 2) * plane + core
@@ -488,7 +496,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory: of offloaded state, the buffers and resident part."""
+        """Returns the model state in memory: of offloaded state, the buffers and resident bytes."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -700,7 +708,7 @@ class Training:
 
 # ---- Memory and traffic of a layer of experts, by the ranks that divide the experts --------------
 
-# Bytes that dispatch sends with each row to another node: three words (token, number and weight).
+# Bytes that dispatch sends with each row to another node: three words (token, assignment, weight).
 ENTRY_BYTES = 3 * 8
 
 
@@ -781,12 +789,12 @@ class ExpertLayer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a rank's rows and of its two send buffers, if experts get equal shares."""
+        """Bytes of a rank's rows and two send buffers, if experts get equally many tokens."""
         rows = self.tokens * self.top_k * self.row_bytes
         return rows + 2 * max(rows, self.tokens * self.payload_bytes)
 
     def training(self, options: ZeroOptions) -> Training:
-        """Returns the training of a rank's experts, whose state their replicas share."""
+        """Returns the training of a rank's experts, sharded over the ranks with these experts."""
         replicas, per_node = self.ranks // self.group, max(1, self._ranks_per_node // self.group)
         model = ModelElems(self.experts // self.group * self.params)
         return Training(model, replicas, replicas // per_node, options)

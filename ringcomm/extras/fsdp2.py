@@ -160,8 +160,8 @@ class _Connections:
             if self._options is not None:
                 raise ArgumentError(
                     f"fsdp2.plug on rank {group.rank()} of {group.size()}: options: expected None "
-                    'for a group of the backend "ringcomm", which has its communicator; pass them '
-                    "to init_process_group(pg_options=...)"
+                    'for a group of the backend "ringcomm", which already has a communicator; pass '
+                    "the options to init_process_group(pg_options=...)"
                 )
             ours.communicator_on(device)
         else:

@@ -156,7 +156,7 @@ def parallelize(
     *,
     heads: Mapping[str, Sequence[str]] | None = None,
 ) -> nn.Module:
-    """Divides the layers of ``model`` among the ranks of ``mesh``, in place; collective on it.
+    """Divides the layers of ``model`` among the ranks of ``mesh``, in place; collective.
 
     Parameters that ``plan`` makes column-parallel, row-parallel, sequence or gather become DTensors
     with the values of the mesh's first rank. The modules stay the same objects, with other classes.

@@ -120,6 +120,6 @@ def writing(module: nn.Module) -> Iterator[None]:
 def next_number(folder: Path) -> int:
     """Returns the number of the next checkpoint in a folder, the same on all ranks.
 
-    Ranks get equal numbers: the next checkpoint is complete only after all ranks have called it.
+    Ranks get equal numbers: no checkpoint is completed until all ranks have called this function.
     """
     return (Checkpoints(folder).latest() or 0) + 1

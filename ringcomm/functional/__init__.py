@@ -1,4 +1,4 @@
-"""Collectives that return new tensors, and matrix products, attention and checkpoints over ranks.
+"""Out-of-place collectives, and matrix products, attention and activation checkpoints over ranks.
 
 The collectives are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile``
 traces through them. Read ``collectives.py`` first; ``docs/functional.md`` states the guarantees.

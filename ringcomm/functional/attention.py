@@ -151,7 +151,7 @@ def ulysses_attention(
         group: a Communicator, process group of the backend or mesh; None means the default group.
         is_causal: see :func:`ring_attention`.
         scale: see :func:`ring_attention`.
-        zigzag: see :func:`ring_attention`; here it changes only the order.
+        zigzag: see :func:`ring_attention`; here it changes only the order of the tokens.
 
     Raises:
         ArgumentError: a tensor has another shape, dtype or device.
@@ -536,7 +536,7 @@ _aten: Any = torch.ops.aten
 
 
 def _per_head(keys: Tensor, heads: int) -> Tensor:
-    """Repeats key heads, [2, batch, key heads, n, dim] for keys and values, to ``heads`` heads."""
+    """Repeats the key heads of keys and values [2, batch, key heads, n, dim] to ``heads`` heads."""
     return keys.repeat_interleave(heads // keys.size(2), 2)
 
 

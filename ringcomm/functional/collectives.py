@@ -554,7 +554,7 @@ def named(operation: str) -> str:
 
 
 def _expect(holds: bool | torch.SymBool, otherwise: str) -> None:
-    """Raises unless a condition holds; its sizes may be symbols, unlike in kernels' checks."""
+    """Raises unless ``holds``, which may depend on symbolic sizes; kernels' checks may not."""
     torch._check(holds, lambda: otherwise)  # type: ignore[no-untyped-call]
 
 

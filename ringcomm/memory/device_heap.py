@@ -151,7 +151,7 @@ class DeviceAllocation:
         return self.heap.base_ptr + self.offset_bytes
 
     def keep_for_stream(self, stream: Stream) -> None:
-        """Delays reuse of the space until the work queued on ``stream`` at the deletion ends."""
+        """After the deletion, delays reuse of the space until work queued on ``stream`` ends."""
         self._streams[stream.handle] = stream
 
     def tensor(self) -> torch.Tensor:
@@ -333,7 +333,7 @@ class DeviceHeap:
         )
 
     def stats(self) -> dict[str, int]:
-        """Returns ``ringcomm.heap_stats``; freed space that queued work may use counts as used."""
+        """Returns ``heap_stats()``; freed space that queued work may still use counts as used."""
         with self._lock:
             self._reclaim()
             used_bytes = self._allocator.used_bytes
@@ -373,7 +373,7 @@ DEFAULT_HEAP_BYTES = 1 << 30
 # The driver shares memory between processes in whole pages of 2 MiB: with a smaller allocation,
 # peers could read the rest of its page.
 PAGE_BYTES = 2 << 20
-# At exit, heaps are freed after the communicators (100) and the mappings of peers' heaps (90).
+# Exit priorities: communicators close first (100), then peers' mappings (90), then heaps (80).
 EXIT_PRIORITY = 80
 
 
@@ -552,7 +552,7 @@ def device_empty(
 # another device (by peer access between the two devices), or another process (by chunks that it
 # sends, or by CUDA IPC, which never works in the process that made the handle).
 
-# At exit, mappings are closed after the communicators (100), before this process's heaps (80).
+# Exit priorities: communicators close first (100), then these mappings (90), then heaps (80).
 UNMAP_PRIORITY = 90
 
 USUAL_CAUSES = (

@@ -307,7 +307,9 @@ class PeerChunks:
                 or sent.size_bytes != self._range.rounded(sent.size_bytes)
                 or not sent.offset_bytes < end_bytes <= self._range.size_bytes
             ):
-                raise OSError(0, f"a chunk of {sent.size_bytes} bytes at {sent.offset_bytes}")
+                raise OSError(
+                    0, f"a chunk of {sent.size_bytes} bytes at {sent.offset_bytes} does not fit"
+                )
             self._range.adopt(sent.descriptor, sent.size_bytes)
         finally:
             os.close(sent.descriptor)

@@ -241,7 +241,7 @@ class _File:
 
     def leave_to_parent(self) -> None:
         # The child closes the descriptor at once, so that the disk's space is not held until the
-        # child ends. The native pool, whose threads run in the parent, checks the process itself.
+        # child ends. The native pool's threads run in the parent; the pool checks for a fork.
         self.inherited = True
         self.is_open = False
         if not self._is_released:
@@ -465,7 +465,8 @@ class ScratchFile:
         if self._file.inherited:
             raise ForkError(
                 f"{self.what}: {operation}: the scratch file in {self.path} belongs to the parent "
-                f"of this forked process (pid {os.getpid()}). Use it there, or make one here"
+                f"of this forked process (pid {os.getpid()}). Use it in the parent, or make a new "
+                "file in this process"
             )
 
     def _expect_open(self, operation: str) -> None:

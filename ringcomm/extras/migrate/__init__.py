@@ -1,1 +1,1 @@
-"""Migration from DeepSpeed and FSDP2; ``settings.py`` translates settings, ``convert.py`` files."""
+"""Migration from DeepSpeed and FSDP2: ``settings.py`` for settings, ``convert.py`` for files."""

@@ -58,8 +58,8 @@ OPERATION = "convert"
 METADATA = ".metadata"
 # Growth of the size: a 1-byte weight becomes at most an FP32 weight and three FP32 moments.
 _MOST_GROWTH = 16
-# The hyper-parameters of a param group that ringcomm's AdamW has as well. Other entries select
-# torch's implementation.
+# The hyper-parameters of a param group that ringcomm's AdamW has as well. Other entries, such as
+# "foreach", select torch's implementation.
 HYPER = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -112,7 +112,7 @@ def convert(
     if size_bytes > _MOST_GROWTH * state.size_bytes:
         raise CheckpointError(
             f"{OPERATION}: expected tensors of at most {_MOST_GROWTH} times the "
-            f"{state.size_bytes} bytes of their files, got {size_bytes} bytes: many share memory"
+            f"{state.size_bytes} bytes of their files, got {size_bytes} bytes: tensors share memory"
         )
     data = {"ringcomm": state.facts(), "tied": state.tied, "user": state.data}
     own: dict[str, Any] = {"generators": None, "extra": {}}
@@ -342,7 +342,7 @@ def as_data(value: Any) -> Any:
 
 
 def refuse_moments(names: Collection[str], called: str) -> None:
-    """Raises UnsupportedError unless a parameter's state tensors have the names of Adam's."""
+    """Raises UnsupportedError unless the names of a parameter's state tensors are Adam's."""
     if not {"exp_avg", "exp_avg_sq"} <= set(names) <= set(MOMENTS):
         raise UnsupportedError(
             f"{called}: expected the state of Adam or AdamW, exp_avg and exp_avg_sq, got "
@@ -502,7 +502,7 @@ class _DeepSpeedCheckpoint:
         ]
 
     def _tensors(self, flat: list[list[Tensor]]) -> dict[str, ForeignTensor]:
-        """Returns the parameters' tensors from flat partitions by rank and then by group."""
+        """Returns each parameter's tensor; ``flat`` has the flat partitions by rank, then group."""
         runs: dict[str, list[Tensor]] = {}
         if self._stage == 3:
             for group, shapes in enumerate(self._shapes):
@@ -615,7 +615,7 @@ class _TorchCheckpoint:
                     head = path[: path.index(key)]
                     heads[key][str(head)] = head
         if len(heads[_GROUPS]) > 1:
-            raise ValueError(f"it has {len(heads[_GROUPS])} optimizers; one can be converted")
+            raise ValueError(f"it has {len(heads[_GROUPS])} optimizers; only one can be converted")
         return next((heads[_STATE][each] for each in heads[_GROUPS] if each in heads[_STATE]), None)
 
     def _value(self, name: str) -> Any:

@@ -136,7 +136,7 @@ class Schedule:
         groups = optimizer.param_groups
         lrs = [deepcopy(group.get("initial_lr", group["lr"])) for group in groups]
         rates = [self._rate(optimizer, number, float(lr)) for number, lr in enumerate(lrs)]
-        # LambdaLR multiplies the returned rate by the initial rate: 1 keeps the returned bits.
+        # LambdaLR multiplies the returned rate by the initial rate, which is 1 to keep the bits.
         for group in groups:
             group["initial_lr"] = 1.0
         made = LambdaLR(optimizer, rates)
@@ -224,7 +224,7 @@ def _range_test(p: Any, lr: float, t: int) -> Any:
 
 
 def _cycle(p: Any, t: int) -> tuple[float | None, float]:
-    """Returns the rate's height in the cycle (0 to 1; None after it), and steps since its end."""
+    """Returns the rate's height in the cycle (0 to 1; None after it), and the steps after it."""
     first = float(p.cycle_first_step_size)
     second = first if p.cycle_second_step_size is None else float(p.cycle_second_step_size)
     total = first + second

@@ -51,7 +51,7 @@ _DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _LONGEST_NAME = 256
 _MOST_KEY = 1 << 16
-# The number of bytes in JSON that count as one more value of a tree.
+# _check_tree() counts this many bytes of JSON as one more value.
 _UNIT_BYTES = 16
 # Units of the budget that a tensor costs, since its Python objects take about 1 KB.
 _TENSOR_COST = 64
@@ -70,7 +70,7 @@ class Inert:
 
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
         if len(name) > _LONGEST_NAME:
-            raise ValueError(f"it names something of {len(name)} characters")
+            raise ValueError(f"it has a name of {len(name)} characters")
         self.name = name
         self.args: tuple[Any, ...] = exactly(args, tuple)
         self.state: Any = None
@@ -231,7 +231,7 @@ class _Machine:
     def stack_global(self, _: Any = None) -> None:
         module, name = self.last(2)
         if len(module) + len(name) > _LONGEST_NAME:
-            raise ValueError("it names something of too many characters")
+            raise ValueError("it has a name of too many characters")
         self.push(Inert(f"{module}.{name}"))
 
     def call(self, _: Any = None) -> None:

@@ -100,7 +100,7 @@ class _DeviceDispatch(NamedTuple):
     tokens_ptrs: list[int]
 
     def pull(self, entries_ptr: int, entry_words: int, ptrs: list[int], out: Tensor) -> None:
-        """Fills ``out`` with one row for each entry: a rank, and the number of a row there."""
+        """Fills ``out`` with one row per entry; an entry is (rank, number of a row on the rank)."""
         row_bytes = out.nbytes // len(out) if len(out) else 0
         given = (entries_ptr, entry_words, len(out), ptrs, row_bytes, out.data_ptr())
         run_native(self.comm, self.operation, "copy_rows", *given)
@@ -141,7 +141,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
 
 
 def _load_kernels(comm: Communicator, compression: str | None) -> None:
-    """Loads the kernels that the calls launch, before a peer waits for them."""
+    """Loads the kernels that the calls launch, before a peer waits for this rank."""
     engine = comm.engine
     assert isinstance(engine, DeviceCallEngine)
     runtime, device = engine.device_ref

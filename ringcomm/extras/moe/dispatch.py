@@ -430,7 +430,7 @@ _COMBINE = "moe.combine"
 
 
 class Handle(NamedTuple):
-    """The routing of a :func:`dispatch`, with which :func:`combine` returns the rows.
+    """The routing of a :func:`dispatch`, by which :func:`combine` returns rows to their tokens.
 
     Attributes:
         weights: [tokens, k], or None.

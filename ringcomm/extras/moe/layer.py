@@ -635,8 +635,8 @@ class Optimizer:
         """Takes one step of both optimizers; collective.
 
         Raises:
-            Exception: see ``ShardedOptimizer.step``. A hyper-parameter that cannot be used raises
-                on all ranks before anything is changed.
+            Exception: see ``ShardedOptimizer.step``. If a hyper-parameter cannot be used, all ranks
+                raise before anything is changed.
         """
         terms = self._norm_terms()
         steps = [term.step for term in terms]

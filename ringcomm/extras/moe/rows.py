@@ -157,7 +157,7 @@ def lendable(comm: Communicator, tensor: Tensor) -> bool:
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs the work before an exchange; returns its result and None, or None and its error."""
+    """Calls ``make`` before an exchange; returns (result, None), or (None, error) if it raises."""
     try:
         return make(), None
     except Exception as error:
