@@ -49,8 +49,8 @@ class CMakeBuild(build_ext):
         """Compiles the C++ backend of torch.distributed into the package below ``root``."""
         if importlib.util.find_spec("torch") is None:
             raise SystemExit(
-                "RINGCOMM_BUILD_BACKEND compiles against the torch of this environment, which has "
-                "none: install torch first, and pass --no-build-isolation to pip"
+                "RINGCOMM_BUILD_BACKEND compiles against the torch of this environment, but torch "
+                "is not installed: install it first, and pass --no-build-isolation to pip"
             )
         self.call([sys.executable, "-m", "ringcomm", "build-backend"], root)
 

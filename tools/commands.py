@@ -21,8 +21,8 @@ def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
     """Runs a command with additional environment variables; returns its output.
 
     Raises:
-        CommandFailed: its exit status is not 0, or it has not ended after 30 minutes. Its output
-            goes to stderr.
+        CommandFailed: its exit status is not 0, or it has not ended after 30 minutes. The
+            command's output goes to stderr.
     """
     words = [str(word) for word in command]
     name = " ".join(Path(word).name for word in words[:3])

@@ -48,7 +48,7 @@ class Case:
 
     @property
     def lacks(self) -> str:
-        """Name of a program that the case needs and this machine lacks, or ""."""
+        """The program that the case needs and this machine lacks, as "no ... here"; or ""."""
         if interpreter(self.python) is None:
             return f"no Python {self.python} here"
         return "" if shutil.which(self.compiler) else f"no {self.compiler} here"

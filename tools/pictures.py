@@ -215,7 +215,7 @@ def bandwidth() -> Sheet:
 
 
 def headline() -> Sheet:
-    """Draws, from one run, how many times as long as ringcomm other systems take at 64 MiB."""
+    """Draws the times of other systems at 64 MiB, as multiples of ringcomm's, from one run."""
     report = read(RESULTS / "2ranks-float-heap.csv")
     found = {
         (row.collective, row.placement, row.size_bytes, row.system): row for row in report.rows

@@ -33,7 +33,7 @@ BESIDE = {
     "SECURITY.md": "security-policy.md",
 }
 COMMANDS_MARK = "<!-- commands -->"
-# Patterns of code, which has no links, and of a link: its text, and its target without the anchor.
+# Patterns of code, in which nothing is a link, and of a link's target without its anchor.
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?!\w+:)([^)\s#]+)((?:#[^)\s]*)?\))")
 # Patterns of Sphinx's roles in docstrings, and of references to pages.

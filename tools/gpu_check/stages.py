@@ -74,7 +74,7 @@ class CheckRun:
 def build(check: CheckRun, limit_s: float) -> Result:
     """Builds the native module, then the benchmarks' kernels by NVRTC and all kernels by nvcc."""
     end = time.monotonic() + limit_s
-    # The module alone first: nothing runs without it, but NVRTC can replace nvcc's kernels.
+    # Build the module alone first: nothing runs without it, but NVRTC can replace nvcc.
     kernels = ["OFF"]
     said = ""
     has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()

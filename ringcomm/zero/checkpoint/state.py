@@ -442,7 +442,7 @@ def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
         yield TensorShard(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
 
 
-# Names in a checkpoint may contain parts of wrappers, as ``_orig_mod``, that this module lacks.
+# Names in a checkpoint may contain parts of wrappers (``_orig_mod``) that this module lacks.
 
 
 # The entries of a checkpoint's JSON data that contain names; see :func:`renamed`.

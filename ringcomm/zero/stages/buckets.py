@@ -407,7 +407,7 @@ class ShardedBucket(ParamBucket):
 
     def _leave_memory(self) -> None:
         """Leaves ``flat``'s memory to arrays and views; see NOTE [Memory that others hold]."""
-        advance_versions(self._local_views, -1)  # undo the advance: the views stay valid
+        advance_versions(self._local_views, -1)  # cancels the advance in _make_flat()
         self._make_flat()
 
     def fill(self) -> None:

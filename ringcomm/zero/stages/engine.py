@@ -454,7 +454,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # One pass needs a step that gathers, as at stage 2 but not 3, and gradients in FP32.
+        # Only a step that gathers parameters (stage 2) can be one pass, if gradients stay FP32.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches

@@ -304,7 +304,7 @@ class ModuleGradients:
         return not isinstance(owner, ShardedStep) or owner.first_pass is None
 
     def _written(self, own: ParamGradient) -> _Reduced | None:
-        """Returns the reduced gradient if it is current and gradients were changed, else None."""
+        """Returns the reduced gradient if it is current and shards were written to, else None."""
         engine = self._engine_ref()
         if engine is None or engine.closed or engine.reduction is not None:
             return None
@@ -521,7 +521,7 @@ class ModuleGradients:
     # ---- collective functions --------------------------------------------------------------------
 
     def _step(self, called: str) -> ShardedStep:
-        """Returns the step of the module's optimizer; the first call makes it; collective."""
+        """Returns the optimizer's :class:`ShardedStep`; the first call makes it; collective."""
         engine = self._engine
         owner = engine.placement.owner
         if isinstance(owner, ShardedStep):

@@ -480,8 +480,8 @@ class Reduction:
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
-        # _asked: a norm was requested since the last drop of the gradients; _sums: between the two
-        # drops before. Programs that clip request one per step; others need no sums for norms.
+        # _asked: a norm was requested since the last drop of the gradients; _sums: _asked as it was
+        # at that drop. Programs that clip request a norm per step; others need no sums for norms.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0

@@ -86,11 +86,11 @@ class WeightSource(ABC):
 
     @abstractmethod
     def values_of(self, param: Tensor) -> Values | None:
-        """Returns the values of a parameter; None if there are none."""
+        """Returns the values of a parameter; None if the source has none."""
 
     @abstractmethod
     def values_of_buffer(self, owner: nn.Module, key: str) -> Values | None:
-        """Returns the values of a module's own buffer; None if there are none."""
+        """Returns the values of a module's own buffer; None if the source has none."""
 
     @abstractmethod
     def initialize(self, module: nn.Module) -> None:

@@ -304,8 +304,8 @@ class Unsharder:
     def need(self, unit: Unit) -> None:
         """Unshards a unit, and starts to unshard the units that are expected next.
 
-        Buckets that a backward has updated are left out. All their gradients have come, so that
-        this backward no longer needs them, unless it looks a parameter up.
+        Buckets that a backward has updated are left out: all their gradients have arrived, so this
+        backward needs such a bucket only if it looks a parameter up.
         """
         key, now = id(unit), self._now
         if not now or now[-1] != key:
@@ -337,7 +337,7 @@ class Unsharder:
         """Reports that the buckets of these units will be unsharded next."""
         if self._tell_expected is not None:
             buckets = (bucket for key in units for bucket in self._buckets[key])
-            # A bucket that is unsharded now will be unsharded again, unless it stays.
+            # A bucket that is unsharded now will be resharded and needed again, unless it stays.
             self._tell_expected(b for b in buckets if not (b.is_unsharded and b in self._staying))
 
     def unshard(self, unit: Unit) -> None:
@@ -444,7 +444,7 @@ class Unsharder:
     def close_bucket(self, bucket: ShardedBucket) -> None:
         """Refuses to unshard a bucket until :meth:`reopen`, since ranks will change its chunks.
 
-        If the bucket is unsharded, it stays so with its old values, for the rest of this backward.
+        An unsharded bucket stays unsharded, with its old values, for the rest of this backward.
 
         Raises:
             ArgumentError: a parameter was written to.
