@@ -1,14 +1,17 @@
 """Saves and loads an optimizer's state as shards, for worlds of any size.
 
-A shard is a dict. "state" has the tensors "step" (float64 [params]), "steps_taken" and
-"skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
-``ShardState``). For Adafactor "state" also has "whole": by parameter, a dict of tensors that all
-ranks have. "param_groups" is as in torch. "shard" has, as JSON types, rank, world size and layout;
-for an optimizer other than AdamW also its name and each parameter's further state. With error
-feedback, "state" has "error_feedback", for each bucket the buffers (see ``ErrorFeedback``) or None,
-and "shard" has the number of the node. The rank in "shard" is the index of the chunk:
-``StepCalls.shard_index`` over several nodes. With ``AdamWOptions(state="node")`` the rank and world
-size in "shard" are within the node, and all nodes have equal shards.
+A shard is a dict with three entries. "param_groups" is as in torch.
+
+"state" has the tensors "step" (float64 [params]), "steps_taken" and "skipped_steps" (float64
+scalars), and "buckets": per bucket, a dict of tensors [chunk elements] (see ``ShardState``). With
+Adafactor it also has "whole": per parameter, a dict of tensors that are equal on all ranks. With
+error feedback it also has "error_feedback": per bucket, buffers (see ``ErrorFeedback``) or None.
+
+"shard" has, as JSON types, the rank, the world size and the layout. The rank is the index of the
+chunk (``StepCalls.shard_index`` over several nodes). With ``AdamWOptions(state="node")`` rank and
+world size are within the node, and all nodes have equal shards. For an optimizer other than AdamW
+"shard" also has its name and each parameter's further state; with error feedback, the node's
+number.
 """
 
 from __future__ import annotations
