@@ -136,7 +136,8 @@ def _torchs_default_in_words() -> str:
 def communicator_of(group: Any, operation: str) -> Communicator:
     """Returns the communicator for the ``group`` argument of a module-level function.
 
-    For a process group of the backend, or a one-dimensional mesh, returns the host communicator.
+    For a process group of the backend "ringcomm", or a one-dimensional mesh, returns the host
+    communicator.
 
     Raises:
         ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.
@@ -426,10 +427,11 @@ def group_rank(communicator: Communicator, global_rank: Any, operation: str, nam
     return ranks.index(number)
 
 
-# ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
-# (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
-# torch has no ``algorithm`` and ``kernels``, so these are keyword-only. The :class:`Communicator`
-# method of the same name checks the arguments.
+# ---- The calls of a group. ``group`` is a Communicator, or None for the default communicator.
+# ``src`` and ``dst`` are global ranks (ranks of the default communicator); ``group_src`` and
+# ``group_dst`` are ranks of ``group``. torch's functions have no ``algorithm`` and ``kernels``, so
+# these are keyword-only. Each function's arguments are checked by the method of
+# :class:`Communicator` that has the function's name.
 
 Tensor = torch.Tensor
 
@@ -781,7 +783,7 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Posts all operations; their order may differ between ranks. Returns the Works in this order.
 
-    On devices the messages of a communicator with one tag run in one launch, where no message waits
+    On devices, messages of the same communicator and tag run in one launch, where no message waits
     for another. A second message to, or from, the same rank runs in a second launch, and so on.
 
     Raises:

@@ -130,7 +130,8 @@ def unwatch(watched: Watched) -> None:
 # ended. A communicator that nothing refers to any more is closed once its kernels have ended.
 
 WORD_BYTES = 4
-# At exit, it runs after the communicators (100) and before peers' heaps are unmapped (90).
+# Exit handlers run in falling order of priority: communicators (100), the handler below that closes
+# the cores of deleted communicators (95), the handler that unmaps peers' heaps (90).
 EXIT_PRIORITY = 95
 EXIT_GRACE_S = 5.0
 POLL_S = 0.001
@@ -196,7 +197,7 @@ class ClosableCore(Protocol):
 
 @dataclass(frozen=True)
 class _Abandoned:
-    """A core to close, events that pass when its kernels end, and the kernels' objects."""
+    """A core to close, events that pass when its kernels end, and the objects that they use."""
 
     core: ClosableCore
     events: Sequence[Event]

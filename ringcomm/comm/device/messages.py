@@ -60,8 +60,8 @@ def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
     """Returns the launches that carry ``messages``, in order, as indices into ``messages``.
 
     A launch carries messages of one communicator and tag, at most one in each direction with each
-    rank. Further messages between two ranks follow in later launches, in the order of the batch,
-    which is equal on both ranks. All ranks order launches by round, then by tag, then by
+    rank. Further messages between two ranks follow in the launches of later rounds, in the order of
+    the batch, which is equal on both ranks. All ranks order launches by round, then by tag, then by
     communicator, so that no launch waits for a later launch.
     """
     turns: Counter[tuple[int, int, bool]] = Counter()

@@ -89,7 +89,8 @@ class _Ability:
 
 @dataclass(frozen=True)
 class _Added:
-    """The report of a rank that has added its device: the bytes for each heap in the object."""
+    """The report of a rank that has added its device to the multicast object: the most bytes of a
+    rank's heap that can be bound to the object."""
 
     heap_bytes: int
 
@@ -298,7 +299,7 @@ def prove_links(
         RendezvousError: a link does not carry data, or a peer did not arrive; the message names
             both ranks, both devices, the direction, and usual causes.
     """
-    # A rank writes its own line first: a peer that sees the rank's word then reads this line.
+    # A rank writes the line in its own region first: it is there when a peer sees the rank's word.
     for owner in (links.rank, *(r for r in range(len(links.handles)) if r != links.rank)):
         links.write(owner)
     peers = [rank for rank in range(len(links.handles)) if rank != links.rank]
@@ -458,7 +459,7 @@ def _refuse_sum_groups(membership: Membership, spec: RendezvousSpec) -> None:
     if membership.options.sum_group_size:
         raise UnsupportedError(
             f"{spec.operation}: got CommOptions(sum_group_size="
-            f"{membership.options.sum_group_size}), but devices sum in rank order alone. Use "
+            f"{membership.options.sum_group_size}), but devices sum only in rank order. Use "
             "sum_group_size=0, or a communicator on the host"
         )
 
@@ -507,10 +508,10 @@ def _join(
 
 
 def _blocks_each(heap: DeviceHeap) -> int:
-    """Returns how many blocks a multiprocessor runs at once of every kernel that waits for peers.
+    """Returns how many blocks of any one kernel that waits for peers fit on a multiprocessor.
 
-    The kernels of FP32 sums represent all dtypes, and Triton's kernels, which have equally many
-    threads: tests/comm/device/test_device_occupancy.py compares all of them.
+    Only the native kernels of FP32 sums are examined. Kernels of other dtypes, and Triton's, have
+    equally many threads; tests/comm/device/test_device_occupancy.py compares all of them.
     """
     runtime, device = heap.runtime, heap.device
     return min(
@@ -573,7 +574,7 @@ def _topology(infos: Sequence[_DeviceInfo]) -> Topology:
 
 
 def _message_channels(infos: Sequence[_DeviceInfo], channels: int) -> int:
-    """Returns how many blocks a send or receive may use beside a collective of ``channels``.
+    """Returns how many blocks a send or receive may use while a collective uses ``channels``.
 
     The number is equal on all ranks. Every rank of a GPU may run a send, a receive and a collective
     at once, and each of their blocks may take a multiprocessor.
@@ -583,7 +584,7 @@ def _message_channels(infos: Sequence[_DeviceInfo], channels: int) -> int:
 
 
 def _message_share(infos: Sequence[_DeviceInfo]) -> int:
-    """Returns the most blocks per message: 1 if ranks share a GPU, for collectives need blocks.
+    """Returns the most blocks per message; 1 if ranks share a GPU: collectives need the others.
 
     On a GPU with one rank, messages take at most 1/4 of the multiprocessors.
     """

@@ -256,7 +256,7 @@ class JointLaunch:
                     missing = [each for each in self._ranks if each not in mine.arrived]
                     look(missing, self._waited_s[rank])
         except BaseException:
-            # Withdraw the call: the last rank must not launch it: the caller may reuse its tensors.
+            # Withdraw the call. The caller may reuse its tensors, so nobody may launch it any more.
             mine.arrived.pop(rank, None)
             raise
         finally:
@@ -278,8 +278,8 @@ class JointLaunch:
             kinds.setdefault(arrival.prepared.prepared_kind, []).append(arrival)
         streams = [self._stream]
         while len(streams) < len(kinds):
-            # Calls of different kinds are a mismatch. Kernels that run at once detect it and name
-            # both calls.
+            # Calls of different kinds are a mismatch. Their kernels, which run at the same time,
+            # detect the mismatch and name both calls.
             streams.append(self._runtime.make_stream(self._device))
         for ((_, channels), each), stream in zip(kinds.items(), streams, strict=True):
             for arrival in each:

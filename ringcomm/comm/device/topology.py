@@ -284,7 +284,7 @@ class Topology:
 
         ``CUDA_VISIBLE_DEVICES`` lists numbers or beginnings of UUIDs; CUDA reads it up to the first
         entry that does not exist (CUDA C++ Programming Guide, "CUDA Environment Variables"). NVML
-        ignores it. Numbers follow PCI bus ids, as CUDA's do unless the GPUs' models differ.
+        ignores it. Here GPUs are numbered by PCI bus id; CUDA does this if all are of one model.
         """
         everything = [
             name for gpu in self.gpus for name in (gpu.mig_instances or (gpu.pci_bus_id,))
@@ -377,7 +377,7 @@ class Topology:
 
 
 def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
-    """Returns the links that two ends agree on: the lower count and speed, and an equal version."""
+    """Returns the lower count and the lower speed of two ends, and their version if equal."""
     speeds = {one.link_gbps, other.link_gbps}
     known = [speed for speed in speeds if speed is not None]
     return NvLinks(
@@ -494,7 +494,7 @@ def _out_of_range(where: str, expected: str, got: object) -> ArgumentError:
     return ArgumentError(f"{where}: expected {expected}, got {shown(got)}")
 
 
-# ---- The reader of NVML (nvidia-ml-py, imported only here and only on call) for this machine ----
+# ---- The reader of NVML for this machine; its functions import nvidia-ml-py when called ----------
 # Sources: NVML API Reference Guide (docs.nvidia.com/deploy/nvml-api), chapters "NvLink Methods",
 # "Device Queries", "Field Value Enums" and "CPU and Memory Affinity"; the functions are named where
 # they are called. Constants are written as numbers because nvidia-ml-py changes its names for them
@@ -519,8 +519,8 @@ DATA_RATES["5.0"] = 50.0
 def read_machine() -> Topology:
     """Reads NVML's answers about all GPUs of this machine, regardless of ``CUDA_VISIBLE_DEVICES``.
 
-    A failed query raises no error. Without NVML the topology has no GPU and ``absent`` says why. A
-    missing answer is None, and ``notes`` mention unusual ones.
+    A failed query raises no error: its answer is None, and ``notes`` has the error unless the error
+    is a usual one. Without NVML the topology has no GPU and ``absent`` says why.
     """
     machine = platform.node()
     try:

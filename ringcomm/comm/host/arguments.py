@@ -120,11 +120,11 @@ def _words_at(address: int, count: int) -> list[int]:
 
 
 def _find_keys() -> None:
-    """Finds the offset of tensors' dispatch keys, at which the native module then reads them.
+    """Finds the offset of the dispatch keys within a tensor, for the native module.
 
-    ``Tensor.is_neg()`` takes longer than all other checks and releases the interpreter's lock. The
-    offset is used only if no other offset agrees with torch for tensors of different keys.
-    Otherwise the native module calls ``is_neg()``.
+    If exactly one offset agrees with torch for tensors of different keys, the native module reads
+    the keys at this offset. Otherwise it calls ``Tensor.is_neg()``, which takes longer than all
+    other checks and releases the interpreter's lock.
     """
     ordinary = torch.ones(2, device="cpu")
     probes = [
@@ -465,8 +465,8 @@ class PremulSum:
 def premul_sum(factor: float | torch.Tensor) -> PremulSum:
     """Makes the op PREMUL_SUM, the sum of each rank's elements times its factor.
 
-    torch.distributed makes this op only through a private function. ringcomm accepts both
-    objects wherever it takes an op.
+    torch.distributed makes this op only through a private function. ringcomm accepts torch's
+    object, and the object that this function returns, wherever it takes an op.
 
     Args:
         factor: a real number, or a tensor of one element; for integers a whole number.
@@ -605,7 +605,7 @@ def put_back(tensor: Tensor, scratch: Tensor) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors share memory, and both are contiguous: calls use them in place."""
+    """True if two tensors share memory and are both contiguous; calls copy other tensors first."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return False
     a_ptr, b_ptr = a.data_ptr(), b.data_ptr()

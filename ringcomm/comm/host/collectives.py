@@ -19,18 +19,19 @@ from ringcomm.comm.host.triton import TRITON
 #
 # In the common call the tensors are contiguous on the CPU, the op has no factor, and the queue is
 # empty. The native module reads the tensors of such a call itself and makes it. For any other call
-# it does nothing and returns NOT_FAST (``try_*``: False). Then the call takes the path with all
-# checks, which also builds the errors. Calling a method costs a tenth of a small collective, so
-# each collective repeats these lines. ``torch.distributed`` has its own calls, ``*_for_torch``.
+# it does nothing and returns NOT_FAST (a ``try_*`` method: False). Then the call takes the path
+# with all checks, which also builds the errors. Each collective repeats the lines of the fast path,
+# since calling a common method would take a tenth of the time of a small collective.
+# ``torch.distributed`` has its own calls, ``*_for_torch``.
 #
 # An asynchronous call starts by a similar native method if the core launches it
 # (``CallEngine.starts``).
 #
 # Calls advance the autograd versions of their outputs, so that the backward of a graph which has
 # saved an output raises. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here
-# omit it on the fast path; calls through ``torch.distributed`` advance them, for 1 %. Tensors that
-# require grad, such as parameters, never take the fast path, not even under ``no_grad()``, so their
-# versions always advance.
+# do not advance versions on the fast path. Calls through ``torch.distributed`` advance them, which
+# takes 1 % of the call. Tensors that require grad, such as parameters, never take the fast path,
+# not even under ``no_grad()``, so their versions always advance.
 
 Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
@@ -481,8 +482,8 @@ class Collectives:
         With ``algorithm="copy_engine"``, on GPUs of one node, the copy engines read the peers'
         ``input`` in place, without ``CommOptions.copy_engine_bytes``. Making the plan is then
         collective: all ranks make it, in the order of calls, outside of a graph's capture, and the
-        host waits for the device. The plan keeps the memory of ``input`` alive; the tensor must
-        keep this memory.
+        host waits for the device. The plan keeps the memory of ``input`` alive; do not give the
+        tensor other memory, since the plan would raise.
 
         Args:
             output: as :meth:`all_gather_into_tensor` takes it.
@@ -491,8 +492,8 @@ class Collectives:
             algorithm: as :meth:`all_gather_into_tensor` takes it.
 
         Raises:
-            ArgumentError: bad argument; or for the copy engines, on all ranks, an ``input`` of
-                some rank is not in the heap.
+            ArgumentError: bad argument; with copy engines also if the ``input`` of any rank is not
+                in the heap: then all ranks raise.
             MismatchError: for the copy engines, the ranks' plans differ.
             UnsupportedError: for the copy engines, the current stream is capturing a graph.
             RingcommError: for the copy engines, a fault; see ``ringcomm.errors``.

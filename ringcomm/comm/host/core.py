@@ -211,7 +211,7 @@ class CoreOwner(Protocol):
         """Returns a fault record, if possible from the rank where the fault began."""
 
     def set_left(self, left: bool, /) -> None:
-        """Notes whether this rank, a thread, has left and makes no more calls."""
+        """Notes whether the thread of this rank has left and makes no more calls."""
 
     def abort(self, reason: str, /) -> None:
         """Ends the calls of this rank and its peers; any thread may call this."""

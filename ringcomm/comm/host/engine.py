@@ -61,7 +61,7 @@ Outputs = list[torch.Tensor]
 
 
 def wait_seconds(timeout: timedelta | float | None) -> float:
-    """Returns the seconds to wait; -1 for no limit, which None and 0 mean, as in torch's Work."""
+    """Returns the seconds to wait; -1 (no limit) for None and for 0, as in torch's Work."""
     if timeout is None:
         return -1.0
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -191,11 +191,11 @@ class Work:
             return
         if not isinstance(error, Exception):
             error = RingcommError(f"{self._name}: {error!r}")
-        # The cast: torch's type hint of set_exception() asks for the result's type.
+        # torch annotates the argument of set_exception() with the result's type, hence the cast.
         future.set_exception(cast(Any, error))
 
     def finish(self, outputs: Outputs, error: BaseException | None) -> None:
-        """Records the end of the call; the thread that ran the call calls it once."""
+        """Records the end of the call; called once, by the thread that ran the call."""
         with self._guard:
             self._outputs = outputs
             self._error = error
@@ -425,15 +425,15 @@ Use = Callable[[Core], Core | TritonEnd]
 
 
 def itself(core: Any) -> Any:
-    """Returns ``core`` itself; names of another type that are set to it are casts."""
+    """Returns ``core`` itself. Assigned to a name of another type, this function is a cast."""
     return core
 
 
 class Unusable:
     """A stand-in for the native communicator once the native one must not be called any more.
 
-    The fast path calls the native object without a check whether it is usable. Replacing the object
-    makes that check free.
+    The fast path calls the native object and does not check whether it is usable. This object, put
+    in its place, raises instead.
     """
 
     _make_error: Callable[[str], RingcommError]
@@ -682,7 +682,7 @@ class CallEngine(ABC):
     def with_compression(
         self, checks: CallChecks, compression: str | None, run: Callable[[Core], int]
     ) -> Callable[[Core], int]:
-        """Returns a function that makes a call with compression, which a single node ignores.
+        """Checks ``compression``, and returns ``run``: on a single node compression has no effect.
 
         Raises:
             ArgumentError: there is no such compression.

@@ -252,7 +252,7 @@ class HostMessages:
 
     @property
     def _core(self) -> MessageCore:
-        """The engine's core, which raises once the communicator is unusable."""
+        """The engine's core; its methods raise once the communicator is unusable."""
         return cast(MessageCore, self.engine.core)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:

@@ -58,27 +58,28 @@ class CommOptions:
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
-        segment_bytes: the pipelined part of a chunk (on a device: of a channel's slice of the
-            chunk); a power of two of at least 64, or 0 for a size that suits the world.
+        segment_bytes: size of the segments into which a chunk (on a device: a channel's slice of a
+            chunk) is cut for pipelining; a power of two of at least 64, or 0 for a size that suits
+            the number of ranks.
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for a number that suits
             the device and the ranks that share it. On the host: the most threads of a rank that
             take part in a collective, up to 64, or 0 for the machine's cores divided by the ranks,
             up to 8. Each channel has staging slots of its own.
         threads: of a communicator on the host: the threads that large calls use, up to 64, or 0
-            for ``RINGCOMM_THREADS``. If that is not set, it is the number of torch's threads
-            (``torch.set_num_threads``), at most the cores of the rank divided by the ranks on
+            for ``RINGCOMM_THREADS``. If this variable is not set, calls use as many threads as
+            torch (``torch.set_num_threads``), at most the rank's cores divided by the ranks on
             them. Results have the same bits with any number of threads. Collectives use at most
             ``channels`` threads, and one thread if the ranks have more threads than cores.
         ll_bytes: of a communicator on a device: the largest message that may use LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a
-            time; a multiple of 64. With 0, ``algorithm="copy_engine"`` works in plans alone, which
+            time; a multiple of 64. With 0, ``algorithm="copy_engine"`` works only in plans, which
             need no staging.
         multicast_bytes: of a communicator on devices under one NVSwitch, each with one rank: the
             bytes of each rank's window for ``algorithm="multicast"``, whose calls use the window
-            unless they work in place; a multiple of 64, or 0 to do without multicast. Otherwise
-            building the communicator fails if multicast is not supported.
+            unless they work in place; a multiple of 64, or 0 to do without multicast. Unless it is
+            0, building the communicator fails if multicast is not supported.
         records: how many collectives, and how many messages, the flight recorder keeps per rank;
             0 for none.
         single_copy: of a communicator of two ranks on the host: whether each rank copies chunks of
