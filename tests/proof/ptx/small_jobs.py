@@ -357,16 +357,17 @@ _has_given_up = threading.Semaphore(0)  # of each rank that missed others
 
 
 def _absent(stays: bool) -> Callable[[Communicator], None]:
-    """The last rank makes no call: the others' kernels give up, and say so.
+    """Ranks make no call: the kernels of the others give up and report the absent ranks.
 
-    If it does not stay until then, it is lost at once, before any deadline, and several lanes of a
-    block fail together.
+    If an absent rank stays, it is the last one, and the others wait until their deadline. Else all
+    ranks except the first are lost at once, so several lanes of a block fail together.
     """
 
     def job(comm: Communicator) -> None:
-        if comm.rank < comm.world_size - 1:
+        absent = range(comm.world_size - 1 if stays else 1, comm.world_size)
+        if comm.rank not in absent:
             try:
-                _miss_last(comm)
+                _miss(comm, absent)
             finally:
                 _has_given_up.release()
         elif stays:
@@ -376,7 +377,7 @@ def _absent(stays: bool) -> Callable[[Communicator], None]:
     return job
 
 
-def _miss_last(comm: Communicator) -> None:
+def _miss(comm: Communicator, absent: range) -> None:
     core = cast(DeviceCallEngine, comm.engine).device_core
     region_ptr, page_ptr = core._allocation.ptr, core._page.host_ptr
     seen: dict[str, Any] = {}
@@ -403,7 +404,7 @@ def _miss_last(comm: Communicator) -> None:
             comm.engine.submit(call, "absent", timeout=0.3)
             comm.engine.finish_host_side()
         except (CollectiveTimeout, AbortedError, PeerLost) as error:
-            assert f"rank {comm.world_size - 1}" in str(error), error
+            assert any(f"rank {rank}" in str(error) for rank in absent), error
         else:
             raise AssertionError("a rank that makes no call was not missed")
     assert all(fault["op"] == "all_reduce" for fault in seen.values()), seen
