@@ -104,7 +104,7 @@ void bind_fast(nb::class_<DeviceCalls>& c, const std::string& name, const std::s
   c.def(
       name.c_str(),
       [prepare](DeviceCalls& calls, Given... given) {
-        if (intercepting_keys() != 0) return kNotFast;
+        if (intercepting_keys() != 0 || is_profiled()) return kNotFast;
         return calls.make([&] { prepare(calls.comm(), given...); });
       },
       nb::sig(signature.c_str()));
@@ -150,7 +150,7 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c,
       [](DeviceCalls& calls, nb::object tensors, uintptr_t grads, uint64_t bucket_elems, int dtype,
          int op, uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm,
          int tag) -> std::shared_ptr<DeviceEvent> {
-        if (intercepting_keys() != 0) return nullptr;
+        if (intercepting_keys() != 0 || is_profiled()) return nullptr;
         return calls.start(std::move(tensors), [&] {
           reduce_scatter_norm(calls.comm(), grads, bucket_elems, dtype, op, out, accumulate, kind,
                               words, algorithm, tag);

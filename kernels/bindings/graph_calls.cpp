@@ -41,7 +41,7 @@ constexpr OperatorNames kNames[kOperators] = {{"all_gather", "all_gather_into_te
 struct Served {
   PyObject* operators[kOperators] = {};
   PyObject *holders = nullptr, *thread = nullptr, *process = nullptr, *world = nullptr;
-  PyObject *profiler = nullptr, *empty = nullptr;
+  PyObject* empty = nullptr;
 };
 
 Served& served() {
@@ -144,12 +144,6 @@ nb::object ask(Operator which, Arguments arguments) {
   PyObject* const result = PyObject_Vectorcall(served().operators[which], passed, count, nullptr);
   if (result == nullptr) throw nb::python_error();
   return nb::steal(result);
-}
-
-// True if a profiler is on, which must see torch's operators.
-bool is_profiled() {
-  static PyObject* const enabled = kept_name("_is_profiler_enabled");
-  return PyDict_GetItemWithError(served().profiler, enabled) != Py_False;
 }
 
 // A tensor that a graph reads.
@@ -319,7 +313,6 @@ void serve(const nb::dict& names, const nb::dict& operators) {
   keep(s.thread, names, "thread");
   keep(s.process, names, "process");
   keep(s.world, names, "world");
-  keep(s.profiler, names, "profiler");
   keep(s.empty, names, "empty");
 }
 
@@ -332,8 +325,8 @@ void bind_graph_calls(nb::module_& m) {
         "Has `graph_*` find communicators, and torch's operators for what they do not take.\n\n"
         "`names` has the weak references to communicators by key (`holders`), what has the\n"
         "communicator of a `thread`, the names of the module that has that of the `process`, what\n"
-        "has torch's default group (`world`), the names of torch's `profiler`, and `empty`, which\n"
-        "makes a tensor of sizes, strides and a dtype.");
+        "has torch's default group (`world`), and `empty`, which makes a tensor of sizes, strides\n"
+        "and a dtype.");
   const auto any = [] { return nb::arg().none(); };  // accepts None: the operator raises the error
   m.def("graph_all_gather", all_gather,
         nb::sig("def graph_all_gather(input: object, group: object, world_size: object, /) "

@@ -156,7 +156,7 @@ void bind_fast(nb::class_<NativeComm>& c) {
            nb::sig("def broadcast_fast(self, tensor: object, source: object, /) -> int"), any(),
            any())
       .def("barrier_fast", [](NativeComm& n) {
-        if (intercepting_keys() != 0) return kNotFast;
+        if (intercepting_keys() != 0 || is_profiled()) return kNotFast;
         return recorded_in_turn(n, [&] { return n.comm.barrier(); });
       });
 }

@@ -73,6 +73,8 @@ struct Torch {
   size_t impl_offset = 0, keys_offset = 0;
   uint64_t known_keys = 0;
   PyObject *int8 = nullptr, *uint8 = nullptr;
+  PyObject* profiler = nullptr;  // the names of torch.autograd.profiler
+  PyObject* profiler_enabled = PyUnicode_InternFromString("_is_profiler_enabled");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* current_level = PyUnicode_InternFromString("_current_level");
   PyObject* no_level = PyLong_FromLong(-1);
@@ -212,7 +214,13 @@ uint64_t intercepting_keys() {
 
 bool read_memory(nb::handle tensor, TensorMemory* result, TensorPlace place) {
   TensorShape unused;
-  return read_dense(tensor, result, &unused, place) && !may_have_gradient(tensor);
+  return !is_profiled() && read_dense(tensor, result, &unused, place) && !may_have_gradient(tensor);
+}
+
+bool is_profiled() {
+  const Torch& t = torch();
+  return t.profiler != nullptr &&
+         PyDict_GetItemWithError(t.profiler, t.profiler_enabled) == Py_True;
 }
 
 bool read_source(nb::handle tensor, TensorMemory* result, TensorShape* shape) {
@@ -301,6 +309,7 @@ void bind_tensors(nb::module_& m) {
         t.op = reinterpret_cast<PyTypeObject*>(kept("ReduceOp"));
         t.is_neg = kept("is_neg");
         t.forward_ad = kept("forward_ad");
+        t.profiler = kept("profiler");
         t.increment_version = kept("increment_version");
         t.requires_grad = kept("requires_grad");
         t.get = reinterpret_cast<descrgetfunc>(
@@ -318,7 +327,8 @@ void bind_tensors(nb::module_& m) {
       "`names` has torch's `Tensor` and `Parameter`, of exactly which classes tensors are read,\n"
       "their method `is_neg` and property `requires_grad`, its dtypes `int8` and `uint8`, the "
       "names\n"
-      "of its module `forward_ad`, its function `increment_version`, and `ReduceOp`, the class of\n"
+      "of its modules `forward_ad` and `profiler`, its function `increment_version`, and "
+      "`ReduceOp`, the class of\n"
       "whatever has the hash of one of `ops` and means the same. `ops` are the constants that\n"
       "stand for the codes of `OPS`. False: the interface is one that cannot read, and no tensor\n"
       "takes the fast path.");

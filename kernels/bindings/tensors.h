@@ -37,8 +37,8 @@ constexpr TensorPlace kCpu{1, 0};
 
 // True if a tensor's memory can be used directly. The tensor has one of torch's own classes, is at
 // `place`, contiguous, not empty, not complex, and has no negation pending. No gradient passes
-// through it, and the thread has no key of its own in torch's dispatcher (a mode, a transform or a
-// trace), since these would have to see the call. Sets no Python error.
+// through it. No profiler is on, and the thread has no key of its own in torch's dispatcher (a
+// mode, a transform or a trace), since these would have to see the call. Sets no Python error.
 bool read_memory(nanobind::handle tensor, TensorMemory* result, TensorPlace place = kCpu);
 
 // Like read_memory(), for a tensor of the CPU that a compiled graph only reads. The tensor may
@@ -48,6 +48,9 @@ bool read_source(nanobind::handle tensor, TensorMemory* result, TensorShape* sha
 // Returns the calling thread's keys in torch's dispatcher that mean a mode, a transform or a trace;
 // 0: the thread has no such keys.
 uint64_t intercepting_keys();
+
+// True while a profiler of torch is on; then Python makes each call, and the profiler sees it.
+bool is_profiled();
 
 // True if a tensor is chunk `index` of `whole`, or does not overlap `whole`.
 bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, int index);

@@ -12,6 +12,7 @@
 //
 // This module fits one version of Python and one of torch. `ringcomm build-backend` compiles it.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -141,38 +142,38 @@ class Direct {
 
   // Each of these calls returns false if it did nothing.
   bool all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
-    return calls_ != nullptr && is_plain(tensor) && has(op) &&
+    return is_direct() && is_plain(tensor) && has(op) &&
            made(calls_->all_reduce(calls_->comm, tensor.data_ptr(), elems(tensor), code(tensor),
                                    ops_[op]),
                 "all_reduce", &tensor);
   }
   bool reduce_scatter(const at::Tensor& out, const at::Tensor& in, c10d::ReduceOp::RedOpType op) {
-    return calls_ != nullptr && is_plain(out) && is_plain(in) && code(out) == code(in) && has(op) &&
+    return is_direct() && is_plain(out) && is_plain(in) && code(out) == code(in) && has(op) &&
            made(calls_->reduce_scatter(calls_->comm, in.data_ptr(), elems(in), out.data_ptr(),
                                        elems(out), code(out), ops_[op]),
                 "reduce_scatter_tensor", &out);
   }
   bool all_gather(const at::Tensor& out, const at::Tensor& in) {
-    return calls_ != nullptr && is_plain(out) && is_plain(in) && code(out) == code(in) &&
+    return is_direct() && is_plain(out) && is_plain(in) && code(out) == code(in) &&
            made(calls_->all_gather(calls_->comm, in.data_ptr(), elems(in), out.data_ptr(),
                                    elems(out), code(out)),
                 "all_gather_into_tensor", &out);
   }
   bool broadcast(const at::Tensor& tensor, int64_t root, bool is_root) {
-    return calls_ != nullptr && is_plain(tensor) &&
+    return is_direct() && is_plain(tensor) &&
            made(calls_->broadcast(calls_->comm, tensor.data_ptr(), elems(tensor), code(tensor),
                                   root),
                 "broadcast", is_root ? nullptr : &tensor);
   }
-  bool barrier() {
-    return calls_ != nullptr && made(calls_->barrier(calls_->comm), "barrier", nullptr);
-  }
+  bool barrier() { return is_direct() && made(calls_->barrier(calls_->comm), "barrier", nullptr); }
 
   // Returns the number of calls made since the last restart.
   uint64_t count() const { return count_.load(); }
   void restart() { count_.store(0); }
 
  private:
+  // False while torch observes functions, for example for a profiler: Python makes its events.
+  bool is_direct() const { return calls_ != nullptr && !at::hasCallbacks(); }
   static uint64_t elems(const at::Tensor& tensor) { return uint64_t(tensor.numel()); }
   int code(const at::Tensor& tensor) const { return dtypes_[size_t(tensor.scalar_type())]; }
   bool has(c10d::ReduceOp::RedOpType op) const { return size_t(op) < ops_.size(); }

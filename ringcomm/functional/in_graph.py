@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.autograd.profiler as profiler
 from torch.distributed.distributed_c10d import _world
 
 from ringcomm import _native
@@ -45,7 +44,6 @@ def serve(holders: Mapping[str, Any], operators: Mapping[str, Any]) -> None:
         "thread": thread,
         "process": process,
         "world": _world,
-        "profiler": vars(profiler),
         "empty": _EMPTY,
     }
     _native.serve_graphs(names, dict(operators))

@@ -467,6 +467,7 @@ class HostBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "adamw_all_gather",
+            grad,
             lambda core: self._step_core_of(core).adamw_all_gather(
                 shard, grad.data_ptr(), DTYPE_CODES[grad.dtype], self._algorithm, self._step_bytes
             ),
@@ -476,6 +477,7 @@ class HostBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
+            grads,
             lambda core: self._step_core_of(
                 core, bucket.error_feedback
             ).reduce_scatter_adamw_all_gather(
@@ -489,9 +491,9 @@ class HostBackend(Backend):
             ),
         )
 
-    def _call(self, name: str, run: Callable[[Core], int]) -> None:
+    def _call(self, name: str, grads: Tensor, run: Callable[[Core], int]) -> None:
         if self._comm is not None:
-            self._comm.engine.start_call(Call(name, run, []))
+            self._comm.engine.start_call(Call(name, run, [], more_bytes=grads.nbytes))
 
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.key)
@@ -606,7 +608,7 @@ class DeviceBackend(Backend):
         if known is None or known.grad != of:
             shard = self._shard(bucket)
             native = shard.native, shard.copy.data_ptr(), of[0], DTYPE_CODES[of[1]]
-            call = Call(name, methodcaller(name, *native, *more), [])
+            call = Call(name, methodcaller(name, *native, *more), [], more_bytes=grad.nbytes)
             known = self._updates[key] = self._repeated(call, of)
         if known.again is None or known.again() != 0:
             self._engine.start_call(known.call)
@@ -618,7 +620,8 @@ class DeviceBackend(Backend):
         arguments = (*native, self._op, self._algorithm, bucket.tag())
         engine = self._engine
         if engine.fast.reduce_scatter_adamw_all_gather_fast(*arguments) != 0:
-            engine.start_call(Call(name, methodcaller(name, *arguments), []))
+            run = methodcaller(name, *arguments)
+            engine.start_call(Call(name, run, [], more_bytes=grads.nbytes))
 
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.key)
@@ -684,7 +687,7 @@ class TritonCalls:
             return end.run(plan, source.data_ptr(), descriptor.data_ptr())
 
         try:
-            comm.engine.start_call(Call(name, run, []))
+            comm.engine.start_call(Call(name, run, [], more_bytes=source.nbytes))
         except RingcommError:
             if stored is not None:
                 _abandoned.append(stored)

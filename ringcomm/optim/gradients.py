@@ -639,7 +639,7 @@ class HostReducer(Reducer):
             step_core = self._step_core_of(core, into.error_feedback)
             return step_core.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
 
-        return self._start(run, into, async_op)
+        return self._start(run, grads, into, async_op)
 
     def _arguments(
         self, grads: Tensor, into: Into
@@ -656,12 +656,14 @@ class HostReducer(Reducer):
             self._algorithm,
         )
 
-    def _start(self, run: Callable[[Core], int], into: Into, async_op: bool) -> Work | None:
+    def _start(
+        self, run: Callable[[Core], int], grads: Tensor, into: Into, async_op: bool
+    ) -> Work | None:
         if self._comm is None:
             raise AssertionError("a world of one rank has nothing to reduce")
         outputs = [into.out] if into.words is None else [into.out, into.words]
         return self._comm.engine.start_call(
-            Call("reduce_scatter_norm", run, outputs), async_op=async_op
+            Call("reduce_scatter_norm", run, outputs, more_bytes=grads.nbytes), async_op=async_op
         )
 
 
@@ -684,7 +686,8 @@ class DeviceReducer(HostReducer):
             words.data_ptr(),
         )
         if engine.fast.grad_norm_fast(*arguments) != 0:
-            engine.start_call(Call("grad_norm", methodcaller("grad_norm", *arguments), []))
+            run = methodcaller("grad_norm", *arguments)
+            engine.start_call(Call("grad_norm", run, [], more_bytes=grads.nbytes))
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         # The kernel's blocks always add to norm words, so the words need memory and must be zero.
@@ -718,7 +721,8 @@ class DeviceReducer(HostReducer):
         elif engine.fast.reduce_scatter_norm_fast(*arguments) == 0:
             _increment_version(outputs)
             return None
-        return engine.start_call(Call(name, methodcaller(name, *arguments), outputs), async_op)
+        run = methodcaller(name, *arguments)
+        return engine.start_call(Call(name, run, outputs, more_bytes=grads.nbytes), async_op)
 
 
 def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:

@@ -39,7 +39,14 @@ from ringcomm.errors import (
     RingcommError,
     UnsupportedError,
 )
-from tests.c10d import test_collectives, test_ddp, test_dispatch, test_fsdp, test_groups
+from tests.c10d import (
+    test_collectives,
+    test_ddp,
+    test_dispatch,
+    test_fsdp,
+    test_groups,
+    test_profiler,
+)
 from tests.support import ROOT
 from tests.support.compiler import COMPILER
 from tests.support.rank_pool import RankPool, default_group
@@ -305,6 +312,10 @@ def coalesced_warns(rank, world_size):
 )
 def test_torch_sees_it_as_gloo(two_ranks, check):
     two_ranks.compare(check, way="native")
+
+
+def test_a_profiler_sees_direct_calls(two_ranks):
+    two_ranks.run(test_profiler.through_torch, way="native")
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -468,7 +468,7 @@ class DeviceCallEngine(CallEngine):
         self.check_usable(name)
         self._name = name
 
-    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+    def _start_call(self, call: Call, async_op: bool) -> Work | None:
         self.admit(call.name, call.outputs, call.inputs)
         if self.joint_launch is not None:
             self._check_capture(call.name)

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.distributed import ReduceOp
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -556,6 +556,7 @@ if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
             "is_neg": torch.Tensor.is_neg,
             "requires_grad": torch._C.TensorBase.requires_grad,
             "forward_ad": vars(forward_ad),
+            "profiler": vars(profiler),
             "increment_version": torch._C._increment_version,
             "int8": torch.int8,
             "uint8": torch.uint8,

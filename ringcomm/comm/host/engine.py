@@ -28,6 +28,7 @@ from ringcomm.comm.host.arguments import (
 )
 from ringcomm.comm.host.core import CompiledCalls, Core, CoreOwner, FastCalls, StartCalls
 from ringcomm.comm.host.options import check_compression, milliseconds_of
+from ringcomm.comm.host.profiling import event, is_profiled
 from ringcomm.comm.host.rendezvous import Membership, why_lost
 from ringcomm.comm.host.triton import (
     NATIVE,
@@ -375,11 +376,12 @@ class Call:
 
     ``run`` takes the core and returns the call's status; ``outputs`` are the tensors that hold the
     result afterwards, ``inputs`` are the other tensors. ``written`` are the outputs whose contents
-    and versions change, by default all. Every call makes a Call, so it is not a frozen dataclass,
-    which takes three times as long to make.
+    and versions change, by default all. ``more_bytes`` are the bytes of a call without listed
+    tensors, for profilers. Every call makes a Call, so it is not a frozen dataclass, which takes
+    three times as long to make.
     """
 
-    __slots__ = ("inputs", "name", "outputs", "run", "written")
+    __slots__ = ("inputs", "more_bytes", "name", "outputs", "run", "written")
 
     def __init__(
         self,
@@ -388,9 +390,11 @@ class Call:
         outputs: Outputs,
         inputs: Sequence[torch.Tensor] = (),
         written: Outputs | None = None,
+        more_bytes: int = 0,
     ) -> None:
         self.name = name
         self.run = run
+        self.more_bytes = more_bytes
         self.outputs = outputs
         self.inputs = inputs
         self.written = outputs if written is None else written
@@ -765,7 +769,16 @@ class CallEngine(ABC):
         return Lookout(self.membership.ranks, self.membership.processes)
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
-        """Runs a checked call in order; returns a Work if the call is asynchronous."""
+        """Runs a checked call in order; returns a Work if the call is asynchronous.
+
+        A profiler of torch sees the call as an event on the calling thread.
+        """
+        if not is_profiled():
+            return self._start_call(call, async_op)
+        with event(call.name, call.outputs, call.inputs, call.more_bytes):
+            return self._start_call(call, async_op)
+
+    def _start_call(self, call: Call, async_op: bool) -> Work | None:
         if self.refuse is not None:
             raise self.refuse(call.name)
         if self.queue.inside_call():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -20,6 +21,7 @@ from ringcomm.comm.host.arguments import (
     writable,
 )
 from ringcomm.comm.host.engine import CallEngine, Outputs, Work, wait_seconds
+from ringcomm.comm.host.profiling import event, is_profiled
 from ringcomm.errors import (
     MismatchError,
     RingcommError,
@@ -153,6 +155,14 @@ class MessageCalls(Protocol):
     def irecv(self, tensor: Tensor, src: int | None, tag: int, /) -> Work: ...
 
 
+_NO_EVENT: AbstractContextManager[None] = nullcontext()
+
+
+def _event(name: str, tensor: Tensor) -> AbstractContextManager[object]:
+    """Returns the profiler's event of a message; without a profiler an empty context."""
+    return event(name, (), [tensor]) if is_profiled() and torch.is_tensor(tensor) else _NO_EVENT
+
+
 class Messages:
     """Point-to-point calls of a communicator.
 
@@ -176,7 +186,8 @@ class Messages:
             ArgumentError: bad argument.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        self.messages.send(tensor, dst, tag)
+        with _event("send", tensor):
+            self.messages.send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receives into ``tensor`` and returns the rank that sent.
@@ -191,21 +202,24 @@ class Messages:
             UnsupportedError: ``src`` is None on a device, where a kernel waits for one given rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        return self.messages.recv(tensor, src, tag)
+        with _event("recv", tensor):
+            return self.messages.recv(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Sends like :meth:`send` without waiting; once the Work is done ``tensor`` may change.
 
         On a device the current stream waits for the send only in ``Work.wait()``.
         """
-        return self.messages.isend(tensor, dst, tag)
+        with _event("isend", tensor):
+            return self.messages.isend(tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Receives like :meth:`recv` without waiting; ``Work.source_rank()`` is the sender.
 
         On a device only streams that wait for the Work see the data.
         """
-        return self.messages.irecv(tensor, src, tag)
+        with _event("irecv", tensor):
+            return self.messages.irecv(tensor, src, tag)
 
 
 def other_rank(checks: CallChecks, name: str, rank: Any, own: int) -> int:

@@ -212,7 +212,7 @@ class DeviceNodesEngine(NodesEngine):
 
     # ---- calls ----------------------------------------------------------------------------------
 
-    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+    def _start_call(self, call: Call, async_op: bool) -> Work | None:
         self.admit(call.name, call.outputs, call.inputs)
         runtime, device = self.device_ref
         if runtime.is_capturing(device):
