@@ -42,10 +42,10 @@ INTERNAL_NAMES = {
     "comm.nodes.device_core": "preload",
     "comm.peer_memory": "awaiting_peers heap_bases is_in_heap",
     "comm.recorder.reader": (
-        "FORMAT LARGEST_BYTES Trace ended_ranks find_newest live_recordings newest read "
-        "running_communicators"
+        "FORMAT FoundRecorder FoundRecorders LARGEST_BYTES Trace ended_ranks find_newest "
+        "live_recordings newest other_processes read recording_of running_communicators"
     ),
-    "comm.recorder.records": "NodeLevel",
+    "comm.recorder.records": "CallTotals NodeLevel",
     "cuda": "current",
     "cuda.build": "describe_source",
     "cuda.runtime": "CONNECTIONS_VARIABLE DEFAULT_CONNECTIONS DeviceRuntime",

@@ -42,12 +42,33 @@ uint64_t ticks() {
 uint64_t ticks() { return Waiter::now_ns(); }
 #endif
 
+// Measured once, to a tenth of a percent. The sums of times must not decrease, so the rate must not
+// change.
+double ns_per_tick() {
+  constexpr uint64_t kMeasureNs = 200'000;
+  static const double rate = [] {
+    const ClockPair begin = clock_pair();
+    ClockPair end = begin;
+    while (end.ns - begin.ns < kMeasureNs) end = clock_pair();
+    return double(end.ns - begin.ns) / double(std::max<uint64_t>(end.ticks - begin.ticks, 1));
+  }();
+  return rate;
+}
+
 uint64_t index_of(uint32_t capacity, Track track, uint64_t sequence) {
   return uint64_t(track) * capacity + uint32_t(sequence) % capacity;
 }
 
 const Record* record_at(const char* memory, uint64_t index) {
   return reinterpret_cast<const Record*>(memory + sizeof(RecorderHeader)) + index;
+}
+
+uint64_t records_bytes(uint32_t capacity) {
+  return sizeof(RecorderHeader) + uint64_t(Track::kCount) * capacity * sizeof(Record);
+}
+
+void add(uint64_t* total, uint64_t more) {
+  store_relaxed_sys(total, load_relaxed_sys(total) + more);
 }
 
 // Stores word by word: peers may read now, and detect changes by the versions around the stores.
@@ -116,9 +137,8 @@ ClockPair clock_pair() {
 }
 
 uint64_t Recorder::memory_bytes(uint32_t capacity) {
-  return capacity == 0
-             ? 0
-             : sizeof(RecorderHeader) + uint64_t(Track::kCount) * capacity * sizeof(Record);
+  constexpr uint64_t kTotalsBytes = uint64_t(Collective::kCount) * sizeof(CallTotals);
+  return capacity == 0 ? 0 : records_bytes(capacity) + kTotalsBytes;
 }
 
 void Recorder::open(char* memory, uint32_t capacity, int rank, int world, uint64_t control_bytes,
@@ -137,6 +157,8 @@ void Recorder::open(char* memory, uint32_t capacity, int rank, int world, uint64
   h.created_ns = now.ns;
   h.created_ticks = now.ticks;
   h.control_bytes = control_bytes;
+  h.totals = uint64_t(Collective::kCount);
+  ns_per_tick();  // measures here and not in the first call
   std::snprintf(h.name, sizeof(h.name), "%s", name.c_str());
   std::memcpy(memory, &h, sizeof(h));
   memory_ = memory;
@@ -156,6 +178,11 @@ Record* Recorder::at(Track track, uint64_t sequence) const {
   return const_cast<Record*>(record_at(memory_, index_of(capacity_, track, sequence)));
 }
 
+// Each total has one writer at a time, like the records of its track.
+CallTotals* Recorder::totals(Collective kind) const {
+  return reinterpret_cast<CallTotals*>(memory_ + records_bytes(capacity_)) + uint32_t(kind);
+}
+
 void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, RecordState state) {
   if (!on()) return;
   Record* r = at(track, id.sequence);
@@ -173,6 +200,9 @@ void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, Re
   static constexpr CallSite kUnknown{1, {}};
   const CallSite& site = call_site != nullptr ? *call_site : kUnknown;
   store_words(r->site, site.text, site.words * 8);
+  CallTotals* const sum = totals(id.collective);
+  add(&sum->calls, 1);
+  add(&sum->bytes, bytes);
 }
 
 void Recorder::end(Track track, uint64_t sequence, Status status, int peer) {
@@ -187,6 +217,9 @@ void Recorder::end(Track track, uint64_t sequence, Status status, int peer) {
   store_relaxed_sys(&r->end_ticks, now);
   store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->status), uint32_t(status));
   store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->peer), uint32_t(peer));
+  CallTotals* const sum = totals(r->id.collective);
+  add(&sum->ns, uint64_t(double(now - r->begin_ticks) * ns_per_tick()));
+  if (!ok) add(&sum->failures, 1);
 }
 
 RecordState Recorder::state(Track track, uint64_t sequence) const {
@@ -212,10 +245,11 @@ bool Recorder::find(const char* memory, uint32_t capacity, Track track, uint64_t
 std::vector<char> Recorder::snapshot(const char* memory, uint32_t capacity, uint32_t waits_for,
                                      uint32_t most) {
   const uint32_t kept = std::clamp(most, 1u, capacity);
-  std::vector<char> bytes(memory_bytes(kept));
+  std::vector<char> bytes(records_bytes(kept));
   auto* header = reinterpret_cast<RecorderHeader*>(bytes.data());
   load_words(header, memory, sizeof(*header));
   header->capacity = kept;
+  header->totals = 0;
   header->waits_for = int32_t(waits_for);
   auto* to = const_cast<Record*>(record_at(bytes.data(), 0));
   for (uint32_t track = 0; track < uint32_t(Track::kCount); ++track)

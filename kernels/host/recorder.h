@@ -36,6 +36,13 @@ enum class RecordState : uint32_t {
   kCaptured = 7  // a graph makes the call; only the device knows when and how often
 };
 
+// Totals of one rank's calls of one collective, or of its sends or receives, since the communicator
+// was made. No word ever decreases, so a reader needs no version.
+struct CallTotals {
+  uint64_t calls, bytes, failures;
+  uint64_t ns;  // sum of the times of the calls that have ended; not used on devices
+};
+
 // Collectives and messages keep no order with each other, so each kind has its own records.
 enum class Track : uint32_t { kCollectives = 0, kMessages = 1, kCount = 2 };
 
@@ -63,7 +70,8 @@ struct RecorderHeader {
   int32_t waits_for;       // in a snapshot: 1 + the awaited rank, 0: none
   uint32_t on_device;      // 1: the communicator is on a device
   uint64_t created_ticks;
-  char name[184];
+  char name[176];
+  uint64_t totals;  // number of CallTotals after the records, by Collective; 0 in a snapshot
 };
 static_assert(sizeof(RecorderHeader) == 256);
 
@@ -121,6 +129,7 @@ class Recorder {
 
  private:
   Record* at(Track track, uint64_t sequence) const;
+  CallTotals* totals(Collective kind) const;
   char* memory_ = nullptr;
   uint32_t capacity_ = 0;
   uint64_t world_id_ = 0;

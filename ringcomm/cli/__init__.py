@@ -51,6 +51,7 @@ COMMANDS = {
     ),
     "doctor": Entry("check whether collectives can work on this machine"),
     "estimate": Entry("estimate memory, traffic and time of a sharded training step"),
+    "metrics": Entry("print or serve calls, bytes, waits and faults for Prometheus"),
     "report": Entry("write a run as one HTML page: waits, bandwidths, step times, memory"),
     "trace": Entry("show each rank's last calls, from a fault's trace or running processes"),
     "topo": Entry("show the links between GPUs, and the algorithm and rings that they select"),

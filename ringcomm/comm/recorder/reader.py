@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +29,8 @@ from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
     STATES,
+    TOTALS_BYTES,
+    CallTotals,
     Clock,
     NodeLevel,
     RankRecording,
@@ -38,6 +40,7 @@ from ringcomm.comm.recorder.records import (
     at,
     read_header,
     read_recorder,
+    read_totals,
     renumbered,
     unstable_records,
     with_failure,
@@ -49,6 +52,8 @@ __all__ = [
     "LIMIT_S",
     "VARIABLE",
     "FlightRecorder",
+    "FoundRecorder",
+    "FoundRecorders",
     "OfNode",
     "Trace",
     "Writing",
@@ -61,9 +66,11 @@ __all__ = [
     "leave",
     "live_recordings",
     "newest",
+    "other_processes",
     "program_line",
     "prune",
     "read",
+    "recording_of",
     "running_communicators",
     "text_of",
     "told_over_nodes",
@@ -374,6 +381,7 @@ def _check_records(records: tuple[Record, ...], track: str) -> None:
 _HEAP_MAGIC = int.from_bytes(b"RNGHEAP1", "little")
 _HEAP_HEAD = struct.Struct("<QQII")
 _MOST_RECORDERS = 4096
+_TOTALS_TRIES = 64
 # States in proc_pid_stat(5): no process, a zombie, dead.
 ENDED = ("", "Z", "X")
 CLOCKS_DIFFER_S = 0.1
@@ -387,6 +395,52 @@ class FoundRecorder:
     memory: bytes
     unstable: list[int]
     waits_for: int
+    totals: dict[str, CallTotals]
+    # The pid of the process whose heap has the recorder.
+    seen_by: int = 0
+
+
+class FoundRecorders:
+    """The recorders of processes, each heap read once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int, int], FoundRecorder] = {}
+        self._known: set[int] = set()
+
+    def look_into(self, pid: int) -> None:
+        """Reads the recorders in the heaps of a process.
+
+        Raises:
+            RingcommError: it does not exist, is another user's, or has no heap of ringcomm.
+        """
+        has_heap = False
+        for token, descriptor in _heaps_of(pid):
+            has_heap = True
+            if token in self._known:
+                continue
+            self._known.add(token)
+            for each in _recorders(descriptor):
+                header = each.header
+                key = (header.world_id, header.rank, header.created_ns)
+                self._found[key] = replace(each, seen_by=pid)
+        if not has_heap:
+            raise RingcommError(
+                f"trace: expected process {pid} to be a rank of a ringcomm communicator that "
+                "records, got a process without a heap of ringcomm's"
+            )
+
+    def worlds(self) -> list[list[FoundRecorder]]:
+        """Returns the recorders of each communicator, by rank; oldest communicator first.
+
+        Ranks that never connected are a communicator each.
+        """
+        worlds: dict[tuple[int, int], list[FoundRecorder]] = {}
+        for each in self._found.values():
+            key = (each.header.world_id, 0 if each.header.world_id else each.header.created_ns)
+            worlds.setdefault(key, []).append(each)
+        for members in worlds.values():
+            members.sort(key=lambda each: each.header.rank)
+        return sorted(worlds.values(), key=_oldest)
 
 
 def live_recordings(pids: Iterable[int]) -> list[Recording]:
@@ -395,40 +449,32 @@ def live_recordings(pids: Iterable[int]) -> list[Recording]:
     Raises:
         RingcommError: a process does not exist, is another user's, or has no flight recorder.
     """
-    found: dict[tuple[int, int, int], FoundRecorder] = {}
-    known: set[int] = set()
+    found = FoundRecorders()
     for pid in pids:
-        has_heap = False
-        for token, descriptor in _heaps_of(pid):
-            has_heap = True
-            if token in known:
-                continue
-            known.add(token)
-            for each in _recorders(descriptor):
-                found[each.header.world_id, each.header.rank, each.header.created_ns] = each
-        if not has_heap:
-            raise RingcommError(
-                f"trace: expected process {pid} to be a rank of a ringcomm communicator that "
-                "records, got a process without a heap of ringcomm's"
-            )
-    if not found:
+        found.look_into(pid)
+    worlds = found.worlds()
+    if not worlds:
         raise RingcommError("trace: these processes have no communicator that records its calls")
-    return _by_world(found.values())
+    return list(map(recording_of, worlds))
 
 
 def running_communicators() -> list[Recording]:
     """Returns the recordings of all communicators of this user's other processes."""
-    found: dict[tuple[str, int, int], Recording] = {}
+    found = FoundRecorders()
+    for pid in other_processes():
+        with suppress(RingcommError):  # a process that ends, or has no communicator
+            found.look_into(pid)
+    return list(map(recording_of, found.worlds()))
+
+
+def other_processes() -> list[int]:
+    """Returns the pids of this user's other processes."""
+    pids = []
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        with suppress(OSError, RingcommError):  # a process that ends, or has no communicator
-            if folder.stat().st_uid == os.geteuid():
-                for each in live_recordings([int(folder.name)]):
-                    # Every process has all ranks' heaps, so several show one communicator.
-                    key = (each.communicator, each.world_id, each.ranks[0].pid)
-                    found[key] = each
-    return list(found.values())
+        with suppress(OSError, ValueError):  # a process that ends, or another name
+            if folder.stat().st_uid == os.geteuid() and int(folder.name) != os.getpid():
+                pids.append(int(folder.name))
+    return pids
 
 
 def ended_ranks(recording: Recording, pid: int) -> frozenset[int]:
@@ -538,34 +584,40 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     if len(second) < header.memory_bytes:
         raise RingcommError("trace: expected a recorder inside its heap, got one that exceeds it")
     unstable = unstable_records(first, second)
+    totals = _totals(descriptor, offset + header.memory_bytes, header.totals)
     if header.on_device:
-        return FoundRecorder(header, first, unstable, 0)  # its control page is in device memory
+        # Its control page is in device memory.
+        return FoundRecorder(header, first, unstable, 0, totals)
     control = max(offset - header.control_bytes, 0)
     word = os.pread(descriptor, WORD_BYTES, control + WAITS_FOR_OFFSET)
-    return FoundRecorder(header, first, unstable, int.from_bytes(word, "little"))
+    return FoundRecorder(header, first, unstable, int.from_bytes(word, "little"), totals)
 
 
-def _by_world(found: Iterable[FoundRecorder]) -> list[Recording]:
-    """Makes one recording per communicator; ranks that never connected get one recording each."""
-    worlds: dict[tuple[int, int], list[FoundRecorder]] = {}
-    for each in found:
-        key = (each.header.world_id, 0 if each.header.world_id else each.header.created_ns)
-        worlds.setdefault(key, []).append(each)
-    recordings = []
-    for (world_id, _), members in sorted(worlds.items(), key=lambda item: _oldest(item[1])):
-        members.sort(key=lambda each: each.header.rank)
-        header = members[0].header
-        clock = Clock.since(header)
-        recording = Recording(
-            header.name,
-            header.world_size,
-            world_id,
-            clock.now[1],
-            tuple(_ranks(each, clock) for each in members),
-        )
-        level = NodeLevel.of(recording)
-        recordings.append(recording if level is None else renumbered(recording, level.ranks))
-    return recordings
+def _totals(descriptor: int, offset: int, count: int) -> dict[str, CallTotals]:
+    """Reads the totals behind the records, until two reads are equal: no word is torn then."""
+    size_bytes = TOTALS_BYTES if count else 0
+    before = os.pread(descriptor, size_bytes, offset)
+    for _ in range(_TOTALS_TRIES):
+        now = os.pread(descriptor, size_bytes, offset)
+        if now == before:
+            break
+        before = now
+    return read_totals(before, count) if len(before) == size_bytes else {}
+
+
+def recording_of(members: Sequence[FoundRecorder]) -> Recording:
+    """Returns the recording of a communicator, with ranks in the order of ``members``."""
+    header = members[0].header
+    clock = Clock.since(header)
+    recording = Recording(
+        header.name,
+        header.world_size,
+        header.world_id,
+        clock.now[1],
+        tuple(_ranks(each, clock) for each in members),
+    )
+    level = NodeLevel.of(recording)
+    return recording if level is None else renumbered(recording, level.ranks)
 
 
 def _ranks(found: FoundRecorder, clock: Clock) -> RankRecording:

@@ -26,6 +26,8 @@ __all__ = [
     "RECORD_BYTES",
     "RUNNING",
     "STATES",
+    "TOTALS_BYTES",
+    "CallTotals",
     "Clock",
     "NodeLevel",
     "RankRecording",
@@ -36,6 +38,7 @@ __all__ = [
     "call_of",
     "read_header",
     "read_recorder",
+    "read_totals",
     "renumbered",
     "unstable_records",
     "with_failure",
@@ -376,10 +379,12 @@ MAGIC = int.from_bytes(b"RINGREC1", "little")
 VERSION = 1
 HEADER_BYTES = 256
 RECORD_BYTES = 192
-_HEADER = struct.Struct("<QIIIiiiQQQiIQ184s")
+_HEADER = struct.Struct("<QIIIiiiQQQiIQ176sQ")
+_TOTALS = struct.Struct("<4Q")
 _RECORD = struct.Struct("<II QQIiiiII QQQii 112s")
 
 _STATES = ("", *STATES)
+TOTALS_BYTES = len(_native.RECORD_NAMES["collectives"]) * _TOTALS.size
 _TRACKS = ("collectives", "messages")
 _NAMES: dict[str, list[str]] = _native.RECORD_NAMES
 _STATUSES = {code: name for name, code in _native.STATUSES.items()}
@@ -390,7 +395,11 @@ _MOST = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class RecorderHeader:
-    """The header of a recorder: its communicator and rank, and its layout."""
+    """The header of a recorder: its communicator and rank, and its layout.
+
+    ``totals`` is the number of totals that follow the records; 0 in a copy, and in processes of an
+    older ringcomm.
+    """
 
     capacity: int
     rank: int
@@ -403,6 +412,7 @@ class RecorderHeader:
     waits_for: int
     on_device: bool
     name: str
+    totals: int = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -447,7 +457,32 @@ def read_header(memory: Bytes) -> RecorderHeader:
         waits_for,
         values[11] == 1,
         _text(values[13]),
+        values[14] if values[14] == len(_NAMES["collectives"]) else 0,
     )
+
+
+@dataclass(frozen=True)
+class CallTotals:
+    """Totals of a rank's calls of one collective since the communicator was made.
+
+    ``calls`` counts the calls that have begun, ``size_bytes`` adds up their bytes, ``failures``
+    counts the calls that have failed, and ``ns`` adds up the times of the calls that have ended.
+    """
+
+    calls: int
+    size_bytes: int
+    failures: int
+    ns: int
+
+
+def read_totals(memory: Bytes, count: int) -> dict[str, CallTotals]:
+    """Reads the totals of ``count`` collectives; returns those with calls, by collective."""
+    found = [CallTotals(*each) for each in _TOTALS.iter_unpack(memory[: count * _TOTALS.size])]
+    return {
+        name: each
+        for name, each in zip(_NAMES["collectives"], found, strict=False)
+        if name and each.calls and max(vars(each).values()) <= _MOST
+    }
 
 
 @dataclass(frozen=True)

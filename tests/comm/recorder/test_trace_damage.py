@@ -18,6 +18,7 @@ from ringcomm.comm.recorder.reader import KEPT_RECORDS
 from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
     RECORD_BYTES,
+    TOTALS_BYTES,
     NodeLevel,
     RankRecording,
     Recording,
@@ -135,7 +136,7 @@ def test_a_peers_damaged_recorder_hides_nobody_elses(folder):
     def body(comm):
         comm.barrier()
         if comm.rank == 1:
-            size_bytes = HEADER_BYTES + 2 * records * RECORD_BYTES
+            size_bytes = HEADER_BYTES + 2 * records * RECORD_BYTES + TOTALS_BYTES
             at = comm.engine.core.region_bytes - size_bytes
             assert Region.of(comm).read(at, 8) == b"RINGREC1"
             Region.of(comm).write(at, b"\xa5" * size_bytes)
