@@ -29,6 +29,7 @@ from ringcomm.errors import (
 if TYPE_CHECKING:
     from ringcomm import extras as extras
     from ringcomm import functional, optim, zero
+    from ringcomm import testing as testing
     from ringcomm import tl as tl
     from ringcomm.c10d.comm_argument import Mesh
     from ringcomm.comm.communicator import Communicator
@@ -134,7 +135,7 @@ _HOMES = {
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("extras", "functional", "optim", "tl", "zero")
+_MODULES = ("extras", "functional", "optim", "testing", "tl", "zero")
 
 
 def __getattr__(name: str) -> Any:

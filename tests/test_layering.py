@@ -40,8 +40,9 @@ for _layer in _layers:
 MAY_IMPORT["errors"] = set()
 MAY_IMPORT["cli"] = _below | {""}
 MAY_IMPORT["examples"] = {"", "optim", "zero"}
+MAY_IMPORT["testing"] = _below
 MAY_IMPORT["__main__"] = {"cli"}
-MAY_IMPORT[""] = _below
+MAY_IMPORT[""] = _below | {"testing"}
 
 OUTSIDE = {"bench", "tests", "setup"}
 BENCH_MAY_IMPORT = {"", "cli", "errors", "examples", "extras", "launch"}

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 import ringcomm
-from ringcomm import c10d, functional, optim, zero
+from ringcomm import c10d, functional, optim, testing, zero
 from ringcomm.cli import COMMANDS
 from ringcomm.extras import fsdp2, moe, parallel
 from ringcomm.process import KNOWN
@@ -26,7 +26,7 @@ from tools import site_pages
 from tools.commands import PYTHONS
 
 REFERENCE = DOCS / "reference"
-MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkpoint)
+MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, testing, zero, checkpoint)
 # They import Triton and other libraries, which need not be there.
 UNIMPORTED = (
     "ringcomm.tl",
@@ -164,7 +164,7 @@ def test_the_page_of_commands_has_all_their_options():
     page = site_pages.commands_help()
     sections = re.split(r"^## ringcomm ([\w-]+)$", page, flags=re.MULTILINE)
     helps = dict(zip(sections[1::2], sections[2::2], strict=True))
-    assert len(helps) == 10 and set(helps) == set(COMMANDS)
+    assert len(helps) == 11 and set(helps) == set(COMMANDS)
     for name, shown in helps.items():
         for parser in site_pages._with_subcommands(site_pages.parser_of(name)):
             for action in parser._actions:
@@ -227,6 +227,8 @@ SEARCHED = {
     "logging": "howto/logging",
     "metrics": "howto/logging",
     "tensorboard": "howto/logging",
+    "prometheus": "howto/metrics",
+    "pytest": "howto/testing",
     "loss is nan": "howto/nan-loss",
     "performance": "performance",
 }
