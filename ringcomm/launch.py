@@ -119,7 +119,7 @@ def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subpro
 def run_commands(commands: Sequence[RankCommand]) -> int:
     """Runs ranks to their end; returns 0, the exit code of a failed rank, or 130 after Ctrl-C.
 
-    If a rank fails, or on Ctrl-C or SIGTERM, this ends all ranks before it returns.
+    If a rank fails, or on Ctrl-C or SIGTERM, this function ends all ranks before it returns.
     """
     with _sigterm():
         try:

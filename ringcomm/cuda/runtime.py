@@ -217,7 +217,7 @@ class DeviceRuntime(Protocol):
         """Maps another process's memory for kernels of ``device``; returns the mapped address.
 
         Raises:
-            UnsupportedError: the driver refuses, as it does for handles of this same process.
+            UnsupportedError: the driver refuses, as it does for handles that this process exported.
         """
         ...
 

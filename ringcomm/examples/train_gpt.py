@@ -351,8 +351,8 @@ def resume(trainer: Trainer) -> tuple[list[float], float | None]:
     """Loads the latest checkpoint if the options say so; collective.
 
     Returns the losses of the earlier steps, and the loss on held-out text before step 0, if known.
-    Raises ArgumentError if ``resume`` is not set although a checkpoint exists, or if another run
-    saved it.
+    Raises ArgumentError if ``resume`` is not set although a checkpoint exists, or if the checkpoint
+    was saved with other options.
     """
     options = trainer.options
     found = Checkpoints(options.save) if options.save else None

@@ -152,8 +152,8 @@ class RingcommStrategy(_strategies.DDPStrategy):
             if any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__):
                 raise UnsupportedError(
                     f"RingcommStrategy: {type(callback).__name__}: expected no callback that "
-                    "averages weights, since it copies the module before it is sharded and writes "
-                    "the parameters afterwards. Average the shards by hand: see docs/zero.md, "
+                    "averages weights: it would copy the module before sharding, and later write "
+                    "the sharded parameters. Average the shards by hand: see docs/zero.md, "
                     "section 'Averages of weights, by shards'"
                 )
         self.accelerator.setup(trainer)

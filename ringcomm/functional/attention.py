@@ -321,7 +321,7 @@ def _check_same(form: _AttentionForm, function: str) -> None:
 
 
 class _TokenRange(NamedTuple):
-    """The ranges of this rank's queries and another rank's keys that attend to each other."""
+    """The ranges of this rank's queries and of another rank's keys to which the queries attend."""
 
     queries: slice
     keys: slice
@@ -331,9 +331,10 @@ class _TokenRange(NamedTuple):
 def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | None:
     """Returns which keys of rank ``owner`` this rank's queries attend to; None for no keys.
 
-    In zigzag order this rank has chunks r and 2 W - 1 - r. All queries here attend to the first
-    chunk of a lower rank, which is earlier, and none to its second, which is later. Both chunks of
-    a higher rank are between this rank's two, so only queries of the second attend to them.
+    In zigzag order rank r has chunks r and 2 W - 1 - r. The first chunk of a lower rank is earlier
+    than both chunks of this rank, so all queries attend to it; its second chunk is later than both,
+    so no queries do. Both chunks of a higher rank are between the two chunks of this rank, so only
+    queries of this rank's second chunk attend to them.
     """
     everything = slice(0, tokens)
     rank, half = form.comm.rank, tokens // 2

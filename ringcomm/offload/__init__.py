@@ -1,1 +1,1 @@
-"""Scratch files: a rank's unnamed file on a disk, and memory chunks whose content it holds."""
+"""Scratch files: a rank's unnamed file on a disk, and memory chunks whose content the file has."""

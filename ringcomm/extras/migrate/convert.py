@@ -380,7 +380,7 @@ class _DeepSpeedCheckpoint:
     Raises:
         CheckpointError: files are missing or damaged.
         UnsupportedError: there are model-parallel ranks, or the optimizer is not Adam or AdamW.
-        DAMAGE: one of these exceptions if the files are not as DeepSpeed writes them.
+        DAMAGE: an exception in this tuple, if the files are not as DeepSpeed writes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -558,7 +558,7 @@ class _TorchCheckpoint:
     Raises:
         CheckpointError: files are missing or damaged.
         UnsupportedError: the optimizer is neither Adam nor AdamW.
-        DAMAGE: one of these exceptions if the files are not as torch writes them.
+        DAMAGE: an exception in this tuple, if the files are not as torch writes them.
     """
 
     def __init__(self, folder: Path) -> None:

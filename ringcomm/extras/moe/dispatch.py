@@ -524,7 +524,7 @@ def combine(y: Tensor, handle: Handle) -> Tensor:
 
     Raises:
         ArgumentError: bad argument; the group stays usable.
-        MismatchError: another rank has a bad argument, or another handle or size than this rank.
+        MismatchError: another rank has a bad argument, or its handle or size differs.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if not isinstance(handle, Handle):

@@ -155,9 +155,9 @@ class MoE(nn.Module):
         num_experts: number of experts of all ranks; needed only if ``experts`` is not a list.
         options: options of the layer, equal on all ranks.
         counted_over: the ranks, usually all ranks that train the layer, whose tokens together
-            balance the experts' load. ``auxiliary_loss`` then uses the counts of all their tokens,
-            after one small all-reduce, and its mean over these ranks is the loss of all tokens;
-            :meth:`update_bias` sums their counts. With None the loss covers only this rank's
+            balance the experts' load. ``auxiliary_loss`` then counts the tokens of all these ranks,
+            by one small all-reduce; its mean over the ranks is the loss of all tokens.
+            :meth:`update_bias` sums over these ranks. With None the loss covers only this rank's
             tokens, and :meth:`update_bias` sums over ``group``.
 
     Attributes:
@@ -302,8 +302,8 @@ class MoE(nn.Module):
         Call it after each optimizer step if ``balance_bias`` is above 0.
 
         Args:
-            group: all ranks that train the layer; None for ``counted_over``, or else the ranks over
-                which its experts are divided.
+            group: all ranks that train the layer; None means ``counted_over``, or the layer's
+                ``group`` if ``counted_over`` is also None.
         """
         ranks = next((each for each in (group, self.counted_over) if each is not None), self.group)
         comm = communicator_of(ranks, f"{_MOE}.update_bias")
