@@ -345,7 +345,10 @@ def _bind(fn: Callable[[], T], communicator: Communicator, turn: RankContext) ->
 
 
 def _distance(error: BaseException) -> int:
-    """Returns an error's distance from its cause: a peer may raise before the failed rank does."""
+    """Returns 0 for a cause, 1 for a peer's report of the cause, 2 for a consequence of an abort.
+
+    A peer may raise before the failed rank does, so the first error need not be the cause.
+    """
     if isinstance(error, AbortedError):
         return 2  # raised because of the abort
     return 1 if isinstance(error, RingcommError) and error.repeats else 0
@@ -410,7 +413,8 @@ def _run_threads(
     Args:
         calls: by rank.
         on_error: called with a rank and the exception that its call raised.
-        note_end: called with an ended rank, and whether it raised; if False, called again.
+        note_end: called with an ended rank, and whether it raised; called again until it returns
+            True.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []

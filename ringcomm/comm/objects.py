@@ -154,7 +154,7 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
             torch.frombuffer(raw, dtype=torch.uint8).copy_(dense.view(-1).view(torch.uint8))
     except RecursionError:
         raise
-    except RuntimeError as error:  # tensors of transforms, and dtypes without bytes
+    except RuntimeError as error:  # a tensor of torch.func, or a dtype that has no view as bytes
         told = str(error).partition("\n")[0]
         raise NotData(f"torch cannot read the bytes of this {value.dtype} tensor: {told}") from None
     return [tag, str(value.dtype), list(value.shape), *keep(raw)]
@@ -594,7 +594,7 @@ class Codec:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Makes faults of the collectives that move the objects name the user's call."""
+        """A context for collectives that move the objects: their errors name the user's call."""
         try:
             yield
         except RingcommError as error:

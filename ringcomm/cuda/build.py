@@ -179,7 +179,7 @@ class KernelCache:
 
 
 def _digest(name: str, data: bytes) -> bytes:
-    # Includes the name, so that an entry copied over another entry is detected.
+    # The digest includes the name, so that an entry copied over another entry is detected.
     return hashlib.sha256(name.encode() + b"\0" + data).digest()
 
 
@@ -372,7 +372,8 @@ class KernelBuilder:
         compiler: makes the compiler; called only when it is needed, and raises UnsupportedError
             if there is no compiler.
         cache: keeps compiled units.
-        loops: "batched" or "serial" loops in all units; the build's binaries have batched loops.
+        loops: the variant of the kernels' loops, "batched" or "serial" (``units.LOOPS_VARIABLE``),
+            with which all units are compiled; the build's binaries have batched loops.
     """
 
     root: Path
@@ -467,7 +468,7 @@ def _builder() -> KernelBuilder:
 
 
 def prebuilt_by(unit: str, capability: Capability) -> str | None:
-    """Returns the compiler of the package's binary for :func:`load_unit`; None if it has none."""
+    """Returns the compiler of the package's binary of a unit; None if there is no such binary."""
     return _builder().prebuilt_by(unit, capability)
 
 

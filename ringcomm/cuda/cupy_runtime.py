@@ -47,9 +47,10 @@ class CudaDriver:
         library.cuThreadExchangeStreamCaptureMode.argtypes = [POINTER(c_int)]
         library.cuStreamCreateWithPriority.argtypes = [POINTER(c_void_p), c_uint, c_int]
         self._library = library
-        # A query of an event through ctypes takes 1 us longer; an asynchronous call makes several.
+        # The native module queries events: through ctypes a query takes 1 us longer, and an
+        # asynchronous call makes several queries.
         self.has_passed = _native.Driver(library_name).has_passed
-        # They return the SM limits under MPS, and those of a green context (since CUDA 12.4).
+        # Functions for the limits on SMs: under MPS, and in a green context (since CUDA 12.4).
         library.cuCtxGetExecAffinity.argtypes = [POINTER(c_uint * 2), c_int]
         library.cuCtxGetCurrent.argtypes = [POINTER(c_void_p)]
         self._get_resource = getattr(library, "cuCtxGetDevResource", None)
@@ -158,7 +159,7 @@ class CudaStream:
     """
 
     def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
-        # Set the attributes that __del__ reads first: __del__ also runs if __init__ raises later.
+        # First set the attributes that __del__ reads: __del__ also runs if __init__ raises below.
         self.handle = handle
         self._pool = pool
         self.device = device
@@ -514,7 +515,8 @@ class CudaRuntime(CudaStreams):
         super().__init__(cuda, driver)
         self._modules = modules
         self._loading: dict[int, threading.Lock] = defaultdict(threading.Lock)  # by device
-        # The key ends with the kind of loops: a benchmark compares both kinds in one process.
+        # The key ends with the variant of the kernels' loops (units.LOOPS_VARIABLE): a benchmark
+        # compares both variants in one process.
         self._kernels: dict[tuple[int, str, str, str], CudaKernel] = {}
         self._loaded: dict[tuple[int, str, str], int] = {}
         self._exported: dict[int, bytes] = {}

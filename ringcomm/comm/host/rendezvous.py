@@ -342,7 +342,7 @@ def _check_ids(
                 raise RendezvousError(
                     f"{spec.operation}: ranks {rank} and {peer} have the same "
                     f"{NODE_ID_VARIABLE}={handles[rank].node_id}, but rank {rank} cannot map the "
-                    f"memory of rank {peer}: {why}. Give only ranks that share memory one id"
+                    f"memory of rank {peer}: {why}. Give one id only to ranks that share memory"
                 )
     if spec.rank != 0:
         return

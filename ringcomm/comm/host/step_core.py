@@ -1,8 +1,9 @@
 """The interface of a host core for the steps of an optimizer: collectives on buckets.
 
 ``_native.Comm`` implements it on one node, :class:`ringcomm.comm.nodes.steps.Steps` over several
-nodes. Devices use another interface: ``_native.DeviceComm`` also takes the address of each shard's
-copy in device memory, and no ``step_bytes``. The optimizer itself plans Triton's kernels.
+nodes. Devices use another interface: the methods of ``_native.DeviceComm`` also take the address of
+each shard's copy in device memory, but not ``step_bytes``. Triton's kernels are not called through
+this interface: the optimizer itself plans them.
 
 Addresses point to checked memory that stays alive. The native module defines the codes of dtypes,
 ops, norms and algorithms.

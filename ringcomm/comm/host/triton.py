@@ -122,7 +122,7 @@ class TritonEnd:
         self._family = family
 
     def chosen(self, algorithm: int) -> int:
-        """Returns ``algorithm``, or for the code of "auto" the code of the family."""
+        """Returns ``algorithm``, but the code of the family in place of the code of "auto"."""
         return self._family if algorithm == _AUTO else algorithm
 
     def run(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
@@ -242,10 +242,10 @@ _HEAPS = _native.STRUCTURES["table.heaps"]
 
 @dataclass(frozen=True)
 class KernelTarget:
-    """The target of a rank's own Triton kernels; see ``ringcomm.tl.Context``.
+    """The target of Triton kernels that the user launches on a rank; see ``ringcomm.tl.Context``.
 
     Attributes:
-        table: bytes of a rank table of this rank.
+        table: the bytes of this rank's rank table, which kernels read: the addresses of all ranks.
         geometry: the layout of the communicator's regions.
         heap_device: the device of the heap for symmetric memory, as ``ringcomm.empty`` names it.
         most_blocks: how many blocks of each rank run at once, whatever resources the blocks need:

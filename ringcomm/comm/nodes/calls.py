@@ -294,7 +294,7 @@ class CallsOverNodes(NoFastCalls):
             who = self.layout.named(self.layout.rank)
             raise UnsupportedError(
                 f"{name} on {who}: algorithm: expected auto or {algorithm_name(name, ONE_SHOT)} "
-                "over several nodes; others exist only within a node (Communicator.node)"
+                "over several nodes; the others work only within a node (Communicator.node)"
             )
         if self.aborted:
             return 1

@@ -31,8 +31,8 @@ from ringcomm import _native
 
 Tensor = torch.Tensor
 
-# Only calls with larger buffers (in bytes) are quantized. Not measured: the time of smaller calls
-# is mostly latency, and programs branch on their values: losses, norms and flags.
+# Only calls with larger buffers (in bytes) are quantized. Chosen without measurements: the time of
+# smaller calls is mostly latency, and programs branch on losses, norms and flags, which are small.
 QUANTIZED_ABOVE_BYTES = 8 << 10
 
 SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
@@ -103,8 +103,8 @@ class ErrorFeedback:
     def scale_by(self, scale_now: Callable[[], float]) -> None:
         """Sets the function that returns the loss scale of the next gradients.
 
-        It also sets ``scale``: errors stored before this call are of the first backward, before the
-        step that prepares the optimizer, whose gradients had the same scale.
+        It also sets ``scale``: errors stored before this call come from the first backward, which
+        ran before the step that prepares the optimizer. Its gradients had the same loss scale.
         """
         if self.scale_now is no_scale:
             self.scale = scale_now()
@@ -157,7 +157,7 @@ class Form:
         self.add([wide_ptr], self.r.partial, ptr, self._dtype, elems)
 
     def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for this node's partial sums; ``source_ptr`` locates the elements."""
+        """Does :meth:`write` for this node's partial sums of the elements at ``source_ptr``."""
         self.write(wide_ptr, ptr, elems)
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
@@ -248,5 +248,5 @@ class FeedbackForm(QuantizedForm):
         self._quantize(wide_ptr, ptr, elems, self._error_feedback.sums)
 
     def _quantize(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
-        assert kept.numel() == elems  # the native call writes to its address
+        assert kept.numel() == elems  # the native call writes ``elems`` numbers to ``kept``
         _native.quantize(self.code, wide_ptr, FLOAT32, ptr, elems, kept.data_ptr())

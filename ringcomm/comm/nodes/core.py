@@ -1,7 +1,8 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
 It implements :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes of L
-ranks; W = N L; a buffer of B bytes (in the type that is sent); a rail joins equal local ranks.
+ranks; W = N L; a buffer of B bytes (in the type that is sent). A rail joins one rank of each node,
+all with the same local rank.
 
     reduce-scatter   each node reduces the data for a node m into partial sums, one for each rank
                      of m, and its ranks send them on their rails; rank r adds the N partial sums
@@ -48,10 +49,11 @@ Tensor = torch.Tensor
 
 
 # ---- The rounds in which the ranks of a rail exchange partial sums or chunks, as data -----------
-# A rail joins one rank of each of N nodes. A *reduction* begins with a partial sum on every node
-# for every node, its *target*; in each round a rank sends some partial sums and adds the arriving
-# ones to its own; after the last it has its node's sum. Every partial sum is sent once. A
-# *gathering* is the same schedule backwards: sends become receives, and nothing is added.
+# A rail joins one rank of each of N nodes. A *reduction* begins with N partial sums on each rank;
+# each of them has a node as its *target*. In each round a rank sends some of its partial sums, and
+# adds the arriving partial sums to its other ones; after the last round it has the sum for its own
+# node. Every partial sum is sent once. A *gathering* is the same schedule backwards: sends become
+# receives, and nothing is added.
 #
 #     schedule   rounds   messages of a rank     terms of a sum   a rank sends, of B bytes
 #     one_shot   1        N - 1                  N                B (N-1)/N
@@ -90,7 +92,7 @@ def rail_schedule(asked: str, nodes: int) -> str:
 
 
 def levels_of(nodes: int) -> tuple[int, int]:
-    """Returns (a, b), a b = ``nodes``, with the fewest messages; for a prime number a = 1."""
+    """Returns (a, b) with a * b == ``nodes`` and the fewest messages; for a prime number a is 1."""
     near = next(each for each in range(isqrt(nodes), 0, -1) if nodes % each == 0)
     return near, nodes // near
 
@@ -151,11 +153,12 @@ def gathering(name: str, nodes: int, node: int) -> tuple[Round, ...]:
 # of every type and whole quantization blocks.
 LINE_ELEMS = _native.QUANT_BLOCK
 # SEGMENT_BYTES: the bytes that a rank sends to a peer per segment. The first and the last segment
-# have 1/END_DIVISOR of them. Measured with two nodes of 2 ranks in network namespaces, 2 virtual
-# cores of an Intel Xeon (family 6 model 207), other work on the machine, calls of 16 MiB, segments
-# of 256 KiB to 2 MiB, divisors 1 to 8 in turn, 13 to 15 rounds: at 1 Gbit/s smaller ends speed up a
-# reduce-scatter from 74 to 71 ms at best (sending the bytes alone: 70 ms); at 20 Gbit/s, where the
-# cores are the limit, segments of 2 MiB take 0.8 times as long as segments of 1 MiB.
+# have 1/END_DIVISOR of them. Measured with calls of 16 MiB on two nodes of 2 ranks, in network
+# namespaces of one machine with 2 virtual cores of an Intel Xeon (family 6 model 207) and other
+# work; segments of 256 KiB to 2 MiB and divisors of 1 to 8 took turns in 13 to 15 rounds. At
+# 1 Gbit/s a larger divisor shortens a reduce-scatter from 74 to 71 ms at best; sending the bytes
+# alone takes 70 ms. At 20 Gbit/s the cores are the limit: calls with segments of 2 MiB take 0.8
+# times as long as calls with segments of 1 MiB.
 SEGMENT_BYTES = 2 << 20
 END_DIVISOR = 8
 
@@ -271,10 +274,10 @@ class NodesCore(CollectivesOverNodes):
                 under_way[number][segment] = stage(segment, before)
 
     def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
-        """Yields the spans of ``node`` in rows of as many spans as this rank's node has ranks.
+        """Yields the spans of ``node`` in rows, with one span for each rank of this rank's node.
 
-        Each row has one span for each rank of this node; some may be empty. The first value is the
-        local rank, on ``node``, of this rank's own span; it may be past the last rank of ``node``.
+        Each row comes after a number: the index of this rank's span among the spans of ``node``.
+        Spans that the last row lacks are empty, so this index may be past the last span.
         """
         spans, num_local = table[node], len(self.layout.node_ranks)
         for first in range(0, len(spans), num_local):
@@ -707,7 +710,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
-        """Waits for a message, and copies its spans to the spans ``belong`` of the same nodes."""
+        """Waits for a message; copies its spans to the same nodes' spans in ``belong``, if any."""
         if parcel.message is None:
             return
         self._arrived(parcel.message)
@@ -868,10 +871,11 @@ class NodesCore(CollectivesOverNodes):
         self._scratch.give(begun.scratch)
 
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
-        """Collects in each node the data for a rank of another node, and sends them on its rail.
+        """Sends data for another node's rank from the local rank on the receiver's rail.
 
-        So ranks send messages only to their rail peers. Each message has the bytes of one sender
-        and arrives directly at its place in the output.
+        First this local rank collects the data of all ranks of its node, so ranks send messages
+        only to their rail peers. Each message has the bytes of one rank of the node, and arrives
+        directly at its place in the output.
         """
         begun, layout = InFlight(), self.layout
         sizes = self._sizes_by_sender([span.elems for span in ins])

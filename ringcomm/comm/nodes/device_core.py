@@ -4,9 +4,9 @@ It implements the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNod
 with the same bits as the host (:mod:`ringcomm.comm.nodes.core`). A call is a series of the node's
 kernels, the transport's exchanges and torch's operations, all on the current stream:
 
-    reduce-scatter   each rank widens its buffer to FP32 if it is of a 16-bit type, and copies it
-                     in the order of the local peers that send its parts; one reduce-scatter of the
-                     node gives each rank the partial sums for its rail peers; one exchange gives it
+    reduce-scatter   each rank copies its buffer, ordered by the local peer that sends each part,
+                     and widens 16-bit types to FP32. One reduce-scatter of the node gives each rank
+                     the partial sums for its rail peers. One exchange on the rail gives the rank
                      the N partial sums of its own part; it adds them in node order and rounds once.
     all-gather       each rank sends its part to its rail peers, and one all-gather of the node
                      shares all parts that its ranks have.
@@ -199,9 +199,9 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
 
 
 def keeps_type(dtype: torch.dtype) -> bool:
-    """True if :func:`joined` returns elements of ``dtype`` in this type, or in its partial sums'.
+    """True if :func:`joined` returns ``dtype`` as this type, or as the type of its partial sums.
 
-    It returns all other types as signed integers or as pairs of real numbers.
+    It returns elements of all other dtypes as signed integers or as pairs of real numbers.
     """
     return dtype not in AS_SIGNED and dtype not in AS_REAL
 
@@ -351,7 +351,8 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def barrier(self) -> int:
         def body() -> None:
-            # Rail peers exchange after their nodes' barriers: the end shows that all ranks called.
+            # Rail peers exchange after their nodes' barriers: when the exchange ends, all ranks
+            # have called barrier().
             self._within("barrier")
             ones = [1] * len(self.layout.nodes)
             for rail in self.layout.rails_of(self.layout.rank):
@@ -362,7 +363,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- parts of a call ------------------------------------------------------------------------
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
-        """Returns the arguments; raises, before a header is sent, if no kernel does this."""
+        """Returns a reduction's arguments; raises, before a header is sent, if no kernel fits."""
         check_reducible(f"{name} on {self.layout.named(self.layout.rank)}", dtype, op)
         return Reducing(dtype, op, factor)
 
@@ -418,7 +419,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return whole.view(TORCH_DTYPES[dtype])
 
     def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields segments of each rank's elements; one segment of all ranks fits into scratch."""
+        """Yields (begin, end) of segments; equal segments of all ranks together fit in scratch."""
         each = SCRATCH_BYTES // (elem_bytes * self._world) // LINE_ELEMS * LINE_ELEMS
         each = max(each, LINE_ELEMS)
         yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
@@ -526,7 +527,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _all_reduce_quantized(
         self, given: list[Span], outs: list[Span], r: Reducing, compression: str
     ) -> None:
-        """Reduces spans by rank, gathers the sums quantized, and dequantizes them on all ranks."""
+        """Reduces spans by rank, gathers the quantized sums, and dequantizes them on all ranks."""
         mine = self._room(outs[self.layout.rank].elems, TORCH_DTYPES[FLOAT32])
         span = Span(mine.data_ptr(), mine.numel())
         elems = [span.elems for span in given]

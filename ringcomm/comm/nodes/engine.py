@@ -101,8 +101,9 @@ class NodesEngine(CallEngine):
         self.layout = core.layout
         self._node = node
         self._watch = watch
-        # The core's threads keep the core alive. Without this the core would outlive an unclosed
-        # communicator, and peers would wait. At exit all communicators are closed anyway.
+        # The core's threads keep the core alive. Without this finalizer the core of a communicator
+        # that was not closed would live on, and peers would wait. At exit all communicators are
+        # closed anyway.
         self._unclosed = weakref.finalize(self, core.forget)
         self._unclosed.atexit = False
 

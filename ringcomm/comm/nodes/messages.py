@@ -165,7 +165,7 @@ class RailRequest:
         return self._status
 
     def wait(self, timeout_ms: int = -1) -> int:
-        """Waits like ``_native.Request.wait``; negative: until the communicator's timeout."""
+        """Waits like ``_native.Request.wait``; if negative, until the communicator's timeout."""
         try:
             return self._wait(timeout_ms)
         except BaseException:

@@ -259,7 +259,8 @@ class StepsCore(NodesCore):
         """Reduces a bucket in FP32 to the elements for which this rank keeps state.
 
         Returns:
-            The part of these elements whose partial sums this rank has added.
+            The elements that this rank has summed: all of them, or with ``per_node`` a part, since
+            other ranks of the rail sum the rest.
         """
         size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)

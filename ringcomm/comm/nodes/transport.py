@@ -152,7 +152,7 @@ def _address_of(interface: str) -> str:
             return f"no IPv4 address: {error.strerror}"
 
 
-# A source line of Gloo's and torch's C++, with which their messages begin.
+# Matches the position in a C++ source file with which messages of Gloo and torch begin.
 _SOURCE = re.compile(r"\[[^\]]*?[\w./-]+\.(?:cc|cpp|h|hpp):\d+\] ?")
 
 

@@ -298,7 +298,7 @@ class Watch:
         )
 
     def set_left(self, rank: int, left: bool) -> None:
-        """Notes whether a rank of another node, which is a thread of this process, has left."""
+        """Notes whether a rank of another node has left; for worlds whose ranks are threads."""
         if left:
             self.left[rank] = time.monotonic()
         else:
@@ -611,7 +611,7 @@ def is_posted_cause(text: str) -> bool:
 
 
 def _error_of(text: str) -> RingcommError | None:
-    """Returns the error of a text by :func:`text_of`, even if cut off; None for any other text."""
+    """Returns the error that :func:`text_of` wrote, even if cut off; None for any other text."""
     kind, _, rest = text.partition('", "')
     found = getattr(errors, kind.removeprefix('["'), None)
     if not rest or not (isinstance(found, type) and issubclass(found, RingcommError)):

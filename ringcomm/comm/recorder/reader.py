@@ -89,7 +89,7 @@ _LATEST_S = 253_402_300_799
 _MOST_RANKS = 1 << 16
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
 _UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
-# Ranks that are threads of one process write one trace: several would only slow each other down.
+# Ranks that are threads take turns: the first writes the trace, and the others find the file.
 _writing = threading.Lock()
 
 
@@ -354,7 +354,7 @@ def _check(trace: Trace) -> None:
             awaited[rank] = True
     for each in recording.ranks:
         if not (0 <= each.rank < world and awaited[each.rank] and -1 <= each.waits_for < world):
-            raise ValueError(f"rank {each.rank} is out of range or there twice")
+            raise ValueError(f"rank {each.rank} is out of range or occurs twice")
         awaited[each.rank] = False
         for records, track in ((each.collectives, "collectives"), (each.messages, "messages")):
             _check_records(records, track)
@@ -733,7 +733,7 @@ def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: i
         newest = max(lasts, key=lambda record: record.begin_ns)
         return f"{who}'s last call: {_in_words(newest, now_ns, peer.on_device)}. "
     told = _story_of_collectives(reporter, peer, fault, now_ns)
-    # The peer may be waiting in the message, and so not make this call.
+    # The peer may not have made this call because it is waiting for a message.
     if peer.messages and _is_under_way(peer.messages[-1]):
         told += f"Its last message: {_in_words(peer.messages[-1], now_ns, peer.on_device)}. "
     return told
@@ -924,7 +924,7 @@ class FlightRecorder:
 
     def read(self, copies: list[bytes]) -> Recording:
         """Returns the records in copies that :meth:`copies` made."""
-        # Use this rank's own clock pair: a pair in a peer's memory may be damaged.
+        # Use this rank's own clock readings: readings in a peer's recorder may be damaged.
         clock = Clock(self._made, _native.clock_pair())
         ranks = tuple(read_recorder(copy, clock=clock) for copy in copies)
         world_id = read_header(copies[0]).world_id if copies else 0

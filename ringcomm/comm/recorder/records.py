@@ -102,7 +102,7 @@ class Record:
 
     @property
     def call(self) -> tuple[object, ...]:
-        """The fields that all ranks must have equal in the collective of this number."""
+        """The fields that must be equal on all ranks in the collective with this number."""
         parts = (self.collective, self.dtype, self.op, self.root, self.algorithm, self.kernels)
         return (*parts, self.match_bytes)
 
@@ -167,9 +167,10 @@ class RankRecording:
         return next((each for each in self.messages if each.number == number), None)
 
     def backward_at(self, number: int) -> str:
-        """Returns the last backward up to the collective ``number``; "" if unknown.
+        """Describes the last backward pass up to the collective ``number``; "" if unknown.
 
-        ringcomm's optimizers and sharded modules store its description in reductions of gradients.
+        ringcomm's optimizers and sharded modules store the description in the tag of each reduction
+        of gradients.
         """
         for record in reversed(self.collectives):
             if record.number <= number and record.collective in OPTIMIZERS and record.root > 0:
@@ -267,7 +268,7 @@ def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
 
 
 # A communicator over nodes has an inner communicator in each node, whose name contains the node's
-# number. Its records have each call over nodes before its calls within the node.
+# number. The inner communicator records a call over nodes before the call's parts within the node.
 _OF_NODE = re.compile(r"(?s)(.+)/node(\d{1,9}):(\d[\d.-]{0,400})")
 
 
@@ -489,7 +490,7 @@ def read_totals(memory: Bytes, count: int) -> dict[str, CallTotals]:
 class Clock:
     """Converts ticks of records to ns of CLOCK_MONOTONIC, by two moments known in both units.
 
-    Convert all records that you want to compare by the same clock.
+    Use one clock for all records that you compare.
     """
 
     then: tuple[int, int]

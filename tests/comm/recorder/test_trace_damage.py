@@ -223,7 +223,7 @@ def test_ranks_are_there_once_and_of_the_node(tmp_path):
     read((0, -1), (3, 0))
     read((3, 0), (1, 2), of_node=nodes)
     for ranks in ([(0, 1), (0, 1)], [(4, 1)], [(0, 4)], [(0, 1), (1, 0), (0, -1)]):
-        with pytest.raises(RingcommError, match="out of range or there twice"):
+        with pytest.raises(RingcommError, match="out of range or occurs twice"):
             read(*ranks)
     with pytest.raises(RingcommError, match="out of range"):
         read((0, 1), of_node=nodes)
