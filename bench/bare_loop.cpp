@@ -1,6 +1,6 @@
-// The upper bound for comparisons: the data movement of a collective of two ranks, or a sum of one
-// float or bfloat16, as plain loops over memory that both processes map. There are no checks, no
-// faults, no deadlines, and no other world size: the additional time of a library is its overhead.
+// An upper bound for comparisons: collectives of two ranks, with sums of float or bfloat16, as
+// plain loops over memory that both processes map. They have no checks, deadlines or handling of
+// faults, so the additional time of a library is the library's overhead.
 
 #include <immintrin.h>
 #include <sched.h>
@@ -26,8 +26,8 @@ constexpr uint64_t kSlots = 4;
 // 36 us.
 constexpr int64_t kStreamSlotBytes = 4 << 10;
 
-// Data that only their writer reads again are streamed if they are too large for a cache. Same
-// machine, sweep 32 KiB to 16 MiB: no difference up to 1 MiB.
+// Data that only their writer reads again are streamed if they are too large for a cache. Sweep of
+// 32 KiB to 16 MiB on the same machine: streaming makes no difference up to 1 MiB.
 constexpr int64_t kStreamOutputBytes = 2 << 20;
 
 struct Word {
@@ -62,7 +62,7 @@ void Publish(Word& word, uint64_t value) {
   word.value.store(value, std::memory_order_release);
 }
 
-// Returns when both ranks have reached this word in the call.
+// Publishes the number of this call in `word`, and returns when the other rank has also done so.
 void Barrier(Word Control::* word) {
   if (word == &Control::entered) ++epoch;
   Publish(mine->*word, epoch);
@@ -83,7 +83,7 @@ struct BFloat16 {
     const auto wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
-  static void Store(uint16_t* p, __m256 v, bool stream) {  // nearest even; no input is NaN
+  static void Store(uint16_t* p, __m256 v, bool stream) {  // rounds to nearest even; no NaN
     const __m256i bits = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -141,7 +141,8 @@ void Copy(void* to, const void* from, int64_t bytes, bool stream) {
   }
 }
 
-// Sends `bytes` of `send` through the slots while `take(offset, slot, bytes)` drains the peer's.
+// Sends `bytes` of `send` through this rank's slots, and calls `take(offset, slot, bytes)` for each
+// piece that the peer sends through its slots.
 template <class Take>
 void Exchange(const char* send, int64_t bytes, Take take) {
   const bool stream = bytes >= kStreamSlotBytes;
@@ -170,7 +171,7 @@ void Exchange(const char* send, int64_t bytes, Take take) {
 
 extern "C" {
 
-// Bytes at the start of a half that tensors must not use.
+// Returns how many bytes at the start of a rank's half are reserved, so not available to tensors.
 int64_t bare_control_bytes(int64_t slot) {
   return kControlBytes + static_cast<int64_t>(kSlots) * slot;
 }
@@ -189,7 +190,7 @@ char* bare_open(int64_t descriptor, int64_t half_bytes, int64_t slot, int64_t ow
   char* own = static_cast<char*>(at) + own_rank * half_bytes;
   char* other = static_cast<char*>(at) + (1 - own_rank) * half_bytes;
   std::memset(own, 0, static_cast<size_t>(half_bytes));
-  // Also works if shmem_enabled is "never". Kernels before 6.1 refuse; then the pages are small.
+  // This works even if shmem_enabled is "never". Linux before 6.1 refuses it; pages stay small.
   (void)madvise(own, static_cast<size_t>(half_bytes), kMadviseCollapse);
   mine = reinterpret_cast<Control*>(own), theirs = reinterpret_cast<Control*>(other);
   my_slots = own + kControlBytes, their_slots = other + kControlBytes;

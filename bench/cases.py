@@ -34,7 +34,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 OPS = tuple(REDUCTIONS)
 
-# The period of the inputs. It is not a multiple of a chunk or segment: misplaced data are found.
+# The period of the inputs; not a multiple of a chunk or segment, so misplaced data are found.
 _PATTERN_PERIOD = 10007
 # Inputs are whole numbers from 0 to these values minus 1.
 _MOVED_VALUES = 64
@@ -50,8 +50,8 @@ class Collective:
     """A collective; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
     ``crossings`` is the busiest link's traffic, in units of all data except a rank's chunk; 0: all
-    data cross it once. ``input_is_chunk`` and ``output_is_chunk`` say that this buffer holds
-    1/world of ``size``. ``usual`` is the buffer placement in ``torch.distributed``.
+    data cross it once. ``input_is_chunk`` is true if the input has only 1/world of ``size``, and
+    ``output_is_chunk`` if the output has. ``usual`` is the placement in ``torch.distributed``.
     """
 
     name: str
@@ -218,7 +218,7 @@ def expected_values(case: Case) -> torch.Tensor:
     if name in ("broadcast", "scatter"):
         whole = input_values(case, case.root)
         return whole[own] if name == "scatter" else whole
-    raise NotImplementedError(f"expected_values of bench/cases.py does not know {name}")
+    raise NotImplementedError(f"expected_values() of bench/cases.py has no case for {name}")
 
 
 def needed_buffers(collective: str, world: int) -> int | None:

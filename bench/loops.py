@@ -1,6 +1,6 @@
 """Runs the older and the current loops of the CUDA kernels in one process.
 
-The library reads the variable when it looks up a kernel, at the first call of this kind.
+The library reads ``RINGCOMM_KERNELS`` when it looks up a kernel, before the kernel's first call.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ FOR_MESSAGES = 2
 STATE_BYTES = 6 * 4  # per element: two moments and a parameter in FP32, each read and written
 HOST_BOUND, SETTLED = 1.3, 1.1
 RING, TORCH = "ringcomm:ring", "torch"
-# The recorded rows call "one_shot" "direct".
+# The recorded rows use the name "direct" for "one_shot".
 ONE_SHOT = (SUBJECT, "ringcomm:direct", "ringcomm:one_shot")
 
 
@@ -116,7 +116,7 @@ def device_us(row: Row, constants: Constants = H100, in_flight: InFlight = SERIA
     if row.system in (COPY, TORCH):
         operations = 2 if (row.collective, row.system) == ("all_reduce", TORCH) else 1
         return operations * constants.torch_us + buffers * row.size_bytes / constants.memory
-    # An all-reduce copies with the same bytes in flight as it reduces.
+    # The copies of an all-reduce have as many bytes in flight as its reductions.
     kib = in_flight.copy if row.collective == "all_gather" else in_flight.reduce[row.dtype]
     speed = bytes_per_us(kib, row.ranks, constants)
     trips = row.ranks + _hops(row.collective, row.system, row.ranks) - 1

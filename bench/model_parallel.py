@@ -125,10 +125,10 @@ class ParallelTraining:
 
 
 def with_zero(module: nn.Module, mesh: DeviceMesh, sequences: bool = False) -> Any:
-    """Shares state by stage 2 of ZeRO; torch divides the layers.
+    """Shards gradients and state by stage 2 of ZeRO, and divides the layers by torch's plan.
 
-    With ``sequences`` ringcomm divides the layers: between layers a rank has some tokens of each
-    sequence.
+    With ``sequences`` it divides the layers by ringcomm's plan for sequence parallelism: between
+    layers a rank has some tokens of each sequence.
     """
     if sequences:
         own = {name for name, _ in module.named_children()}

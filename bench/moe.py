@@ -2,8 +2,8 @@
 
 Each rank, one thread, dispatches ``--tokens`` tokens and combines them, forward alone and with
 backward, without experts in between. The compared code is written by hand: exchange counts, sort
-tokens by expert, send them with splits, sort them by local expert; then all steps back, with a
-weighted sum. It runs on Gloo and on the backend "ringcomm".
+tokens by expert, send them with splits, sort them by local expert; then undo these steps in reverse
+order, and add with weights. It runs on Gloo and on the backend "ringcomm".
 """
 
 from __future__ import annotations

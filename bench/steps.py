@@ -86,7 +86,7 @@ def shard_systems(case: StepCase) -> dict[str, Step]:
 
 
 def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
-    """Returns a step that calls this library's reduce-scatter, update and all-gather separately."""
+    """Returns a step that calls ringcomm's reduce-scatter, update and all-gather separately."""
     chunk, source = case.elems // comm.world_size, case.leaf()
     assert source.grad is not None
     grads = ringcomm.empty(case.elems, dtype=case.dtype).copy_(source.grad)

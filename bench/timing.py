@@ -29,7 +29,7 @@ Call = Callable[[], object]
 
 
 class Device:
-    """The processor under test: the CPU, or another one in a subclass.
+    """The processor under test: the CPU, or in a subclass another processor.
 
     ``synchronize`` returns when all calls are done; on the CPU calls are always done when they
     return.
@@ -54,7 +54,7 @@ class Device:
         return (clock() - begin) / 1e3
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        """Refills an input before a turn; not needed on a CPU, where zeros move no faster."""
+        """Refills an input before a turn. A CPU needs no refill: it moves zeros no faster."""
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         """Returns a call that makes ``count`` calls, in rotation; on a GPU it replays one graph."""
@@ -203,7 +203,7 @@ def timed(row: Row, timing: Timing, subject: Timing | None) -> Row:
 def rows_of(
     case: Row, timings: Mapping[str, Timing], subject: str | Mapping[str, str]
 ) -> list[Row]:
-    """Returns a row per system; ratios are to ``subject``: one for all, or one per system."""
+    """Returns a row per system; ratios are to ``subject``, or to ``subject[system]``."""
     over = dict.fromkeys(timings, subject) if isinstance(subject, str) else subject
     return [
         timed(replace(case, system=name), timing, timings[over[name]])
@@ -227,6 +227,6 @@ def _choose_batches(
 
 
 def batch_for(single_us: float, turn_us: float, calls_each: int = 1) -> int:
-    """Returns the number of calls of ``single_us`` that fill ``turn_us``: 1 to 200."""
+    """Returns how many calls of ``single_us`` fill a turn of ``turn_us``: from 1 to 200."""
     most = max(1, _MAX_BATCH // calls_each)
     return min(most, max(1, math.ceil(turn_us / max(single_us, 1e-3))))

@@ -7,8 +7,8 @@ time.
 
 All systems train a GPT of the same size on the same text, each on its own copy, in one run and
 interleaved. A step is forward, backward, update and zero_grad. After the last step the benchmark
-compares the losses of every step and the weights. Values that must be equal to the bit and are not
-count as wrong; then the exit status is 1.
+compares the losses of every step and the weights. Values that must be equal to the bit count as
+wrong if they differ; then the exit status is 1.
 
 With ``--device cuda`` all ranks share one GPU, and nothing is compared. ``--system`` names a stage,
 or DDP or FSDP2 on NCCL. The process trains this system and torch alone: torch's fused AdamW without

@@ -50,8 +50,8 @@ _QUANTIZED = _zero_options(compression=_compression(gradients="int8"))
 _QUANTIZED_PARAMS = _zero_options(compression=_compression(gradients="int8", parameters="fp8"))
 # Variants that exist only over several nodes. With quantized gradients, updated parameters are sent
 # between nodes in their dtype or quantized; with state="node" quantized sums of gradients are sent
-# instead. Stage 3 may store state as HSDP does, with a copy on each node, or parameters as FSDP2
-# does.
+# instead. Stage 3 may store a copy of the state per node, as HSDP does, or divide the parameters
+# among all ranks, as FSDP2 does.
 QUANTIZED_OVER_NODES = {
     "stage 2 compression=int8": (2, _QUANTIZED),
     "stage 2 compression=int8 state=node": (2, replace(_QUANTIZED, state="node")),
@@ -65,7 +65,7 @@ UNCOMPRESSED_OVER_NODES = {
 # Each system, and its twin: the system with the same losses and weights, to the bit. Quantized runs
 # have no twin. DeepSpeed's stages and torch's wrappers have a twin only if each sum is of two
 # ranks, since the sum of two numbers does not depend on their order. HSDP adds within a node and
-# then over nodes.
+# then over nodes, so it has a twin only with two nodes of at most two ranks each.
 STAGE_TWINS = dict.fromkeys((*STAGES[1:], *UNCOMPRESSED_OVER_NODES), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
@@ -456,8 +456,8 @@ def on_gpu(
 ) -> dict[str, Callable[[], Built]]:
     """Returns functions that build torch alone and one system of :data:`ON_GPU`; collective.
 
-    Only one system, since sharded modules that exist together agree on their order in each
-    backward.
+    If several sharded modules existed, the ranks would have to agree on their order in each
+    backward, so a process builds only one of them.
     """
     shape, device = batches.shape, batches.device
     if system in STAGES:

@@ -50,11 +50,11 @@ size = partial(option, type=parse_size, metavar="SIZE")
 # staging.
 _HEAP_SLACK_BYTES = 256 << 20
 _STAGING_BYTES = 64 << 20
-# Largest number of buffer sets: more sets make the set-up slow, and calls so small that they need
-# more sets wait for signals, not for bytes.
+# Largest number of buffer sets: more sets make the set-up slow. Only small calls would need more
+# sets to exceed the cache, and the time of small calls is spent on signals, not on bytes.
 _MOST_SETS = 64
-# A graph has fewer calls if together they would move more than this: the graph's launch then takes
-# little of the time, and no cell takes seconds. Chosen without measurements.
+# Most bytes that the calls of one graph move together; graphs of large calls have fewer calls. The
+# graph's launch then takes little of the time, and no row takes seconds. Chosen without measuring.
 _GRAPH_BYTES = 4 << 30
 _LEAST_GRAPH_CALLS = 2
 
@@ -115,9 +115,7 @@ OPTIONS = (
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses options that cannot be measured; adds the tuple ``systems``, whose first entry is the
-    subject.
-    """
+    """Refuses options that cannot be measured; adds ``systems``, the ratios' subject first."""
     known = list(cases.COLLECTIVES)
     names = known if "all" in options.collectives else options.collectives
     unknown = sorted(set(names) - set(known))
@@ -194,7 +192,7 @@ def sizes_bytes(options: argparse.Namespace) -> list[int]:
 def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -> int | None:
     """Returns the heap size for a process of ``ranks_here`` ranks; None: the default.
 
-    The heap must hold one case of each of its systems: two buffers per rank, or enough sets of
+    The heap must hold one case of each system of ringcomm: two buffers per rank, or enough sets of
     buffers to exceed the cache.
     """
     if options.tensors != "heap":
@@ -206,7 +204,7 @@ def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -
 
 
 def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
-    """Returns the number of buffer sets: calls touch twice the cache between two uses of a set."""
+    """Returns the number of buffer sets: together they have twice the size of the cache."""
     ranks_on_device = case.world if mode in devices.ONE_GPU_MODES else 1
     set_bytes = ranks_on_device * (case.input_elems + case.output_elems) * case.dtype.itemsize
     return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))
@@ -270,8 +268,8 @@ def measure_all(run: Run, device: Device | None = None) -> None:
 class Pacing:
     """Shows on rank 0 how many cases are measured, and how much time is left."""
 
-    # A case takes time for its calls and for its bytes. Calls take as long as about this many bytes
-    # (an estimate that suits 2 cores and Gloo).
+    # A case takes time for its calls and for its bytes. The calls of a case take about as long as
+    # moving this many bytes (an estimate that suits 2 cores and Gloo).
     _CALL_BYTES = 4 << 20
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -29,10 +29,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class BareLoop(System):
-    """The loop and the memory of two ranks; each half has control words, slots and tensors.
+    """The loop, and the memory that two ranks share.
 
-    A process has only one instance. The mapping remains until the process ends, since tensors may
-    still use it.
+    Each rank has one half of this memory, with control words, slots and tensors. A process has only
+    one instance. The mapping remains until the process ends, since tensors may still use it.
     """
 
     def __init__(self, setup: PeerSetup) -> None:

@@ -79,7 +79,7 @@ class Mpi(System):
         if case.dtype in _DATATYPES:
             return _DATATYPES[case.dtype]
         if not case.collective.reduces:
-            # Moving two bytes does not depend on their meaning.
+            # A call that only moves data may use any type of two bytes.
             return MPI.UINT16_T
         if case.dtype == torch.bfloat16 and self._is_mpich:
             return MPI.Datatype.fromhandle(_MPICH_BFLOAT16)

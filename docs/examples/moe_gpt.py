@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ringcomm
 from ringcomm.extras import moe
 
-SEQUENCES, LENGTH, VOCABULARY = 16, 32, 128  # sequences of all ranks together; bytes of ASCII
+SEQUENCES, LENGTH, VOCABULARY = 16, 32, 128  # all ranks' sequences; 128 ASCII codes
 DIM, HEADS, EXPERTS, TOP_K = 32, 4, 8, 2
 STEPS, LEARNING_RATE, BALANCE = 20, 1e-2, 0.01
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))

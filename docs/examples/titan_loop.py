@@ -38,7 +38,7 @@ class Transformer(nn.Module):
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Does the work of torchtitan's parallelize function, with zero.shard() as fully_shard()."""
+    """Does the work of torchtitan's parallelize function; zero.shard() replaces fully_shard()."""
     if mesh["tp"].size() > 1:
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], PLAN)

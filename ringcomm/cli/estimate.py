@@ -172,7 +172,7 @@ def _table(title: str, rows: list[Row]) -> str:
     lines = [title + (", GB = 1e9 bytes" if has_bytes else "")]
     lines += table_lines(cells, right=True)
     if any("?" in line for line in cells):
-        lines.append("?: unknown without the sizes of the model (--layers ...), and in no total")
+        lines.append("?: unknown without the model's sizes (--layers ...), not included in totals")
     return "\n".join(lines)
 
 

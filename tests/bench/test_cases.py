@@ -146,7 +146,7 @@ def test_expected_values_are_those_of_a_spelled_out_collective(name, dtype_name,
 def test_a_collective_that_a_table_lacks_is_told(reduces):
     case = make_case("all_to_all")
     case = replace(case, collective=replace(case.collective, name="scan", reduces=reduces))
-    with pytest.raises(NotImplementedError, match=r"bench/cases\.py does not know scan"):
+    with pytest.raises(NotImplementedError, match=r"bench/cases\.py has no case for scan"):
         expected_values(case)
     with pytest.raises(Unavailable, match=r"scan is not implemented for torch\.distributed"):
         prepare(MagicMock(), case, lambda count, dtype: torch.zeros(count, dtype=dtype))
