@@ -22,7 +22,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-all check lint native nodes-check tsan model-check fuzz soak cuda-compile oldest-triton ptx-check bench gpu-check
-.PHONY: c10d-conformance clean emulated-driver integrations matrix pictures site wheels
+.PHONY: c10d-conformance clean emulated-driver integrations matrix pictures site wheels aarch64-check
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native $(VENV)/.package
@@ -154,6 +154,11 @@ site: $(VENV)/.native $(VENV)/.docs
 # --python 3.12" builds one wheel.
 wheels: $(VENV)/.wheels
 	$(BIN)/python -m tools.wheels $(OPTIONS)
+
+# Runs the wheel for AArch64 of dist/, and C++ programs of the tests (RINGCOMM_TEST_MACHINE), under
+# qemu. Needs Debian with qemu-user-static and g++-aarch64-linux-gnu. Builds wheels if dist/ lacks them.
+aarch64-check: $(VENV)/.native $(VENV)/.tools $(VENV)/.wheels
+	$(BIN)/python -m tools.aarch64 $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ringcomm/_native.*.so ringcomm/_backend.* ringcomm/_kernels

@@ -226,7 +226,7 @@ KNOWN = frozenset(
         *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
         # Used by the tests.
         *("TEST_CASES", "TEST_NODES", "FUZZ", "TSAN", "MODEL_CHECK", "CUDA_COMPILE"),
-        *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES"),
+        *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES", "TEST_MACHINE"),
     )
 )
 _warned: set[str] = set()

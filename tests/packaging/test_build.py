@@ -173,6 +173,8 @@ def test_the_sdist_holds_the_sources(sdist):
     wanted = {"CMakeLists.txt", "LICENSE", "README.md", "Makefile", "tests/test_layering.py"}
     assert wanted | {"kernels/include/ringcomm/core/platform.h", "bench/__init__.py"} <= names
     assert {"kernels/cuda/kernels.cu", "kernels/cuda/CMakeLists.txt"} <= names
+    about = {"CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"}
+    assert about | {"Containerfile", "mkdocs.yml", "pyproject.toml", "docs/index.md"} <= names
     assert not {name for name in names if name.endswith((".so", ".pyc")) or name.startswith(".ci")}
 
 

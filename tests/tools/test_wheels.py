@@ -1,6 +1,7 @@
 """The tools that make wheels: what they refuse, and what they write, on wheels that are made up."""
 
 import json
+import platform
 import runpy
 import sys
 import zipfile
@@ -10,7 +11,7 @@ import pytest
 
 from ringcomm import _native
 from tools.commands import run
-from tools.wheels import build, check, notices, trial
+from tools.wheels import build, check, checksums, notices, trial
 
 PARTS = [
     notices.BundledCode("nanobind", "3.1.0", "BSD-3-Clause", "Copyright A", "https://a.example"),
@@ -69,7 +70,8 @@ def pack(tmp_path, info, **files):
 
 
 def test_a_wheel_with_its_notices_has_nothing_wrong(tmp_path, info):
-    assert check.check_archive(pack(tmp_path, info), [tmp_path]) == []
+    backend = {"ringcomm/_kernels/src/kernels/c10d/backend.cpp": b"compiled by a command"}
+    assert check.check_archive(pack(tmp_path, info, **backend), [tmp_path]) == []
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,19 @@ def test_every_python_gets_its_wheel(tmp_path):
         trial.choose_wheel(wheels, "3.9", "x86_64")
 
 
+def test_interpreters_without_a_wheel_are_not_tried(tmp_path, monkeypatch, capsys):
+    """`make wheels OPTIONS="--python 3.12"` passes where an older interpreter is installed, too."""
+    wheel = tmp_path / f"ringcomm-1-cp312-abi3-manylinux_2_28_{platform.machine()}.whl"
+    monkeypatch.setattr(trial, "interpreter", Path)
+    monkeypatch.setattr(trial, "try_bare", lambda python, wheel: "1 baseline\nab cd")
+    trial.try_all([wheel], None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        f"CPython {version}: no wheel for it was built, not tried" for version in ("3.10", "3.11")
+    ]
+    assert len(lines) == 5 and all("1 baseline" in line for line in lines[2:])
+
+
 def test_the_compiler_names_levels_as_zig_does(tmp_path):
     script = build.write_compiler(tmp_path, "aarch64").read_text()
     assert "-target aarch64-linux-gnu.2.28" in script
@@ -136,5 +151,30 @@ def test_what_a_bare_wheel_is_tried_with(capsys):
         _native.force_isa("")
     version_and_sets, checksums = capsys.readouterr().out.splitlines()
     assert version_and_sets.split()[-1] == _native.isa()
-    # Of sums that are rounded as IEEE 754 says, in rank order: all machines have the same.
-    assert checksums == "59866ea5 474fe62f"
+    # Sums are rounded as IEEE 754 says, in rank order, so all machines give the same bits.
+    assert checksums == "4894b102 6f091ce7 ae495748"
+
+
+def test_the_sums_of_a_release_are_those_of_sha256sum(tmp_path):
+    for name in ("ringcomm-1.tar.gz", "ringcomm-1-cp312-abi3-any.whl", "other.txt"):
+        (tmp_path / name).write_text(name)
+    written = checksums.write_checksums(tmp_path).name
+    checked = run("sha256sum", "--check", "--strict", written, cwd=tmp_path)
+    assert checked.split() == ["ringcomm-1-cp312-abi3-any.whl:", "OK", "ringcomm-1.tar.gz:", "OK"]
+    (tmp_path / "ringcomm-1.tar.gz").write_text("changed")
+    with pytest.raises(SystemExit, match="sha256sum"):
+        run("sha256sum", "--check", "--strict", written, cwd=tmp_path)
+
+
+def test_the_headers_of_debian_have_this_machine_s_settings(tmp_path):
+    include = tmp_path / "include" / "python3.11"
+    own = tmp_path / "include" / "x86_64-linux-gnu" / "python3.11"
+    for folder, text in ((include, "#include <x86_64-linux-gnu/python3.11/pyconfig.h>"), (own, "")):
+        folder.mkdir(parents=True)
+        (folder / "pyconfig.h").write_text(text)
+    (include / "Python.h").write_text("")
+    assert build.python_headers(include, "None", tmp_path) == include
+    assert build.python_headers(include, "aarch64-linux-gnu", tmp_path) == include
+    headers = build.python_headers(include, "x86_64-linux-gnu", tmp_path / "work")
+    assert (headers / "Python.h").exists()
+    assert (headers / "pyconfig.h").read_text() == ""

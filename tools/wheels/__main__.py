@@ -13,14 +13,14 @@ from pathlib import Path
 
 from tools import matrix
 from tools.commands import ROOT, interpreter
-from tools.wheels import build, check, notices, trial
+from tools.wheels import build, check, checksums, notices, trial
 
 # Versions that build wheels; the wheels are also tried with later versions that are installed.
 BUILT_WITH = ("3.10", "3.11", "3.12")
 
 
 def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) -> list[Path]:
-    """Builds and checks all wheels; returns them."""
+    """Builds and checks all wheels, and writes the sums of the files; returns the wheels."""
     pythons = {version: interpreter(version) for version in versions}
     missing = [version for version, python in pythons.items() if python is None]
     if missing:
@@ -42,6 +42,7 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
             paths = [work, ROOT, Path(sys.prefix), python.parent.parent]
             print(check.check_wheel(wheel, paths), flush=True)
             wheels.append(wheel)
+    print(f"{checksums.write_checksums(out).name}: SHA-256 of the files in {out}", flush=True)
     return wheels
 
 

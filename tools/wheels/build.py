@@ -81,21 +81,38 @@ def make_builder(python: Path, folder: Path) -> Path:
     return make_environment(python, folder, *requirements, *pins, "wheel")
 
 
+def python_headers(include: Path, multiarch: str, work: Path) -> Path:
+    """Returns a folder with CPython's headers that the compiler for both machines can read.
+
+    Debian's pyconfig.h includes the pyconfig.h of the machine that is compiled for, below
+    /usr/include, where zig does not look. The headers are the same on both machines, since both
+    have 64 bits, so a copy gets this machine's pyconfig.h.
+    """
+    own = include.parent / multiarch / include.name / "pyconfig.h"
+    if not own.exists():
+        return include
+    headers = work / "headers" / include.name
+    shutil.rmtree(headers, ignore_errors=True)
+    shutil.copytree(include, headers)
+    shutil.copyfile(own, headers / "pyconfig.h")
+    return headers
+
+
 def build_wheel(source: Path, builder: Path, architecture: str, work: Path) -> Path:
     """Builds a wheel from an unpacked sdist, with its platform's tag, and without notices."""
     # Without this option libc++ would export operators new and delete to the whole process.
     # nanobind's exceptions are shared between modules.
     exports = work / "exports.map"
     exports.write_text("{ global: PyInit__native; *8nanobind*; local: *; };\n")
-    print_include = "import sysconfig; print(sysconfig.get_paths()['include'])"
+    told = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('MULTIARCH'))"
+    include, multiarch = run(builder, "-c", told).rsplit(maxsplit=1)
     options = [
         f"-DCMAKE_CXX_COMPILER={write_compiler(work, architecture)}",
         "-DRINGCOMM_CUDA=OFF",
         f"-DCMAKE_MODULE_LINKER_FLAGS=-Wl,--version-script={exports}",
         "-DCMAKE_SYSTEM_NAME=Linux",
         f"-DCMAKE_SYSTEM_PROCESSOR={architecture}",
-        # CPython's headers are the same on both machines, since both have 64 bits.
-        f"-DPython_INCLUDE_DIR={run(builder, '-c', print_include).strip()}",
+        f"-DPython_INCLUDE_DIR={python_headers(Path(include), multiarch, work)}",
     ]
     out = work / "built"
     shutil.rmtree(out, ignore_errors=True)

@@ -19,7 +19,11 @@ from tools.commands import run
 MOST_BYTES = 3_000_000
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 OF_GLIBC = re.compile(r"(lib(c|m|dl|pthread|rt)|ld-linux-(x86-64|aarch64))\.so\.\d")
-NOT_WANTED = re.compile(r"(^|/)(tests|results|kernels/host|kernels/bindings)/|\.(cpp|csv|pyc|a|o)$")
+# `ringcomm build-backend` compiles backend.cpp on the user's machine, against the installed torch.
+NOT_WANTED = re.compile(
+    r"(^|/)(tests|results|kernels/host|kernels/bindings)/"
+    r"|(?<!/kernels/c10d/backend)\.cpp$|\.(csv|pyc|a|o)$"
+)
 
 
 def check_wheel(wheel: Path, build_paths: list[Path]) -> str:

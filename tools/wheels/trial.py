@@ -19,12 +19,8 @@ def architecture_of(wheel: Path) -> str:
     return wheel.stem.rpartition("manylinux_2_28_")[2]
 
 
-def choose_wheel(wheels: Sequence[Path], version: str, architecture: str) -> Path:
-    """Returns the wheel that CPython ``version``, such as "3.13", would install on a machine.
-
-    Raises:
-        SystemExit: no wheel fits.
-    """
+def fitting_wheel(wheels: Sequence[Path], version: str, architecture: str) -> Path | None:
+    """Returns the wheel that CPython ``version``, such as "3.13", would install on a machine."""
     own = f"cp{version.replace('.', '')}"
     fit = [wheel for wheel in wheels if architecture_of(wheel) == architecture]
     for wheel in fit:
@@ -34,7 +30,19 @@ def choose_wheel(wheels: Sequence[Path], version: str, architecture: str) -> Pat
         oldest = re.search(r"-cp3(\d+)-abi3-", wheel.name)
         if oldest and int(version.partition(".")[2]) >= int(oldest[1]):
             return wheel
-    raise SystemExit(f"no wheel for CPython {version} on {architecture}")
+    return None
+
+
+def choose_wheel(wheels: Sequence[Path], version: str, architecture: str) -> Path:
+    """Returns the wheel that fits.
+
+    Raises:
+        SystemExit: no wheel fits.
+    """
+    wheel = fitting_wheel(wheels, version, architecture)
+    if wheel is None:
+        raise SystemExit(f"no wheel for CPython {version} on {architecture}")
+    return wheel
 
 
 def try_bare(python: Path, wheel: Path) -> str:
@@ -45,6 +53,18 @@ def try_bare(python: Path, wheel: Path) -> str:
         alone = ("--no-index", "--no-deps", wheel)
         own = make_environment(python, Path(folder, "environment"), *alone)
         return run(own, BARE_USE, cwd=Path(folder)).strip()
+
+
+def python_of(root: Path) -> Path:
+    """Returns the interpreter below the root of another Linux, such as ``usr/bin/python3.11``.
+
+    Raises:
+        SystemExit: there is none, or more than one.
+    """
+    pythons = list((root / "usr" / "bin").glob("python3.[0-9]*[0-9]"))
+    if len(pythons) != 1:
+        raise SystemExit(f"wheels: {root}/usr/bin has {len(pythons)} interpreters, not one")
+    return pythons[0]
 
 
 def try_foreign(wheels: Sequence[Path], root: Path) -> tuple[Path, str]:
@@ -61,13 +81,11 @@ def try_foreign(wheels: Sequence[Path], root: Path) -> tuple[Path, str]:
     emulator = shutil.which(f"qemu-{architecture}-static")
     if emulator is None:
         raise SystemExit(f"qemu-{architecture}-static is missing: apt-get install qemu-user-static")
-    pythons = list((root / "usr" / "bin").glob("python3.[0-9]*[0-9]"))
-    if len(pythons) != 1:
-        raise SystemExit(f"wheels: {root}/usr/bin has {len(pythons)} interpreters, not one")
-    wheel = choose_wheel(wheels, pythons[0].name.removeprefix("python"), architecture)
+    python = python_of(root)
+    wheel = choose_wheel(wheels, python.name.removeprefix("python"), architecture)
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(wheel, folder, "zip")
-        command = (emulator, "-L", root, pythons[0], BARE_USE)
+        command = (emulator, "-L", root, python, BARE_USE)
         return wheel, run(*command, cwd=Path(folder), PYTHONPATH=folder).strip()
 
 
@@ -84,7 +102,10 @@ def try_all(wheels: Sequence[Path], foreign_root: Path | None) -> None:
         if python is None:
             print(f"CPython {version}: not here, not tried")
             continue
-        wheel = choose_wheel(here, version, platform.machine())
+        wheel = fitting_wheel(here, version, platform.machine())
+        if wheel is None:
+            print(f"CPython {version}: no wheel for it was built, not tried")
+            continue
         said[f"CPython {version}, {wheel.name}"] = try_bare(python, wheel)
     foreign = [wheel for wheel in wheels if wheel not in here]
     if foreign and foreign_root is not None:

@@ -1,0 +1,1 @@
+"""Runs the wheel for AArch64, and the programs of the tests, under qemu: ``make aarch64-check``."""
