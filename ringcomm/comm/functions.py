@@ -416,7 +416,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
 
 
 def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
-    """Converts a global rank to a rank of ``communicator``; the error names both worlds."""
+    """Converts a global rank to a rank of ``communicator``; raises ArgumentError for others."""
     ranks = communicator.ranks
     number = integer(global_rank, bools=True)
     if number not in ranks:

@@ -124,7 +124,9 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     if kind.__module__ != "numpy" or (
         isinstance(value, numpy.ndarray) and kind.__name__ != "ndarray"
     ):
-        raise NotData(f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)")
+        raise NotData(
+            f"{kind.__qualname__} would arrive as NumPy's own type: send numpy.asarray(value)"
+        )
     if name not in _NUMPY_KINDS or not value.dtype.isnative:
         raise NotData(
             f"NumPy's {shown(value.dtype.str)} cannot be sent: convert it with astype() to a "

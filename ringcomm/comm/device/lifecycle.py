@@ -64,7 +64,7 @@ def process_of(pid: int) -> _native.Process:
     try:
         return _native.Process(pid)
     except OSError as error:
-        raise RingcommError(f"the watch for process {pid}: {error.strerror}") from error
+        raise RingcommError(f"cannot watch process {pid}: {error.strerror}") from error
 
 
 def _look(watched: Watched) -> None:
@@ -161,7 +161,7 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Retired:
-    """A retired region, with the addresses of its peers' detach words.
+    """A region whose communicator is closed; a peer detaches by a word at ``detached_ptrs``.
 
     ``left()`` is called when all peers have detached or ended.
     """

@@ -111,8 +111,8 @@ class DeviceOrder:
         """Reserves blocks for the messages of ``owner`` from now on; called before each message.
 
         Raises:
-            UnsupportedError: the blocks would not fit beside a collective, of this or another
-                communicator, and the messages of other communicators.
+            UnsupportedError: these blocks, the largest collective of any communicator, and the
+                messages of other communicators do not fit on the device together.
         """
         if id(owner) in self._sending:
             return

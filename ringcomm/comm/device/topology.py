@@ -347,8 +347,9 @@ class Topology:
         """Computes the bandwidth of rings that run at once with equal shares of the data.
 
         Returns:
-            10^9 bytes per second in one direction through every rank, by the data rate of the
-            NVLinks; None if a hop is not NVLink or is unknown, or if all ranks share a GPU.
+            The bandwidth through every rank in one direction, in 10^9 bytes per second, computed
+            from the NVLinks' data rate; None if a hop is not NVLink or is unknown, or if all ranks
+            share a GPU.
         """
         devices = _devices(self, placements)
         home = {rank: index for index, device in enumerate(devices) for rank in device.ranks}

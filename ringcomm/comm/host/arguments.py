@@ -271,9 +271,9 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality)
 
 
-# torch's dispatcher gives these c10d operators, which return their outputs, a backward that warns.
-# Other outputs have no gradient, so that a program may combine a list of gathered tensors with the
-# rank's own tensor, which has a gradient.
+# These operators of c10d return their outputs; torch's dispatcher gives them a backward that warns.
+# The outputs of other operators have no gradient, so that a program may replace this rank's entry
+# in a list of gathered tensors by the rank's own tensor, which has a gradient.
 _GIVES_OUTPUTS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"})
 # Leaf tensors that have the warning hook. They keep it for life, so each gets it only once.
 _warned_leaves: Any = WeakIdKeyDictionary()

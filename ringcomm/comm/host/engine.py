@@ -342,9 +342,9 @@ class CallQueue:
         work.finish(*ended)
 
     def stop(self, timeout_s: float = -1.0) -> bool:
-        """Ends the worker after the queued calls; False if that takes longer than ``timeout_s``.
+        """Ends the worker after the queued calls; False if they take longer than ``timeout_s``.
 
-        A negative timeout means no limit. On the worker thread itself this does not wait.
+        A negative timeout means no limit. Called on the worker thread, this method does not wait.
         """
         with self._guard:
             self._stopped = True
@@ -458,7 +458,8 @@ EXIT_GRACE_S = 5.0
 IN_VAIN_S = 0.2
 DRAIN_LOOK_S = 0.05
 UNDER_WAY = "closed with a call under way"
-# Closes at exit before multiprocessing joins its children, which may wait for this rank.
+# Communicators are closed at exit before multiprocessing joins its children, since these may wait
+# for this rank.
 EXIT_PRIORITY = 100
 
 AUTO = _native.ALGORITHMS["auto"]
@@ -537,7 +538,7 @@ class CallEngine(ABC):
         queue: the calls that wait for their turn.
         kernels: "triton" if calls that name no kernels use Triton's; None: they use native kernels.
         starts: starts asynchronous calls that need no checks; None: they go through the queue.
-        compiled: makes calls of compiled Triton kernels that need no checks; None without them.
+        compiled: makes calls of compiled Triton kernels that need no checks; None: no such kernels.
         closed: True once the memory is freed.
         refuse: returns the error of each call after the first fault; None before a fault.
     """
@@ -755,8 +756,8 @@ class CallEngine(ABC):
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
         """Returns the ranks among ``ranks`` that make no more calls here, with the reasons.
 
-        Ranks are those of the outermost communicator; a reason is the end of a sentence. For ranks
-        of other processes it also looks at ``Membership.processes``.
+        The ranks are numbers in the outermost communicator; a reason is the end of a sentence. For
+        ranks of other processes this method also looks at ``Membership.processes``.
         """
         found = {}
         for peer, rank in enumerate(self.membership.ranks):
@@ -809,7 +810,7 @@ class CallEngine(ABC):
         return self.queue.pending > 0 or self.owner.has_messages
 
     def set_left(self, left: bool) -> None:
-        """Notes whether this rank, a thread, has left; peers then do not wait for its calls."""
+        """Notes whether the thread of this rank has left; then peers do not wait for its calls."""
         self.owner.set_left(left)
 
     def set_peer_left(self, peer: int, left: bool) -> None:
@@ -956,7 +957,7 @@ class CallEngine(ABC):
     def close(self) -> None:
         """See :meth:`ringcomm.Communicator.close`."""
         try:
-            # A call under way ends at its own timeout.
+            # This limit is longer than the timeout of a call under way.
             self._close(self.timeout.total_seconds() + EXIT_GRACE_S, IN_VAIN_S)
         except KeyboardInterrupt:
             self.interrupt()
@@ -988,7 +989,7 @@ class CallEngine(ABC):
             self.queue.turn.release()
 
     def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
-        """Takes ``turn`` when no call runs; False if a call exceeds the times of _close()."""
+        """Takes ``turn`` once no call runs; False if a call exceeds a limit given to _close()."""
         grace, in_vain = Deadline(grace_s), Deadline(in_vain_s)
         came = self._progress()
         while True:

@@ -224,7 +224,7 @@ class OneNode:
 
 @dataclass(frozen=True)
 class SeveralNodes:
-    """The nodes of the members, and the rendezvous through which they continue.
+    """The nodes of the members, and the rendezvous, with which the nodes are connected next.
 
     ``world_id`` identifies the members on all nodes.
     """

@@ -40,7 +40,7 @@ BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "flo
 
 
 class Reducing(NamedTuple):
-    """The arguments of a reduction besides its buffers; codes of the native module."""
+    """The arguments of a reduction besides its buffers: codes of dtype and op, and the factor."""
 
     dtype: int
     op: int

@@ -407,7 +407,7 @@ class NodesCore(CollectivesOverNodes):
         return begun
 
     def _with_room(self, begun: InFlight, rail: int, elems: Sequence[int], form: Form) -> _OnRail:
-        """Takes memory for partial sums, in the order of sending, and for all rounds' receives."""
+        """Takes memory for partial sums, in the order of sending; begins all rounds' receives."""
         layout = self.layout
         rounds = reduction(self._schedule, len(layout.nodes), layout.node)
         leaving = [

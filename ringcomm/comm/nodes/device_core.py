@@ -56,8 +56,9 @@ from ringcomm.process import Deadline
 
 # ---- Quantization on a device, by kernels that the calls of a node's communicator enqueue -------
 # They compile the host's code, ``kernels/include/ringcomm/core/quantization.h``, so the bits are
-# equal. Quantized runs are stored at multiples of ``ALIGN_BYTES``, so that threads load and store
-# whole words: a run takes a few bytes more than on the host.
+# equal. A *run* is a series of numbers that is quantized as a whole. Quantized runs begin at
+# multiples of ``ALIGN_BYTES``, so that threads load and store whole words; on the host they are
+# not padded.
 
 Tensor = torch.Tensor
 

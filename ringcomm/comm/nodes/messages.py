@@ -7,7 +7,8 @@ shows the size that was expected and the size that was sent.
 
 A receive with a source posts both receives at once. The first receive from any source makes its tag
 *open*: from then on this rank receives all headers from other nodes as they arrive, and matches
-each with a waiting receive. If a message of the own node comes first, it completes the receive.
+each with a waiting receive. If a message from this rank's own node arrives first, it completes the
+receive.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from ringcomm.rendezvous.same_node import LOOPBACK
 #: Makes a rail's group from (store of the rail, this node's number, number of nodes, timeout).
 Transport = Callable[[Store, int, int, timedelta], Any]
 
-# Descriptors that Gloo needs in addition to its connections.
+# File descriptors that Gloo needs in addition to those of its connections.
 SPARE_DESCRIPTORS = 4
 # How long, in seconds, ranks try to connect once all are present; not measured.
 CONNECT_S = 60.0
@@ -466,7 +466,7 @@ class Probe:
         self._broken: tuple[str, float] | None = None
 
     def broken(self, waited_s: float) -> str | None:
-        """Returns how the connection broke, ``ARRIVAL_S`` after it broke; None while it exists.
+        """Returns how the connection broke, once ``ARRIVAL_S`` have passed since; until then None.
 
         Args:
             waited_s: how long the wait has lasted, in seconds.

@@ -4,8 +4,8 @@ Ranks notice a failed rank in different ways: the ranks of its node by the node'
 rail peers by a broken connection, and all other ranks not at all. A rank that gives up breaks its
 own rails, so a fault spreads through all connections while only one rank knows its cause. So the
 first rank that knows a cause *posts* it in the store, which keeps only the first cause; a rank that
-notices a fault later takes the posted cause. Then the rank aborts its node, whose ranks read the
-cause there, and breaks its rails.
+notices a fault later takes the posted cause. Each rank that has a cause aborts its node's
+communicator, through which the other ranks of the node read the cause, and breaks its own rails.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ LOOK_S = 0.05
 ASK_STORE_S = 0.15
 # Seconds to wait for the cause of a broken connection: another rank may be about to post it.
 CAUSE_S = 0.25
-# Seconds by which a rank that waits on a rail gives up later than the failed rank's node.
+# Seconds after its timeout at which a wait on a rail is ended: the failed rank's node ends earlier.
 GRACE_S = 0.5
 STORE_S = 0.5
 LONGEST_CAUSE = 240
@@ -144,7 +144,7 @@ RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
 
 
 class Awaiting:
-    """One word per rank of the node, in its heap: the rank for which it waits on a rail, or -1.
+    """One word in the heap of each rank of the node: the rank that it awaits on a rail, or -1.
 
     A rank that waits too long for a local peer reads in the peer's word which rank the peer awaits.
 
@@ -203,14 +203,14 @@ class Watch:
     Args:
         inner: the native communicator of this rank's node.
         layout: the nodes of all ranks.
-        awaiting: the words of this node.
+        awaiting: by local rank, the rank that the local rank awaits on a rail.
         store: used for the faults of this communicator only.
         rails: the rails, which are added to ``breakable``.
         name: the name of the communicator.
 
     Attributes:
         error: the error that ended the communicator, without an operation's name; or None.
-        awaiting: the words of this node.
+        awaiting: the argument.
         breakable: everything that is broken up at a fault.
         trace: the trace that this node's ranks leave at a fault; None: no trace.
         left: when ranks of other nodes made their last call, if they are threads of this process.
@@ -473,7 +473,8 @@ class Watch:
                 return
         if self._waits():
             for local_rank, rank in enumerate(self._layout.node_ranks):
-                # A thread that has left may have made its call: awaits_in_vain() decides.
+                # A rank whose thread has left may have made its part of the call before:
+                # awaits_in_vain() decides.
                 if self._inner.is_thread(local_rank):
                     continue
                 if rank != self._layout.rank and self._inner.health(local_rank):

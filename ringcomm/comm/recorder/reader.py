@@ -411,7 +411,7 @@ class FoundRecorders:
         """Reads the recorders in the heaps of a process.
 
         Raises:
-            RingcommError: it does not exist, is another user's, or has no heap of ringcomm.
+            RingcommError: the process does not exist, is another user's, or has no ringcomm heap.
         """
         has_heap = False
         for token, descriptor in _heaps_of(pid):
@@ -432,7 +432,7 @@ class FoundRecorders:
     def worlds(self) -> list[list[FoundRecorder]]:
         """Returns the recorders of each communicator, by rank; oldest communicator first.
 
-        Ranks that never connected are a communicator each.
+        Each rank that never connected counts as a communicator of its own.
         """
         worlds: dict[tuple[int, int], list[FoundRecorder]] = {}
         for each in self._found.values():
@@ -586,7 +586,7 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     unstable = unstable_records(first, second)
     totals = _totals(descriptor, offset + header.memory_bytes, header.totals)
     if header.on_device:
-        # Its control page is in device memory.
+        # The rank's control page, from which the word below is read, is in device memory.
         return FoundRecorder(header, first, unstable, 0, totals)
     control = max(offset - header.control_bytes, 0)
     word = os.pread(descriptor, WORD_BYTES, control + WAITS_FOR_OFFSET)
@@ -594,7 +594,7 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
 
 
 def _totals(descriptor: int, offset: int, count: int) -> dict[str, CallTotals]:
-    """Reads the totals behind the records, until two reads are equal: no word is torn then."""
+    """Returns the totals that follow the records; reads until two reads are equal, so complete."""
     size_bytes = TOTALS_BYTES if count else 0
     before = os.pread(descriptor, size_bytes, offset)
     for _ in range(_TOTALS_TRIES):

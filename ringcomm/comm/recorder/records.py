@@ -398,8 +398,8 @@ _MOST = (1 << 63) - 1
 class RecorderHeader:
     """The header of a recorder: its communicator and rank, and its layout.
 
-    ``totals`` is the number of totals that follow the records; 0 in a copy, and in processes of an
-    older ringcomm.
+    ``totals`` is the number of totals that follow the records; 0 in a copy of a recorder, and if an
+    older ringcomm made the recorder.
     """
 
     capacity: int
