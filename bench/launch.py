@@ -2,7 +2,7 @@
 
 With busy loops the harness measures collectives while other programs use the cores. Linux divides
 the cores first among sessions and then among the threads of a session (sched_autogroup, see
-sched(7)). MPICH's mpiexec starts every rank in its own session; others start all ranks in one.
+sched(7)). MPICH's mpiexec starts every rank in its own session; other launchers use one for all.
 Therefore, with busy loops, every rank and every loop leads its own session, and a rank gets the
 same share as a rank in a container, where sessions do not count.
 """

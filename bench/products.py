@@ -1,9 +1,9 @@
 """Times matrix products over ranks, against the collective followed by the product.
 
-``all_gather_matmul`` of [N, K] and [K, M], and ``matmul_reduce_scatter`` of [world N, K] and [K,
-M], one thread per rank. "apart" is the two separate calls, and its ratio is relative to "together",
-on plain tensors or on tensors in the heap; "product" is the product alone, and its ratio is
-relative to "apart".
+It runs ``all_gather_matmul`` of [N, K] and [K, M], and ``matmul_reduce_scatter`` of [world N, K]
+and [K, M], with one thread per rank, on plain tensors or on tensors in the heap. "apart" makes the
+two calls separately, and its ratio is relative to "together". "product" is the product alone, and
+its ratio is relative to "apart".
 """
 
 from __future__ import annotations

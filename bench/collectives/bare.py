@@ -97,7 +97,7 @@ def _compile(setup: PeerSetup) -> ctypes.CDLL:
     if platform.machine() != "x86_64" or not source.exists():
         raise RuntimeError(
             "the bare loop is x86-64 code that is compiled in a source tree of ringcomm: "
-            f"this is {platform.machine()}, and its source is {source}"
+            f"this processor is {platform.machine()}, and the loop's source is expected at {source}"
         )
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
         if setup.rank == 0:

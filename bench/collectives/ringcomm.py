@@ -1,4 +1,4 @@
-"""The systems of ringcomm: its Communicator, its torch.distributed backend, one launch for all."""
+"""ringcomm's systems: Communicator, torch.distributed backend, and one launch for all ranks."""
 
 from __future__ import annotations
 
