@@ -333,7 +333,7 @@ def new_group(
         ranks: global ranks; None means all.
         timeout: default: the timeout of the default group.
         backend: None or "ringcomm".
-        pg_options: None.
+        pg_options: must be None: the group has the tunables of the default group.
         use_local_synchronization: has no effect, since only members ever take part.
         group_desc: part of the group's name.
         device_id: None or the device of the default group.
@@ -416,7 +416,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
 
 
 def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
-    """Converts a global rank to a rank of ``communicator``; raises ArgumentError for others."""
+    """Converts a member's global rank to its rank in ``communicator``; other ranks raise."""
     ranks = communicator.ranks
     number = integer(global_rank, bools=True)
     if number not in ranks:

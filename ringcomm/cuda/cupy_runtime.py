@@ -72,8 +72,8 @@ class CudaDriver:
         """A context in which this thread may make calls that another thread's capture forbids.
 
         torch.cuda.graph captures in global mode, in which an allocation or an event's query in
-        any thread breaks the capture. ringcomm's calls do not touch the memory or the streams of
-        the capture.
+        any thread breaks the capture. Calls that ringcomm makes in this context are safe: they do
+        not touch the memory or the streams of the capture.
         """
         mode = c_int(_CAPTURE_MODE_RELAXED)
         name = "cuThreadExchangeStreamCaptureMode"
@@ -84,7 +84,7 @@ class CudaDriver:
             self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
 
     def make_stream(self, priority: int) -> int:
-        """Makes a stream not ordered with the legacy default stream; lower priorities run first."""
+        """Makes a stream not ordered with the legacy default stream; a low number runs first."""
         stream = c_void_p()
         result = self._library.cuStreamCreateWithPriority(
             byref(stream), _STREAM_NON_BLOCKING, priority
@@ -250,7 +250,7 @@ class CudaStreams:
     """The methods of ``CudaRuntime`` for devices, streams, events and captures.
 
     CuPy's functions act on the current device. A method makes its device current unless its caller
-    has done so: a call of a communicator uses up to eight of them, but changes the device once.
+    has done so: a collective calls up to eight of these methods, but changes the device only once.
     """
 
     def __init__(self, cuda: Any, driver: CudaDriver) -> None:

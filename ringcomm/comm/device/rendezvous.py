@@ -170,7 +170,7 @@ def _check_devices(
 ) -> None:
     head = f"{spec.operation}: multicast_bytes"
     if spec.world_size < 2:
-        raise UnsupportedError(f"{head}: expected 2 ranks or more, got 1. Use more, {_INSTEAD}")
+        raise UnsupportedError(f"{head}: expected 2 ranks or more, got 1. Add ranks, {_INSTEAD}")
     for handle, ability in zip(handles, abilities, strict=True):
         if ability.refusal:
             raise UnsupportedError(
@@ -182,8 +182,8 @@ def _check_devices(
         if shared is not None:
             raise UnsupportedError(
                 f"{head}: expected a device for each rank, but {handle.named} has the device of "
-                f"rank {shared.rank}, and a multicast object takes a device once. Give each rank a "
-                f"device of its own, {_INSTEAD}"
+                f"rank {shared.rank}, and a multicast object takes each device only once. Give "
+                f"each rank a device of its own, {_INSTEAD}"
             )
 
 
@@ -397,7 +397,8 @@ def rendezvous_on_device(
             ranks share process and device, their joint launch.
 
     Returns:
-        The communicator; on all ranks None if the members are on several machines or named nodes.
+        The communicator; None on all ranks if the members are on several machines, or have
+        different values of ``RINGCOMM_NODE_ID``.
 
     Raises:
         RendezvousError: a rank is missing or failed; the message names it.
@@ -584,7 +585,7 @@ def _message_channels(infos: Sequence[_DeviceInfo], channels: int) -> int:
 
 
 def _message_share(infos: Sequence[_DeviceInfo]) -> int:
-    """Returns the most blocks per message; 1 if ranks share a GPU: collectives need the others.
+    """Returns the most blocks per message; 1 if ranks share a GPU, since collectives need blocks.
 
     On a GPU with one rank, messages take at most 1/4 of the multiprocessors.
     """

@@ -382,7 +382,7 @@ class Collectives:
         """Combines the lists of all ranks; rank r gets the reduced ``input_list[r]``.
 
         Args:
-            output: any shape, as many elements as ``input_list[rank]``; may be the same tensor.
+            output: any shape, as many elements as ``input_list[rank]``; may be this tensor itself.
             input_list: world_size tensors of one dtype; counts may differ between entries, but
                 not between ranks.
             op: a ``ReduceOp`` or ``premul_sum(factor)``.

@@ -525,7 +525,7 @@ def spans_of(ptrs: Sequence[int], elems: Sequence[int]) -> list[Span]:
 class CollectivesOverNodes(CallsOverNodes, ABC):
     """The collectives of :class:`Core`, as calls over nodes.
 
-    A subclass implements their bodies, which do the work within the node and between nodes. Ranks
+    A subclass implements the calls' bodies, which do the work in the node and between nodes. Ranks
     compare the headers of a call before its body runs or while it runs.
     """
 

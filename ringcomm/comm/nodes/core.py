@@ -352,7 +352,7 @@ class NodesCore(CollectivesOverNodes):
     def _quantize_sums(
         self, begun: _Begun, own: Mapping[int, Span], table: Table, form: QuantizedForm
     ) -> _Begun:
-        """Ends a reduction whose sums are quantized once more, and begins to gather them.
+        """Ends a reduction, quantizes its sums, and begins to gather the quantized sums.
 
         This rank's own results are the dequantized values, as on all other ranks.
         """
@@ -377,7 +377,7 @@ class NodesCore(CollectivesOverNodes):
             begun: holds the memory of the quantized values.
             rail: the number of the rail.
             wide: the FP32 numbers.
-            spans: by node, the memory for the dequantized numbers; this rank's are written now.
+            spans: by node, the memory for the dequantized numbers; this node's is filled at once.
             form: the form in which partial sums are sent.
         """
         quantized = [Span(0, form.bytes_of(span.elems)) for span in spans]

@@ -501,7 +501,7 @@ def _has_ended(rank: RankRecording, taken_ns: int) -> bool:
         return True
     begun = [each.begin_ns for each in (*rank.collectives, *rank.messages)]
     # A process that is younger than its first record is another process with the same pid. The
-    # margin covers the comparison of two clocks, one with ticks of 10 ms.
+    # margin covers the error of comparing two clocks; one clock has ticks of 10 ms.
     return bool(begun) and (taken_ns - min(begun)) / 1e9 > age_s + CLOCKS_DIFFER_S
 
 
@@ -511,7 +511,7 @@ def _state_of(pid: int) -> tuple[str, float]:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "", 0.0
-    # proc_pid_stat(5): fields 3 and 22; the second may hold blanks and parentheses.
+    # proc_pid_stat(5): fields 3 and 22. Field 2, before them, may hold blanks and parentheses.
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return fields[0], time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
@@ -640,7 +640,7 @@ Fault = dict[str, Any]
 
 
 def _both(path: str) -> list[Path]:
-    """Returns a path in two forms: as imported, which frames show, and with resolved links."""
+    """Returns a path in two forms: as Python's frames show it, and with resolved links."""
     return [Path(path).absolute(), Path(path).resolve()]
 
 
@@ -912,7 +912,7 @@ class FlightRecorder:
         self._made = _native.clock_pair()
 
     def recording(self) -> Recording:
-        """Returns all records of all ranks; without ranks if nothing is recorded."""
+        """Returns all records of all ranks; a recording without ranks if nothing is recorded."""
         return self.read(self.copies(_native.MAX_RECORDS))
 
     def copies(self, most: int = KEPT_RECORDS) -> list[bytes]:

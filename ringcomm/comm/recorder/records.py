@@ -233,9 +233,9 @@ class Recording:
         """Finds a call that one rank seems to have omitted, by comparing call sites.
 
         Calls of equal kind and size match, even if different source lines made them. So if a rank
-        omits a call, its next call is matched with the peers' call that it omitted, and so on: from
-        then on, its call sites equal the call sites of a peer one call later. Ranks that
-        intentionally make their calls at different lines do not show this pattern.
+        omits the call of number n, the peers' call n is matched with the rank's next call: the
+        rank's call sites from number n on equal the peers' call sites from number n + 1 on. Ranks
+        that intentionally make their calls at different lines do not show this pattern.
         """
         for number, calls in _calls_by_number(self.ranks):
             sites = [call.site for call in calls]
@@ -498,7 +498,7 @@ class Clock:
 
     @classmethod
     def since(cls, header: RecorderHeader) -> Clock:
-        """Returns the clock defined by the moment at which a recorder was made, and by now."""
+        """Returns the clock defined by two moments: when the recorder was made, and now."""
         return cls((header.created_ticks, header.created_ns), _native.clock_pair())
 
     def ns(self, ticks: int) -> int:
@@ -513,7 +513,7 @@ def _name(kind: str, code: int) -> str:
 
 
 def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
-    """Decodes dtype and root; an optimizer's call has its results' dtype and a tag as root."""
+    """Decodes dtype and root; in optimizers' calls the root has the results' dtype and a tag."""
     if collective in OPTIMIZERS:
         results, tag = _native.results_and_tag(root)
         return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
