@@ -468,12 +468,12 @@ def _await_all(ended: SimpleQueue[int], ranks: int, note_end: Callable[[int], bo
 
 
 def _node_ids(n: int, nodes: Sequence[int]) -> list[str]:
-    """Returns the id of each rank's node; ArgumentError unless ``nodes`` divides ``n`` ranks."""
+    """Returns the id of each rank's node; ArgumentError unless the sum of ``nodes`` is ``n``."""
     sizes = integers(nodes)
     if sizes is None or any(ranks < 1 for ranks in sizes) or sum(sizes) != n:
         raise ArgumentError(
-            "local_world: nodes: expected a list of the number of ranks of each node, together "
-            f"{n}, got {nodes!r}"
+            "local_world: nodes: expected a list of the number of ranks of each node, with the "
+            f"sum {n}, got {nodes!r}"
         )
     return [f"node{node}" for node, ranks in enumerate(sizes) for _ in range(ranks)]
 

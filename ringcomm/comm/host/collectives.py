@@ -349,7 +349,7 @@ class Collectives:
         algorithm_code = checks.algorithm(algorithm)
         in_ptr, out_ptr = input.data_ptr(), output.data_ptr()
         if out_ptr != in_ptr + self._rank * size_bytes(output):
-            checks.apart("output", output, "input", input, "in place, output is input's own chunk")
+            checks.apart("output", output, "input", input, "in place, output is this rank's chunk")
 
         use = self.engine.use_kernels(checks, kernels, algorithm, input.dtype, reduction)
 
@@ -401,7 +401,7 @@ class Collectives:
             name = f"input_list[{index}]"
             checks.same_dtype(name, tensor, "output", output)
             if index != self._rank or tensor.data_ptr() != output.data_ptr():
-                checks.apart("output", output, name, tensor, "in place, it is input_list[rank]")
+                checks.apart("output", output, name, tensor, "in place, pass input_list[rank]")
         checks.same_count("output", output, "those of input_list[rank]", inputs[self._rank].numel())
 
         def run(core: Core) -> int:
@@ -525,7 +525,7 @@ class Collectives:
         algorithm_code = checks.algorithm(algorithm)
         in_bytes = size_bytes(input)
         if input.data_ptr() != output.data_ptr() + self._rank * in_bytes:
-            checks.apart("input", input, "output", output, "in place, input is output's own chunk")
+            checks.apart("input", input, "output", output, "in place, input is this rank's chunk")
 
         use = self.engine.use_kernels(checks, kernels, algorithm, input.dtype)
 
@@ -586,7 +586,7 @@ class Collectives:
             checks.same_dtype(f"{name}[{index}]", output, "tensor", tensor)
             if index != self._rank or output.data_ptr() != tensor.data_ptr():
                 checks.apart(
-                    "tensor", tensor, f"{name}[{index}]", output, f"in place, it is {name}[rank]"
+                    "tensor", tensor, f"{name}[{index}]", output, f"in place, pass {name}[rank]"
                 )
         checks.all_apart(name, outputs)
 
@@ -709,7 +709,7 @@ class Collectives:
                 checks.same_dtype(name, each, "tensor", tensor)
                 checks.same_count(name, each, "those of tensor", tensor.numel())
                 if index != root or each.data_ptr() != tensor.data_ptr():
-                    checks.apart("tensor", tensor, name, each, "in place, it is scatter_list[src]")
+                    checks.apart("tensor", tensor, name, each, "in place, pass scatter_list[src]")
         elif scatter_list:
             checks.fail(f"scatter_list: expected None on ranks other than src {root}")
 

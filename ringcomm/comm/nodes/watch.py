@@ -585,7 +585,7 @@ def _waited_beyond(fault: dict[str, Any], beyond: int) -> RingcommError:
     return timed_out(
         f"rank {fault['rank']} in {fault['mine']}",
         fault["waited_ms"] / 1000,
-        f"rank {beyond}, which did not come: rank {fault['peer']}, of its own node, waits for that "
+        f"rank {beyond}, which did not come: a local peer, rank {fault['peer']}, waits for that "
         "rank",
         look_at(f"rank {beyond}", on_other_node=True),
     )

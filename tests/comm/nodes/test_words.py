@@ -64,7 +64,7 @@ def test_the_rank_behind_a_local_peer_is_named_first() -> None:
 
     for text in errors_of(body, (2, 1))[:2]:
         assert "until its timeout ended, for rank 2 (node 1), which did not come" in text
-        assert "rank 0 (node 0), of its own node, waits for that rank" in text
+        assert "a local peer, rank 0 (node 0), waits for that rank" in text
         assert (
             f"rank 1 (node 0) in broadcast(float32, root 2, 400000 bytes, one_shot){LINE}" in text
         )
