@@ -30,8 +30,8 @@ from ringcomm.errors import UnsupportedError
 # kernels are compiled again; a warning gives each reason once per process.
 
 CACHE_DIR_VARIABLE = "RINGCOMM_CACHE_DIR"
-# A compilation takes up to a minute. A process that holds a lock for longer than this seems to be
-# suspended, and others stop waiting: the lock only saves work, and results are correct without it.
+# A compilation takes up to a minute. If a process holds a lock for longer than this, it seems to be
+# suspended, and others compile without the lock. Results are correct without it: it saves work.
 LOCK_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 _MAGIC = b"ringcomm kernel 1\n"
@@ -475,7 +475,7 @@ def prebuilt_by(unit: str, capability: Capability) -> str | None:
 def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
     """Returns code of one unit that a device can load: a fatbin, a cubin, or PTX.
 
-    The first call on a machine may compile for seconds; of ranks that call at once, one compiles.
+    The first call on a machine may compile for seconds; if ranks call at once, only one compiles.
 
     Args:
         unit: a name in :data:`ringcomm.cuda.units.UNITS`.

@@ -34,7 +34,8 @@ DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _AFFINITY_OF_SM_COUNT = 0
-# CUdevResource: the type code of SMs, and its size and the SM count's offset, in bytes.
+# CUdevResource: the type code of SMs; the size of the structure and the offset of its SM count, in
+# bytes.
 _RESOURCE_OF_SM, _RESOURCE_BYTES, _RESOURCE_SM_COUNT = 1, 144, 96
 
 

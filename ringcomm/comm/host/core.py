@@ -135,7 +135,7 @@ class FastCalls(FastCollectives, Protocol):
 class StartCollectives(Protocol):
     """Asynchronous collectives on unchecked tensors; None if they have done nothing.
 
-    They return an event at the end of the call. The core keeps the tensors until then.
+    They return an event that passes at the end of the call. The core keeps the tensors until then.
     """
 
     def start_all_reduce(

@@ -94,7 +94,7 @@ class DeviceQuantizer:
         self._room = room
 
     def quantize(self, compression: str, runs: Sequence[Tensor]) -> Tensor:
-        """Returns float32 runs in quantized form, concatenated, :func:`size_bytes` bytes each."""
+        """Quantizes float32 runs; returns them concatenated, each padded as in size_bytes()."""
         sizes = [size_bytes(compression, run.numel()) for run in runs]
         quantized = self._room(sum(sizes))
         for run, to in zip(runs, torch.split(quantized, sizes), strict=True):
@@ -200,7 +200,7 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
 
 
 def keeps_type(dtype: torch.dtype) -> bool:
-    """True if :func:`joined` returns ``dtype`` as this type, or as the type of its partial sums.
+    """True if :func:`joined` returns elements of ``dtype``, or of the type of its partial sums.
 
     It returns elements of all other dtypes as signed integers or as pairs of real numbers.
     """

@@ -412,7 +412,7 @@ class StepCalls:
         return self.shard_index_of(self._engine.rank)
 
     def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that ``rank`` owns of state sharded over all ranks.
+        """Returns which chunk ``rank`` owns if state is sharded over all ranks.
 
         Raises:
             UnsupportedError: the ranks are on devices of several nodes.

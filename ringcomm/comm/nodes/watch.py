@@ -630,7 +630,7 @@ def _error_of(text: str) -> RingcommError | None:
 # the faults that kernels of this rank leave, checks whether processes of this node have ended while
 # a call is under way, and ends a call that runs too long.
 
-# Seconds to wait for the end of the watch's thread; a store that is gone may block the thread.
+# Seconds to wait for the end of the watch's thread; a store that has ended may block this thread.
 END_S = 2.0
 
 
