@@ -169,8 +169,10 @@ struct Pair {
     return changed;
   }
   CallHeader header(Collective collective, DType dtype, uint64_t bytes, uint64_t match, int redop) {
+    // qemu-user has no process_vm_readv, so ranks that it runs cannot read another process.
     const bool in_heap = bytes > 0 && below(2) != 0,
-               in_process = !in_heap && collective == Collective::kAllGather && below(2) != 0;
+               in_process = !in_heap && collective == Collective::kAllGather && below(2) != 0 &&
+                            comms[0]->view().control(0)->reads_peers != 0;
     const CallId id{1, match, collective, int(dtype), redop, -1, Algorithm::kOneShot};
     const uint64_t offset = in_heap ? uint64_t(memory - heaps[1]->base()) : kNotInHeap;
     const uint64_t item_bytes = in_heap || (in_process && bytes > 0) ? bytes : kSegmentBytes;
