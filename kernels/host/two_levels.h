@@ -46,7 +46,8 @@ RC_TEAM_FN typename E::Part piece_of(const E& e, const Groups& g, const Chunks& 
   return {{bytes == 0 ? chunk.ptr : chunk.ptr + begin, bytes}};
 }
 
-// Returns the number of pieces of the longest chunk, so that all ranks count the same rounds.
+// Returns the number of pieces of the longest part of any chunk, so that all ranks count the same
+// rounds.
 template <class E>
 RC_TEAM_FN uint32_t rounds_of(const E& e, const Groups& g, const Chunks& in) {
   uint64_t most = 1;

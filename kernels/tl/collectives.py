@@ -134,6 +134,27 @@ def reduce_scatter_one_shot(
 
 
 @triton.jit
+def most_pieces(chunks, channel, G: tl.constexpr):
+    """Returns the number of segments of a channel's longest slice of any chunk.
+
+    A shorter chunk may have a longer slice, by one line. ``chunks`` is as in :func:`slice_for`.
+    """
+    rounds = pieces_of(chunks[1] * 0, G)
+    for rank in range(G.world):
+        address, size_bytes = chunk_of(chunks[0], chunks[1], chunks[2], rank)
+        _, here = slice_of(address, size_bytes, channel, G)
+        rounds = tl.maximum(rounds, pieces_of(here, G))
+    return rounds
+
+
+@triton.jit
+def rounds_of(ws, chunks, G: tl.constexpr):
+    """Returns the rounds of a ring; shorter slices have empty pieces, so all ranks' counts are
+    equal."""
+    return most_pieces(chunks, get(ws, CHANNEL), G)
+
+
+@triton.jit
 def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
     """Waits for the slot of item ``item`` to the successor, and writes the first item's header."""
     status = await_slot(ws, PAIR, after, item, status, G)
@@ -199,9 +220,7 @@ def reduce_ring(
     after = ring_rank(ws, (position + 1) % G.world, G)
     before = ring_rank(ws, (position + HOPS) % G.world, G)
     whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], get(ws, RANK))
-    # Chunk 0 is the longest; shorter chunks get empty pieces, so that all ranks' counts are equal.
-    _, longest = slice_for(ws, chunks, position * 0, G)
-    rounds = pieces_of(longest, G)
+    rounds = rounds_of(ws, chunks, G)
     stream_bytes = rounds * (HOPS * G.segment_bytes)
     begin_receive(ws, PAIR, before, G)
     for j in range(rounds):
@@ -422,8 +441,7 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
     if status == 0:
         copy_slice(own, mine, own_bytes, DTYPE, G)
     tl.debug_barrier()
-    _, longest = slice_for(ws, chunks, position * 0, G)
-    rounds = pieces_of(longest, G)
+    rounds = rounds_of(ws, chunks, G)
     stream_bytes = rounds * (HOPS * G.segment_bytes)
     begin_receive(ws, PAIR, before, G)
     for j in range(rounds):

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ringcomm._tl.collectives import most_pieces
 from ringcomm._tl.endpoint import chunk_of, slice_of
 from ringcomm._tl.moving import accumulate, copy, pointer, reduce, round_to
 from ringcomm._tl.quantization import (
@@ -34,6 +35,14 @@ def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr)
     begin, size = slice_of(begin, size, channel + zero, G)
     tl.store(word64(zero + out), begin)
     tl.store(word64(zero + out) + 1, size)
+
+
+@triton.jit
+def rounds_kernel(out, total_bytes, chunk_bytes, channel, G: tl.constexpr):
+    """Stores the rounds of a ring on a channel."""
+    zero = tl.full((), 0, tl.int64)
+    chunks = (zero, total_bytes + zero, chunk_bytes + zero)
+    tl.store(word64(zero + out), most_pieces(chunks, channel + zero, G))
 
 
 @triton.jit

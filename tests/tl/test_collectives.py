@@ -99,6 +99,18 @@ def test_sums_and_copies_are_exact(world):
     assert all(run_ranks(_everything, world))
 
 
+def _shorter_chunk_with_a_longer_slice(store, rank, world):
+    """Of five channels, the third gets 4 of 23 lines, and 5 of 22: one more segment."""
+    with connect(store, rank, world, segment_bytes=256, channels=5) as comm:
+        for algorithm in ("one_shot", "ring"):
+            _check_all(comm, (23 + 22) * 64 // 4, torch.float32, "plain", algorithm)
+    return True
+
+
+def test_a_shorter_chunk_whose_slice_is_longer_by_a_segment():
+    assert all(run_ranks(_shorter_chunk_with_a_longer_slice, 2))
+
+
 def _alternate(store, rank, world):
     """Native and Triton kernels by turns advance the same epochs."""
     with connect(store, rank, world, kernels="native", slots=2, segment_bytes=256) as comm:

@@ -54,3 +54,33 @@ def _offsets(store, rank, world):
 
 def test_addresses_and_slices():
     assert run_ranks(_offsets, 1) == [[]]
+
+
+def _rounds(store, rank, world):
+    from ringcomm._tl.geometry import Geometry
+    from tests.tl.kernels import rounds_kernel
+
+    wrong: list[object] = []
+    beyond_the_first = 0
+    tile = _native.ADAMW_TILE_ELEMS * 2  # the unit in which optimizer steps divide a chunk
+    units = ((64, 64), (64, 128), (tile, tile))
+    for world_size, channels, (line, segment) in itertools.product((2, 3), (1, 5), units):
+        geometry = Geometry(world_size, channels, 2, segment, 0, line)
+        for lines, channel in itertools.product(range(0, 42, 3), range(channels)):
+            total = max(lines * line - 4, 0)
+            chunk = -(-total // world_size // line) * line
+            pieces = []
+            for peer in range(world_size):
+                here = -(-min(max(total - peer * chunk, 0), chunk) // line)
+                cut = here * (channel + 1) // channels - here * channel // channels
+                pieces.append(max(-(-cut * line // segment), 1))
+            found = torch.zeros(1, dtype=torch.int64)
+            rounds_kernel[(1,)](found.data_ptr(), total, chunk, channel, G=geometry)
+            beyond_the_first += pieces[0] < max(pieces)
+            if found.item() != max(pieces):
+                wrong.append((geometry, lines, channel, found.item(), pieces))
+    return wrong, beyond_the_first > 0
+
+
+def test_the_rounds_of_a_ring_cover_every_chunk():
+    assert run_ranks(_rounds, 1) == [([], True)]

@@ -10,6 +10,7 @@ from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 
 TILES, OPS = "include/ringcomm/core/tiles.h", "cuda/ops.h"
+RING = "include/ringcomm/collectives/ring.h"
 MUTANTS = {
     "the next tile of a channel is one tile too far": (
         TILES,
@@ -18,6 +19,7 @@ MUTANTS = {
     ),
     "the rest begins with the channel's tile": (TILES, "all_dealt + rest.begin_bytes", "all_dealt"),
     "a round more than the chunk has": (TILES, ">> shift, share);", ">> shift, share) + 1;"),
+    "the rounds of chunk 0 alone": (RING, "most = bytes > most ? bytes : most;", ""),
     "the gap of the former turn": (OPS, "gaps_before(vector + step);", "gaps_before(vector);"),
     "no gap before the rest": (TILES, "* each : to_rest;", "* each : 0;"),
     "vectors across the ends of tiles": (

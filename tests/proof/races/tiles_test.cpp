@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/cuda/ops.h"
+#include "ringcomm/collectives/ring.h"
 
 using namespace ringcomm;
 using namespace ringcomm::device;
@@ -63,6 +64,63 @@ void check_partitions() {
         for (const int64_t more : {-4096, -65, -64, -1, 0, 1, 63, 64, 100, 4100})
           if (int64_t(near) + more >= 0) check_partition(near + uint64_t(more), channels, shift);
     }
+}
+
+// ---- the rounds of rings and of two hops --------------------------------------------------------
+
+// The part of an endpoint that rounds_of() uses.
+template <bool tiles>
+struct Cut {
+  struct Channels {
+    int channels;
+    int num_channels() const { return channels; }
+  } team;
+  int world_, channel, segment_shift;
+
+  int world() const { return world_; }
+  uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_shift); }
+  PartOf<tiles> part(Span chunk) const {
+    if constexpr (tiles)
+      return ::part(chunk, channel, team.channels);
+    else
+      return sliced_part(chunk, portion_of(channel, team.channels), 6);
+  }
+};
+
+// All ranks count enough rounds for every chunk, and no more. Returns how often chunk 0 has fewer.
+template <bool tiles>
+int check_rounds(uint64_t total, int world, int channels, int segment_shift) {
+  const Chunks chunks{nullptr, total, balanced_chunk_bytes(total, world), nullptr};
+  int longer = 0;
+  for (int c = 0; c < channels; ++c) {
+    const Cut<tiles> e{{channels}, world, c, segment_shift};
+    uint32_t most = 0;
+    for (int r = 0; r < world; ++r) {
+      const uint32_t here = e.pieces(e.part(chunks.get(r)).bytes);
+      most = here > most ? here : most;
+    }
+    if (rounds_of(e, chunks) != most) fail("the rounds", total, channels, c);
+    longer += e.pieces(e.part(chunks.get(0)).bytes) < most;
+  }
+  return longer;
+}
+
+void check_all_rounds() {
+  int sliced = 0, dealt = 0;
+  for (int world = 1; world <= 8; ++world)
+    for (const int channels : {1, 2, 3, 5, 7, 8, 31, 132}) {
+      for (uint64_t lines = 0; lines < 400; ++lines)
+        for (const int shift : {6, 7, 8, 10})
+          sliced += check_rounds<false>(lines * 64 + lines % 3 * 4, world, channels, shift);
+      const uint64_t round = uint64_t(channels) << kShift;
+      for (uint64_t lines = 0; lines < 100; ++lines)
+        for (const uint64_t near : {uint64_t(0), round, 3 * round, 4 * round - 3200})
+          dealt += check_rounds<true>(world * (near + lines * 64), world, channels, kShift) +
+                   check_rounds<true>(world * near + lines * 64, world, channels, kShift);
+    }
+  // The case of a shorter chunk with a longer part by a piece.
+  if (sliced == 0 || dealt == 0 || check_rounds<false>(164160, 2, 5, 14) == 0)
+    fail("no shorter chunk has a longer part", 0, 0, 0);
 }
 
 // ---- the loops ----------------------------------------------------------------------------------
@@ -146,6 +204,7 @@ void check_all_loops() {
 
 int main() {
   check_partitions();
+  check_all_rounds();
   check_all_loops<uint8_t>();
   check_all_loops<int32_t>();
   return 0;
