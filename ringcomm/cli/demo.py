@@ -42,7 +42,7 @@ class DemoRun:
 
 
 @dataclass
-class Outcome:
+class DemoOutcome:
     """The results of the runs so far, by title.
 
     Attributes:
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if why is not None:
             raise ArgumentError(f"{option} {path}: {why}")
     started = time.perf_counter()
-    chosen, outcome = runs_of(args.quick, args.data), Outcome()
+    chosen, outcome = runs_of(args.quick, args.data), DemoOutcome()
     with _tables_file(args.tables) as tables:
         print(f"{len(chosen)} phases; the tables go to {tables.name}", flush=True)
         _run_all(chosen, tables, outcome)
@@ -131,7 +131,7 @@ def _tables_file(path: str | None) -> IO[str]:
     )
 
 
-def _run_all(chosen: Sequence[DemoRun], tables: IO[str], outcome: Outcome) -> None:
+def _run_all(chosen: Sequence[DemoRun], tables: IO[str], outcome: DemoOutcome) -> None:
     """Runs the phases, with their output in ``tables``; adds what they found to ``outcome``."""
     progress = Progress()
     with tempfile.TemporaryDirectory(prefix="ringcomm-demo-") as folder:
