@@ -13,8 +13,8 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// Known code objects are kept alive, so that no new one takes the address of a known one. A program
-// that does not create code as it runs stays below this number; a full table is cleared.
+// Most code objects in the table, which keeps them alive, so that no new one gets the address of
+// one of them. A program that creates no code as it runs stays below this; a full table is cleared.
 constexpr size_t kMaxCodes = 1 << 14;
 constexpr size_t kNearCodes = 64;
 // Call sites are kept forever, since unfinished records point to them. A program that generates
@@ -111,7 +111,7 @@ int instruction_of(PyObject* frame) {
 }
 
 const CallSite* site_in(Code& code, PyObject* frame) {
-  // Uses the instruction as key: finding the line number takes longer in longer functions.
+  // The key is the instruction, since finding the line number is slow in long functions.
   const int at = instruction_of(frame);
   if (at >= 0 && at == code.last_instruction) return code.last_site;
   const CallSite*& site = code.sites[at];

@@ -113,7 +113,8 @@ void DeviceCalls::follow(void* stream, bool captures) {
 }
 
 void DeviceCalls::check_fits(void* stream) {
-  // Calls that alternate with asynchronous calls skip the driver's check as well.
+  // Remembers two streams: calls that alternate with asynchronous calls skip the driver's check,
+  // too.
   if ((stream == side_ && side_fits_) || (has_fitting_ && stream == fitting_)) return;
   const int there = driver_.multiprocessors_of(stream);
   if (there >= 0 && there < needed_multiprocessors_)
@@ -283,7 +284,7 @@ device::Reduction device_reduction(DType dtype, int op, int algorithm, uint64_t*
   return kernel_reduction(int(dtype), op, 1.0, algorithm, elems);
 }
 
-// True if collectives reduce a type by this operator; whether a GPU has the kernel shows later.
+// True if collectives can reduce this type by this operator. A missing kernel is reported later.
 bool reduces(DType dtype, int op) { return op >= 0 && kernels().reduce[int(dtype)][op] != nullptr; }
 
 // Prepares collectives with the CUDA kernels, or with kernels that Triton has compiled.
@@ -318,7 +319,8 @@ struct TritonKernels {
   }
 };
 
-// Each gives `then` a function that prepares the call. If the checked path is needed: `otherwise`.
+// Each calls `then` with a function that prepares the call, and returns the result of `then`. If
+// the checked path must make the call, each returns `otherwise`.
 template <class Kernels = CudaKernels, class Result, class Then>
 Result all_reduce(DeviceCalls& calls, nb::handle tensor, nb::handle op, nb::handle algorithm,
                   Result otherwise, Then then) {
@@ -376,7 +378,7 @@ Result barrier(DeviceCalls& calls, Result otherwise, Then then) {
   return then(nb::make_tuple(), [&] { calls.comm().barrier(); });
 }
 
-// Return the argument `then` of the functions above, for a call that is made, started or prepared.
+// Each returns a `then` for the functions above, which makes, starts or prepares the call.
 auto made_by(DeviceCalls& calls) {
   return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
 }
@@ -530,7 +532,7 @@ class TritonCalls {
   explicit TritonCalls(nb::object calls)
       : owner_(std::move(calls)), calls_(nb::cast<DeviceCalls&>(owner_)) {}
 
-  // knobs: `triton.knobs.runtime`. Once it is set, calls may be fast.
+  // knobs: `triton.knobs.runtime`. Once it is set, calls may take the fast path.
   void set_knobs(nb::object knobs) { knobs_ = std::move(knobs); }
   // True if calls may bypass Triton: Triton calls the hooks of profilers at each launch.
   bool pass_by() const { return !knobs_.is_none() && !has_hook(enter_) && !has_hook(exit_); }

@@ -46,8 +46,8 @@ class DeviceEvent {
 
   void* handle() const { return handle_; }
   void ends_with(Ends ends) { ends_ = std::move(ends); }
-  // Called with the GIL, which both release during the driver call: another thread's launch may
-  // hold the driver's lock while its queue is full.
+  // Call them with the GIL. They release it during the driver call, since another thread's launch
+  // may hold the driver's lock while its queue is full.
   bool query();
   void synchronize();
 
@@ -144,7 +144,7 @@ class DeviceCalls {
 
   // Starts asynchronous calls on this stream from now on. The device is current.
   void set_side(void* stream);
-  // Ranks of this process share their launches: this class makes no call of a single rank.
+  // shared: ranks of this process share launches, so this class makes no call of a single rank.
   void set_shared(bool shared) { shared_ = shared; }
   // Sets how many multiprocessors a call's blocks, which run at the same time, may need.
   void set_needed_multiprocessors(int number) { needed_multiprocessors_ = number; }
@@ -192,7 +192,7 @@ class DeviceCalls {
   // The streams of the last call and of the last captured call, which do not wait for each other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
-  // Whether check_fits() has accepted the side stream; and another stream, which is then fitting_.
+  // True if check_fits() has accepted the side stream; true if it has accepted `fitting_`.
   bool side_fits_ = false, has_fitting_ = false;
   void* fitting_ = nullptr;
   void* behind_ = nullptr;  // the event that every start() uses; null: there is no side stream

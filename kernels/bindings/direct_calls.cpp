@@ -26,7 +26,7 @@ const auto run = [](NativeComm& n, auto call) {
   signal_raised() = false;
   if (!n.turn->take()) return int(Status::kInterrupted);
   const std::lock_guard held(*n.turn, std::adopt_lock);
-  // During the wait the communicator may have been closed; or this process is a fork's child.
+  // During the wait the communicator may have been closed. A fork's child may not use it.
   if (!n.turn->is_open()) return kNotFast;
   const Status status = call();
   // A signal handler may raise although the call then succeeds. Its exception is reported.

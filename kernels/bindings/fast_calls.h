@@ -1,5 +1,5 @@
-// The most frequent calls, on memory that was read already: see kNotFast. module.cpp makes them
-// with the GIL, and direct_calls.cpp without it.
+// The most frequent calls; the caller has read the addresses and sizes from the tensors already
+// (tensors.h). module.cpp makes them with the GIL, and direct_calls.cpp without it.
 //
 // `run(comm, call)` makes a call under the communicator's call lock.
 #pragma once

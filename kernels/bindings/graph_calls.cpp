@@ -4,8 +4,8 @@
 // NOTE [Calls of a graph]
 // inductor's code, and eager calls without a gradient, call these functions in place of torch's
 // operators of the same names, with the same arguments (ringcomm/functional/in_graph.py). A
-// function leaves these calls to the operator: an op with a factor, a tensor that cannot be read
-// directly, a communicator that is not the host's on one node or has queued calls, an unknown key.
+// function leaves a call to the operator if the op has a factor, a tensor cannot be read directly,
+// the key is unknown, or the communicator is on a device, spans several nodes or has queued calls.
 // The operator raises the errors.
 //
 // The functions are Python functions, not kernels of torch's stable ABI (torch/csrc/stable). Such a

@@ -264,7 +264,7 @@ nb::handle op_of_kind(Py_hash_t kind) {
 }
 
 int algorithm_code(nb::handle name, Collective collective) {
-  // Usually the default, a string that Python interns.
+  // The name is usually the default, a string that Python interns: compare addresses first.
   static PyObject* const usual =
       PyUnicode_InternFromString(name_of(Algorithm::kAuto, Collective::kNone));
   if (name.ptr() == usual) return int(Algorithm::kAuto);

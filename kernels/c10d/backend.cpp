@@ -172,7 +172,7 @@ class Direct {
   void restart() { count_.store(0); }
 
  private:
-  // False while torch observes functions, for example for a profiler: Python makes its events.
+  // False while torch observes functions, as for a profiler: then Python records the events.
   bool is_direct() const { return calls_ != nullptr && !at::hasCallbacks(); }
   static uint64_t elems(const at::Tensor& tensor) { return uint64_t(tensor.numel()); }
   int code(const at::Tensor& tensor) const { return dtypes_[size_t(tensor.scalar_type())]; }

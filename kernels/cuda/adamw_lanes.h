@@ -29,7 +29,8 @@ struct LaneTurns {
   }
 };
 
-// The kernel of an update. It limits gradient sources, and copies of results to other ranks.
+// The kernel that makes an update. It limits the number of gradient sources, and the number of
+// copies of the results at other ranks.
 enum class UpdateKind {
   kAlone,  // one source, no copies
   kRing,   // one or two sources, no copies
@@ -59,7 +60,7 @@ struct CommonTurns {
   template <int sources>
   RC_TEAM_FN bool turn(uint64_t at) const {
     const Updater<G, P> updater{w.shard, w.results, w.update.copy_count};
-    // Made from w.sources, so that the compiler sees that the pointers are in shared memory.
+    // `grads` uses w.sources: the compiler then sees that the pointers are in shared memory.
     const GradSum<G> grads{w.sources, sources, 0, w.update.begin};
     float *const to_m = w.shard.exp_avg + at, *const to_v = w.shard.exp_avg_sq + at,
                  *const to_p = updater.wide_masters(at);
@@ -249,7 +250,7 @@ RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
   const bool last = !common || begin + LaneTurns::kAtOnce * stride >= part.whole;
   if (active && !common) {
     update_by_any<G, P, kind>(team, w);
-    refused = 1;  // as begin_turns() returned; no register has to keep it during the update
+    refused = 1;  // as begin_turns() returned; set again, so that no register keeps it
   }
   uint64_t at = begin + uint64_t(lane) * kTurnElems + uint64_t(log2_of(refused)) * stride;
   bool tail = active && last;

@@ -62,7 +62,7 @@ RC_TEAM_FN void load_channel(const CallArgs& args, char* region, const Layout& l
   const uint32_t ll_epoch = counts ? line->ll_epoch : 0;
   // See NOTE [One call at a time].
   const uint32_t running = counts ? exchange_relaxed_sys(&line->running, 1) : 0;
-  // Pairs with the release in raise_fault(). It comes last: later accesses wait for an acquire.
+  // Pairs with the release in raise_fault(). Loaded last, since later accesses wait for an acquire.
   w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
   w.sequence = sequence;
   w.ll_epoch = ll_epoch;
@@ -76,7 +76,7 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
   if (team.lane() == 0) {
     load_channel(args, t.regions[t.rank], t.layout, team.channel(), w);
-    // In a world of one rank, reduce_hop() takes whole parts, and reductions of hops have no gaps.
+    // A single rank deals no tiles: reduce_hop() takes whole parts, and reductions have no gaps.
     w.deal = args.sliced || t.world == 1
                  ? Deal{}
                  : Deal::of(team.channel(), team.num_channels(), log2_of(t.layout.segment_bytes));

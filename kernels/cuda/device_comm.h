@@ -102,7 +102,7 @@ class DeviceComm {
   // Call it before table(). Returns false if the window is too small.
   bool set_window(const Window& window);
   // Sets how many bytes of this rank's heap, from its start, are bound to the multicast object.
-  // A captured launch keeps the choice of its capture. For any thread.
+  // A captured launch keeps the number that was set at its capture. Any thread may call this.
   void set_bound_heap_bytes(uint64_t bytes) { bound_heap_bytes_ = bytes; }
   // Returns the bytes to write at table_offset() of the region. All addresses are device addresses.
   std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
@@ -110,13 +110,14 @@ class DeviceComm {
                     const std::vector<std::vector<int>>& rings);
   // Sets how many bytes of this rank's heap later launches may lend to peers: the part that all
   // peers have mapped. A captured launch keeps its number. For launches without an inlined table,
-  // the caller also writes the number at own_heap_bytes_offset() of the region. For any thread.
+  // the caller also writes the number at own_heap_bytes_offset() of the region. Any thread may call
+  // this.
   void set_own_heap_bytes(uint64_t bytes) { own_heap_bytes_ = bytes; }
   uint64_t own_heap_bytes_offset() const {
     return table_offset() + offsetof(RankTable, heap_bytes) +
            sizeof(uint64_t) * uint64_t(config_.rank);
   }
-  // Allows launches. host_page: its address in this process.
+  // Allows launches from now on. host_page: the address of the host page in this process.
   void activate(HostPage* host_page) { page_ = host_page; }
 
   // captures: whether the stream is capturing; nullopt if the caller does not know.
@@ -130,8 +131,8 @@ class DeviceComm {
     ledger_ = std::move(ledger);
     owner_ = owner;
   }
-  // The function to call in place of each launch, so that ranks can share a launch; the launch is
-  // prepared() then. Null: this class launches.
+  // A function that is called in place of each launch, so that ranks can share a launch. During the
+  // call, prepared() returns the launch. Null: this class makes its launches itself.
   using Submit = std::function<void()>;
   void set_submit(Submit submit) { submit_ = std::move(submit); }
   const Submit& submit_to() const { return submit_; }
@@ -240,8 +241,8 @@ class DeviceComm {
   // Prepares a planned launch.
   void submit_plan(Prepared plan);
 
-  // Enqueues the copies before the next launch, and makes this launch prepared(). Returns false if
-  // the call has no more launches.
+  // Enqueues the copies that precede the next launch, and prepares this launch, which prepared()
+  // then returns. Returns false if the call has no more launches.
   bool next();
   // Makes all launches of the call on stream(); does not call submit_to().
   void launch_all();

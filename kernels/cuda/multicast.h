@@ -13,7 +13,8 @@
 // (CallArgs.bound). Every rank reads all headers, so all ranks make the same choice between a call
 // in place and a call through slots.
 //
-// In place, if all ranks have published the same offset. B bytes of the whole buffer, W ranks:
+// A call runs in place if all ranks have published the same offset. With B bytes in the whole
+// buffer and W ranks:
 //
 //   1. Publish item 0 to every peer, and wait for item 0 of each peer: all buffers are ready.
 //   2. Load the sum of my chunk (all-gather: my input). Store it to all buffers (reduce-scatter: to
@@ -21,9 +22,9 @@
 //   3. Acknowledge to every peer, and wait for every peer's acknowledgement: no peer reads my
 //      buffer any more, and all peers' results are in it.
 //
-// Through slots, otherwise. A channel alternates between two slots in the window. *Piece* j of a
-// call is the j-th part of this channel's slices of all chunks; a slot holds one piece. Round j,
-// for pieces j = 0, 1, ...:
+// Otherwise a call runs through slots. A channel alternates between two slots in the window.
+// *Piece* j of a call is the j-th part of this channel's slices of all chunks; a slot holds one
+// piece. Round j, for pieces j = 0, 1, ...:
 //
 //   1. Reductions: copy piece j of all chunks into my slot j mod 2.
 //   2. Synchronize: publish the round's item to every peer, and wait for this item of each peer.
@@ -36,9 +37,9 @@
 // A rank that publishes a buffer fills no slot before it has read the headers. If only some ranks
 // have published one, round 0 of a reduction therefore has a second barrier.
 //
-// P pieces. Over a rank's links go, in both ways: (1 + 1/W) B out (all that the switch reads from
-// me, and my results) and as much in for an all-reduce; B out and B/W in for a reduce-scatter; B/W
-// out and B in for an all-gather.
+// P is the number of pieces. The bytes on a rank's links are the same in place and through slots.
+// An all-reduce sends (1 + 1/W) B (all that the switch reads from me, and my results) and receives
+// as much. A reduce-scatter sends B and receives B/W. An all-gather sends B/W and receives B.
 //
 //                    in place                  through slots
 //   all-reduce       2 barriers, no copies     P + 1 barriers; 2 B copied locally
@@ -122,7 +123,8 @@ RC_TEAM_FN Vec16 divided(Vec16 v, int by) {
   return v;
 }
 
-// Vectors that a lane loads together; chosen without measurements. AVG only divides the sums.
+// The number of vectors that a lane loads together, also for AVG, where the lane only divides the
+// sums that it has loaded. Chosen without measurements.
 constexpr int kWindowLoads = 8;
 
 // Calls store(at, load(at)) for vectors [first, last), `at` in bytes; `unroll` loads overlap.
@@ -141,9 +143,10 @@ RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Loa
   for (; i < last; i += lanes) store(i * 16, load(i * 16));
 }
 
-// Publishes item `item` to every peer and waits for every peer's item. Accesses before the barrier
-// by one address of the bound memory precede accesses after it, on any rank, by the other address.
-// With item 0 the ranks also exchange the places of their buffers (View.results).
+// Publishes item `item` to every peer and waits for every peer's item. Bound memory has two
+// addresses: its own and a multicast address. Accesses by either address before the barrier precede
+// accesses by the other address after it, on any rank. With item 0 the ranks also exchange the
+// places of their buffers (View.results).
 template <class E>
 RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes,
                              const MulticastBuffer& mine) {
@@ -174,7 +177,7 @@ RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes,
   });
 }
 
-// Follows item 0. All ranks return the same value, since all have read the same headers.
+// Call it after the barrier of item 0. All ranks have read the same headers and get equal values.
 template <class E>
 RC_TEAM_FN Published published_by(const E& e, const MulticastBuffer& mine) {
   const bool published = mine.offset != kNotInHeap;
@@ -281,7 +284,7 @@ struct MulticastCall {
     e.reads_peer_buffers = true;
   }
 
-  // Follows item 0. syncs_anew: true if round 0 has a second barrier.
+  // Makes a call's rounds through slots, after item 0. syncs_anew: round 0 has a second barrier.
   RC_TEAM_FN Status move_through_slots(bool syncs_anew) {
     for (uint32_t j = 0; j < rounds; ++j) {
       if (reduces && j < pieces && (j > 0 || args.bound)) fill_slot(j);

@@ -169,9 +169,9 @@ RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vect
     if constexpr (!kWhole) a = Half{};
     a.template load<kWhole>(from, 0, next, count);
     b.use(result, made);
-    // No load moves ahead of a store. With these stores before the loads of `b`, ptxas would hurry
-    // to use `b`, before it has issued the loads of `a`: few loads would be in flight while it
-    // waits for `b`. One source's uses are short, and partial turns lack the registers.
+    // ptxas moves no load ahead of a store. With these stores before the loads of `b`, it would use
+    // `b` before it issues the loads of `a`: few loads would be in flight during the wait for `b`.
+    // One source's uses are short, and partial turns lack registers: there, the stores come first.
     constexpr bool kStoresLater = kWhole && sources > 1;
     if constexpr (!kStoresLater)
       Half::template store<kWhole>(made, to, Half::kBytes, mine + Half::kVectors, count);
@@ -242,7 +242,7 @@ struct Sources {
   const void* const* ptrs;
   const double* factors;
   int count;
-  const Gaps* gaps;     // those of all sources and results (core/tiles.h)
+  const Gaps* gaps;     // the gaps of all sources and results (core/tiles.h)
   uint64_t offset = 0;  // bytes, added to each of ptrs
 
   RC_TEAM_FN const char* ptr(int s) const { return static_cast<const char*>(ptrs[s]) + offset; }
@@ -344,7 +344,7 @@ struct Reducer {
 
   // ---- any number of sources, and any scaling -----------------------------------------------
 
-  // The accumulators of one vector. If Acc is as small as T, a 4-byte register holds several.
+  // The accumulators of one vector, packed into 4-byte registers if Acc is as small as T.
   struct alignas(16) Held {
     uint32_t word[sizeof(Acc) * kElems / 4];
   };
@@ -381,7 +381,7 @@ struct Reducer {
     return v;
   }
 
-  // The kBatch sources from number `first` on, or as many as there are.
+  // Up to kBatch sources, from source number `first` on.
   struct Batch {
     const char* ptrs[kBatch];
     int count;

@@ -11,8 +11,8 @@ namespace device {
 
 // Threads per block, and the least number of blocks per multiprocessor: at least 64 KiB of loads
 // are in flight per multiprocessor, and 84 KiB in steps for sm_90, with enough registers for loops
-// without spills. For sm_100 ptxas uses more registers. Chosen by machine code, not measured on a
-// GPU.
+// without spills. For sm_100 ptxas uses more registers. Chosen after reading the machine code, not
+// measured on a GPU.
 constexpr int kNormThreads = 512, kShardBlocks = 2;
 template <class G>
 constexpr int kStepThreads = sizeof(G) == 4 || RC_IS_SM100 ? 640 : 768;
@@ -210,8 +210,8 @@ RC_TEAM_FN void step_kernel(Team team, const LaunchParams& p, int rank_in_launch
   if (!begin_step<G, P>(e, p, rank_in_launch, w)) return;
   update_lanes<G, P, kind>(team, w);
   const Status status = return_offers(e, w.bucket);
-  // A lane with a peer has read the peer's gradients in place, if the bucket has gradients. The
-  // flag is computed again here: the update's loop for sm_90 has no register to keep the flag.
+  // If the bucket has gradients, a lane with a peer has read the peer's gradients in place. This
+  // flag is computed here again, since the update's loop for sm_90 has no register to keep it.
   if constexpr (!RC_IS_SM100)
     e.reads_peer_buffers = w.bucket.base != nullptr && team.lane() < e.world() - 1;
   leave_call(e, status);

@@ -38,7 +38,7 @@ RC_TEAM_FN void load_packet_words(Team& team, const LaunchParams& p, const CallA
                                    : args.table->regions[r];
   team.sync();
   if (team.lane() == 0)
-    // Packets do not use the other fields.
+    // Packets do not use the other fields of View.
     w.view = View{.rank = head.rank,
                   .world = head.world,
                   .layout = head.layout,

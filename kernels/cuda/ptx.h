@@ -81,7 +81,8 @@ __device__ __forceinline__ void store16_if(bool yes, void* to, const Vec16& v) {
       : "memory");
 }
 
-// Return 1 / x within an ulp, 1 / sqrt(x) within 2^-22.9 of it. Subnormal numbers count as zero.
+// Return 1 / x within an ulp, and 1 / sqrt(x) with a relative error of at most 2^-22.9. Both treat
+// a subnormal x as zero.
 __device__ __forceinline__ float near_reciprocal(float x) {
   float near;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));

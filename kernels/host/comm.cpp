@@ -17,8 +17,8 @@ constexpr uint64_t kOneHopBytes = 32 << 10;
 // The piece size of a two-shot all-reduce: the piece that a rank shares is still in its caches when
 // peers read it. Speedup over pieces of 256 KiB for tensors outside the heap, on a Xeon (AVX-512)
 // with 1 MiB of L2 per core. 2 ranks: 1.12 for 256 KiB, 1.20 for 1 MiB, 1.27 for 4 MiB, 1.11 for 64
-// MiB. Pieces of 32 KiB gain another 4 % on a quiet machine, but next to one busy loop their
-// speedup is 0.90 for 1 MiB, and that of 64 KiB 0.99. 4 ranks: 1.02 to 1.08 (pieces of 32 KiB).
+// MiB. Pieces of 32 KiB gain another 4 % on a quiet machine; but for 1 MiB next to one busy loop,
+// their speedup is 0.90, and 0.99 with 64 KiB. 4 ranks: 1.02 to 1.08 (pieces of 32 KiB).
 constexpr uint64_t kAllReducePieceBytes = 64 << 10;
 
 Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {

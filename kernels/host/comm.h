@@ -21,7 +21,7 @@
 
 namespace ringcomm::host {
 
-// A rank with more threads gains no memory bandwidth, and each channel needs slots of its own.
+// The most channels of a rank: more threads gain no memory bandwidth, and each channel needs slots.
 constexpr int kMostChannels = 64;
 
 struct CommConfig {

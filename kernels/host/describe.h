@@ -16,7 +16,7 @@ const char* name_of(RedOp op);
 const char* name_of(Algorithm algorithm, Collective collective);
 const char* name_of(Status status);
 
-// Returns the reason in a page, which a peer may be writing now: at most the text that fits there.
+// Returns the reason in a page, at most as long as its field there: a peer may be writing it now.
 std::string reason_of(const ControlPage& page);
 
 // Returns a copy of a peer's fault record that is safe to use: it belongs to rank `owner`, and its

@@ -85,8 +85,8 @@ class Heap {
  public:
   // directory: "" for anonymous memory (memfd), else a tmpfs or hugetlbfs directory, in which the
   // heap is an unnamed file (O_TMPFILE). memory_groups: folders of the memory control groups that
-  // limit this process. nodes: the NUMA nodes that shall hold the memory. If it is empty, or the
-  // kernel refuses, each page lies on the node of the thread that touches it first;
+  // limit this process. nodes: the NUMA nodes that shall hold the memory. If `nodes` is empty, or
+  // the kernel refuses, each page is on the node of the thread that touches it first;
   // placement_error() names the kernel's reason.
   Heap(uint64_t capacity_bytes, const std::string& directory,
        std::vector<std::string> memory_groups = {}, std::vector<int> nodes = {});

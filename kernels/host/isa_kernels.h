@@ -1,6 +1,6 @@
 // The loops of one KernelTable, written for the compiler's vectoriser. Each isa_*.cpp sets
-// RINGCOMM_ISA and includes this file once. The file uses no standard library template, whose
-// symbols instruction sets would share (see platform.h).
+// RINGCOMM_ISA and includes this file once. The file uses no template of the standard library: code
+// for different instruction sets would share the template's symbols (see platform.h).
 #pragma once
 
 #include "kernels/host/kernel_table.h"

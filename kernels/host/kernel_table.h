@@ -22,7 +22,7 @@ struct ReduceJob {
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
-// The number of types that accumulate in another type, and their indices in tables; others have -1.
+// The number of types that accumulate in another type; the index of such a type in tables, else -1.
 constexpr int kHalves = 2;
 constexpr int half_index(DType type) {
   switch (type) {

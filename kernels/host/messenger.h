@@ -58,7 +58,7 @@ class Messenger {
 
   RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
-  // Withdraws a receive unless a message has matched it; true if it is done now, with no source.
+  // Ends a receive, with no source, unless a message has matched it; returns true if it did.
   bool withdraw(const RequestPtr& request);
   // Makes a background thread drive the requests for which no thread waits.
   void drive_in_background();

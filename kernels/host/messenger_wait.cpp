@@ -28,7 +28,7 @@ thread_local int looking_here = 0;
 
 }  // namespace
 
-// Makes a sleeping driver look around, for a new request's words or a waiter that takes over.
+// Wakes the thread that drives requests: there is a new request, or a waiter that can take over.
 void Messenger::kick() {
   if (!driving_) return;
   store_relaxed_sys(&kick_, kick_ + 1);
@@ -86,7 +86,7 @@ std::pair<Status, int> Messenger::reason_to_end(const Request& r, uint64_t waite
     const Status status = reason_to_give_up(team, v, p, 0);
     if (status == Status::kOk) continue;
     const bool gone = status == Status::kPeerLost || status == Status::kPeerClosed;
-    // A receive from any rank continues while one rank lives, in this engine or another.
+    // A receive from any rank continues while any rank lives, in this engine or another engine.
     if (r.peer == -1 && gone && (r.elsewhere || ++lost < v.world - 1)) continue;
     return {status, p};
   }

@@ -95,7 +95,7 @@ struct PartialOps : HostOps {
   template <class Team>
   void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,
               int) const {
-    // The offset, as if results were as wide as elements.
+    // The caller sets to.dst as if results were as wide as elements.
     const auto begin = uint64_t(static_cast<char*>(to.dst) - out);
     const ReduceTarget wide{out + begin * result_widths, to.shared, nullptr};
     HostOps::reduce(team, wide, from, bytes, 0);

@@ -36,7 +36,7 @@ class StorePath {
   }
 
  private:
-  static constexpr uint64_t kTimedMinBytes = 32768;  // 2 us or more: the clock's 50 ns do not show
+  static constexpr uint64_t kTimedMinBytes = 32768;  // 2 us or more; reading the clock takes 50 ns
   static constexpr double kSlowGbps = 5;             // between 2.4 and 16 GB/s, see above
   static constexpr uint32_t kProbeEvery = 256;       // a slow probe takes the time of 6 copies: 2 %
 

@@ -129,7 +129,7 @@ RC_TEAM_FN Status reduce_groups(E& e, const Groups& g, const Chunks& in, char* o
   }));
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = own_partial(e, j);
-    // Move the sources together, in group order.
+    // Move the groups' sources to the first entries, in group order.
     for (int group = 0; group < g.count; ++group) {
       e.sources()[group] = e.sources()[group * g.ranks + g.place];
       e.factors()[group] = 1.0;

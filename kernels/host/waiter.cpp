@@ -41,9 +41,10 @@ constexpr uint64_t kExitNs = 10'000'000'000, kExitPollNs = 1'000'000;
 //
 // Sweep: 2 ranks on 2 cores next to 0 to 3 busy loops, 4 KiB to 64 MiB, on a Xeon (AVX-512) at 2.5
 // GHz. Spins of 3 to 30 us perform alike; 0 us triples the time of small calls on a quiet machine;
-// without a look at the core, 30 us take 5 times as long next to one loop. Another policy, 3000
-// polls and 20 yields, took 3 to 46 times as long next to three loops. On Zen 4, 300 polls take 3
-// us, and cost 4 KiB calls through torch.distributed a fifth on a quiet machine.
+// if a waiter does not check whether it shares the awaited rank's core, spins of 30 us make calls
+// take 5 times as long next to one loop. Another policy, 3000 polls and 20 yields, took 3 to 46
+// times as long next to three loops. On Zen 4, a spin of only 300 polls takes 3 us, and calls of 4
+// KiB through torch.distributed then take a fifth longer on a quiet machine.
 constexpr double kSpinNs = 10'000;
 
 // NOTE [Sleep apart]
@@ -66,13 +67,14 @@ constexpr double kSpinNs = 10'000;
 // of 0 to 30 us on Zen 4 with 2 ranks on 2 cores.
 constexpr double kBackgroundSpinNs = 2'000;
 
-// If ranks outnumber cores, a yield passes the core to another rank: 4 KiB calls of 4 ranks on 2
-// cores, and of 8, take half as long as with sleeps at once. (Xeon as above.)
+// If ranks outnumber cores, a yield passes the core to another rank: calls of 4 KiB by 4 or 8 ranks
+// on 2 cores take half as long as if waiters slept at once. (Xeon as above.)
 constexpr PausePolicy kCrowdedPolicy{20, 2000};
 
 // A yield is long if it takes more than this plus a nanosecond per byte of the call. Ranks that
 // copy and sum at 1 GB/s or more take turns within this time; another program's time slice exceeds
-// it. Without the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as above.)
+// it. Without the term per byte, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as
+// above.)
 constexpr uint64_t kLongYieldNs = 1'000'000;
 // The pause after a long yield before the next one. It doubles with each long yield, up to a limit
 // where a time slice is 2 % of the pause, and halves with each short yield.

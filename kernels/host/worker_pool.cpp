@@ -27,7 +27,7 @@ std::atomic<int (*)()> torchs_threads = nullptr;
 struct Shares {
   std::mutex mutex;
   std::multiset<int> exact, capped;  // values of the existing shares
-  int most = 1;                      // the limit without any share
+  int most = 1;                      // the number of threads while there is no share
   std::multiset<int>& of(bool is_exact_share) { return is_exact_share ? exact : capped; }
 };
 Shares& shares() {

@@ -30,9 +30,9 @@ constexpr uint64_t kBytesPerThread = 512 << 10;
 
 // The bytes of a call from which it is worth waking workers. On a virtual machine of 2 cores (Zen
 // 4) the caller needs 12 us to wake a worker that has slept for 0.5 ms, and 34 us after 5 ms; the
-// worker begins after 34 us and 84 us. So two threads are faster than one from 50 us and 120 us of
-// work on. In 120 us one thread takes the norm of 3 MiB, adds up 4 MiB, moves 5 MiB in an update,
-// or moves 1 MiB in an all-reduce of two ranks.
+// worker begins after 34 us or 84 us. So two threads are faster than one if the work takes more
+// than 50 us or 120 us. In 120 us one thread takes the norm of 3 MiB, adds up 4 MiB, moves 5 MiB in
+// an update, or moves 1 MiB in an all-reduce of two ranks.
 constexpr uint64_t kBytesToWakeFor = 8 << 20;
 
 // Ranks that have more threads than cores run collectives on their calling threads alone: their

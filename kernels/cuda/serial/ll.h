@@ -51,8 +51,8 @@ constexpr uint32_t kCallsPerClearing = 1u << 24;
 // sets. 0 is the flag of cleared memory, so no call has it; 1 is skipped, to keep the alternation.
 RC_FN constexpr uint32_t next_flag(uint32_t last) { return last + 1 == 0 ? 2 : last + 1; }
 
-// Two consecutive calls clear both sets, since each clears the other set. The last two calls before
-// flags repeat are among them.
+// True if the call clears the set that it does not use. Two consecutive calls do so, and thus clear
+// both sets. The last two calls before flags repeat are such calls.
 RC_FN constexpr bool clears_other_set(uint32_t flag) {
   return flag % kCallsPerClearing >= kCallsPerClearing - 2;
 }

@@ -94,7 +94,7 @@ struct Reducer {
     return Traits<T>::store(x);
   }
 
-  // The accumulators of one vector. If Acc is as small as T, a 4-byte register holds several.
+  // The accumulators of one vector, packed into 4-byte registers if Acc is as small as T.
   struct alignas(16) Held {
     uint32_t word[sizeof(Acc) * kElems / 4];
   };

@@ -11,9 +11,9 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// For each sender of the group, copies read `j` (the j-th part of the sender's data) to its place,
-// dst_of(sender); peer_reads: peers have just read this place as a source. Skips a sender that has
-// no read `j`, or for which shares(sender) is false.
+// For each sender of the group, copies the j-th part of the sender's data to its place,
+// dst_of(sender). peer_reads: peers have just read this place as a source. Skips a sender whose
+// data has no j-th part, or for which shares(sender) is false.
 // model: collect_piece (tests/proof/model/one_shot.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
@@ -45,7 +45,7 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
   return Status::kOk;
 }
 
-// Waits for all readers if `stays`. Always commits the epochs of the shared stream.
+// Waits for all readers if they read in place (`stays`). Always commits the shared stream's epochs.
 // model: finish_sharing (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
@@ -76,7 +76,7 @@ RC_TEAM_FN Sharing<Part> sharing_of(const E& e, const Part& input, const Part& o
   return {input, false, false, e.pieces(input.bytes)};
 }
 
-// Returns the pieces of my input: one if peers read it in place while I copy it in one pass.
+// Returns how many pieces my input has: one if peers read it in place while I copy it in one pass.
 template <class E, class Part = typename E::Part>
 RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing<Part>& sharing, const Part& input) {
   return E::Lanes::kReadsWhole && sharing.stays ? 1 : e.pieces(input.bytes);
