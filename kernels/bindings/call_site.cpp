@@ -13,8 +13,9 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// Most code objects in the table, which keeps them alive, so that no new one gets the address of
-// one of them. A program that creates no code as it runs stays below this; a full table is cleared.
+// The limit of the table of code objects. The table keeps them alive, so that no new code object
+// gets the address of one of them. A program that creates no code as it runs stays below this
+// limit; a full table is cleared.
 constexpr size_t kMaxCodes = 1 << 14;
 constexpr size_t kNearCodes = 64;
 // Call sites are kept forever, since unfinished records point to them. A program that generates

@@ -110,8 +110,8 @@ class DeviceCalls {
   std::shared_ptr<DeviceEvent> start(nanobind::object tensors, Prepare prepare);
 
   // Makes the calls of ranks that share a launch, each prepared by `prepare(rank)`, in one launch
-  // on the first rank's current stream; returns `kNotFast` or 0. The ranks are one communicator's
-  // ranks that this process has on a device.
+  // on the first rank's current stream; returns `kNotFast` or 0. The ranks are all ranks of one
+  // communicator that this process has on one device.
   template <class Prepare>
   static int make_together(const std::vector<DeviceCalls*>& ranks, Prepare prepare);
   // Prepares and records a call for a stream that is not capturing; the caller holds the call lock

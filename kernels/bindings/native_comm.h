@@ -20,7 +20,8 @@ namespace ringcomm::host {
 bool& signal_raised();
 
 // The lock of the thread that runs a communicator's call. Fast calls take it without Python; a
-// Python lock would need Python. Waiting for it has no deadline: the call that holds it has one.
+// Python lock would need Python. A wait for the lock has no deadline, since the call that holds the
+// lock has a deadline.
 //
 // Callers without the GIL also read here whether they may run a call: no call is queued, and the
 // communicator is usable.

@@ -49,7 +49,7 @@ struct Prepared {
   bool alone = false;         // true: waits for no peer, and is not recorded
   // Peers that receive messages from this rank, and peers that send to it; one bit per peer.
   uint64_t readers = ~uint64_t(0), senders = ~uint64_t(0);
-  // If not null, launches this kernel, which has other parameters; DeviceComm owns it.
+  // If not null: a kernel of Triton that is launched in place of `kernel`; DeviceComm owns it.
   const TritonKernel* triton = nullptr;
 };
 

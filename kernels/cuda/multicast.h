@@ -251,7 +251,7 @@ struct MulticastCall {
       uint32_t((slice.end_bytes - slice.begin_bytes + slots.piece_bytes - 1) / slots.piece_bytes);
   const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
   // One item per round, and one more for the second barrier that round 0 may have. All calls count
-  // it: epochs only grow, so a call need not publish all of its items.
+  // this item: epochs only grow, so a call need not publish all of its items.
   const uint32_t items = rounds + 1;
   const uint64_t stream_bytes = uint64_t(items) * e.segment_bytes();
   const MulticastBuffer buffer = {

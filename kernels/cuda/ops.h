@@ -78,7 +78,7 @@ struct Vectors {
 };
 
 // Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. `vector` is the
-// number of the first. whole: all vectors exist; else only those of the team's `count` vectors.
+// number of the first. whole: all vectors exist; else only vectors below `count` do.
 template <int sources, int half>
 struct HalfTurn {
   static constexpr int kVectors = half * kWarpLanes;  // vectors of all lanes of a warp

@@ -152,9 +152,9 @@ __device__ __forceinline__ void multicast_store16(void* to, const Vec16& v) {
                : "memory");
 }
 
-// Orders accesses to memory at its own address and at a multicast address: between an access by one
-// address and an access by the other, a thread on the path that orders the two must execute this
-// fence (PTX ISA 9.0, section 8.6, "Proxies").
+// Orders accesses to the same memory by its own address and by a multicast address. Between two
+// such accesses, a thread on the path that orders them must execute this fence (PTX ISA 9.0,
+// section 8.6, "Proxies").
 __device__ __forceinline__ void fence_proxy_alias() {
   asm volatile("fence.proxy.alias;" ::: "memory");
 }

@@ -71,10 +71,10 @@ constexpr double kBackgroundSpinNs = 2'000;
 // on 2 cores take half as long as if waiters slept at once. (Xeon as above.)
 constexpr PausePolicy kCrowdedPolicy{20, 2000};
 
-// A yield is long if it takes more than this plus a nanosecond per byte of the call. Ranks that
-// copy and sum at 1 GB/s or more take turns within this time; another program's time slice exceeds
-// it. Without the term per byte, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as
-// above.)
+// A yield is long if it takes more than this time plus a nanosecond per byte of the call. Ranks
+// that copy and sum at 1 GB/s or more take turns within this time; another program's time slice
+// exceeds it. Without the term per byte, 16 MiB on 8 ranks take a tenth longer on a quiet machine.
+// (Xeon as above.)
 constexpr uint64_t kLongYieldNs = 1'000'000;
 // The pause after a long yield before the next one. It doubles with each long yield, up to a limit
 // where a time slice is 2 % of the pause, and halves with each short yield.
@@ -371,9 +371,9 @@ bool Waiter::can_fence_for_all() {
 
 // model: fence_as_sleeper (tests/proof/model/sleep.pml)
 void Waiter::fence_as_sleeper() const {
-  // Fences every running thread of the registered processes, this thread included. Xeon (AVX-512),
-  // virtual, 2 ranks: it takes 2 us while the peer runs, and a sleep about 10 us. An all-reduce of
-  // 256 bytes takes 2.1 us without fences of the writers, and 3.4 us with them.
+  // Fences every running thread of the registered processes, this thread included. On a virtual
+  // Xeon (AVX-512) with 2 ranks, it takes 2 us while the peer runs; a sleep takes about 10 us. An
+  // all-reduce of 256 bytes takes 2.1 us if writers do not fence, and 3.4 us if they do.
 #if defined(SYS_membarrier)
   if (fences_for_all_ && syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) == 0)
     return;

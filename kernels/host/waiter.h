@@ -115,7 +115,7 @@ class Waiter {
   bool yield(uint64_t call_bytes) const;
   static void wake(uint32_t* word, int most = INT_MAX);
 
-  // True if membarrier is available: this process can fence for others, and others for it.
+  // True if membarrier is available: processes can then execute fences for each other.
   static bool can_fence_for_all();
   // Called when membarrier is available on all ranks.
   void fence_for_all() { fences_for_all_ = true; }
