@@ -207,7 +207,7 @@ class Systems:
         return step
 
     def _copy(self, name: str) -> Call:
-        """Returns a call that copies the bytes of a shard's update: half read, half written."""
+        """Returns a copy that moves as many bytes as a shard's update: half read, half written."""
         half = self._case.bytes_per_parameter * self._case.elems // 2
         source = torch.empty(half, dtype=torch.uint8, device=self._device.tensors)
         source.random_(0, 8)

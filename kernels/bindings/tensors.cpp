@@ -194,8 +194,8 @@ bool read_dense(nb::handle tensor, TensorMemory* result, TensorShape* shape, Ten
   uint64_t elems = 1;
   for (int i = 0; i < found.ndim; ++i) elems *= uint64_t(found.shape[i]);
   char* const ptr = static_cast<char*>(found.data) + found.byte_offset;
-  // On a device there is no such bound: the address of a freed storage is null, or, for elements at
-  // an offset, the offset alone.
+  // Device addresses have no bound like program_begin. The address of a freed storage is null, or,
+  // for elements at an offset, the offset alone, so addresses below 1 MiB are refused.
   const uintptr_t lowest = place.is_cpu() ? program_begin : uintptr_t(1) << 20;
   if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < lowest || !is_contiguous(found))
     return false;

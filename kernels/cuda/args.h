@@ -21,7 +21,8 @@ struct HostPage {
   alignas(64) Fault fault;
 };
 
-// A rank's addresses, fixed for a communicator's life; in device memory after the region's words.
+// A rank's addresses, fixed for a communicator's life. In device memory the table is in the rank's
+// region, at DeviceComm::table_offset().
 struct RankTable {
   int32_t rank, world, rings;
   Layout layout;

@@ -182,7 +182,7 @@ RC_TEAM_FN Status move_lists(E& e, const CallArgs& args, const Chunks& in, const
     return share_one_shot(e, {args.in, out.get(e.rank()).bytes}, out, -1);
   if (args.collective == Collective::kGather) edges.only_reader = args.root;
   if (args.collective == Collective::kScatter) edges.only_sender = args.root;
-  return exchange_one_shot(e, in, out, edges);  // all-to-all, or messages, which name their peers
+  return exchange_one_shot(e, in, out, edges);  // also all-to-all and messages
 }
 
 // Begins a collective. Returns false if the call must end here.

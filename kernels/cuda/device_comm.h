@@ -1,5 +1,6 @@
 // One rank of a communicator on a GPU: turns calls into launches of kernels. The kernels read the
-// rank's RankTable (args.h) in device memory. No method blocks; faults come from the host page.
+// rank's RankTable (args.h) in device memory. No method blocks. Kernels report faults in the
+// HostPage (args.h).
 #pragma once
 
 #include <atomic>

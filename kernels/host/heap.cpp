@@ -36,7 +36,7 @@ uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * 
 
 std::string mib(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
-// Returns the number of a "name: value kB" line of /proc/meminfo, in bytes.
+// Returns the value of the line "name: value kB" in /proc/meminfo, converted to bytes.
 uint64_t meminfo_bytes(const char* name) {
   std::ifstream file("/proc/meminfo");
   std::string key, unit;

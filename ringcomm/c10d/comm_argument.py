@@ -263,8 +263,9 @@ def _axis(mesh: DeviceMesh, operation: str) -> dist.ProcessGroup:
         if names:
             example = " or ".join(f"mesh[{name!r}]" for name in names)
         raise ArgumentError(
-            f"{operation}: comm: expected a DeviceMesh of one dimension, got one of {mesh.ndim}"
-            f"{f' {names}' if names else ''}; pass the one whose ranks share the work, as {example}"
+            f"{operation}: comm: expected a DeviceMesh of one dimension, got a mesh of "
+            f"{mesh.ndim} dimensions{f' {names}' if names else ''}; pass the one-dimensional mesh "
+            f"whose ranks share the work, as {example}"
         )
     if mesh.get_coordinate() is None:
         raise _not_a_member(operation, f"a DeviceMesh of ranks {mesh.mesh.tolist()}")

@@ -141,7 +141,7 @@ class ModelRanks:
     Args:
         comm: the ranks with the same parts of the model; None if this rank is the only one.
         mesh: the mesh of the parts; None if each rank has the whole model. Ranks with the same part
-            are adjacent, in the order of their communicator.
+            have consecutive numbers here, in the order of ``comm``.
     """
 
     def __init__(self, comm: Communicator | None, mesh: RankMesh | None = None) -> None:

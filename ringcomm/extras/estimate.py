@@ -113,7 +113,7 @@ class ActivationBytes(NamedTuple):
     moved: int = 0
 
     def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
-        """Returns the bytes under ``zero.activations_on(disk)``; its ``layers`` include ``ends``.
+        """Returns the bytes with ``zero.activations_on(disk)``; ``layers`` then include ``ends``.
 
         In memory are the disk's buffers, resident tensors, and the larger of ``layer`` and
         ``ends``.

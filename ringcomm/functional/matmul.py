@@ -181,8 +181,9 @@ READ_FROM_BYTES = 4 << 20
 # heap, this was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0
 # to 1.25 at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
-# With at least ROWS_OF_A_PRODUCT rows, each sequence of a batch and each rank has its own product;
-# with fewer, one product of the batch is computed and then copied.
+# If each sequence of a batch has at least ROWS_OF_A_PRODUCT rows per rank, the rows of each
+# sequence and rank are multiplied separately, into the result. Else the batch is one product, which
+# is then copied.
 ROWS_OF_A_PRODUCT = 128
 
 

@@ -295,7 +295,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 
 
 def _check_step(sharded: ShardedStep, operation: str) -> None:
-    """Raises if the step cannot be taken, or if no norm can be summed after gradients change."""
+    """Raises if the step cannot be taken, or if kernels cannot sum a norm of clipped gradients."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
     sharded.refuse_in_backward(name)
     sharded.refuse_if_partly_updated(name)

@@ -217,7 +217,7 @@ def warn_of_idle_axis(over: MeshView, divided: Sequence[bool]) -> None:
 def over_mesh(
     others: DeviceMesh | None, tensor_mesh: MeshView | None, operation: str
 ) -> MeshView | None:
-    """Returns the mesh over which norms are taken: all stages, or only the shards of DTensors.
+    """Returns the mesh of norms: ``others`` with the tensor shards, else ``tensor_mesh`` alone.
 
     Args:
         others: as :func:`read_mesh` returns it.

@@ -207,7 +207,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
-    """Returns this rank's local gradients, since torch refuses lists of tensors and DTensors."""
+    """Returns this rank's local gradients: torch refuses a list that mixes tensors and DTensors."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [local_of(grad) for grad in map(grad_of, params) if grad is not None]
 
@@ -511,7 +511,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"{self._setting.where('prepare')}: param group {index}, parameter "
                         f"{number}: expected a parameter that the optimizer was built on. If "
                         "DeepSpeed, or another library that shards or reduces by itself, has "
-                        'replaced it, pass comm="alone"; otherwise pass the ranks as comm='
+                        'replaced it, pass comm="alone"; otherwise pass a communicator as comm='
                     )
         self._built_on = None
 

@@ -79,7 +79,7 @@ def check_wheels(root: Path, folder: Path) -> None:
     version = trial.python_of(root).name.removeprefix("python")
     own = interpreter(version)
     if own is None:
-        raise SystemExit(f"aarch64: no Python {version} here, which {root} has, to compare with")
+        raise SystemExit(f"aarch64: this machine has no Python {version}, the version of {root}")
     wheels = wheels_for(version, folder)
     here = trial.try_bare(own, wheels["x86_64"])
     wheel, foreign = trial.try_foreign([wheels["aarch64"]], root)

@@ -710,7 +710,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
-        """Waits for a message; copies its spans to the same nodes' spans in ``belong``, if any."""
+        """Waits for a message; copies its spans, node by node, to ``belong`` if it is given."""
         if parcel.message is None:
             return
         self._arrived(parcel.message)

@@ -217,7 +217,7 @@ def check_reducible(operation: str, dtype: int, op: int) -> None:
     signed_only = kind in AS_SIGNED and name in ("AVG", "PREMUL_SUM", "MIN", "MAX")
     if signed_only or (kind in AS_REAL and name == "PRODUCT"):
         raise ArgumentError(
-            f"{operation}: op {name} of {kind} is not reduced on a GPU; convert it to a signed or "
+            f"{operation}: GPUs do not reduce {kind} by {name}; convert the tensor to a signed or "
             "wider type, or reduce a CPU copy"
         )
 

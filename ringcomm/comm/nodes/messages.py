@@ -505,7 +505,7 @@ class NodesMessages:
                 request.end(PEER_LOST)
 
     def close(self) -> None:
-        """Ends the threads, and the messages that the peer never posted."""
+        """Ends the threads, and the messages whose other side the peer has not posted."""
         self._closed = True
         lines = (*self._sends.values(), *self._receives.values())
         if any(line.pending for line in lines):

@@ -619,7 +619,7 @@ class _TorchCheckpoint:
         return next((heads[_STATE][each] for each in heads[_GROUPS] if each in heads[_STATE]), None)
 
     def _value(self, name: str) -> Any:
-        """Returns a saved value; a tensor has its chunks as pieces."""
+        """Returns a saved value; for a tensor a ForeignTensor whose pieces are its saved chunks."""
         described, chunks = self._described[name], self._chunks[name]
         read = [
             (at, TorchFile(self._files[chunk.file], chunk.begin, chunk.size_bytes).read())

@@ -492,7 +492,7 @@ class ModuleGradients:
             self._wrote(reduced)
 
     def _refuse_sum(self, own: ParamGradient, called: str) -> None:
-        """Raises ArgumentError if a value that all ranks add would count several times."""
+        """Raises ArgumentError if ranks sum gradients: a value would then count once per rank."""
         engine = self._engine
         if engine.options.reduce == "sum" and engine.comm.world_size > 1:
             self.refuse(own, f'{called}, with ZeroOptions(reduce="sum"),')
@@ -530,8 +530,8 @@ class ModuleGradients:
         if optimizer is None:
             raise ArgumentError(
                 f"{where('p.grad', engine.comm.rank, engine.comm.world_size)}: {called}: no "
-                "optimizer was built on the parameters yet, and only an optimizer reduces them; "
-                "build one of ringcomm.optim first"
+                "optimizer was built on the parameters yet, and only an optimizer reduces "
+                "gradients; build one of ringcomm.optim first"
             )
         return optimizer.sharded_step()
 

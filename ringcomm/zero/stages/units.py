@@ -345,8 +345,8 @@ def assign_buckets(
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
     """Returns the spec that gives a parameter, even a frozen one, a place in a bucket.
 
-    It has the dtype after the cast. It is contiguous so that, in checkpoints, a shard of a bucket
-    is a shard of the flattened parameter.
+    The spec has the dtype that the parameter has after the cast to ``dtype``, and no strides: in
+    checkpoints a shard of a bucket is then a shard of the flattened parameter.
     """
     shape = tuple(local_of(param).shape)
     if param.dtype not in DTYPE_NAMES:
