@@ -122,7 +122,7 @@ struct Layout {
   // acknowledged it. Triton's counterpart is await_slot (kernels/tl/endpoint.py).
   RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
 
-  // The staging slots begin here. All words lie before them, and are zero when a communicator begins.
+  // The staging slots begin here, after all words. The words are zero when a communicator begins.
   RC_FN constexpr uint64_t staging_offset() const { return whole_pages(ll_offset(2, 0)); }
   // Pair sets (channels x world), shared sets (channels), message sets (message channels x world).
   RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {
