@@ -98,7 +98,7 @@ def test_the_papers_example(estimate):
         ["2", "15", "0.234", "1.41", "0.00839", "0", "0", "?", "16.6"],
         ["3", "0.234", "0.234", "1.41", "0.00839", "?", "0", "?", "1.88"],
     ]
-    assert "?: unknown without the sizes of the model" in out
+    assert "?: unknown without the model's sizes" in out
     assert table(out, "elements")[1] == ["7500000000", "0", "2", "2", "2", "4", "4", "4", "0"]
 
 

@@ -28,6 +28,7 @@ READING = {
     "topo --file": ("topo", "--file", PATH),
     "trace file": ("trace", PATH),
     "report run": ("report", PATH),
+    "metrics file": ("metrics", PATH),
 }
 READING_FOLDERS = {
     "train --offload-state": (*TRAIN, "--offload-state", PATH),

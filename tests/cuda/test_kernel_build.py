@@ -205,9 +205,9 @@ def test_the_environment_chooses_the_loops(monkeypatch):
     monkeypatch.setenv("RINGCOMM_KERNELS", "serial")
     assert build._builder().loops == "serial"
     monkeypatch.setenv("RINGCOMM_KERNELS", "fast")
-    with pytest.raises(ArgumentError, match="expected batched or serial, got 'fast'"):
+    with pytest.raises(ArgumentError, match="expected batched, sliced or serial, got 'fast'"):
         build.load_unit("move", HOPPER)
-    with pytest.raises(ArgumentError, match="expected batched or serial, got 'fast'"):
+    with pytest.raises(ArgumentError, match="expected batched, sliced or serial, got 'fast'"):
         build.describe_source(HOPPER)
 
 

@@ -98,7 +98,7 @@ TORCH_DAMAGES = {
     "shape": (lambda s: s["state"][0].update(exp_avg=torch.zeros(2)), "parameter 0: exp_avg"),
     "kind": (
         lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(3, 5).long()),
-        "expected floating-point",
+        "expected a float tensor",
     ),
     "step": (lambda s: s["state"][0].update(step=-1), "a step >= 0"),
     "amsgrad": (lambda s: s["param_groups"][0].update(amsgrad=True), "max_exp_avg_sq"),

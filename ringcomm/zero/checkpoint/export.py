@@ -158,7 +158,12 @@ def _tied(reader: Reader) -> dict[str, str]:
     """Returns, for each alias in the model, the saved name of the tensor that it shares."""
     tied = reader.data.get("tied", {}) if isinstance(reader.data, dict) else {}
     saved = set(reader.names())
-    for alias, name in tied.items() if isinstance(tied, dict) else [(tied, None)]:
+    if not isinstance(tied, dict):
+        raise CheckpointError(
+            f"export: {reader.folder}: data['tied']: expected a dict from aliases to names of saved "
+            f"weights, got {tied!r}"
+        )
+    for alias, name in tied.items():
         if f"{MODEL_PREFIX}{name}" not in saved or f"{MODEL_PREFIX}{alias}" in saved:
             raise CheckpointError(
                 f"export: {reader.folder}: data['tied'] maps {alias!r} to {name!r}; expected to "

@@ -279,7 +279,7 @@ def test_what_is_refused():
     with pytest.raises(UnsupportedError, match="nccl"):
         world_of((1, 1), transport="nccl")
     for nodes in (2, "11", [1.0, 1], [2, 0], [1], [True, 1]):
-        with pytest.raises(ArgumentError, match=r"nodes: expected a list.*together 2, got"):
+        with pytest.raises(ArgumentError, match=r"nodes: expected a list.*with the sum 2, got"):
             ringcomm.local_world(2, nodes=nodes)  # type: ignore[arg-type]
 
 
