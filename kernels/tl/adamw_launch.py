@@ -101,7 +101,8 @@ def shard_kind(
         param: dtype of the parameters.
         op: "SUM" or "AVG".
         world: number of ranks.
-        master: "fp32", "remainder" or "none"; ignored for FP32 parameters, their own masters.
+        master: "fp32", "remainder" or "none"; ignored for FP32 parameters, which
+            are their own masters.
         keeps_max: the shard has max_exp_avg_sq.
         stochastic: 16-bit parameters are rounded stochastically.
     """

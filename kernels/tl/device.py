@@ -286,8 +286,8 @@ def await_block(ws, word, epoch, G: tl.constexpr):
             if started == 0:
                 started = now
             me = rank_of(ws)
-            # The other block may wait for every peer in turn, each time until the deadline, and its
-            # fault record names the peer. This longer deadline is for a block that does not run.
+            # The other block may wait for each peer in turn until the deadline; its fault record
+            # then names the peer. The longer deadline here is for a block that never runs.
             if now - started > state_word(ws, TIMEOUT_NS) * (G.world + 1):
                 status = tl.full((), TIMEOUT, tl.int32)
                 word_of = (PAIR, me, 0, me * 0)

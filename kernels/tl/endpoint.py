@@ -107,7 +107,7 @@ def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
 
 @triton.jit
 def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl.constexpr):
-    """Sets RESULT of ``sender``, whose first piece arrived, to my results' place in its heap."""
+    """Sets RESULT of ``sender``, whose header has arrived, to my results' address in its heap."""
     if status == 0:
         header = header_of(ws, get(ws, RANK), stream, sender, of_peer(ws, sender, BASE) + 1, G)
         offset = tl.load(word64(header + RESULT_OFFSET))

@@ -140,7 +140,7 @@ def add_words(address, words, KIND: tl.constexpr):
 
 @triton.jit
 def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexpr):
-    """Reduces the turn from element ``at`` of the sources and ``out`` on, and adds its norm."""
+    """Reduces the turn at element ``at`` of the sources and ``out``, and adds the turn's norm."""
     rows = tl.arange(0, 4 * TILES)[:, None]
     here = rows % TILES * TILE_ELEMS + rows // TILES * QUARTER + tl.arange(0, QUARTER)[None, :]
     mask = at + here < size
@@ -441,8 +441,8 @@ def reduce_scatter_norm_kernel(
 
     Args:
         tables, inputs, outputs: for each rank of the launch, addresses of its RankTable, of its
-            bucket of gradients, and of two addresses: of its FP32 shard, and of the words to which
-            the kernel adds the norm.
+            bucket of gradients, and of a pair of addresses: the address of its FP32 shard, and the
+            address of the words to which the kernel adds the norm.
         elems: elements of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.

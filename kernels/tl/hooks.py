@@ -55,7 +55,7 @@ _looked_ns, _unwatched_ns = time.monotonic_ns(), 0
 
 
 def host_clock_ns() -> int:
-    """Returns a monotonic time that, like Deadline's, stops while no kernel reads the clock."""
+    """Returns a monotonic time that stops while no kernel reads it, as in the native Deadline."""
     global _looked_ns, _unwatched_ns
     now_ns = time.monotonic_ns()
     if now_ns - _looked_ns > LONGEST_LOOK_S * 1e9:

@@ -220,7 +220,7 @@ def store_quantized(out, elems, first, values, words, FORMAT: tl.constexpr):
 
     Args:
         out: address of the run.
-        elems: numbers of the run; nothing is stored past its end.
+        elems: number of elements of the run; nothing is stored past its end.
         first: index in the run of the first block of ``values``.
         values: from :func:`quantize_blocks`.
         words: from :func:`quantize_blocks`.
@@ -274,7 +274,7 @@ def load_quantized(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.conste
 
     Args:
         source: address of the run.
-        elems: numbers of the run.
+        elems: number of elements of the run.
         first: index in the run of the first block to load.
         BLOCKS: number of blocks, a power of two.
         FORMAT: "int8", "fp8" or "int4".

@@ -89,7 +89,7 @@ OP_TYPES = {
     "batch": int(OpType.COALESCED),
 }
 
-# Wait this many seconds longer: a kernel that gives up reports a more exact fault than a timeout.
+# A barrier's wait ends this long after its kernel's timeout: the kernel's fault is more exact.
 KERNEL_GRACE = timedelta(seconds=5)
 
 
@@ -209,9 +209,9 @@ class PendingWork(Work):
 
         For a call on a device the future has its value at once; its consumer's streams wait.
 
-        ``Future.set_exception`` would store the exception as a value that only Python unwraps, and
-        DDP's reducer would use the exception as the reduced bucket. A callback that raises makes
-        the future fail for C++ as well.
+        A callback raises the error, so that the future fails for C++ as well. It does not call
+        ``Future.set_exception``, which would store the exception as a value that only Python
+        unwraps: DDP's reducer would use the exception as the reduced bucket.
         """
 
         if isinstance(self._inner, DeviceWork):
@@ -630,7 +630,7 @@ class Calls:
         admit_keys(where(name, communicator.rank, communicator.world_size))
         how = (True, UNSET_TIMEOUT) if opts is None else (opts.asyncOp, opts.timeout)
         work = seen_by_modes(Seen(cast(ProcessGroup, self), name, args, *how), make)
-        # None: a mode has not called the operator; it has made the call itself, or suppresses it.
+        # None: a mode has not called the operator; that mode has made the call, or suppresses it.
         return completed([], OP_TYPES[name]) if work is None else work
 
     def _made(self, status: int, engine: CallEngine, name: str, tensors: list[Tensor]) -> Work:
@@ -692,7 +692,7 @@ class Calls:
 def _admit(
     communicator: Communicator, name: str, written: list[Tensor], args: Sequence[Any] = ()
 ) -> None:
-    """Checks a call, on this thread, that the communicator will make on another thread."""
+    """Checks, on this thread, a call that the communicator will make on another thread."""
     if communicator.launches:
         return  # the call runs on this thread, and is admitted there
     tensors = (tensor for each in args for tensor in (each if type(each) is list else [each]))

@@ -34,7 +34,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError
 
 __all__ = ["CoalescedCollectives", "GroupCollectives", "sparse_all_reduce"]
 
-# All-reduce of sparse COO tensors, as in Gloo: sums whose ranks have different non-zeros.
+# All-reduce of sparse COO tensors, as in Gloo: the ranks' non-zeros may have different indices.
 
 _LONGEST_SHAPE = 64  # dimensions that fit into a header; torch itself stops at 64
 

@@ -1,8 +1,8 @@
 """Finds the fields of torch's options objects in memory, for native code to read.
 
-The native calls ``*_for_torch`` read the options of a call from memory. An offset is used only if
-no other offset agrees with torch for all probes. If an offset of a class is not found, calls with
-that class read each field through torch.
+The native calls ``*_for_torch`` read the options of a call from memory. Probes, options objects
+with known values, show the offset of a field. If several offsets have the known values in all
+probes, or none has, calls with this class of options read each field through torch.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class MonitoredBarrier:
         store: a store that only the members of the group use.
         rank: the caller's rank in the group.
         world_size: the number of members.
-        lookout: the lookout over the members.
+        lookout: finds members that have ended.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, lookout: Lookout) -> None:

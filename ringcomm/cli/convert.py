@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own(source: Path, step: int | None) -> Path | None:
-    """Returns the folder of a ringcomm checkpoint, or None if it is another library's."""
+    """Returns the folder of a ringcomm checkpoint, or None if ``source`` has none."""
     # Path.is_file() raises for an unreadable folder; the search for steps reports the reason.
     if os.path.isfile(source / "checkpoint.json"):
         return source

@@ -171,7 +171,7 @@ def check_heap(shmem_setting: str) -> Finding:
 
 
 def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Iterator[Finding]:
-    """Reports the machine's NUMA nodes, the nodes of this process's CPUs, and sums over nodes."""
+    """Reports the machine's NUMA nodes, the nodes of this process's CPUs, how sums span nodes."""
     try:
         machine = numa.read_topology(folder)
     except (OSError, ValueError) as error:

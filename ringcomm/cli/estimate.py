@@ -321,7 +321,7 @@ def _stages(args: argparse.Namespace) -> tuple[int, ...]:
 def _outside(
     args: argparse.Namespace, training: forms.Training, compute_s: float | None = None
 ) -> list[Row]:
-    """Returns a rank's bytes outside memory, its traffic with the disk per step, and its times."""
+    """Returns a rank's bytes outside memory, its disk traffic per step, and the traffic's times."""
     rates = (args.disk_read, args.disk_write) if args.subject == "step" else (None, None)
     if None in rates and rates != (None, None):
         raise ArgumentError("--disk-read and --disk-write: expected both or none")

@@ -33,7 +33,7 @@ def why_no_folder(path: str, *, with_parents: bool) -> str | None:
     """
     mode, why = _look_at(path)
     if mode is None and why is None and not with_parents:
-        return why_no_file(path)  # a folder can be made where a file can
+        return why_no_file(path)  # needs the same permissions as a new file
     while mode is None and why is None:
         path = os.path.dirname(os.path.abspath(path))
         mode, why = _look_at(path)

@@ -355,7 +355,7 @@ def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> 
 
 
 def aligned(traces: Sequence[Trace]) -> list[Recording]:
-    """Returns several machines' recordings in the time of the first, related by wall clocks."""
+    """Returns machines' recordings in the first machine's time, converted by the wall clocks."""
     first, shifted = traces[0], []
     for trace in traces:
         recording = trace.recording

@@ -415,7 +415,7 @@ class DeviceCore:
     ) -> None:
         """Writes the table of all ranks' memory for this rank's kernels; only they read it.
 
-        The window is closed with the core.
+        :meth:`close` also closes the multicast window.
         """
         self._window = window
         if window is not None and not self.native.set_window(

@@ -256,7 +256,7 @@ class DeviceWork(Work):
         )
         error = self.exception()
         if error is not None:
-            # The cast: torch's type hint of set_exception() asks for the type of the result.
+            # torch's type hint for set_exception() wants the type of the result, hence the cast.
             future.set_exception(cast(Any, error))
             return future
         with self._runtime.on_stream(self._side):

@@ -64,8 +64,8 @@ RC_TEAM_FN Status reduce_and_share(E& e, const Part& mine, const Part& result, b
   return Status::kOk;
 }
 
-// Buffers may be the same without a copy: rank r overwrites its chunk p only with rank p's
-// published result, and rank p published it after it had read r's version of that piece.
+// Input and output may be one buffer, without a copy: rank r overwrites its chunk p only with rank
+// p's published result, and rank p published it after it had read r's version of that piece.
 // model: all_reduce_two_hops (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {

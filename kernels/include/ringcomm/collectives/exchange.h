@@ -25,7 +25,7 @@ struct Edges {
   }
 };
 
-// Copies read `j` (the j-th part of the data) of each sender of the group to its place.
+// For each sender of the group, copies the j-th part (read `j`) of the sender's data to its place.
 // model: take_piece (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const Edges& edges,

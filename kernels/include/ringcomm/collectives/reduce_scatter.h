@@ -36,7 +36,8 @@ RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
   e.each_by_lanes({1, e.world()}, [&](int p) { e.release(e.pairs, p, mine.bytes, end); });
 }
 
-// True if read 0 brought every rank's whole version of my chunk, and this team reads whole items.
+// True if the first read brought every rank's whole version of my chunk, and this team reads items
+// whole.
 template <class E>
 RC_TEAM_FN bool sources_are_whole(const E& e, Span mine) {
   const auto all = [](int) { return true; };

@@ -81,7 +81,7 @@ struct Pause {
 struct Portion {
   uint64_t begin = 0, end = uint64_t(1) << 32;
 
-  // Returns the whole times `fraction`, rounded down.
+  // Returns `whole` times `fraction`, rounded down; `fraction` is in units of 2^-32.
   static RC_FN constexpr uint64_t times(uint64_t whole, uint64_t fraction) {
     return (whole >> 32) * fraction + ((whole & 0xffffffff) * fraction >> 32);
   }

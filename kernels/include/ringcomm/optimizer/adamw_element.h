@@ -5,8 +5,8 @@
 // torch.optim.AdamW(foreach=False, fused=False) does them in FP32 on a CPU with AVX2 or more: a
 // fused multiply-add where torch's compiler makes one (lerp, addcmul, add with alpha) and nowhere
 // else, and a correctly rounded square root, unlike torch's. So every instruction set and the GPU
-// give the same bits, the moments are torch's own, and the parameter differs only by the effect of
-// the square root; docs/optimizer.md derives a bound.
+// give the same bits, the moments are torch's own, and the parameter differs from torch's only by
+// the effect of the square root; docs/optimizer.md derives a bound.
 #pragma once
 
 #include "ringcomm/optimizer/adamw.h"
@@ -95,7 +95,8 @@ RC_FN Philox philox(uint64_t seed, uint64_t counter, uint32_t step, uint32_t str
 // not depend on how the bucket is cut into chunks.
 RC_FN uint32_t random_bits(uint64_t seed, uint64_t bucket, uint64_t index, uint32_t step) {
   const Philox drawn = philox(seed, index / 4, step, uint32_t(bucket));
-  // Chosen without an index: a GPU cannot index registers and would put the words in local memory.
+  // Conditions select the word: a GPU cannot index registers, and would put an array that is
+  // indexed by a variable in local memory.
   const uint32_t low = (index & 1) != 0 ? drawn.word[1] : drawn.word[0],
                  high = (index & 1) != 0 ? drawn.word[3] : drawn.word[2];
   return (index & 2) != 0 ? high : low;

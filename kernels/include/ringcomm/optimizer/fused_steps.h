@@ -49,7 +49,7 @@ RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   e.cut = cut_by_tiles(b.grad_bytes);
-  // The last hop stores nothing: its nominal target tells reduce() which elements it has.
+  // The last hop stores nothing at its target, which only tells reduce() the hop's elements.
   return reduce_scatter_ring(e, b.grads(), b.grads().get(e.rank()).ptr);
 }
 

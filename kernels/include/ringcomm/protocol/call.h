@@ -85,7 +85,7 @@ struct ResultsAndTag {
 };
 
 RC_FN bool same_call(const CallId& a, const CallId& b) {
-  // No short circuit: a peer's id is far away, and all its words shall be loaded at the same time.
+  // `&` and not `&&`: a peer's id is in remote memory, and `&` loads all its words at once.
   return (a.sequence == b.sequence) & (a.match_bytes == b.match_bytes) &
          (a.collective == b.collective) & (a.dtype == b.dtype) & (a.redop == b.redop) &
          (a.root == b.root) & (a.algorithm == b.algorithm) & (a.kernels == b.kernels);

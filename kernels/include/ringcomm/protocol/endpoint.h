@@ -45,11 +45,12 @@ constexpr uint64_t kZeroCopyMinBytes = 16384;
 // acknowledges a piece, it also checks whether the owner has ended: another process may have got
 // the owner's process ID.
 //
-// Sweep: all_gather and all_reduce of plain tensors on a Xeon (AVX-512) at 2.5 GHz with 2 cores;
-// the speed of single copy relative to staging. 2 ranks: 0.97 to 1.21 for a chunk of 64 KiB, 1.3 to
-// 1.5 for 128 KiB, 1.5 to 1.65 for 512 KiB, 1.15 for 128 MiB; all_reduce 0.99 for a chunk of 1 MiB,
-// 0.8 to 1.02 for 2 MiB, 1.18 for 8 MiB, 1.1 for 128 MiB. 4 ranks: 0.83 to 0.96, since each byte is
-// staged once for three readers, and the kernel copies it more slowly than they do.
+// Sweep of all_gather and all_reduce of plain tensors on a Xeon (AVX-512) at 2.5 GHz with 2 cores;
+// each number is the speed of single copy divided by the speed of staging. 2 ranks: 0.97 to 1.21
+// for a chunk of 64 KiB, 1.3 to 1.5 for 128 KiB, 1.5 to 1.65 for 512 KiB, 1.15 for 128 MiB;
+// all_reduce 0.99 for a chunk of 1 MiB, 0.8 to 1.02 for 2 MiB, 1.18 for 8 MiB, 1.1 for 128 MiB.
+// 4 ranks: 0.83 to 0.96, since each byte is staged once for three readers, and the kernel copies it
+// more slowly than they do.
 constexpr int kSingleCopyRanks = 2;
 constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
 // The least size of single copy for an all-reduce's results, which are shared piece by piece.
@@ -116,19 +117,21 @@ struct Endpoint {
     else
       return sliced_part(s, team.portion(), cut.line_shift);
   }
-  // Returns the bytes of a part from `begin` on. Bytes with gaps begin at 0: they are a whole part.
+  // Returns the bytes of a part from `begin` on. Only bytes that begin at 0 can have gaps; they are
+  // the whole part.
   RC_TEAM_FN typename Part::Bytes stretch(const Part& part, uint64_t begin, uint64_t bytes) const {
     return begin == 0 ? part.first(bytes) : typename Part::Bytes(bytes);
   }
 
-  // Returns part(span), computed again: a loop over data needs the registers that `known` takes.
+  // Returns part(span). A team that deals tiles computes it again and does not keep `known`, since
+  // a loop over data needs the registers.
   RC_TEAM_FN Part again(const Part& known, Span span) const {
     if constexpr (Team::kDealsTiles) return part(span);
     return known;
   }
 
-  // One lane, with a sync() before the reduction: sets the gaps of the bytes of `part` from `begin`
-  // on, which the next reduction of all_sources() reduces.
+  // One lane, with a sync() before the next reduction of all_sources(): sets the gaps for this
+  // reduction, which reduces the bytes of `part` from `begin` on.
   RC_TEAM_FN void set_gaps(const Part& part, uint64_t begin) const {
     if constexpr (Team::kDealsTiles) *team.gaps() = begin == 0 ? part.gaps : Gaps{};
   }
@@ -386,12 +389,14 @@ struct Endpoint {
     if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
     return pieces(bytes);
   }
-  // Returns the size of read `j`, once its data have arrived; its data begin at segment `j`.
+  // Returns the size of read `j`; valid once the read's data have arrived. Read `j` starts at
+  // segment `j`.
   RC_TEAM_FN uint64_t read_bytes(Stream s, int sender, uint64_t bytes, uint32_t j) const {
     if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
     return item_length(bytes, segment_bytes(), j);
   }
-  // Returns the largest reads() of bytes_of(peer) bytes, over the peers with takes(peer).
+  // Returns the largest number of reads() that a peer's bytes_of(peer) bytes take, among the peers
+  // for which takes(peer) is true.
   template <class Takes, class BytesOf>
   RC_TEAM_FN uint32_t most_reads(Stream s, bool opened, Takes takes, BytesOf bytes_of) const {
     uint32_t most = 0;
@@ -435,7 +440,7 @@ struct Endpoint {
   // See NOTE [Single copy].
   RC_TEAM_FN Status read_process(int sender, char* to, const char* from, uint64_t bytes) {
     Status status = team.read_process(sender, to, from, bytes);
-    // If the sender has ended, another process may have got its process ID, and was then read.
+    // If the sender has ended, another process may have its process ID and may have been read.
     if (team.has_ended(sender)) status = Status::kPeerLost;
     if (status == Status::kOk) return status;
     // Either a living sender gave up and its memory is gone, or its header was false.
@@ -494,7 +499,7 @@ struct Endpoint {
 
   // After a successful call: checks that the data read in peers' buffers are the data sent. A
   // sender that gave up may use its buffer again, but it raises its abort word before it returns.
-  // So if the word is not raised after the last read, the buffer had not changed before it.
+  // So if the word is not raised after the last read, the buffer had not changed before that read.
   // model: verify_peer_buffers (tests/proof/model/endpoint.pml, lend.pml)
   RC_TEAM_FN Status verify_peer_buffers() {
     if (reads_peer_buffers)

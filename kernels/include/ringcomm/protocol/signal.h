@@ -51,20 +51,20 @@ RC_TEAM_FN Fault* claim_fault(const View& v) {
   return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;
 }
 
-// The longest time for which a host thread leaves the abort word to the record's owner. The owner
-// writes a few hundred bytes, so an owner that takes longer has not run. Chosen, not measured: an
-// owner that merely lost its core for a while still raises the word itself.
+// The longest time for which a host thread waits for the record's owner to raise the abort word.
+// The owner only writes a few hundred bytes, so an owner that takes longer is not running. Chosen
+// without measurements: an owner that lost its core for a while still raises the word itself.
 constexpr uint64_t kLongestRecordNs = 1'000'000'000;
 
 // One lane, once all lanes of its team know that the call has failed (by a share()): returns when
 // the abort word is raised, so that the call may return a buffer that it has lent. The record's
-// owner has passed this point, or is in another team or thread. Between claim and word an owner
-// waits for nothing. On a device the wait therefore ends: the owner is a lane of a kernel that
-// runs, and a fault of the device that ended this lane would end this one with it. On a host the
-// owner may never go on: it may be a kernel in Triton's interpreter, which an exception of a signal
-// handler ends anywhere, or which needs the interpreter's lock that this thread holds. After a
-// while a host thread therefore raises the word itself, without a record. The owner may still
-// complete the record and raise the word later.
+// owner has passed this point, or is in another team or thread. An owner waits for nothing between
+// claiming the record and raising the word. So on a device this wait ends: the owner is a lane of a
+// running kernel, and a device fault that ended the owner would end the waiting lane, too. On a
+// host the owner may never raise the word: it may be a kernel in Triton's interpreter, which an
+// exception of a signal handler can end anywhere, or which needs the interpreter's lock that this
+// thread holds. After a while a host thread therefore raises the word itself, without a record. The
+// owner may still complete the record and raise the word later.
 // model: await_raised (tests/proof/model/lend.pml)
 template <class Team>
 RC_TEAM_FN void await_raised(const Team& team, const View& v) {
