@@ -65,7 +65,13 @@ PATHS = {
     "surrogate": "\ud800",
 }
 # A trace or a checkpoint that cannot be read is an error of the file (1), not of the usage (2).
-UNREADABLE = {"trace file", "convert source", "convert target", "convert target of safetensors"}
+UNREADABLE = {
+    "metrics file",
+    "trace file",
+    "convert source",
+    "convert target",
+    "convert target of safetensors",
+}
 NO_NAMES = {("convert target of safetensors", kind) for kind in ("zero byte", "surrogate")}
 # Where there is a folder to write in, or one without files of the kind, and it may be read.
 FINE = {(name, "EISDIR") for name in ("train --offload-state", "train --offload-params")}

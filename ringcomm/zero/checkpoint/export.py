@@ -160,8 +160,8 @@ def _tied(reader: Reader) -> dict[str, str]:
     saved = set(reader.names())
     if not isinstance(tied, dict):
         raise CheckpointError(
-            f"export: {reader.folder}: data['tied']: expected a dict from aliases to names of saved "
-            f"weights, got {tied!r}"
+            f"export: {reader.folder}: data['tied']: expected a dict from aliases to names of "
+            f"saved weights, got {tied!r}"
         )
     for alias, name in tied.items():
         if f"{MODEL_PREFIX}{name}" not in saved or f"{MODEL_PREFIX}{alias}" in saved:

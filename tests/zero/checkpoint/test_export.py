@@ -151,7 +151,7 @@ def test_aliases_that_cannot_be_are_refused(tmp_path, tied):
     tensors = {"model.scale": flat_shard(x, [], 0), "model.count": flat_shard(x, [], 0)}
     folder = Checkpoints(tmp_path / "root").save(1, tensors, data={"tied": tied})
     with pytest.raises(
-        CheckpointError, match="expected to map an alias|expected a dict from aliases"
+        CheckpointError, match=r"expected to map an alias|expected a dict from aliases"
     ):
         export_safetensors(folder, tmp_path / "out")
 
