@@ -7,7 +7,6 @@ a user starts launches the ranks, unless torchrun or mpiexec has started them.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
+from ringcomm.cli.usage import suggestion
 
 from . import cases
 from .board import Board
@@ -288,9 +288,8 @@ def run(words: Sequence[str]) -> int:
 
 def _unknown(word: str) -> str:
     """Returns the error for a first word that names neither a benchmark nor a collective."""
-    close = difflib.get_close_matches(word, (*BENCHES, *cases.COLLECTIVES), n=1)
-    meant = f"; did you mean {close[0]}?" if close else ""
+    guess = suggestion(word, (*BENCHES, *cases.COLLECTIVES))
     return (
-        f"unknown bench {word!r}{meant}\nbenches: {', '.join(BENCHES)}\n"
+        f"unknown bench {word!r}{guess}\nbenches: {', '.join(BENCHES)}\n"
         f"collectives: {', '.join(cases.COLLECTIVES)}, all"
     )

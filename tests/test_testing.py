@@ -22,7 +22,7 @@ from ringcomm.testing import ranks
 
 
 def run(tmp_path, text, *arguments):
-    """What pytest prints about a test file, in a process of its own."""
+    """Runs pytest on a test file in its own process; returns the finished process."""
     (tmp_path / "test_it.py").write_text(HEAD + textwrap.dedent(text))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(

@@ -389,7 +389,8 @@ def _shortened(value: float) -> float:
 
 ABOUT = """Times collectives of ringcomm and of other libraries in one run, in turn.
 
-Runs alone (it starts its ranks itself), under torchrun and under mpiexec. Other benches:
+Without options it takes about 25 s on 2 cores. Runs alone (it starts its ranks itself), under
+torchrun and under mpiexec. Other benches:
 
 """ + "\n".join(table_lines((f"ringcomm bench {name}", text) for name, text in run.BENCHES.items()))
 BENCH = Bench(

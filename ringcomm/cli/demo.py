@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks and times every collective against Gloo, then trains a small byte-level GPT at all "
         "stages of ZeRO beside DDP and FSDP2, and compares every loss and weight. Starts its own "
-        "two ranks, and takes about 90 s on 2 cores. Prints a line per phase and a card of the "
+        "two ranks, and takes about 70 s on 2 cores. Prints a line per phase and a card of the "
         "results; the tables go to a file. Exit status 1 when any result is wrong."
     )
     add = parser.add_argument

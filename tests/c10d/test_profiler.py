@@ -78,8 +78,8 @@ def own_calls(rank, world_size):
     }
 
 
-def fused_steps(rank, world_size):
-    model = torch.nn.Linear(8, 8)
+def events_of_a_step(model):
+    """Trains two steps with AdamW; returns the events of the second step."""
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
 
     def step():
@@ -88,7 +88,11 @@ def fused_steps(rank, world_size):
         optimizer.zero_grad()
 
     step()
-    found = seen(step)
+    return seen(step)
+
+
+def fused_steps(rank, world_size):
+    found = events_of_a_step(torch.nn.Linear(8, 8))
     (size_bytes,) = [size for name, size in found if name == "reduce_scatter_adamw_all_gather"]
     assert size_bytes >= (8 * 8 + 8) * 4, found
 
@@ -96,16 +100,8 @@ def fused_steps(rank, world_size):
 def sharded_steps(rank, world_size):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     zero.shard(model, stage=3, options=zero.ZeroOptions(overlap=False))
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
     # On CPUs a rank gathers parameters by reading its peers' memory between barriers.
-    assert {"barrier", "reduce_scatter_norm"} <= {name for name, _ in seen(step)}
+    assert {"barrier", "reduce_scatter_norm"} <= {name for name, _ in events_of_a_step(model)}
 
 
 def costs_nothing_while_off(rank, world_size):

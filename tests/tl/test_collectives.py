@@ -100,7 +100,7 @@ def test_sums_and_copies_are_exact(world):
 
 
 def _shorter_chunk_with_a_longer_slice(store, rank, world):
-    """Of five channels, the third gets 4 of 23 lines, and 5 of 22: one more segment."""
+    """The third of five channels gets 4 lines of 23, but 5 lines of 22: one more segment."""
     with connect(store, rank, world, segment_bytes=256, channels=5) as comm:
         for algorithm in ("one_shot", "ring"):
             _check_all(comm, (23 + 22) * 64 // 4, torch.float32, "plain", algorithm)

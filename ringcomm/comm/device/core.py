@@ -269,7 +269,7 @@ def _calls_of(
 
 
 def _find(device: int, unit: str, name: str) -> tuple[int, int, bool]:
-    """Returns a kernel's handle in the driver, its threads per block, and if it deals no tiles."""
+    """Returns a kernel's driver handle, its threads per block, and whether it uses slices."""
     # A function and not a method: the native object keeps it, and a method would make a cycle.
     name = units.kernel_name(name, units.chosen_loops())
     kernel = cuda.current().find_kernel(device, unit, name)

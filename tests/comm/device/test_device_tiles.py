@@ -63,7 +63,7 @@ def test_chunks_of_one_round_and_of_none(devices):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_shorter_chunk_whose_part_is_longer_by_a_piece(devices, monkeypatch, kernels):
-    """Of five channels, the third gets 256 of 1,283 lines, and 257 of 1,282."""
+    """The third of five channels gets 256 lines of a chunk of 1,283, and 257 of one of 1,282."""
     monkeypatch.setenv("RINGCOMM_KERNELS", kernels)
 
     def body(comm):

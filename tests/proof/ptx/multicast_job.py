@@ -53,7 +53,7 @@ def multicast_kernels(
 
 
 class Calls:
-    """What the ranks of a world, which are threads of this process, tell each other of calls."""
+    """An exchange of the offsets of calls between ranks, which are threads of this process."""
 
     def __init__(self, world: int) -> None:
         self._offsets = [-1] * world
@@ -121,9 +121,9 @@ def heap_offset(comm: Communicator, tensor: torch.Tensor) -> int:
 
 
 def in_place(comm: Communicator, calls: Calls, count: int, dtype: torch.dtype) -> None:
-    """All three collectives on tensors of the heap, which all ranks have at one offset.
+    """Runs all three collectives on tensors of the heap that have the same offset on all ranks.
 
-    What lies behind the tensors must stay, and no window is used.
+    Checks that the memory after the tensors is unchanged, and that no window is used.
     """
     world, rank = comm.world_size, comm.rank
     values = values_of(comm, 3, count * world, dtype)

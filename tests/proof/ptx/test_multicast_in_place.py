@@ -125,7 +125,7 @@ def test_what_lies_elsewhere_on_one_rank_goes_through_the_windows_of_all(devices
 
 
 def test_chunks_of_partial_vectors_go_through_the_windows(devices):
-    """Of reduce-scatter and all-gather; the results of all-reduce have one partial vector."""
+    """Applies to reduce-scatter and all-gather. All-reduce sums its partial vector in place."""
     world = devices.world(2, (0, 1), WITH_WINDOW)
     used = uses_windows(devices, world, halves, 0, 555, torch.float32, "heap")
     assert used == [True, True]

@@ -54,7 +54,7 @@ struct Allocation {
   std::map<int, int> slots;      // of devices that this process has added, by device
   // What other processes have bound, as mapped here, with its size.
   std::map<const Bound*, std::pair<void*, uint64_t>> others_bound;
-  // What this process has bound, which lives as long as it is.
+  // The memory that this process has bound; kept alive while it is bound.
   std::map<const Bound*, std::shared_ptr<Allocation>> own_bound;
   ~Allocation();
 };
@@ -153,7 +153,7 @@ char* memory_of(Allocation& object, const Bound& bound) {
   return static_cast<char*>(ptr);
 }
 
-// What a device has bound to all of these bytes of an object, or nullptr.
+// Returns the memory that a device has bound to all of these bytes of an object, or nullptr.
 Bound* bound_at(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
   for (Bound& each : object.bound[slot])
     if (each.bytes != 0 && each.object_offset <= offset &&
