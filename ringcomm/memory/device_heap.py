@@ -261,10 +261,12 @@ class DeviceHeap:
         """Grows the heap up to the end of an allocation; returns the error if it cannot grow."""
         try:
             self.memory.grow(offset_bytes + size_bytes)
-        except (MemoryError, UnsupportedError) as error:
+        except BaseException as error:
             with self._lock:
                 self._allocator.free(offset_bytes)
-            return error
+            if isinstance(error, (MemoryError, UnsupportedError)):
+                return error
+            raise
         return None
 
     def await_peers(self, operation: str, timeout_s: float) -> None:

@@ -128,6 +128,7 @@ class GrowingMemory:
         Raises:
             MemoryError: the device has too little free memory.
             UnsupportedError: the driver refuses.
+            Warning: with -W error, a callback of :meth:`on_grown` has warned. The heap has grown.
         """
         with self._growing:
             if end_bytes <= self.committed_bytes:
@@ -142,14 +143,20 @@ class GrowingMemory:
                     raise
                 self._range.create(needed)
             self.committed_bytes = self._range.mapped_bytes
-            service = self._service
+            service, refused = self._service, None
             # Under the lock: no thread of this process uses the chunk before it is bound.
-            self._tell_grown()
+            try:
+                self._tell_grown()
+            except Warning as warning:  # a chunk is not bound, and warnings are errors (-W error)
+                refused = warning
+        # The chunk exists in any case, so peers must map it.
         if service is None:
             self.set_reached(self.committed_bytes)
         else:
             service.send_grown(self)
             service.await_readers(self, self.committed_bytes, GROWTH_WAIT_S)
+        if refused is not None:
+            raise refused
 
     def export(self) -> tuple[str, str, str]:
         """Returns "" (no IPC handle), the name of the chunks' service, and "" (no error)."""

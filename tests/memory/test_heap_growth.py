@@ -113,6 +113,24 @@ def test_a_heap_that_cannot_grow_says_so_and_loses_nothing(runtime):
     del kept
 
 
+def test_a_warning_that_is_an_error_leaves_the_heap_as_it_grew(runtime):
+    """With -W error a chunk that is not bound to a multicast object raises."""
+    kept = take(MIB)
+    memory, before = device_heap.device_heap(0).memory, ringcomm.heap_stats("cuda")["used_bytes"]
+
+    def warn(chunks):
+        if len(chunks) > 1:
+            raise RuntimeWarning("not bound")
+
+    memory.on_grown(warn)
+    with pytest.raises(RuntimeWarning, match="not bound"):
+        take(6 * MIB)
+    assert ringcomm.heap_stats("cuda")["used_bytes"] == before
+    assert memory.reached_bytes == memory.committed_bytes >= 7 * MIB
+    assert take(5 * MIB).numel() == 5 * MIB  # needs no further chunk
+    del kept
+
+
 def test_a_heap_that_cannot_grow_waits_for_work_that_ends(runtime):
     tensor, opened = take(40 * MIB), threading.Event()
     runtime.run_on_stream(0, runtime.current_stream(0), lambda: opened.wait() and None)
