@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 # Every target installs what it needs into .venv. Variables that you may set:
 #   PYTHON=python3.12            the interpreter for .venv (default: the first python3 >= 3.10)
 #   TORCH_SPEC="torch==2.15.0"   another torch; pip's own PIP_* variables also work

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the native module with CMake.
 
 pyproject.toml has everything else about the package.

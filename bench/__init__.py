@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark harness: times ringcomm and other libraries in turn in the same processes.
 
 ``ringcomm bench`` starts ``python -m ringcomm.bench``. In the source tree ``ringcomm/bench`` is a

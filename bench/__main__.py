@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry of all benchmarks: ``python -m ringcomm.bench [WHAT] ...``, and ``ringcomm bench``."""
 
 from __future__ import annotations

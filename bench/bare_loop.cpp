@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // An upper bound for comparisons: collectives of two ranks, with sums of float or bfloat16, as
 // plain loops over memory that both processes map. They have no checks, deadlines or handling of
 // faults, so the additional time of a library is the library's overhead.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harness's own barrier, so that no library's timing depends on another library's barrier.
 
 Ranks leave a library's barrier at different times: a Gloo barrier takes longer than a small

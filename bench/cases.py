@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured cases: collectives, sizes, bandwidth factors, exact inputs and expected outputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the losses of a GPT by optimizer, or by compression of gradients.
 
 "optimizers" trains the GPT with AdamW and AdamW8bit on one rank. "compression" trains it with AdamW

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the host's cost of calls on a GPU, in microseconds per call.
 
 driver      entry points of the CUDA driver, called in a C++ loop: a launch with 64, 640 and 4,032

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the optimizer's step on one GPU: ringcomm, torch, and a copy.
 
 shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a copy of the 28 bytes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices of tensors, their clocks, and the modes in which ranks share devices.
 
 Every row of results contains its mode.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures a disk with plain loops: threads pread and pwrite extents of a file, without the page
 cache.
 

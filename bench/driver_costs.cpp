@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Measures the host's cost of single calls of the CUDA driver, with a loop over each entry point
 // that a call of a communicator may use. Loops take turns, and the device finishes one loop before
 // the next begins.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks: started by the harness itself, or found if torchrun or mpiexec started them.
 
 With busy loops the harness measures collectives while other programs use the cores. Linux divides

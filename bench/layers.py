@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times a tensor-parallel layer, forward and backward, against torch's own plan for it.
 
 The layer is a norm, a column-parallel and a row-parallel layer of four times the width, with

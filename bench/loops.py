@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the older and the current loops of the CUDA kernels in one process.
 
 The library reads ``RINGCOMM_KERNELS`` when it looks up a kernel, before the kernel's first call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A roofline model of ringcomm's calls on one GPU that all ranks share: ``python -m bench.model``.
 
 A call takes max(host, fixed + the sum over its parts of bytes / min(memory, in flight / latency)).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times training steps of a GPT with pipeline, tensor and data parallelism.
 
 The mesh is pp 2 x dp 2 x tp 2, one thread per rank. The replicas share state by ringcomm's stage 2

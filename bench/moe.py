@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times dispatch and combine of experts' tokens, against all_to_all_single with splits.
 
 Each rank, one thread, dispatches ``--tokens`` tokens and combines them, forward alone and with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines: a benchmark declares its options, and one function builds the parser."""
 
 from __future__ import annotations

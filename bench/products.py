@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times matrix products over ranks, against the collective followed by the product.
 
 It runs ``all_gather_matmul`` of [N, K] and [K, M], and ``matmul_reduce_scatter`` of [world N, K]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of results: the printed table, JSON and CSV, each with the provenance of the figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runner: parses the command line of a benchmark, starts its ranks, and writes its rows.
 
 A benchmark is a module with a :class:`Bench`, whose ``measure`` runs in each rank. The process that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the optimizer's step on the CPU, against torch, DeepSpeed and separate calls of its parts.
 
 shard       one core's update of a shard: ringcomm, torch's fused AdamW, and DeepSpeed's CPUAdam if

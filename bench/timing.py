@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds in which all systems take turns, and statistics of their times.
 
 A turn is a barrier and then a batch of calls; its time is the slowest rank's time, per call. Within

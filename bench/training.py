@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times training at each ZeRO stage, against DDP and FSDP2 on Gloo and ringcomm, and DeepSpeed.
 
 The ranks are on one machine, or with torchrun on several machines. On several machines the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ZeRO as one of the systems of :mod:`.training_systems`, on Gloo and CPUs.
 
 It takes part if it is installed. Like the other systems it neither clips nor computes the norm of

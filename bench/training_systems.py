@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems that :mod:`.training` compares: each trains the same GPT on the same text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over peer-mapped memory, with the interface of ``torch.distributed``.
 
 ``import ringcomm`` alone loads neither torch nor the native module: every public name is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the ``ringcomm`` command for ``python -m ringcomm``."""
 
 import sys

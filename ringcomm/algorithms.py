@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The algorithms of collectives, under the names that each operation uses.
 
 "one_shot" performs each phase of a call in one hop. An all-reduce has two phases, a reduce-scatter

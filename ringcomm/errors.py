@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions of ringcomm, and the texts of errors for native faults.
 
 Every message has the operation, the reporting rank, what was expected, what was found and what to

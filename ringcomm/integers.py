@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of number arguments: integers, lists of integers and real numbers."""
 
 from __future__ import annotations

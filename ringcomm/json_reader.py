@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads JSON and other text from files and peers into checked values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts ranks as processes on this machine, and reports how they ended; also runs in each rank."""
 
 from __future__ import annotations

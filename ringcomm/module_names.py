@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of modules and their tensors without wrapper parts, and patterns that select some of them.
 
 NOTE [Names without wrappers]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This process: its end, deadlines of its waits, its limits, and its environment variables.
 
 Control groups limit a process at every level of their hierarchy, so the smallest limit counts.

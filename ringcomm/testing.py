@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of programs that use ringcomm: ``ranks(4)`` runs a test function on ranks in threads.
 
 pytest calls the decorated function like any test. Importing this module loads neither torch nor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests, in folders that mirror the sources.
 
 ``proof`` has what proves the protocol apart from the Python package: models, races, litmus tests,

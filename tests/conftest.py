@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of every test, and the order in which the workers of pytest-xdist take the files."""
 
 from __future__ import annotations

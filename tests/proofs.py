@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proofs that ``make test`` runs only when something that they read has changed.
 
 Behaviour is tested always. A proof takes minutes and reads a part of the tree: the kernels, for

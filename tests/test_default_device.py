@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.set_default_device()`` is the user's: no tensor of ringcomm follows it."""
 
 from __future__ import annotations

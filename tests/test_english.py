@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comments, docstrings, messages and documents contain no phrase that readers stumble over.
 
 The patterns find fewer than half of the sentences that must be read twice, and half of their hits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exception tree: what a caller may catch an error as."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever has ``__index__`` is an integer, and any sequence of integers a list, in every call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extras, commands and examples use public names of the core, and listed internal ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports and includes point one way, and compiler matters stay in their one header."""
 
 import ast

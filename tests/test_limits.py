@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the system lets a process use, read from files of control groups as systems have them."""
 
 import os

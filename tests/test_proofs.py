@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proofs are left out only while nothing that they read has changed, and they read what they list.
 
 The files that importing a proof's tests reads are found in their sources. ``make test-all``

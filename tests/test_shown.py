@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How public objects show themselves, and which types a checker finds for what they return."""
 
 import inspect

@@ -1,4 +1,5 @@
-"""The formatters, linters and the type checker have nothing to say."""
+# SPDX-License-Identifier: Apache-2.0
+"""The formatters, linters and the type checker have nothing to say; sources name their licence."""
 
 import subprocess
 import sys
@@ -53,3 +54,31 @@ def test_no_line_of_c_is_too_long():
         if len(line) > 100
     ]
     assert long == []
+
+
+LICENCE = "SPDX-License-Identifier: Apache-2.0"
+LICENSED = {".py", ".sh", ".h", ".cpp", ".cu", ".pml"}
+
+
+def unlicensed(paths: list[Path]) -> list[Path]:
+    """Returns the sources that do not name their licence in the first line, or below a ``#!``."""
+    return [
+        path
+        for path in paths
+        if (head := path.read_text().splitlines()[:2])
+        and not any(line.strip("#/* ") == LICENCE for line in head)
+    ]
+
+
+def test_every_source_names_its_licence(tmp_path):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    paths = [ROOT / name for name in listed.stdout.splitlines()]
+    sources = [path for path in paths if path.suffix in LICENSED and not path.is_symlink()]
+    assert len(sources) > 1000
+    assert unlicensed(sources) == []
+
+    without = tmp_path / "without.py"
+    without.write_text(f"import os\n\n# {LICENCE}\n")
+    assert unlicensed([without]) == [without]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm.testing.ranks``: tests on several ranks, as pytest runs and reports them."""
 
 import os

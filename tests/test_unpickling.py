@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing that is shipped makes objects of bytes that others chose, but where it says why.
 
 Unpickling, ``eval`` and their like run what they read. Read from the syntax trees, with the names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timed-out waits and differences between ranks are worded in one place each."""
 
 import ast

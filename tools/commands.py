@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs commands and finds interpreters for `make matrix` and `make wheels`. Needs no package."""
 
 from __future__ import annotations

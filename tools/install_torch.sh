@@ -1,4 +1,6 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+
 # Installs the torch requirement $2 with the Python $1. On a machine without an NVIDIA driver it
 # installs PyTorch's CPU build if its index can be reached, which avoids gigabytes of CUDA libraries.
 set -eu

@@ -1,4 +1,6 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+
 # Creates the virtual environment $1 with the first Python >= 3.10 that can build the project, or
 # says what is missing. PYTHON=... selects an interpreter instead.
 set -eu

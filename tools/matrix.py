@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make matrix``: tries ringcomm with each interpreter, compiler and torch of this machine.
 
 The tool builds a clone of the committed tree once for each interpreter and compiler, since one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes ringcomm/_native.pyi from the signatures in the native module, as ``make native`` does."""
 
 from __future__ import annotations

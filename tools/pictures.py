@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the charts of docs/pictures from bench/results: `make pictures`.
 
 The diagrams in this folder are SVG files that are edited by hand. Pages include a picture as an

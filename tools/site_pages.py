@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of MkDocs (mkdocs.yml): pages of files outside docs/*.md, and the commands' help.
 
 The links of documents name files of the source tree. On the site each of these files has a page,

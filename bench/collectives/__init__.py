@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times collectives of ringcomm and other libraries, in one run and in turn."""
 
 from __future__ import annotations

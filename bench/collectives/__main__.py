@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the collectives, as ``ringcomm bench`` does: ``python -m ringcomm.bench.collectives``."""
 
 from . import BENCH

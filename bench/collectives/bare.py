@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bare loop, an upper bound: plain copies by two ranks in one mapping (bare_loop.cpp).
 
 With ``--tensors heap`` its tensors are in memory that both ranks map; otherwise they are ordinary

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MPI through mpi4py, on raw addresses, so that calls cost no conversion of arrays.
 
 The peers "mpi" and "impi" both use this module: the launcher of the ranks decided which MPI it is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ringcomm's systems: Communicator, torch.distributed backend, and one launch for all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems that can be timed: each other module of this package wraps one library."""
 
 from __future__ import annotations

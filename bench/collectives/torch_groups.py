@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gloo, NCCL, and calls for all libraries that have the interface of ``torch.distributed``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's sums and copies on one GPU over the same bytes, and a plain copy as upper bound.
 
 The setting favours torch: the ranks' buffers are consecutive in one tensor, and of several ways to

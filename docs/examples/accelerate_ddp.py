@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face Accelerate on ringcomm: data-parallel training through torch.distributed.
 
 torchrun --nproc-per-node 2 docs/examples/accelerate_ddp.py

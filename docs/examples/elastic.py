@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training that survives a lost rank: torchrun starts all ranks again, and they resume.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/elastic.py runs/a

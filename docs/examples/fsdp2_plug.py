@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 on ringcomm, with its buffers in ringcomm's heap.
 
 torchrun --nproc-per-node 2 docs/examples/fsdp2_plug.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's FSDP2 and tensor parallelism, on the backend "ringcomm".
 
 torchrun --nproc-per-node 4 docs/examples/fsdp2_tp.py

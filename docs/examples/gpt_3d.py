@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPT in two pipeline stages, each under tensor parallelism, with ZeRO over the replicas.
 
 torchrun --nproc-per-node 8 docs/examples/gpt_3d.py

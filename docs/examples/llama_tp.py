@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face Llama under its own tensor-parallel plan, with ZeRO over the replicas.
 
 torchrun --nproc-per-node 4 docs/examples/llama_tp.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on one long sequence, of which each rank has a part: ring attention.
 
 torchrun --nproc-per-node 4 docs/examples/long_context.py

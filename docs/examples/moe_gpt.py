@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level GPT with a mixture of experts divided over the ranks, and ZeRO over the replicas.
 
 torchrun --nproc-per-node 4 docs/examples/moe_gpt.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop like torchtitan's: mesh, accumulation, warm-up, checkpoints, resumption.
 
 It imports blocks, their tensor-parallel plan and sequences from gpt_3d.py in the same folder.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face model trained with ringcomm's AdamW, whose state is sharded over the ranks.
 
 torchrun --nproc-per-node 2 docs/examples/transformers_adamw.py

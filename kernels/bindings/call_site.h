@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Finds the user's line that made a native call: in the innermost frame outside the library.
 #pragma once
 

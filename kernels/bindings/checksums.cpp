@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the checksums of ringcomm._native.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The collectives of a communicator as Python sees them, bound once for the host and once for
 // devices: they take addresses and sizes, and return a status.
 //

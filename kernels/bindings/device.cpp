@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds Allocator, Driver and DeviceComm of ringcomm._native: the host's half of the GPU backend.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>

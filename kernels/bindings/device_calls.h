@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A rank's calls on a device that take tensors directly, and the order of all its calls on streams.
 //
 // NOTE [Device calls]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the optimizer's calls of a DeviceComm and of its DeviceCalls. A call that the host's Comm
 // has, too, gets the same name and parameters.
 #include <string>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "kernels/bindings/device_recorder.h"
 
 #include <unistd.h>

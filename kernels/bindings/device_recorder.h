@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The flight recorder of a rank on a device. Its records are in the heap of the process on the
 // host, where peers and `ringcomm trace --pid` read them without a driver, even after the process
 // has been killed.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the copies and sums of separate rows of a DeviceComm.
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"

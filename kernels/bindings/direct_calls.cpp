@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Exports the calls of a communicator as C functions (kernels/c10d/direct_calls.h).
 #include "kernels/c10d/direct_calls.h"
 

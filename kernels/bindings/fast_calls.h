@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The most frequent calls; the caller has read the addresses and sizes from the tensors already
 // (tensors.h). module.cpp makes them with the GIL, and direct_calls.cpp without it.
 //

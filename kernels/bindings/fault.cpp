@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Converts a fault record to the words that ringcomm.errors reads.
 #include "kernels/bindings/module.h"
 #include "kernels/host/describe.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds fault injection, which tests use from Python.
 #include "kernels/host/fault_injection.h"
 

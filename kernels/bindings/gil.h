@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The interpreter's lock (GIL): released around calls that block, and taken where a call needs it.
 //
 // NOTE [Exit]

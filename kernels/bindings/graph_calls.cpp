@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The collectives of compiled graphs on the host: each takes a tensor and returns a new one,
 // without a Python frame between the graph and the call.
 //

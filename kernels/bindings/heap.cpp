@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds Heap, Allocation and PeerHeap of ringcomm._native.
 #include "kernels/bindings/module.h"
 #include "kernels/host/numa.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds ringcomm._native, the host backend: it takes addresses and sizes, returns status codes, and
 // needs no torch. `make native` writes ringcomm/_native.pyi from the signatures of the bindings.
 #include <nanobind/stl/variant.h>

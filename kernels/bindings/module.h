@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Declarations shared by the parts of the Python module.
 #pragma once
 

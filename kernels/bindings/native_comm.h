@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The communicator object that Python holds, and how its calls block.
 #pragma once
 

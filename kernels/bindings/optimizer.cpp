@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the optimizer's kernels for Python.
 #include "kernels/host/optimizer.h"
 

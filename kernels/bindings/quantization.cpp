@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the quantization of ringcomm._native: numbers in few bits, and their sums.
 #include <nanobind/stl/vector.h>
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the flight recorder for Python.
 #include "kernels/host/recorder.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds the rows of tokens of ringcomm._native: routing to experts, copies and sums.
 #include <nanobind/stl/vector.h>
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Binds ScratchPool and ScratchRequest of ringcomm._native, and facts about a file's direct I/O.
 #include "kernels/host/scratch.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "kernels/bindings/tensors.h"
 
 #include <dlfcn.h>

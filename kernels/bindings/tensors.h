@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Reads torch's tensors without torch. Reading a tensor takes tens of nanoseconds, while one check
 // in Python (is it on the CPU, is it contiguous, ...) takes a hundred nanoseconds, and eight checks
 // are needed.

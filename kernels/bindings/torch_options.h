@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Collectives with the arguments of torch.distributed: tensors in a list, and an options object
 // such as AllreduceOptions.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The offsets of fields in the C++ structures, for the Triton kernels (kernels/tl).
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/args.h"

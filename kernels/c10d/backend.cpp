@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The C++ backend of torch.distributed. torch's dispatcher calls the backend. The backend owns a
 // process group in Python (ringcomm/c10d/process_group.py), and calls it.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The calls of a communicator on the host as C functions, for code that is compiled separately from
 // ringcomm._native and without its headers: the backend of torch.distributed.
 #pragma once

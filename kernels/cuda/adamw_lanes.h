@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Updates a run of a shard by the lanes of a block. A *segment* belongs to one parameter; a *turn*
 // is 8 elements (4 in AnyTurns) that one lane updates together. The block looks up the rule of the
 // parameter and the number of gradient sources once per segment. The common cases have loops of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The arguments of a launch: one call per rank that takes part in the launch. They are passed by
 // value, so that a captured graph replays them. Everything that changes between replays (sequence
 // numbers, epochs) is in device memory. The host writes these structs, the kernels read them.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The bodies of the collectives' kernels, for any Team (ringcomm/core/team.h: lanes that share a
 // channel). kernels.cu instantiates them for blocks, and tests/support/emulator for host threads.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One rank of a communicator on a GPU: turns calls into launches of kernels. The kernels read the
 // rank's RankTable (args.h) in device memory. No method blocks. Kernels report faults in the
 // HostPage (args.h).

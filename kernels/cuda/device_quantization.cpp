@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launches the quantization kernels.
 #include "kernels/cuda/device_comm.h"
 

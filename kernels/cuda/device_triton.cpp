@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Launches a DeviceComm's collectives by kernels that Triton has compiled.
 #include <cstring>
 

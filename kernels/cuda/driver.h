@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The entry points of the CUDA driver that launches and events need. They are loaded at first use,
 // so that the module builds and imports without CUDA. CuPy makes all other calls to the driver.
 #pragma once

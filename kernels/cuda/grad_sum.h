@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Loads and sums the gradients of a chunk, 8 elements per lane and turn (16 bytes of 16-bit types,
 // 32 of FP32). With B bytes of gradients at each of S sources, S * B bytes are loaded, none stored.
 #pragma once

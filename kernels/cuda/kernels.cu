@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Instantiates the kernels of one compilation unit (docs/cuda.md). One macro selects the unit:
 // RINGCOMM_UNIT_MOVE; RINGCOMM_UNIT_TYPE (reductions, with RINGCOMM_UNIT_BITWISE also bitwise);
 // RINGCOMM_UNIT_GRADS (optimizer, by gradient type); RINGCOMM_UNIT_MULTICAST;

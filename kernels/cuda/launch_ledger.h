@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Keeps the communicators of one process on one device from blocking each other.
 //
 // Kernels of a collective wait for peers, so all blocks that wait at the same time must fit on the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Selects the loops that the lanes of a block run over data. With RINGCOMM_SERIAL_LOOPS, which
 // RINGCOMM_KERNELS=serial defines (ringcomm/cuda/units.py), they come from serial/ and load one
 // source after the other, with equal results. serial/ stays until both are measured on a GPU.

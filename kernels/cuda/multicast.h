@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // All-reduce, reduce-scatter and all-gather by multicast (NVLS): the switch adds all ranks' values,
 // and stores a value to all ranks at once.
 //

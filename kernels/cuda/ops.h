@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Copies and reductions on a GPU (the Ops of endpoint.h): 16-byte accesses, many independent loads
 // in flight per lane, adjacent lanes at adjacent addresses. It also compiles for the host, where
 // threads are the lanes. B bytes and S sources: S * B bytes are loaded, B stored.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The bodies of the optimizer's kernels, for any Team; fused_steps.h counts their steps and bytes.
 #pragma once
 

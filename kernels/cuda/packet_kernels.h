@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The kernels of packets: small messages by LL (ringcomm/protocol/ll.h). Packets identify their
 // call themselves, so a call loads no stream state first. It waits for memory three times: for its
 // own words, while each lane loads its data to send; for packets to reach the peers' memory; and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Data movement and conversions as PTX instructions; ringcomm/core/atomics.h has memory orders. For
 // the host, which runs the same loops under ThreadSanitizer and in the emulator, equivalent C++
 // follows.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Quantization (quantization.h) by the lanes of a block, with the host's bits. N numbers of E
 // bytes: quantizing loads N * E bytes and stores N or N / 2 bytes of values and 4 bytes per 128
 // numbers.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // 8-bit moments (quantized_moments.h) by the lanes of a block.
 //
 // kMomentLanes adjacent lanes of a warp share a quantization block, eight elements each, and find

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Quotients and roots in FP32 without branches.
 //
 // The operations equal the fast paths of the compiler's own `/` and sqrtf(): an approximation,

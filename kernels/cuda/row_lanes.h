@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Copies, weighted sums and gradients of scattered rows in the memory of any rank, by the lanes of
 // a block and with the host's bits (isa_rows.h). No kernel waits for peers. With rows of R bytes, a
 // copy loads and stores R; a sum of k rows loads k * R and stores R; a gradient loads 2 R and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A CUDA block as a Team: its threads are the lanes.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A compiled Triton kernel, launched through the driver: Triton's own launch costs the host 100 us
 // or more.
 #pragma once

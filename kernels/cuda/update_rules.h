@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The update rules, chosen by the flags of a parameter's factors: AdamW and Adam, SGD, Lion. Adam's
 // variants are selections, not branches: each costs an instruction, but the kernels contain the
 // arithmetic once, not eight times. The bits are those of adamw_element().

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The elements of a shard in memory: loads their FP32 values, narrows and stores new values, and
 // updates single elements exactly.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Sums a tile of kTileElems terms by halves (grad_norm.h), by the 32 lanes of a warp. It makes the
 // same additions as tile_sum() of kernels/host/isa_adamw.h, so the bits are equal.
 //

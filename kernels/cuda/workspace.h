@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A block's shared memory: state that all its lanes use, kept out of their registers.
 #pragma once
 

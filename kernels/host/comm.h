@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The communicator of one rank: it owns the rank's region of the heap and the view on which the
 // templates work, and has one method per collective. All methods block; calls from several threads
 // wait for each other.

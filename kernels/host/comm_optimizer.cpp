@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The optimizer's collectives of a communicator, and its kernels that need no communicator.
 #include <algorithm>
 #include <mutex>

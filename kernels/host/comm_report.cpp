@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A communicator reports its calls: their records, and the fault that ended them.
 #include <cstdio>
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Arithmetic of a reflected 32-bit CRC: tables by byte, and products modulo its polynomial P.
 //
 // A CRC is a polynomial modulo P over the field of two elements; bit 31 is the coefficient of x^0.

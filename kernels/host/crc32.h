@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // CRC-32 (ISO-HDLC, polynomial 0x04C11DB7; zlib's crc32): the checksum of checkpoints' files.
 #pragma once
 

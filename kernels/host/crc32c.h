@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // CRC32C (Castagnoli, polynomial 0x1EDC6F41, as in RFC 3720): the checksum for which CPUs have an
 // instruction.
 #pragma once

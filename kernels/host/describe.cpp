@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Describes calls in words, for messages to users.
 #include "kernels/host/describe.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Fault injection for tests: a process arms a fault; it then ends, stops or sleeps when one of its
 // ranks passes a chosen point of the protocol (Point, in ringcomm/core/team.h).
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The symmetric heap of one rank: unnamed shared memory, which the kernel reclaims with the last
 // process that maps it, however that process ends.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The host's loops of the optimizer: gradient, update and norm of one tile at a time in the
 // first-level cache, so that each array of the state crosses the memory bus once in each direction.
 // Like isa_kernels.h, part of one instruction set's table.

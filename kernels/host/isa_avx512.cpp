@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #define RINGCOMM_ISA isa_avx512
 #include "kernels/host/isa_table.h"
 

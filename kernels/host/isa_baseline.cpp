@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #define RINGCOMM_ISA isa_baseline
 #include "kernels/host/isa_table.h"
 

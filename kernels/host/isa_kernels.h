@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The loops of one KernelTable, written for the compiler's vectoriser. Each isa_*.cpp sets
 // RINGCOMM_ISA and includes this file once. The file uses no template of the standard library: code
 // for different instruction sets would share the template's symbols (see platform.h).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The quantization loops of one KernelTable, written for the compiler's vectoriser: whole blocks at
 // a time, which stay in registers and the first-level cache. Each isa_*.cpp includes this file
 // once.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The loops over rows of tokens of one KernelTable: weighted sums of rows at separate addresses,
 // and the gradients of these sums. Each isa_*.cpp includes this file once.
 #pragma once

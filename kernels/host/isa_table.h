@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One KernelTable. Each isa_*.cpp sets RINGCOMM_ISA and includes this file once.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The loops that move and reduce bytes: one table per instruction set. Each table is compiled in
 // its own translation unit; the best table that the CPU supports is chosen at run time.
 #pragma once

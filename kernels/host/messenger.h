@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Send and receive. Messages keep order per pair of ranks and match by tag; they keep no order with
 // the collectives and never wait for them.
 //

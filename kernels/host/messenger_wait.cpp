@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The waiting half of the messenger: which thread drives, and when a wait ends without success.
 #include <algorithm>
 #include <chrono>

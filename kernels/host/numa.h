@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Memory policies of NUMA nodes, by system calls alone: not every machine has libnuma.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The Ops of endpoint.h on the host: a KernelTable's loops. Each lane takes its part of the bytes.
 #pragma once
 

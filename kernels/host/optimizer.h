@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The optimizer's kernels that need no communicator.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The Ops of buckets.h on the host: they process the gradients of a run, and each lane takes whole
 // tiles of the run.
 #pragma once

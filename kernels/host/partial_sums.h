@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Reductions in parts: partial sums in the accumulator's type, and their combination. Sums in
 // groups of ranks (CommOptions.sum_group_size) take the same two steps as a reduction in each node
 // followed by a combination between the nodes, so both give the same bits.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Opens the heap of another process, checks the file, and only then maps it.
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The flight recorder of one rank of a communicator: its last collectives and messages, in the heap
 // after the region. Peers and `ringcomm trace --pid` read them there, even after the rank was
 // killed. docs/protocol.md lists the words, docs/trace.md explains the use.

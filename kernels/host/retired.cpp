@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "kernels/host/retired.h"
 
 #include "ringcomm/core/atomics.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Regions of closed communicators. A peer may still be about to store an acknowledgement into a
 // region, so the region returns to the heap only after every peer has detached or has ended.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Routes the rows of tokens to the experts that work on them, and back.
 //
 // Assignment t k + j sends token t to its j-th expert (k experts per token). A rank sorts its

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A scratch file on a disk, written and read by a few threads past the page cache (O_DIRECT).
 //
 // NOTE [Order]

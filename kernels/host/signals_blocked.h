@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // New threads block signals, so that signals reach threads whose waits they must interrupt. Signals
 // that a thread raises by its own fault stay unblocked.
 #pragma once

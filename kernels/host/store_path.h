@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Chooses how to write memory that peers read: through the caches, or past them.
 //
 // Before a regular store, a cache line that another core read last must be taken from that core's

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Reduce-scatter in two levels, for ranks on several NUMA nodes: within groups, then over groups.
 //
 // B bytes, W ranks in G groups of L consecutive ranks. A partial sum is w times as wide as an

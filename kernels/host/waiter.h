@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // How a host thread waits: it spins briefly, then sleeps on a futex; see NOTE [Busy cores] in
 // waiter.cpp. From time to time it checks whether the awaited process is alive, and whether the
 // user pressed Ctrl-C.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "kernels/host/worker_pool.h"
 
 #include <pthread.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The threads of a rank: their number, and the pool of workers that runs the tasks of a call.
 //
 // NOTE [Threads of a rank]

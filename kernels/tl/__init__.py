@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of ringcomm and the device functions that they call; read collectives.py first.
 
 The import name is ``ringcomm._tl``; the public module is ``ringcomm.tl``. Both need Triton.

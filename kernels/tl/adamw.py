@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW: the update of one element, of a run of a shard, and of a whole shard."""
 
 import triton

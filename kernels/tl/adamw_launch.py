@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans and launches of the optimizer's Triton kernels, and their compile-time constants.
 
 The collectives are plans for :func:`ringcomm._tl.launch.launch_kernel`. Their ``out_ptr`` is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter, all-gather and all-reduce, each one-shot and as a ring."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device functions from which users write fused kernels; public as ``ringcomm.tl``.
 
 All lanes of a block run every function. Addresses are int64. A ``ringcomm.tl.Symmetric`` tensor has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends and receives items during a call on one channel, and begins and ends the call."""
 
 from collections.abc import Iterable

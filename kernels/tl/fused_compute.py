@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that hide communication behind a computation: two matrix products and an RMS norm."""
 
 import triton

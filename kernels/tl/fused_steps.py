@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's collectives: norms, the two passes of a step, and a step in one pass.
 
 They are the Triton twins of ringcomm/optimizer/fused_steps.h, over buckets in the heap.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of a communicator's region of the heap; it never changes."""
 
 from __future__ import annotations

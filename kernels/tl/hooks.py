@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host functions for kernels in Triton's interpreter: clock, pauses, peers' health and faults.
 
 A kernel in Triton's interpreter is Python: it can read the host's clock, be interrupted, and check

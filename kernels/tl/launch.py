@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches the collectives' kernels: compiled on a GPU, or in Triton's interpreter on the host."""
 
 from __future__ import annotations

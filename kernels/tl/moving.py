@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves and reduces elements with all lanes of a block, 16 bytes per lane if memory is aligned.
 
 Counts are numbers of elements of one segment, so offsets fit into 32 bits; addresses are int64.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hands kernels that Triton has compiled to the native module, which launches them at less cost."""
 
 from __future__ import annotations

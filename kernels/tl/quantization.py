@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization for users' kernels: blocks of 128 numbers to a few bits per number, and back.
 
 The Triton twin of ringcomm/core/quantization.h, with the same bits; comments there define a value,

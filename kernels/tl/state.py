@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a block during a call: a few words of device memory for each channel.
 
 CUDA blocks keep these words in shared memory (kernels/cuda/workspace.h), which Triton kernels

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits that have a deadline and watch the abort words, and the faults of waits that fail."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses of the words by which ranks synchronise, and how to load, store and compare them.
 
 The structures are those of kernels/include/ringcomm (layout.h, call.h) and kernels/cuda/args.h;

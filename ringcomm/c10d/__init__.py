@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``ringcomm`` backend of ``torch.distributed``; start with ``process_group.py``.
 
 ``register`` is the entry point of the group ``torch.backends``: torch calls it at the end of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles, finds and loads the C++ backend of ``torch.distributed``.
 
 A process group in Python can only serve a whole group of torch. A ``c10d::Backend`` serves some of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of the process group: its arguments, its turn in the order, its timeout, its batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives of the process group, in the argument forms of ``torch.distributed``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the ranks that an argument ``comm`` specifies; only this module interprets the argument.
 
 NOTE [Groups of other backends]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communicators of one process group: one for the host, and one for each device in use."""
 
 from __future__ import annotations

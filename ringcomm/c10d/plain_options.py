@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the fields of torch's options objects in memory, for native code to read.
 
 The native calls ``*_for_torch`` read the options of a call from memory. Probes, options objects

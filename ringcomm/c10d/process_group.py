@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group that ``init_process_group("ringcomm")`` makes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``ringcomm`` command: one module of this package per subcommand, ``usage`` and
 ``output``.
 

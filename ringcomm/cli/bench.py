@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm bench``: starts the benchmark harness in a process of its own."""
 
 from __future__ import annotations

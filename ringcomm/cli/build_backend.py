@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm build-backend``: compiles the C++ backend of ``torch.distributed``."""
 
 from __future__ import annotations

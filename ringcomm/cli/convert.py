@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm convert``: converts other checkpoints to ringcomm's, and ringcomm's to safetensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm demo``: the benchmark harness with settings that suit a first look."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm doctor``: checks the machine, tests two ranks, and reports problems."""
 
 from __future__ import annotations

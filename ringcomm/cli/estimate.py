@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm estimate``: memory, traffic and time of a step; docs/estimate.md has the formulas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm metrics``: prints or serves the flight recorders' figures in Prometheus's text format.
 
 Counters come from totals that each recorder keeps since its communicator was made. The records

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a command's output files and folders before its work, and writes files at its end."""
 
 from __future__ import annotations

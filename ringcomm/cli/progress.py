@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of a long command: a line that changes on a terminal, a line every 30 s elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm report``: writes one HTML page about a run; the page needs no server or network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm topo``: shows the links between GPUs, and the algorithm and rings that they select."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm trace``: shows the ranks' last calls, and where the ranks diverge."""
 
 from __future__ import annotations

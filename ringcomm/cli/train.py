@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm train``: starts the ranks of ``ringcomm/examples/train_gpt.py``, or is one of them."""
 
 from __future__ import annotations

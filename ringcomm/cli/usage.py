@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parser of the commands, whose errors show short usage and suggest the word that was meant."""
 
 from __future__ import annotations

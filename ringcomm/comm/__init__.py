@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicators: their ranks, argument checks, order of calls, and results.
 
 Read ``communicator`` first: a communicator is composed of an engine, messages and step calls.

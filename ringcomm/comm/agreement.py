@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement of ranks: all ranks pass equal data and succeed, or all of them raise."""
 
 from __future__ import annotations

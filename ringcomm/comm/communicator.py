@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communicator, with the ways to build and divide it."""
 
 from __future__ import annotations

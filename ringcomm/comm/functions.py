@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives, messages and groups as functions, with the semantics of ``torch.distributed``."""
 
 from __future__ import annotations

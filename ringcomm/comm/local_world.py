@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are threads of one process, and calls of all of them from one thread."""
 
 from __future__ import annotations

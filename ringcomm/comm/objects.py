@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
 Objects travel as data (:func:`pack`), so no code can arrive. torch pickles objects, and unpickling

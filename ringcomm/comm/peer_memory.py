@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peer memory: heap tensors of all ranks, mapped in this process and read one-sidedly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU runtime of this process, and the public ``device=`` argument; read runtime.py first.
 
 Importing this package loads neither torch nor CuPy: the build of the native module imports

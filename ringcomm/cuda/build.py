@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the machine code of a kernel unit in the package or a cache on disk, or compiles it."""
 
 from __future__ import annotations

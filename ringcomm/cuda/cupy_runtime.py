@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime of this process: memory, IPC and modules by CuPy, streams with torch."""
 
 from __future__ import annotations

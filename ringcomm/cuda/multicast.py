@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multicast objects of the CUDA driver, and the memory that is bound to them.
 
 A window is memory of one device, at an ordinary address. The windows of several devices are bound

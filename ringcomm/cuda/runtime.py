@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a GPU's runtime as ringcomm needs it.
 
 ``DeviceRuntime`` separates the communicator from the machine: ``cupy_runtime`` implements it with

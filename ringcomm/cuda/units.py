@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compilation units of the CUDA kernels, for every compiler that builds them.
 
 A *unit* is one compilation of ``kernels/cuda/kernels.cu``. One unit moves bytes of any type. There

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual memory of the CUDA driver: device memory that is mapped to reserved addresses.
 
 CuPy has no functions for this, so libcuda's entry points are called directly.

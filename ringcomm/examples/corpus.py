@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text for ``train_gpt.py``: bytes of a file or of a folder's text files, and batches of them."""
 
 from __future__ import annotations

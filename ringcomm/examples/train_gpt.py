@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a byte-level GPT on text, data-parallel, with ringcomm.zero: what ``ringcomm train`` runs.
 
 Read it from top to bottom: options, model, sharding and a step, checkpoints, memory, and the run

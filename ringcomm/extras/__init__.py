@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extensions of the core: experts, tensor parallelism, FSDP2, and other libraries' training loops.
 
 ``from ringcomm.extras import moe`` imports one extension. The modules ``lightning``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face Accelerate on ``ringcomm.zero``: an ``Accelerator`` for sharded modules."""
 
 from __future__ import annotations

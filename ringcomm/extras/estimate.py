@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formulas for the memory, traffic and time of sharded training; see ``docs/estimate.md``."""
 
 from __future__ import annotations

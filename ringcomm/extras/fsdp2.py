@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 with its buffers in the heap and its collectives on ringcomm, on a mesh of any backend.
 
 Modules of ``torch.distributed.fsdp.fully_shard`` accept a custom all-gather and reduce-scatter

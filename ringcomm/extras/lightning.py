@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch Lightning on ``ringcomm.zero``: a strategy for its ``Trainer``.
 
 NOTE [A step is a call of the module]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor and sequence parallelism of a module: linear layers that are divided over ranks.
 
 Between :data:`SPLIT` and :data:`GATHER` each of W ranks of a mesh has 1/W of the tokens of every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that the integrations of other libraries' training loops share.
 
 ``docs/integrations/index.md`` lists which features work with which library, and why others do not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's ``Trainer`` on ``ringcomm.zero``."""
 
 from __future__ import annotations

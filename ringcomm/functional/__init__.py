@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Out-of-place collectives, and matrix products, attention and activation checkpoints over ranks.
 
 The collectives are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile``

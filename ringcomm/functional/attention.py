@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a sequence that the ranks of a group share: context parallelism.
 
 Each of W ranks has n tokens of a sequence of W n: queries, keys and values [batch, heads, n, dim].

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpoints whose saved inputs are divided among the ranks of a tensor-parallel group.
 
 Under tensor parallelism every rank of the group has the same inputs of a layer. A checkpoint keeps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives that return new tensors: torch operators, derivatives, and public functions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pass over compiled graphs that fuses DTensor's collectives with adjacent products.
 
 Under ``parallelize_module`` a column-parallel layer gathers its input, and then multiplies; a

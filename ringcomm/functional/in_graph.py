@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native functions that inductor's code calls in place of the collectives' operators.
 
 See NOTE [Calls of a graph] in ``kernels/bindings/graph_calls.cpp``.

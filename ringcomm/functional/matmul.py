@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products with rows divided over ranks: the linear layers of tensor parallelism.
 
 Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matrix of weights:

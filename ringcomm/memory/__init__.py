@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in the symmetric heap: memory of this process that its peers map.
 
 Read ``host_heap`` first: it makes the heap in host memory, and maps other processes' heaps.

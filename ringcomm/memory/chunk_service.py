@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends the chunks of this process's growing heaps to the processes that map them (*readers*).
 
 A reader connects to a socket of the heap's process, and sends the heap's token. The service sends

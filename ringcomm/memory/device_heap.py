@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The heap of this process on each of its GPUs, and the mapped heaps of its peers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a device heap: chunks that are added when the heap is full, or one allocation.
 
 Chunks use the CUDA driver's virtual memory: the heap reserves addresses for its largest size, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The heap of this process in host memory, and the mapped heaps of other processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NUMA nodes of this machine, and the nodes to which this process's heap is bound.
 
 A processor reaches the memory of its own node faster than other memory. Linux allocates a page on

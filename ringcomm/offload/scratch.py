@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State on a disk: one unnamed file per rank, divided into extents; I/O bypasses the page cache.
 
 Only this process uses the file's content, and only while it runs. So the file never has a name, and

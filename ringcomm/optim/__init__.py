@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded optimizers: each rank keeps and updates the FP32 state of its shard of the parameters.
 
 Read ``sharded.py`` first, then ``step.py``; ``docs/optimizer.md`` states the guarantees.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adafactor: second moments by row and column; one rank, the owner, updates a whole parameter.
 
 The update of an element needs sums over its row, its column and the whole parameter, so each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW, with FP32 or 8-bit state, Adam, SGD and Lion, sharded over a communicator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards any elementwise torch optimizer: tries its class, keeps its state, and steps shards.
 
 An optimizer can be sharded if the update of an element depends only on the element's value, its

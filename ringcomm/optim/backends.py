@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backends that update buckets, the table that they read, and the plans of steps."""
 
 from __future__ import annotations

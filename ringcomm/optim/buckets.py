@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets on one rank: parameters and gradients in the heap, and the state of the rank's chunk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clips reduced gradients: by the norm of all parameters or of some, and by value.
 
 NOTE [What clipping writes]

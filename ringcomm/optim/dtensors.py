@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensor parameters: their local tensors, gradients, checks, and mesh.
 
 Under tensor parallelism a parameter is a ``DTensor``, and a rank has one shard of it, the *local

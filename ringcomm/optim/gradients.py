@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves gradients into buckets, accumulates and reduces them in FP32, and computes their norms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of parameters in flat buckets, and the chunk of each bucket that a rank owns.
 
 A *bucket* is a flat run of parameters of one dtype. It is divided into W *chunks*, and each of W

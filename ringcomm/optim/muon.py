@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon: one rank orthogonalises each whole matrix; AdamW steps the other parameters.
 
 Terms. The *direction* of a matrix is computed from its gradient and momentum, element by element.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of the sharded optimizers, apart from torch's own arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements, which record that a sharded module's buckets hold an optimizer's parameters.
 
 ``ringcomm.zero`` puts the parameters of a module into buckets. An optimizer that is built on the

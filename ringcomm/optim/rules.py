@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update rules of optimizers: hyper-parameters, state, and the backend of a step."""
 
 from __future__ import annotations

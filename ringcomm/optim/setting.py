@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of an optimizer: ranks, device, rule, options, and loss scaler."""
 
 from __future__ import annotations

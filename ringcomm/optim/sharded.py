@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of optimizers whose state is sharded over a communicator."""
 
 from __future__ import annotations

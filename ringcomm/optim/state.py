@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and loads an optimizer's state as shards, for worlds of any size.
 
 A shard is a dict with three entries. "param_groups" is as in torch.

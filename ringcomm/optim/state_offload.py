@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offloaded optimizer state: on a disk or in host memory, it streams through buffers in pieces.
 
 Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, at most 1 Mi elements; a

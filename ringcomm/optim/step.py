@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step of a sharded optimizer: one pass over buckets, or two to clip, scale or check first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and loads an optimizer's state in the format of torch's ``state_dict()``."""
 
 from __future__ import annotations

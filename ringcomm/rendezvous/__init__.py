@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of one machine find each other: environment variables, stores, heap handles."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exchange of handles, by which the ranks of a new communicator find each other's heaps.
 
 All data pass through a torch store as JSON text, and every field is checked on arrival. There are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a rank's launch environment, and finds the store for ranks of several nodes.
 
 Importing this module does not load torch, since the process that starts a command's ranks does not

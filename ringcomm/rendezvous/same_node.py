@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the ranks of one launch on one machine without a launcher's store (mpirun, srun).
 
 Rank 0 makes a TCPStore on the loopback interface and sends its port over a Unix socket. The name of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write Triton kernels that communicate: the device library, and fused kernels built with it.
 
 On the host, :class:`Context` provides the arguments that kernels need, and symmetric memory. In

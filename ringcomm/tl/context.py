@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A context for Triton kernels that communicate, memory that all ranks reach, and fused kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded data-parallel training, ZeRO stages 0 to 3; see ``docs/zero.md``.
 
 Read ``stages/sharding.py`` first, which has ``shard()``, then ``stages/engine.py``. Checkpoints are

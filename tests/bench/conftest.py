@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benches give their process a number of threads; the tests that follow keep theirs."""
 
 from __future__ import annotations

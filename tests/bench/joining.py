@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that the harness starts: it leaves its rank as a file, and waits for the others."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the project's programs from the source tree, as a user would."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for what needs a GPU: a device whose tensors are the CPU's, and a world on it."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes, bandwidth factors and exact inputs; and that wrong results are seen as wrong."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program that compares losses trains all of its runs on the same text."""
 
 from __future__ import annotations

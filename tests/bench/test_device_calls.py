@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What calls cost the host, as the harness times it, on a driver that does nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's step on a GPU as the harness times it, on the host as far as that goes."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops over a disk: every extent is moved, in each pattern, and nothing is left."""
 
 import os

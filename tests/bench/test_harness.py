@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harness as a program: its own ranks, torchrun's, and every system that is here."""
 
 import importlib.util

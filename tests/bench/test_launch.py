@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that the harness starts: their numbers, their end, and what computes beside them."""
 
 import os

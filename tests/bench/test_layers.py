@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench of a tensor-parallel layer: all systems compute the same."""
 
 from __future__ import annotations

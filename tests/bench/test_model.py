@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roofline predicts the recorded rows that its constants were not fitted on."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of a GPT in three kinds of parts: all systems train alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modes in which ranks share a GPU, run with stand-ins for what needs one."""
 
 import os

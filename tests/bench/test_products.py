@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The times of matrix products: all calls give the same."""
 
 import pytest

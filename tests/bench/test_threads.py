@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The threads of a bench's ranks: one number for all systems that are compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns, rounds and what is computed from them; with a clock that the test moves."""
 
 import pytest

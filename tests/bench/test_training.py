@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program that times training steps: its systems train one model, and its rows say so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs torch's own c10d tests on Gloo and on ringcomm, over nodes too, and tables differences.
 
 ``python -m tests.c10d.conformance`` (``make c10d-conformance``) writes docs/c10d-conformance.md.

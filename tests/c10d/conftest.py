@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pools of ranks by size, and one whose ranks share an emulated device."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ringcomm whose tensors are on an emulated device, in processes of a ``RankPool``."""
 
 from __future__ import annotations

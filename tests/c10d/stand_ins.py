@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicators that note what they are asked, and tensors that claim to be on a device.
 
 The tensors are of torch's device "meta": not of the CPU, and without memory.

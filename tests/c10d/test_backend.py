@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ backend: groups that it shares with others, what torch sees of its calls, its build."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between devices as one launch, told from what stand-ins are asked."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint saves and loads sharded state through ringcomm."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call of torch.distributed, on ringcomm and on Gloo, or against what it has to be."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that ``comm=`` means, for an optimizer, a sharded module and a scaler."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communicator that a process group's call goes to, told from the calls that stand-ins get."""
 
 import datetime

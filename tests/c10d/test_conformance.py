@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A quick part of torch's own c10d tests; ``make c10d-conformance`` runs them all."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel trains alike on ringcomm and on Gloo."""
 
 import os

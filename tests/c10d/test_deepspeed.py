@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unmodified DeepSpeed trains alike on ringcomm and on Gloo, with ZeRO stages 1 to 3."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP, FSDP and pipelines on tensors of a device, emulated, train as on Gloo to the bit.
 
 torch takes the tensors for those of the CPU, so what it does otherwise on a GPU (streams of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of torch.distributed on tensors of a device, emulated, against Gloo on the CPU.
 
 What each call gives is tested in ``test_collectives.py``, where each goes in

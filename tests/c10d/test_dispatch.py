@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of torch sees a group's calls, as those of Gloo: modes, autograd, traces and works."""
 
 import warnings

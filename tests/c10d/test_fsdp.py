@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 and FSDP1 train alike on ringcomm and on Gloo."""
 
 import pytest

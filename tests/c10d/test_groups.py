@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Making, naming, dividing and ending groups."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Meshes whose inner axes stay within nodes."""
 
 from __future__ import annotations

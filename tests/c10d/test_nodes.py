@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's trainers on a group over two nodes end with the bits of one node that sums in blocks.
 
 The nodes are processes that say that they are on some.

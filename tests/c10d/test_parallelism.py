@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism, meshes and compiled collectives, against Gloo.
 
 Tensor parallelism beside FSDP2 and over stages is in ``tests/examples/test_parallelism.py``.

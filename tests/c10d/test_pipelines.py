@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's pipeline schedules, and attention over ranks, against Gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options objects of torch as the native module reads them, against torch's own answers."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profiler of torch sees every call as an event with its bytes, and costs nothing while off."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the command for its tests, and looks for processes that it has left behind."""
 
 from __future__ import annotations

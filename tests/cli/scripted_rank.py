@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that does what its test says; started by ``ringcomm.launch``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``ringcomm`` command: its dispatcher, and ``ringcomm doctor``."""
 
 import importlib.metadata

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All commands together: what each of them prints besides its own words."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm demo``, as a user runs it, and that it fails when a part of it does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor's findings about GPUs, on emulated ones and without any."""
 
 import pytest

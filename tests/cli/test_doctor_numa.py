@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor's findings about NUMA nodes, on emulated machines."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm estimate``: what its subjects print, and the options that they refuse."""
 
 from __future__ import annotations

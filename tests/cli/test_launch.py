@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launcher: all ranks run, and none outlives its launch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm metrics``: a format that Prometheus reads, and counters that only grow."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths where no file can be opened: every command that takes one says why, and in no traceback."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm report``: what its page holds, as data; which files it takes and which it refuses."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm topo``: what it prints, records and refuses."""
 
 from __future__ import annotations

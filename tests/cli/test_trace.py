@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm trace``: traces of faults, of processes that run, and files that are damaged."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm train``, as a user runs it: started by itself and by launchers, and refusing options.
 
 What is trained at each stage is tested in ``test_train_stages.py``, whose ranks find MPICH's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm train --save --resume``: a run that goes on is the run that was not interrupted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm train`` at every stage: the same losses, to the bit, whatever else is asked for."""
 
 from __future__ import annotations

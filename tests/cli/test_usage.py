@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of usage, and the progress of long commands."""
 
 from __future__ import annotations

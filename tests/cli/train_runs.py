@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many runs of ``ringcomm train`` in one pair of processes, which start but once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds of rank threads, built once per size and shared by the tests that leave them whole."""
 
 from __future__ import annotations

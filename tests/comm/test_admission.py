@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors without dense memory are refused by name, lazy views are right, and no call is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input raises on the rank that made it, and no peer hears of it."""
 
 import re

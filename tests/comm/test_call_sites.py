@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The call site is never in the library, however that was imported."""
 
 import os

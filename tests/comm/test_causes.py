@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The caller of a local world gets the first of several ranks' errors.
 
 Peers hear of it before the thread that it hit has ended, so any of them may be recorded first.

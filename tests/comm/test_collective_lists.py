@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each list of calls that tests and proofs go through has every collective of the cores."""
 
 import inspect

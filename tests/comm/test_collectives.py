@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each collective is exact: dtypes, operators, worlds, sizes, memories, algorithms and roots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All cores have the collectives of ``Core`` and ``StepCore``, with parameters by their names."""
 
 import ast

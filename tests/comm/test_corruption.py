@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damage in a peer's region: the reader reports it, all ranks end, nothing of it is followed."""
 
 import random

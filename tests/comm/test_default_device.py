@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A default group, and its sub-groups, on a device: which one, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that have ended and that nobody has asked how, and others that get their pids."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interpreters that end at odd times, with objects alive: not a word on stderr."""
 
 import ast

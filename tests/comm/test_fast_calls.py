@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors that the native module reads by itself; all others are read through torch."""
 
 import pytest

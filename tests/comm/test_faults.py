@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that die, stop or are interrupted: everyone else learns it in time, by rank."""
 
 import os

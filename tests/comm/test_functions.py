@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module-level functions: torch.distributed's names, parameters and ranks."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of tensors with strides, signs, gradients, other shapes and in lists of parts."""
 
 from __future__ import annotations

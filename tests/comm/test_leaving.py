@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that closes a communicator, or leaves LocalWorld.run(), leaves nobody waiting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages whose peer is killed or stopped, or takes back what it lent."""
 
 import os

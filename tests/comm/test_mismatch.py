@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks that make different calls: both are named, on every rank."""
 
 from collections.abc import Callable

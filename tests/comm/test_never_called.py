@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that a peer never makes: what it did last is told."""
 
 import re

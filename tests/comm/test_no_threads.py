@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that cannot be started, and Ctrl-C while one is: an error, and nothing that hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partial reductions in the accumulator's type, and what their combination rounds to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes, whose calls are exact and whose groups are their own."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization: values against a reference, bounds of the error, all loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain memory that ranks copy out of each other's processes: NOTE [Single copy] in endpoint.h."""
 
 from __future__ import annotations

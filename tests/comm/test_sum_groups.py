@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums in groups of ranks: their bits, those of node sums combined, and what they exclude."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls by several threads of a rank: the same bits, how many threads, and what ends them."""
 
 from __future__ import annotations

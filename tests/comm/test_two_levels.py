@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums in groups that are made in two levels: their bits, and when they are made."""
 
 from __future__ import annotations

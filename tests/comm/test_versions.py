@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Versions of a call's outputs, by which a backward finds that a saved tensor was changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CudaRuntime on stand-ins for CuPy and torch that record its calls and answer as they do.
 
 That the calls are the right ones only a GPU can show; here is what ringcomm decides by itself.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runtime that a process gets, and the error where it gets none."""
 
 from __future__ import annotations

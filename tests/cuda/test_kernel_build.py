@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels come from the build, or from a compilation that is kept."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk: shared by processes, checked when read, and never trusted blindly."""
 
 import fcntl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units and targets: which there are, what covers which GPU, and what a compilation reads."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multicast objects over the emulated driver, which has the real one's rules, and their passing."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels/cuda/ptx.h and ops.h take for granted of roundings."""
 
 import numpy as np

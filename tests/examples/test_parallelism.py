@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples in docs/ run, learn, and print what a reference prints."""
 
 from __future__ import annotations

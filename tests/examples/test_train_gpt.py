@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model and the text of the training example; ``tests/cli/test_train*.py`` run it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """parallelize(): a model of which ranks have parts gives what one process gives, and trains so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every function with every op that has a gradient, beside what it must give.
 
 A reference takes the inputs of all ranks and builds the outputs of all ranks from them with

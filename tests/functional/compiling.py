@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares compiled functions with eager ones, and records the calls that are really made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The in-place functions' worlds and devices, ranks that compile, and a compiler that forgets."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A function of all ranks' tensors as one differentiable function, which gradcheck can test.
 
 Every evaluation, also of derivatives of any order, calls the rank function once on every rank. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules of torch's compiler, which a process imports before it forks ranks that compile."""
 
 from __future__ import annotations

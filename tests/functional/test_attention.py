@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over ranks is that of one process, with its gradients."""
 
 from __future__ import annotations

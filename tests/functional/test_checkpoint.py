@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that ranks divide: gradients of torch's, and a share of the inputs kept."""
 
 from __future__ import annotations

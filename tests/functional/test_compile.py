@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile with fullgraph: same values and gradients, with groups of every kind."""
 
 from __future__ import annotations

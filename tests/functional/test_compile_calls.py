@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In a compiled function every collective is called once, in the order of the program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values and gradients on communicators of devices."""
 
 from __future__ import annotations

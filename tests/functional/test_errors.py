@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input raises on the rank that made it; ranks that disagree are told so."""
 
 from __future__ import annotations

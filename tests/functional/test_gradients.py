@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of second order by finite differences, and that wrong ones are caught.
 
 Those of first order are compared to the bit in ``test_values.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fuse_products(): a model under DTensor's plan calls fused products, and gives the same."""
 
 from __future__ import annotations

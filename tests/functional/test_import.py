@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ringcomm.functional`` is there after ``import ringcomm``; it and ``zero`` load no compiler."""
 
 from tests.packaging.test_import import run

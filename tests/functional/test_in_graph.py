@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions that replace operators in inductor's code: bits, errors, and no Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products over ranks are those of one process, with their gradients."""
 
 from __future__ import annotations

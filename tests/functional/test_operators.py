@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.ops.ringcomm``: opcheck, shapes with symbols, and the keys that stand for groups."""
 
 from __future__ import annotations

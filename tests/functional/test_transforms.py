@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward mode and the transforms of ``torch.func`` through every function and operator.
 
 A problem names a function of one rank and a reference, which makes the outputs of all ranks from

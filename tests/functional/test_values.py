@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values and gradients, to the bit, against one process that has the inputs of all ranks."""
 
 from __future__ import annotations

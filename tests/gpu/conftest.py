@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives each test a device, names those that need a real one, and keeps one-launch worlds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device that the tests of this folder run on: a GPU, or where there is none an emulated one.
 
 The emulated device is as large as an H200, so what does not fit there does not fit here either.

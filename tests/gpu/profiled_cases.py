@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels whose loops are of interest, twice each, for a profiler: all ranks in one launch.
 
 ``make gpu-check`` runs it under ncu, with the bytes of a rank's buffer as the argument. Exits with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program of the harness on an emulated device: ``python -m tests.gpu.rehearsed BENCH ...``.
 
 ``make gpu-check REHEARSE=1`` times everything so. What a GPU is asked for beside ringcomm has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each collective once, and a step, at small sizes, for compute-sanitizer: two ranks, one launch.
 
 Run by ``make gpu-check`` under memcheck, racecheck and synccheck. Exits with 1 when a result is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of integers wrap on a GPU as they do on the host; tests/comm/device has the other bits."""
 
 import torch

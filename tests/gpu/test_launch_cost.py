@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a call on the host: noted in the results of ``make gpu-check``, not asserted."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory comes back: torch's, the heap's and the device's, whatever order things end in."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts on a device: rows, sums and gradients have the host's bits, whatever the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A communicator over nodes, with NCCL between them: each GPU of this machine plays a node's part.
 
 With four GPUs there are two nodes of two, else two of one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sharded optimizer on a GPU: the host's bits, graphs, loss scaling, processes."""
 
 import math

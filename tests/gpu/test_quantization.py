@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization on a device: the host's bits, and on a GPU their rate beside a copy's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives are ordered on streams, and tensors live as long as their collectives."""
 
 import pytest

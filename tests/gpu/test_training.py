@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP and FSDP2 on the GPU, as processes that share it, against gloo on the CPU."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels on one GPU: several ranks in one launch, and beside the CUDA kernels."""
 
 from __future__ import annotations

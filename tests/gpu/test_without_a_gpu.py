@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of this folder that runs without a GPU."""
 
 import pytest

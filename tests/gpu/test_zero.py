@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded training on the GPU: the same bits at every stage, in one process and in several."""
 
 from dataclasses import replace

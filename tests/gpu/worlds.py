@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds on one GPU: ranks of this process that one launch carries, or a rank per process."""
 
 from __future__ import annotations

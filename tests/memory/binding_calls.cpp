@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Loaded before the C library (LD_PRELOAD) by a process of test_numa.py: notes the calls of mbind,
 // and answers them as a kernel with many nodes would.
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder on a disk, and memory, for the tests of scratch files."""
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Loaded before the C library (LD_PRELOAD) by the process of test_scratch_faults.py: from arm() on
 // the n-th call of a kind goes wrong.
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small job with a scratch file, once for every call that can go wrong; prints what came of it.
 
 ``test_scratch_faults.py`` starts it with ``faulty_calls.cpp`` loaded before the C library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of heaps on their way to other processes: who gets them, and what counts as mapped."""
 
 from __future__ import annotations

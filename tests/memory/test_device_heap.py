@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The heap of a device: allocations, reuse, limits, exit and fork; over emulated devices."""
 
 from __future__ import annotations

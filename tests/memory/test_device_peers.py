@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers' device heaps: handles, mappings, and their order of closing."""
 
 from __future__ import annotations

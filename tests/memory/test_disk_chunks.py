@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks that come from a disk and go there: what is in them, the pages they take, and faults."""
 
 from __future__ import annotations

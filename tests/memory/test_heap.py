@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in the heap: shapes, dtypes, reuse, limits."""
 
 import gc

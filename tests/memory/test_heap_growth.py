@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device heaps that grow: chunks, limits, and processes that map what comes later."""
 
 from __future__ import annotations

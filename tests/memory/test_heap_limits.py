@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The heap under limits of the system: sizes that follow, and advice that fits the cause."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the heap lies on a machine with several NUMA nodes; the machines are emulated."""
 
 import ctypes

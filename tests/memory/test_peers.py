@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer's heap is mapped once, however many communicators share it, and let go with the last."""
 
 import gc

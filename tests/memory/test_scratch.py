@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch files: what is written comes back, or an error says why not; nothing is left."""
 
 import fcntl

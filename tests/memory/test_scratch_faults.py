@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch files on a disk that fails: every call of a small job, in every way, and a full disk."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A heap can be reached by this user's processes, and by nobody else's."""
 
 import ctypes

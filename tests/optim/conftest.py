@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The in-place functions' worlds, with segments that hold whole tiles of 512 elements."""
 
 from collections.abc import Iterator

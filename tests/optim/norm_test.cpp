@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The sum of a tile by a warp (kernels/cuda/warp_sum.h) against the host's by halves, bit for bit:
 // the 32 lanes of a warp are an array here. And the exact addition of tiles against the one of
 // long doubles where that is exact.

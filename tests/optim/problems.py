@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters with scripted gradients, for ringcomm in any world and for torch on their sum."""
 
 from __future__ import annotations

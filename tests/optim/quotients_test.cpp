@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The branch-free quotients and roots (kernels/cuda/quotients.h), and AdamW's step by them
 // (update_rules.h), against `/` and sqrt, bit for bit. The approximations that they begin with are
 // off by as much as a GPU's may be: near_error_ulps. argv[1]: every so manyth mantissa of divisors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps: against torch's, in every world, in every dtype, in one pass and in two."""
 
 from __future__ import annotations

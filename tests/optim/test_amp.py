@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling: torch's GradScaler, ringcomm's, its own scaler, and steps that are skipped."""
 
 from __future__ import annotations

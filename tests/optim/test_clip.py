@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm of the whole gradient: torch's value, the same bits in every world; and clipping."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's calls in errors and traces: what they reduce, to what, and no root."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input is refused before anything changes; ranks that differ are told so; faults tear."""
 
 from __future__ import annotations

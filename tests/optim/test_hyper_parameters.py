@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose hyper-parameters differ learn it at the step, before anything changes."""
 
 from __future__ import annotations

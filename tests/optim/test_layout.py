@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of parameters: round trips, alignment, chunks, descriptions, and agreement."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss scale moves as told, on the device, and survives a checkpoint."""
 
 from __future__ import annotations

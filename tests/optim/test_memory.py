@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters, gradients and sums of gradients in the buckets, and that their memory comes back."""
 
 from __future__ import annotations

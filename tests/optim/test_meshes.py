@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms and skipped steps over all axes of a mesh: 2 x 2 x 2 ranks, and 2 stages of 2 ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW over several nodes, which here are threads that say that they are on some."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms that depend on no order: a warp's sums, and exact addition."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options are checked where they are made, and say what they are in JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused rules besides AdamW: torch's bits, in every world, dtype and form; their states."""
 
 from __future__ import annotations

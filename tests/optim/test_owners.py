@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers whose parameters have owners, Muon and Adafactor: torch's bits in every world."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW with 8-bit moments: the values, and steps with the bits of the reference in torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' quotients and roots without branches round as IEEE's do (quotients_test.cpp)."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State cut for one world and another is the same state, whatever the parameters are."""
 
 from __future__ import annotations

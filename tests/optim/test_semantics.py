@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop may do with these optimizers what it may do with torch's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any elementwise optimizer, sharded: the bits of its class in one process, in any world."""
 
 from __future__ import annotations

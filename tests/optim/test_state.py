@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of shards: in their own world, in any other, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State on a disk: the bits of state in memory, the bytes that move, and a disk that fails."""
 
 from __future__ import annotations

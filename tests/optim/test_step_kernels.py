@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's native kernels: instruction sets, forms and worlds agree bit for bit; faults."""
 
 from __future__ import annotations

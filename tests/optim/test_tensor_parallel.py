@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensor parameters of tensor parallelism, sharded over the data-parallel axis of a 2 x 2 mesh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state in torch's format: both ways with every bit, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds names of ringcomm in code that do not exist, and calls that a signature does not take."""
 
 from __future__ import annotations

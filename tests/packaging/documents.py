@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents, and what tests read in them: blocks of code, commands, links and headings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sdist, the wheel and the editable install build without torch, install, and run."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A build compiles the CUDA kernels for the machine's GPUs, or for the targets that it is told.
 
 The compiler and nvidia-smi are stand-ins; tests/proof/compile has the real compiler.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents' code: Python that names what exists and runs, commands that their parsers take."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's examples run, and what the documents link to and quote exists."""
 
 import itertools

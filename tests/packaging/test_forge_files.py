@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files for the forge: workflows, issue forms, citation, hooks and the container."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules that `import ringcomm` loads, in a fresh interpreter."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that documents, comments and docstrings name without a folder exist in the tree."""
 
 from __future__ import annotations

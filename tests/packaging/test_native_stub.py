@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ringcomm/_native.pyi declares what the native module has, with the types of the bindings."""
 
 import re

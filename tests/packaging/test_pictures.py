@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Charts are what `make pictures` draws; every picture has texts, legible ones, and is shown."""
 
 import itertools

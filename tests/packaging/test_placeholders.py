@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only pyproject.toml names the placeholder address, so a release replaces it in one file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every name that the design and the glossary quote is an identifier of the code."""
 
 from __future__ import annotations

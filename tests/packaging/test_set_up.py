@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The set-up of the make targets, on machines that lack something."""
 
 import ast

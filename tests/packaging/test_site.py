@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The site has a page of everything that is public, and builds without a warning."""
 
 import argparse

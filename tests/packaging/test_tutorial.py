@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tutorial: each of its programs runs as it stands there, and prints what it says."""
 
 import os

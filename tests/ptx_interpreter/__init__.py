@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interpreter of PTX, for kernels that no GPU is there to run.
 
 It takes the text that NVRTC and Triton emit for sm_90, refuses by name what it does not know, and

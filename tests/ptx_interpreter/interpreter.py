@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of the interpreter in Python: see ``source/interpreter.h``."""
 
 from __future__ import annotations

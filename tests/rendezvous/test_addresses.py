@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where ranks of several nodes meet, by what their launchers' variables say."""
 
 import socket

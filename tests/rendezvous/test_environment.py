@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rank of a process, by launcher; and real launches of torchrun and mpirun."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rank of a failed rendezvous says why, and none blames the store that ends with rank 0."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only announced ranks may join, whose memory says what their handles say."""
 
 import json

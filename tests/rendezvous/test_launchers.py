@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launchers start ranks on two nodes, which meet and sum: each as it is started by its users."""
 
 from __future__ import annotations

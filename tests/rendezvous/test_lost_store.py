@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node that holds the store is lost: the others learn it, in time, and from where."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank runs out of file descriptors at each step of a rendezvous in turn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks' messages of a rendezvous, and junk in their place."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendezvous of one launch's ranks on a machine, and other users' processes at its sockets."""
 
 import multiprocessing

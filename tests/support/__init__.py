@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers of several test directories: spawned ranks, exact inputs, fault injection."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a communicator, on the host or a device, whose results are known to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wait of each rank when one fails, from the steps of calls in kernels/include.
 
 The calls are staged, native calls on the host. No rank's events depend on the order in which ranks

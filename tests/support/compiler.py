@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the C++ programs of tests, at low priority: other tests have deadlines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Covering arrays: a few cases that have each pair of values, in place of the product of all.
 
 ``@covering(stage=STAGES, dtype=DTYPES)`` parametrizes a test so that each pair of values of two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules for the code of compiled kernels. Each rule returns what violates it, in words."""
 
 from __future__ import annotations

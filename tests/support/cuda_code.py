@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA kernels compiled with no GPU and no driver, and what the compilers and their reports say.
 
 SASS is the machine code, PTX what it is made from. Loops are found in SASS by their backward

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control codes of machine code: what an instruction waits for, and what waits for it.
 
 An instruction of Volta and later takes 16 bytes. ptxas schedules it ahead of time, and writes into

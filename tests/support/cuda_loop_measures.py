@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the loops of kernels that predict how fast they are, read from machine code.
 
 A warp is walked through several turns of a loop: each 16-byte load is in flight until an

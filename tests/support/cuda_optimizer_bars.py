@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars of the optimizer's kernels, by their machine code: each check returns what is below one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the imports of Python sources, as dotted names, without importing anything."""
 
 from __future__ import annotations

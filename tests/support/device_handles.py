@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets the ranks of a test tell each other where their device heaps are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transport for emulated devices: Gloo in the place of NCCL, in the order of streams."""
 
 from __future__ import annotations

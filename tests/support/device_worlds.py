@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on devices, emulated or real, under one interface, and where their tensors lie."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the emulated driver: ``python -m tests.support.emulated_driver`` before the tests begin.
 
 It takes a compiler and nothing that is installed, so ``make test`` does it while pip installs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs whose reductions are exact in every dtype and any order, and their references."""
 
 from __future__ import annotations

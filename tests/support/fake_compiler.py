@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CUDA compiler that takes no time, and a tree of sources to give it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a fault schedule, with inputs whose results are known exactly."""
 
 from __future__ import annotations

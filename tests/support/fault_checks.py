@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs plans of faults, and says which promises of docs/reliability.md they broke."""
 
 from __future__ import annotations

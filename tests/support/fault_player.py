@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plays plans of faults: each rank makes the calls, and reports how each ended and what it left."""
 
 from __future__ import annotations

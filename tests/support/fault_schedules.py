@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of faults: what a world of ranks calls, and which rank fails where; drawn from a seed."""
 
 from __future__ import annotations

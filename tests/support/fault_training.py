@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs that lose a rank, and go on from their last checkpoint: nothing is lost."""
 
 from __future__ import annotations

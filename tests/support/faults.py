@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fault injection, and proof that nothing is left behind."""
 
 from __future__ import annotations

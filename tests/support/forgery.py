@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that tells its peers what no rank of ringcomm would: they must notice."""
 
 from __future__ import annotations

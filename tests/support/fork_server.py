@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python programs that start in milliseconds: forks of a process that has imported torch.
 
 Importing torch takes seconds, and the tests start hundreds of programs that do. :class:`Popen` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that this process uses in its heap, with nothing left that only waits to be freed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of the tree that importing modules reads, found in their sources without importing."""
 
 from __future__ import annotations

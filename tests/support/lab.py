@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several nodes on one machine: network namespaces that a bridge joins, with ranks in them.
 
 A node has its own network, processes, System V and POSIX shared memory, host name, mounts and boot

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launchers in a lab: a remote shell between its nodes, and Slurm on all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memories for tensors: plain memory or the heap, aligned or not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Meshes of pipeline, data and tensor parallelism, for checks of a RankPool."""
 
 from __future__ import annotations

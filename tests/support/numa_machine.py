@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders like the kernel's of NUMA nodes, for machines that are not at hand."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVRTC of the ``nvidia-cuda-nvrtc`` package, with the functions that CuPy's module of it has.
 
 The library reaches NVRTC through CuPy; this stands in for it on machines that have no CuPy. It is

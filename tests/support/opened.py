@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a tree that processes open, whichever process it is: inotify(7) tells."""
 
 from __future__ import annotations

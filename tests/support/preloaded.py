@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules that a process imports before it forks ranks and programs, so that they need not.
 
 A rank whose function stands in a file of tests imports that file, which imports pytest: half of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules that a process imports before it forks jobs on emulated devices.
 
 As :mod:`tests.support.preloaded` for all tests, but without ZeRO and the differentiable

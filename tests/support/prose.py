@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prose of the sources: comments, docstrings, error messages and paragraphs of Markdown."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized values that a device makes and adds up, beside the host's, to the ends of runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that stay up and run one check after another as ranks of a fresh group.
 
 Importing torch costs seconds per process, a new group costs milliseconds.

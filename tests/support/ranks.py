@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: start them, collect what they return or raise, leave none behind."""
 
 from __future__ import annotations

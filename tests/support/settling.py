@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of a process between its imports and its first fork."""
 
 from __future__ import annotations

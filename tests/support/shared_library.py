@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared libraries of the tests' own C++, built under ``build/`` when their sources change."""
 
 from __future__ import annotations

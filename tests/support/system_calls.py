@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """System calls that the kernel refuses this process, as a container's filter does (seccomp(2))."""
 
 import ctypes

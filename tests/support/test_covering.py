@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Covering arrays have each pair that a case can have, and fewer cases than the product."""
 
 from __future__ import annotations

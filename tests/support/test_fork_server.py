@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program in a fork finds what one in an interpreter of its own finds."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nodes of a lab are apart, their links have a rate, and nothing of them is left."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python objects of torch's operators, which dispatch modes are given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for Triton's driver of a GPU: kernels compile as for one that need not be here."""
 
 from __future__ import annotations

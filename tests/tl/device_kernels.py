@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of a user of ``ringcomm.tl``, as test_device_library.py runs and compiles them.
 
 The words of a kernel are int32 [rows, world] in symmetric memory. Word [row, p] is written by rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose Triton kernels run in Triton's interpreter, and their contexts of ``ringcomm.tl``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules that a process imports before it forks ranks whose kernels are interpreted.
 
 Triton looks whether it shall interpret a function when the function is defined.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A bucket as an optimizer step needs it, and both kinds of kernels' steps on equal copies."""
 
 from __future__ import annotations

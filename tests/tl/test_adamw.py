@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's Triton kernels in Triton's interpreter, bit by bit against the native ones."""
 
 import math

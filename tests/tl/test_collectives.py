@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton collectives in Triton's interpreter, one real process per rank, on the host's heap."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A damaged header under the Triton kernels: refused as the native ones refuse it."""
 
 from importlib.util import find_spec

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contexts of ``ringcomm.tl``: their faults, their memory, what they refuse, and how they load."""
 
 import io

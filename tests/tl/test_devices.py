@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels on devices, emulated here and real with ``-m gpu``: processes that share one,
 each with several channels."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused kernels in Triton's interpreter, one real process per rank, against torch."""
 
 import itertools

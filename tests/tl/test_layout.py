@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels' own arithmetic, held against the C++ structures that it mirrors."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the native module launches in Triton's place is the kernel that Triton would launch."""
 
 from __future__ import annotations

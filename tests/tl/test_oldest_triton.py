@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels are written in what Triton 3.6 compiles, the oldest that pyproject.toml allows.
 
 The tests compile with a newer one, which takes more: here the sources are read for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization by Triton's functions, in the interpreter, with the host's bits."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check under qemu: the packages' source, missing programs, and the tests that it names."""
 
 from __future__ import annotations

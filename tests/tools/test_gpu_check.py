@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make gpu-check`` as far as it goes without a GPU: its plan, its stages and their parsing."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The goals for a GPU, judged from rows, and the files that ``make gpu-check`` leaves."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of `make matrix`: their shared environments, and the message of a failure."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make gpu-check REHEARSE=1``: what it makes of each run, and a sample of it from end to end."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools that make wheels: what they refuse, and what they write, on wheels that are made up."""
 
 import json

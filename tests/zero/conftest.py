@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's worlds of rank threads, one of two nodes, and devices."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run with everything that a checkpoint must bring back."""
 
 from __future__ import annotations

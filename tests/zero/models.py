@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models that break sharded training where it is brittle, and a loop that trains them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model under sequence and tensor parallelism, and a loop that trains it on a mesh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that are read, written, built and given back outside of the training loop."""
 
 from __future__ import annotations

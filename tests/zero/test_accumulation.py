@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``accumulate_dtype``: what several backwards bring adds up in FP32, at every stage."""
 
 from __future__ import annotations

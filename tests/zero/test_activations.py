@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations on a disk: what a graph gets back, what is never written, and how much memory it is.
 
 Training with them is in ``test_activations_in_training.py``.

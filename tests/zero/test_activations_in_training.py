@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with activations on a disk or computed again: its bits, and a disk's faults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters on a frozen base, put in before ``shard()`` or after it, and swapped."""
 
 from __future__ import annotations

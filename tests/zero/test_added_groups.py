@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NOTE [Growth]: groups that are added later, and optimizers of a part of a sharded module."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``shard()`` that fails leaves the module as it was, and the heap."""
 
 from __future__ import annotations

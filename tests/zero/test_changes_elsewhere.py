@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changes after ``shard()``, and frozen 8 bits, on several nodes and on devices."""
 
 from __future__ import annotations

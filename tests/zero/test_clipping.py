@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clipping by value and of some parameters, which has the same bits at every stage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.compile`` before and after ``shard()``, of the whole module and of its units."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NOTE [Conversions]: ``.to()`` and the like of a sharded module are refused, or change nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on devices, emulated here: the host's bits, at every stage."""
 
 from __future__ import annotations

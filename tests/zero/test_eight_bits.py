@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A frozen base in 8 bits, which the user's own module dequantises, with trained adapters."""
 
 from __future__ import annotations

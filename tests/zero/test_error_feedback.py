@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback of quantized gradients: over steps, stages, scales and checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input is refused before anything moves, and says what to do."""
 
 from __future__ import annotations

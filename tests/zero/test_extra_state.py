@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules' extra state is in checkpoints, unless it would need pickle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NOTE [Freed memory]: shard() raises the sizes from which malloc gives memory back at once."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.func`` on a sharded module: at stage 3 inside ``unsharded()``, else at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graphed step ends with the bits of eager ones at every stage, and refuses what it cannot be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates in backward of modules with several outputs, and of those that run more than once.
 
 An inner or second output has its gradient after parameters that were used behind it were updated.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations under ``torch.inference_mode()``, after which a module trains as after ``no_grad()``.
 
 A tensor that is made in inference mode refuses writes outside of it, so none may stay in a module,

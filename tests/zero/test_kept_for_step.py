@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage 2 keeps its last buckets for the step: which calls that makes, and that no bit changes."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pieces of parameters that a rank keeps: averages of weights that no rank has whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a rank at each stage, counted tensor by tensor, against the closed forms.
 
 Bytes per parameter with Adam (Rajbhandari et al., SC'20, section 3): parameters p, gradients g,

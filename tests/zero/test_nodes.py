@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded training over several nodes, which here are threads, or processes, that say so."""
 
 from __future__ import annotations

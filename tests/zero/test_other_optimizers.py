@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers that know nothing of sharding are refused at their first step, and no others."""
 
 from __future__ import annotations

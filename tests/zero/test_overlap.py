@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communication in the background, and the default that decides about it."""
 
 import threading

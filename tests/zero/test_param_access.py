@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One parameter's reduced gradient, master and state, read and set at every stage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``p.grad`` of sharded parameters: cleared by any container, clipped by torch, else refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters on a disk at stage 3: the bits of memory, constant buffers, and a disk that fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a part: other heads, parts that are chosen, and what is trained alone."""
 
 from __future__ import annotations

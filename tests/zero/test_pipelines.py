@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO within the stages of a pipeline: torch's schedules, norms and failures of all stages."""
 
 from __future__ import annotations

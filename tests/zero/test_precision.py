@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presets of mixed precision, what they have the optimizer keep, and modules that stay FP32."""
 
 from __future__ import annotations

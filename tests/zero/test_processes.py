@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: the same bits as ranks that are threads, and what is left when one dies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that cross between nodes quantized: a training with a reference, resuming, writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NOTE [Replaced parameters]: what takes a parameter's place in its module is noticed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resharded parameters, memory that others hold, and graphs of gradients at stage 3."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training gives the same parameters to the bit on any stage, world, offload and schedule.
 
 The cases are a covering array: each pair of values of two axes occurs in one, apart from the pairs

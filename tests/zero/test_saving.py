@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: training goes on with the same bits, at another stage and in another world."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training at each stage is that of torch in one process, and close to other orders of sums."""
 
 from __future__ import annotations

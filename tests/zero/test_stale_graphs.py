@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs that were built before parameters changed: their backward raises, as with torch.optim.
 
 A graph whose parameters still have the values that it has saved runs backward, whatever was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars for the host's cost of a training step on a device, counted on a driver that does nothing.
 
 See ``tests/support/stub_driver/step_cost.py`` for the model and for what is counted. A mutant of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO on the data-parallel axis of a mesh whose other axis is tensor-parallel: 2 x 2 ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several sharded modules in one backward, and ranks that use different parameters of them."""
 
 import gc

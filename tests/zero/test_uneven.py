@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with different numbers of batches: the bits of gradients of zero from those without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choices for some units, and parameters that are the user's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars for the host's cost of stage 3 on a device, with one sharded module and with several.
 
 One rank trains a GPT of twelve blocks and tiny width on a driver that does nothing. So gradients

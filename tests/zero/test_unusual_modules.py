@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that cannot be sharded are refused with the reason; what is odd and can be, is right."""
 
 from __future__ import annotations

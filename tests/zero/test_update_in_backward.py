@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates while backward runs: the bits of updates in the step, and what is refused."""
 
 from __future__ import annotations

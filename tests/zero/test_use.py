@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses of a module beside the usual loop, at every stage."""
 
 from __future__ import annotations

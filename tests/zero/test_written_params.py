@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """16-bit parameters that are written to in place: their masters follow."""
 
 from __future__ import annotations

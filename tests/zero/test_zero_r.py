@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ZeRO-R promises of memory beyond the model state: constant buffers, and no fragments.
 
 Rajbhandari et al., "ZeRO" (SC'20), section 6. ``docs/disk.md`` says what is here in place of what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the wheel for AArch64, and C++ programs of the tests, under qemu: ``make aarch64-check``.
 
 The wheel must give the same bits as the wheel for x86-64. The programs are compiled by Debian's

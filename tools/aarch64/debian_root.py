@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks Debian packages of another architecture into a folder, without root rights.
 
 apt-get downloads the packages with its own state, so the architectures and packages of this system

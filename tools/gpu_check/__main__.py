@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: ``python -m tools.gpu_check [--stages LIST] [--budget SECONDS] [--rehearse]``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark runs that measure the figures of the goals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The goals for a GPU's figures, and how far each goal is reached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the benchmarks' kernels, with both kinds of loops. Arguments for an H100: ``9 0``.
 
 One process compiles each unit and kind, all at the same time. Without this program, the first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result files of a run: all rows as JSON and CSV, a Markdown report, and the log."""
 
 from __future__ import annotations

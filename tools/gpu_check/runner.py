@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages with their time budgets, and the runner of commands with time limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages: each function runs its commands within a time limit and returns a result."""
 
 from __future__ import annotations

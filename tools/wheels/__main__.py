@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds, checks and tries the sdist and the wheels of a release: ``make wheels``.
 
 ``python -m tools.wheels --help`` lists the options.

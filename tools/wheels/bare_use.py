@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests an installed wheel without any other package, not even torch.
 
 Two ranks, which are threads of this process, add numbers of each floating-point dtype with every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the sdist, and from it the wheels: manylinux_2_28, for x86-64 and AArch64.
 
 Zig's clang compiles for both machines against glibc 2.28, and links its own libc++ statically, so

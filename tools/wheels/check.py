@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a finished wheel without running it.
 
 A wheel must run on each system that fits its tag, without anything else from its builder: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the SHA-256 sums of a release's files, in the format of sha256sum."""
 
 from __future__ import annotations

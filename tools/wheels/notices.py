@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Licences (PEP 639) and SBOM (PEP 770) of the third-party code in a wheel.
 
 The SBOM is CycloneDX 1.6. It describes the Zig and nanobind of the running interpreter, which the

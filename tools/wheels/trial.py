@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tries wheels in environments that contain nothing else."""
 
 from __future__ import annotations

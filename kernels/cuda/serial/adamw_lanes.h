@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Updates a run of a shard by the lanes of a block. 256 lanes with loads of 112 bytes each keep 28
 // KiB in flight.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Loads and sums the gradients of a chunk, 8 elements per lane and turn (16 bytes of 16-bit types,
 // 32 bytes of FP32).
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // All-reduce, reduce-scatter and all-gather by LL, for small messages. Their flag travels with the
 // data, so that one transfer carries both, without a fence between them (NCCL's LL protocol).
 //

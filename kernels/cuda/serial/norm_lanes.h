@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Sums gradients into FP32 and computes the norm of the sum, tile by tile (grad_norm.h), by the
 // lanes of a block.
 #pragma once

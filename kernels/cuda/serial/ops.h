@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Copies and reductions on a GPU (the Ops of endpoint.h): 16-byte accesses, several loads in flight
 // per lane, adjacent lanes at adjacent addresses. On the host, threads are the lanes.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The bodies of the optimizer's kernels, for any Team; body.h has those of the collectives.
 #pragma once
 

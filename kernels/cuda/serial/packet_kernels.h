@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The kernels of packets. They load words, headers and payloads one after the other.
 #pragma once
 

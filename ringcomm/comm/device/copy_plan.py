@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of all-gathers in which the GPU's copy engines read the peers' inputs in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core of a communicator on a device: its region, protocol words, faults and close."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine that launches calls on a device, orders them and keeps their tensors alive."""
 
 from __future__ import annotations

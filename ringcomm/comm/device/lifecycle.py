@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches peers' processes, and frees device memory that outlives its communicator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point calls on a device, alone and in batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendezvous of ranks on devices: ranks compare devices, choose rings, and prove all links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharing of one device by communicators and ranks: the order of kernels, and joint launches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connections between one machine's GPUs, and the rings and algorithms planned for them.
 
 A topology file holds NVML's answers and nothing else. Missing answers are null or left out::

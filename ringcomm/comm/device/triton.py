@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches of Triton's kernels on a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a call's arguments, made before anything is sent; dtypes and reduction operators."""
 
 from __future__ import annotations

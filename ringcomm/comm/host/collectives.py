@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives of a communicator: reductions, gathers, broadcasts, scatters and exchanges."""
 
 from __future__ import annotations

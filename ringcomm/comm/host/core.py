@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a communicator's core: its collectives on addresses, and its owner.
 
 A core makes the calls of one rank. ``_native.Comm`` is the core of ranks that share a node's host

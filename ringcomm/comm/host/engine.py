@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine that runs calls on one core: their order, faults, abort, close, exit and fork."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point calls, which never wait for collectives, and their implementation on the host."""
 
 from __future__ import annotations

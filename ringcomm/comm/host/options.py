@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tunables of a communicator."""
 
 from __future__ import annotations

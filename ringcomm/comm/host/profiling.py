@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows calls to a profiler of torch, as events with the names and the bytes of the calls.
 
 The native fast paths refuse calls while a profiler is on (``is_profiled()`` in

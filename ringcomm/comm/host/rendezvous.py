@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendezvous of a communicator on the host, which makes, announces and maps its regions."""
 
 from __future__ import annotations

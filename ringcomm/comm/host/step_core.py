@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a host core for the steps of an optimizer: collectives on buckets.
 
 ``_native.Comm`` implements it on one node, :class:`ringcomm.comm.nodes.steps.Steps` over several

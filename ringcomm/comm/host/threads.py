@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many threads a rank's calls use on the host: NOTE [Threads of a rank] in worker_pool.h."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives that Triton kernels run in place of the native ones: ``kernels="triton"``."""
 
 from __future__ import annotations

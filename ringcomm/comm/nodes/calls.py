@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls over several nodes: their order, headers, messages on the rails, and the collectives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forms in which nodes send partial sums to each other: unchanged, rounded, or quantized.
 
 Quantization works on blocks of 128 numbers with one scale each;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core of a communicator over several nodes: its node's core, and the rails.
 
 It implements :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes of L

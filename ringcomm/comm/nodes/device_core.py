@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core of a communicator on devices over several nodes: calls of the node and the transport.
 
 It implements the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for devices,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines of communicators over several nodes, and how they are built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends and receives between ranks of different nodes; the node's core carries local messages.
 
 Messages of one tag between two ranks keep their order, as within a node. A message is two sends of

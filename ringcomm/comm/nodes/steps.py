@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of an optimizer's step over several nodes, and the gathers of ZeRO's stage 3.
 
 A bucket has W = N L chunks, for N nodes of L ranks. The rank with local rank l on node n owns chunk

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transport between nodes: its process groups, and the messages of each rail.
 
 A *transport* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or the group that

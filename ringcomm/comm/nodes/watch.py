@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The watch over a communicator of several nodes: finds out which rank failed, informs all others.
 
 Ranks notice a failed rank in different ways: the ranks of its node by the node's abort words, its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the flight recorders of a communicator's ranks, writes traces, and explains faults."""
 
 from __future__ import annotations

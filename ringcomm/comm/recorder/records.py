@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of calls, and the reader that decodes a flight recorder's memory to records."""
 
 from __future__ import annotations

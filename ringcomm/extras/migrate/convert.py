@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``convert()`` turns checkpoints of DeepSpeed and of torch into ringcomm's.
 
 NOTE [DeepSpeed's checkpoints]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translates settings of DeepSpeed and FSDP2 to ringcomm's; ``keys.ini`` lists the settings."""
 
 from __future__ import annotations

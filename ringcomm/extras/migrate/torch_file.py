@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads files of ``torch.save()`` and pickles of data without running their code.
 
 NOTE [Pickles without unpickling]

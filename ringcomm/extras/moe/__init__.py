@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts: a layer, and the calls that send tokens to their experts and back.
 
 Read ``layer.py`` first, then ``dispatch.py``; ``docs/moe.md`` states the guarantees.

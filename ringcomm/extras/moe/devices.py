@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch on devices of one node, whose kernels read peers' rows in place.
 
 Rows, counts and tables have the bits that :mod:`ringcomm.extras.moe.dispatch` computes on the host.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch sends tokens to the ranks of their experts, and combine returns the results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of experts that are divided over ranks, and its routing, optimizer and checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine over several nodes; ranks map only the memory of their own node.
 
 NOTE [A token crosses once]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows and routes of dispatch and combine: checks of arguments, headers, outboxes and tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of sharded state: JSON and safetensors, crash-safe, for any number of ranks.
 
 ``docs/checkpoint.md`` has the guarantees. Read ``save_load.py`` first, then ``folder.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planners, reader and writer that let ``torch.distributed.checkpoint`` use checkpoint folders."""
 
 from __future__ import annotations

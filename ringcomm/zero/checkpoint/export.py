@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports weights of a checkpoint or a sharded module to files for Hugging Face's libraries.
 
 NOTE [Every rank writes its own]

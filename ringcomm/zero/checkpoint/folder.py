@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of checkpoints, and a reader of one checkpoint that many processes can use at once."""
 
 from __future__ import annotations

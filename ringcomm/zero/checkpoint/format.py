@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint: tensors, the manifest, and the rename that makes them visible.
 
 A file has 8 bytes of header length, a JSON header and the tensors' bytes, little-endian

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pretrained()`` and ``load_pretrained()``: weights from Hugging Face, read straight to shards.
 
 NOTE [Every rank reads its own]

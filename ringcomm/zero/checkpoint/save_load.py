@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``save()`` and ``load()``: a sharded module and its optimizer in a crash-safe checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a module and its optimizer in a checkpoint: tensors, and facts as JSON data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading and writing of one parameter's reduced gradient, FP32 master and optimizer state.
 
 NOTE [Local shards]

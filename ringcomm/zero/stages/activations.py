@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps on a disk the tensors that autograd saves in forward, until backward needs them.
 
 NOTE [What stays where it is]

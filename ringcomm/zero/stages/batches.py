@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalization, buffers and uneven numbers of batches, over all ranks.
 
 NOTE [Statistics of all ranks]

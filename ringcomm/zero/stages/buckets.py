@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The buckets of a sharded module, and the memory that this rank has for each bucket."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine of a sharded module on one rank: its buckets, hooks and state of an iteration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole training step in one CUDA graph: captured once, and replayed by each call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Module hooks: casts at the root, and at stage 3 unsharding and resharding around each unit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The buckets, gradients and plan of a sharded module, as its optimizer sees them."""
 
 from __future__ import annotations

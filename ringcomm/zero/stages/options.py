@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of sharded training, without the stage, which is an argument of ``shard()``."""
 
 from __future__ import annotations

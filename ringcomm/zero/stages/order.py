@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which a backward reduces the modules of one communicator.
 
 NOTE [Several modules in one backward]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``p.grad`` of sharded parameters: a gradient that is reduced and sharded over the ranks.
 
 NOTE [What p.grad is]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduction of gradient buckets at stages 2 and 3, while backward fills the next bucket.
 
 The gradients of a bucket take these steps in a backward:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resharded parameters, which have no values: computing with them raises.
 
 NOTE [Resharded parameters]

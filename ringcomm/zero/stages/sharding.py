@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``shard()``, ``remove_sharding()``, and their checks of modules and arguments."""
 
 from __future__ import annotations

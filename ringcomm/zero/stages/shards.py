@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shards of parameters that a rank keeps, for reading and writing without unsharding.
 
 NOTE [What a rank keeps]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units: parts of a module; all parameters of a unit are unsharded together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unsharding of units' parameters at stage 3, when they are needed or ahead of time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The updates of buckets while backward runs, with ``AdamWOptions(update="in_backward")``.
 
 NOTE [Updates in backward]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The devices that a test of this folder runs on: emulated ones, and with ``-m gpu`` real ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars for the host's cost of a call on a device: functions of Python, and calls of the driver.
 
 Both are counted on a driver that does nothing. A mutant of each fast path must exceed its bar.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of the copy engines: copies from the peers' tensors in place, exact and in order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy views of tensors on devices are moved by value; what has no memory there is refused."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that a device refuses: no peer is disturbed, and the communicator stays usable."""
 
 import mmap

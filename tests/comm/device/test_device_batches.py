@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of messages between devices: launched together, in rounds that all ranks share."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``one_shot`` and ``ll`` sum in rank order and round once: the bits of the host's ``one_shot``."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every collective is exact: every algorithm, dtype, op, size, memory and world."""
 
 import itertools

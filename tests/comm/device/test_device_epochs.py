@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epochs come around after 2^32 items or LL calls, and nothing happens."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that the native end makes of tensors as they are: same bits, same order, same refusals.
 
 The ranks have a device each and are on it, as a thread of a program on a GPU is. On one device they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on several devices, groups of them, and calls of all of them from one thread."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proof of the links between the ranks' devices."""
 
 from __future__ import annotations

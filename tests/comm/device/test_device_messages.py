@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between devices: in any pattern that does not wait for itself, and none that does."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All blocks that may have to run at one time fit on the device, or a call is refused by name.
 
 The arithmetic is checked for devices, worlds and channels of all kinds, DeviceOrder for every order

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks in several processes, which reach each other's memory over IPC, on one GPU and on several.
 
 Each process makes its own runtime, so nothing of a parent's is used.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of calls on devices, which claim nothing that the host cannot know."""
 
 from __future__ import annotations

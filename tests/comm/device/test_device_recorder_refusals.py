@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorders of devices that do not fit together, that cannot be reached, or that are forged."""
 
 from __future__ import annotations

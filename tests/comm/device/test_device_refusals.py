@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds that cannot be built say why, on every rank, and leave nothing allocated."""
 
 import re

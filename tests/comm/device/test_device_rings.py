@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rings follow the choice, whatever order of the ranks it names, and however many it has."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A launch that would not fit what this process may use of a device is sized to it, or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sharded optimizer on devices steps as on the host, bit for bit, in every form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives whose channels get tiles of a chunk (core/tiles.h), and slices for comparison.
 
 Segments have the size of the smallest tile, and each chunk has several rounds of tiles and a rest.

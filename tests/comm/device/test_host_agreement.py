@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on devices agree on a few flags on their hosts, and no host waits for its device."""
 
 from __future__ import annotations

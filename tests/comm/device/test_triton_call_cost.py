@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars for the host's cost of a call by Triton's kernels: those of calls by the CUDA kernels.
 
 The first call of a kind is launched by Triton, on a stand-in for its driver; the others reach a

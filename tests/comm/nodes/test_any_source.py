@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Receives from any source over nodes lose nothing and keep each sender's messages in order."""
 
 import threading

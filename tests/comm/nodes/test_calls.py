@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls over nodes are exact; threads of one process stand for the nodes.
 
 ``make nodes-check`` runs all tests of calls in that way.

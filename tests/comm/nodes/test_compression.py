@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed reductions over nodes: their sums, what stays as it is, and who may use them."""
 
 from __future__ import annotations

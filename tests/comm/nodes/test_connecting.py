@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks are told at once of a rank that cannot connect, in the words of ringcomm."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A communicator over nodes that is dropped without close() ends as a closed one does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults over nodes: every rank of every node hears of them, and which rank and node they began at.
 
 The nodes are network namespaces (tests/support/lab.py). No test waits for a deadline of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Ctrl-C ends the waits of all ranks over nodes, and leaves no thread to abort the process."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls on emulated devices over nodes are exact, and end with the bits of the host.
 
 Threads of one process stand for the nodes; Gloo carries emulated devices' memory in the place of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine whose ranks are several nodes is warned of once, at the program's line."""
 
 import threading

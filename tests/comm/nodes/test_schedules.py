@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedules of rails: played by numbers, and called with threads as nodes."""
 
 from typing import TypeAlias

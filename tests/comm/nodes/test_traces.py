@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace files that each node leaves at a fault, and what they say of all nodes together."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What errors over nodes say: the program's call and line, who is awaited in the end, and where."""
 
 from collections.abc import Callable

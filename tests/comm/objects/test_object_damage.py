@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data of objects that no rank packed, and ranks without room for those that one did."""
 
 import inspect

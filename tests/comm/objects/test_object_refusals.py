@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects that cannot travel: every rank hears of it at once, and the communicator goes on."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects that travel; nothing is unpickled unless the caller asks for it."""
 
 import enum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device's recorder, given what the host would see; no device is needed."""
 
 from __future__ import annotations

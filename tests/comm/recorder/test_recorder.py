@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flight recorder: what it keeps, from where, and that nobody sees half of a record."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged recorders and odd texts: the fault is explained, and the trace can be read."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that a fault leaves: one for all ranks, for this user alone, and never in the way."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An NVML for tests: answers, in the words of nvidia-ml-py, from a recorded topology."""
 
 from __future__ import annotations

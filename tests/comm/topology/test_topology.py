@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topologies: names, order, connections, and their JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for the recorded machines, and what holds for every machine."""
 
 from __future__ import annotations

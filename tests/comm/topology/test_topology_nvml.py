@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NVML reader, against an NVML that answers, answers half, or does not start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rings of a mesh, and the best ring against exhaustion."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties of every machine's rings, however little sense the machine makes."""
 
 from __future__ import annotations

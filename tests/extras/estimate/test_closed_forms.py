@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closed forms against the papers' figures, counts by hand, and what they refuse."""
 
 from __future__ import annotations

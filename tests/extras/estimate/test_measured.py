@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates against what training holds, sends, reads and writes, byte by byte."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sees which collectives FSDP2 makes on ringcomm, and refuses those that it makes elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """plug() and unplug(): what they accept, return and refuse."""
 
 from unittest import mock

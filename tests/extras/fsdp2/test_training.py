@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plugged FSDP2 trains as it does without, and as one process does, to the bit."""
 
 import time

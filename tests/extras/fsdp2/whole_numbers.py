@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training whose sums are exact, so that every world, order and backend gives the same bits.
 
 Weights, inputs and targets are small integers, the learning rate and the worlds are powers of two,

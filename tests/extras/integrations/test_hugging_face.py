@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer and Accelerate on ringcomm.zero: the bits of a loop of torch, and of one that resumed."""
 
 import contextlib

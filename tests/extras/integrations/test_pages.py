@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of integrations that need no other library: loops, notebooks, and manifests."""
 
 import ast

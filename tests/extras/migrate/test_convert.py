@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed and of torch go on in ringcomm; pickles that want to run do not.
 
 ``deepspeed_checkpoints.zip`` has what DeepSpeed 0.19 wrote on 2 CPU ranks after 3 steps of

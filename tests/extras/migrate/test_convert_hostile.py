@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that want memory, disk, time or a crash from ``convert()`` get a CheckpointError.
 
 The peak of memory, as tracemalloc counts it, is at most in proportion to the bytes of the files.

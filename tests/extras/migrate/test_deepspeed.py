@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's configurations: what is read of them, what is refused, and training by them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of FSDP2's fully_shard, and the page about migration."""
 
 from __future__ import annotations

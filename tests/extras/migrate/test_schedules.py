@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's learning rates, to the last bit, as its 0.19.6 sets them on an AdamW of lr 2e-3."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens and routes of several ranks, and what experts and sums make of them without ranks."""
 
 from __future__ import annotations

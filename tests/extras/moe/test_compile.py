@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled graphs, with rows of a size that the graph knows, make what eager calls make."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows come in their order, sums have their bits, and gradients are those of one rank."""
 
 from __future__ import annotations

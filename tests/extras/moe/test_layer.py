@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer of experts: what it computes, how it keeps experts busy, and that it trains."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of experts on meshes: beside replicas, tensor parallelism and stages of a pipeline."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad arguments are told to all ranks, of which none waits, and the group is as good as before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training of modules with experts: all layers sharded, stepped, clipped and saved as one model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels compiled ahead of time, for GPUs that need not be here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that barriers of compiled kernels stand where one lane's releases and acquires need them.
 
 One lane of a block polls a word or stores it. It speaks for the others by barriers: one between its

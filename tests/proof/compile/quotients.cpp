@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Prints how many quotients by quotient_of() differ from those by a division, and how many those of
 // its first step: for all counts of ranks, of numbers of every exponent, with mantissas at random
 // and at their ends.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's Triton kernels compile for real architectures, to the operations meant."""
 
 import os

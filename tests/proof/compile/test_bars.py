@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast kernels can be, as far as machine code says: bars, which the serial loops miss.
 
 ``make test`` compiles float32 sums and a step; ``make cuda-compile`` everything that has a bar.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of CUDA machine code accept a right kernel, and reject each way to be wrong."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every CUDA kernel compiles, and its machine code is what the design asks for. No GPU is needed.
 
 ``make cuda-compile`` compiles every unit for every architecture, and with nvcc too where there is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device library and the fused kernels compile to the orders and widths that they promise."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every instruction set gives the same bits; the sources compile for machines that CI lacks."""
 
 import re

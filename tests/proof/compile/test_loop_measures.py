@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of loops are right for loops made by hand, and tell good compiled ones from bad."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of packets are short: what is fetched before a call's first instruction is latency.
 
 Unaligned words, long waits and reports of faults are functions of their own behind the kernel.

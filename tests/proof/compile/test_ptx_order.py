@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Missing barriers in compiled kernels are found, on whichever path they miss."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quotients and roots of the optimizer's kernels are the operations of the compiler's own.
 
 NVIDIA documents bounds on the errors of ``rcp.approx`` and ``rsqrt.approx``, and a few results

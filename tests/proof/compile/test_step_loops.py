@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops of the optimizer's kernels hide the latency of all sources at once.
 
 ``make test`` compiles the step of two ranks; ``make cuda-compile`` the kernels of more ranks and of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels compile for real architectures, to the accesses that the protocol wants."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops of the Triton kernels have many loads under way before they wait for the first."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plays random plans of faults for as long as you like, and says which seed broke a promise.
 
 python -m tests.proof.faults.soak --minutes 60 --seed 0

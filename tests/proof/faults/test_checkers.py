@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of the promises see each promise that is broken: on purpose, here."""
 
 from __future__ import annotations

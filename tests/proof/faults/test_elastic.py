@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that torchrun starts again go on from their last checkpoint, to the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank is killed at every step of every kind of rendezvous: the others raise PeerLost at once.
 
 A step is an operation of the store that changes or reads something. So a new stage of a rendezvous

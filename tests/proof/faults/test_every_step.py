@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank is killed at every step of a call in turn: none is without its way out.
 
 The errors name the step at which call_model.py sees the survivors stand.

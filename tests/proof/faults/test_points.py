@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fault injection: the points that it counts, the ranks that it hits, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random plans of faults: whatever fails and wherever, the promises hold.
 
 ``make soak`` plays many more; docs/reliability.md says what is promised.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make soak``: finds the seed that broke a promise, and plays it again."""
 
 import pytest

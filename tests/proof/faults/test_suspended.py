@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks are stopped for longer than their timeout, as when a laptop is suspended.
 
 Nobody is blamed: each goes on where it was. A rank that is stopped alone is blamed as ever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run loses a rank at any step: it goes on from its last checkpoint as if it had not."""
 
 import pytest

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A peer that writes junk: headers, messages, fault records and announced regions with their fields
 // and bytes changed at random. Whatever comes, this rank reads and writes inside of the heaps, and
 // its call ends with success or a status. Run under AddressSanitizer and UBSan by

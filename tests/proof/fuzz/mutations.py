@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes to JSON that know its structure: what anybody may write into a store or a file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of every reader cost memory and work in proportion to their bytes, whatever their shape.
 
 Each reader gets the shapes that cost it most, at two sizes. The peak of memory is tracemalloc's,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints changed by their structure: what they say is refused, or taken over whole.
 
 Manifests are changed as trees and pickles as programs, both with right checksums. Nothing else

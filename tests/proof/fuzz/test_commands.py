@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines and environment variables: a usage error or a told one, never a traceback."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Junk from a peer, under AddressSanitizer and UBSan; without each check it must be noticed.
 
 ``make fuzz`` runs more of it: ``RINGCOMM_FUZZ`` multiplies the cases.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Junk from a store, a file or a peer is an error of ringcomm, and nothing else."""
 
 from __future__ import annotations

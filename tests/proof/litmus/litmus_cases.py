@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The litmus tests of the protocol: skeletons of what its functions store and load, in which order.
 
 The mutants weaken one operation each. The functions' own operations stand in outlines.txt;

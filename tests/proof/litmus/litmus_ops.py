@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations of litmus tests, named as in kernels/include/ringcomm/core/atomics.h.
 
 Waits block, so no program needs to loop.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of the sources that their outlines must notice; x86, naps and luck forgive most."""
 
 from __future__ import annotations

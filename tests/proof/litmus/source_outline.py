@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outline of a function: what it does to memory that others see.
 
 An outline is the function's text without comments, in order, as far as it touches such memory,

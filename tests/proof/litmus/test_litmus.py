@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each pair of release and acquire of the protocol alone, in every execution that C++ allows.
 
 The mutants of litmus_cases.py must be found. What the machine cannot know, that the sources do what

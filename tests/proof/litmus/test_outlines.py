@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The litmus tests are about the code as it is.
 
 outlines.txt has what each function does to memory that others see (source_outline.py), and must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All executions of a few threads under C++'s memory orders, by brute force.
 
 The machine of views of Kang et al., "A promising semantics for relaxed-memory concurrency" (POPL

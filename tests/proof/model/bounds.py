@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bounds of each model's exploration, and the mistakes that must be found, where they show."""
 
 from __future__ import annotations

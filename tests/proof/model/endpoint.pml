@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // The endpoint of the one-shot collectives: items in slots and lent buffers, and the verbs on them.
 // Part of one_shot.pml, which says what a call is.
 

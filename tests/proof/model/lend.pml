@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // A lent buffer: a rank lends its buffer to a reader and gives up, while another thread of the rank
 // may be about to raise the rank's abort word, or has stopped before it did. Under weak order: a
 // store may reach memory before those that its thread made earlier, unless it is a release or a

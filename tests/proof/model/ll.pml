@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // The LL collectives: two sets of buffers by turns, flags in place of epochs, and the clearing
 // of the sets before the flags come around.
 //

@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // The one-shot collectives: pair and shared streams, several segments and calls, zero copy, faults.
 //
 // -D, beside those of signal.pml: SEGMENTS of each chunk; CALLS; KINDS, a bit for each collective

@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // Regions after their communicator: detaching, and reuse for the next communicator of the rank.
 //
 // The ranks make communicators one after the other. In each, every rank publishes an item to every

@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // The ring collectives: reduce-scatter, all-gather and, one after the other, all-reduce.
 //
 // -D, beside those of signal.pml: SEGMENTS of each chunk; CALLS, each of them a reduce-scatter or

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Prints the constants and tables of the code for the models, as macros of Promela: each function
 // becomes one integer, of which a macro of the same name and arguments picks some bits.
 //

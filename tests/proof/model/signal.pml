@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // The words of the signal protocol and the steps on them: what one_shot.pml and ring.pml share.
 //
 // A comment `file: function` before a step names the code that it models, which names the step in

@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // The sleep of a waiter, under total store order: a store waits in its processor's buffer until it
 // reaches memory, and loads overtake it. No sleep ends by itself here, so a lost wake-up is a
 // deadlock. One sender and one reader, each of which sleeps on a word of the other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs SPIN on the models of this folder: generates their tables, compiles, explores.
 
 SPIN: Holzmann, The SPIN Model Checker, 2003; https://spinroot.com.

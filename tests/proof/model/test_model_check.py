@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of the signal protocol under SPIN, and mutants that it must reject.
 
 RINGCOMM_MODEL_CHECK=all (``make model-check``) explores larger bounds, and tries every mutant.

@@ -1,3 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
 // Reduce-scatter in two levels: within groups of two ranks, then over the groups.
 //
 // -D, beside those of signal.pml: SEGMENTS, the pieces of each chunk; CALLS.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PTX of kernels that wait for no peer, executed by the native end of a single rank."""
 
 from __future__ import annotations

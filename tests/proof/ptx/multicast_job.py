@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls by multicast on an emulated switch, whose results are known to the bit.
 
 Run as a program it makes those of a world of two with the PTX of a file in place of the unit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accesses of a PTX text that order memory, by the functions that they come from.
 
 NVRTC says with ``-lineinfo`` which line of which function each instruction comes from, and where

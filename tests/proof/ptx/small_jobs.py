@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small jobs of a few ranks on emulated devices, whose results are known to the bit.
 
 Together they take the kernels through every way that data goes: one-shot and ring, out of the heap

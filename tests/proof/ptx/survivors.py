@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search for mutants of the PTX that no job shows, and for reasons that explain none.
 
 A mutant is a pair: where it is made (a job, or a subunit), and the name of its access. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA units' PTX, executed on emulated devices, computes what the host does, bit for bit.
 
 Memory is at its worst there: a load sees what an acquire has shown and no more. ``make ptx-check``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of ``algorithm="multicast"``, executed on an emulated switch."""
 
 import os

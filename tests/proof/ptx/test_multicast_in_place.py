@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multicast on tensors of the heap, where they are: when it is done, and when windows are used."""
 
 from __future__ import annotations

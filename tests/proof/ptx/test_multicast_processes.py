@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks in processes hand each other the multicast object.
 
 Apart from ``test_multicast.py``: ranks are forks of a server that has imported all of ringcomm.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutants of the PTX: what orders memory, dropped access by access, and other slips of a compiler.
 
 Each is run on the interpreter in jobs whose results are known (small_jobs.py), and must be seen

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PTX of the kernels that quantize, executed, has the host's bits, and mutants have not."""
 
 from __future__ import annotations

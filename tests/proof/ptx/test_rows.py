@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PTX of the rows' kernels, executed, gives the host's copies, sums and products."""
 
 from __future__ import annotations

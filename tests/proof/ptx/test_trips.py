@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call by packets waits for two loads from memory, one after the other, and for no more.
 
 The interpreter counts them (``tests/ptx_interpreter/source/trips.h``) in the kernels of a rank that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's kernels as the PTX that Triton emits for sm_90, executed on emulated devices.
 
 Ranks are threads with a device each, whose kernels run side by side, or two ranks in one launch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes in the PTX of Triton's kernels: each must show in a small job, or the reason is here.
 
 ``make test`` has one of each kind; RINGCOMM_PTX_CHECK=all has every access that a job comes to.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Triton compiles of quantization, executed, has the host's bits.
 
 As kernels of one's own are compiled: products and sums may become one operation there.

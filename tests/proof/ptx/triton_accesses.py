@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accesses in the PTX of a Triton kernel that order memory, by the functions they come from.
 
 Triton says which line of kernels/tl each instruction comes from, and where that function was

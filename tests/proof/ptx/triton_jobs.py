@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small jobs of Triton's kernels on an emulated device, with mistakes in the PTX of the kernels.
 
 Run as a program it reads lines ``[job, mutant]`` in JSON and writes one ``[job, mutant, outcome]``

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // CRC-32 by several threads, against its definition. test_checksum_races.py also builds it with
 // mutants, each of which must fail.
 #include <cstdint>

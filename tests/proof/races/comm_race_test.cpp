@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The owners of kernels/host under ThreadSanitizer: ranks of one process that make collectives and,
 // from a second thread, send and receive; whose communicators are aborted from a third thread, and
 // closed and built again over the same memory. tests/proof/races/test_comm_races.py also builds it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects that several race tests are linked with, compiled once for all of them."""
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The calls that the ranks of device_race_test.cpp make, one after the other, and what each must
 // give. Values are small integers, so that every sum is exact.
 #pragma once

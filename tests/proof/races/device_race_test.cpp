@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the kernels do (kernels/cuda/body.h), back to back: ranks x channels x lanes as threads, and
 // per rank a stream of collectives, one of sends and one of receives, all at once. No barrier
 // stands between ranks: a rank's next kernel begins when its last has ended, as on a GPU. Under

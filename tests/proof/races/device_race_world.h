@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The memory of the ranks of device_race_test.cpp: regions as the host lays them out, buffers in
 // the heap and outside, and the arguments of each launch.
 #pragma once

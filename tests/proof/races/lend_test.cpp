@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A lender whose call ends at any moment, and who then changes its buffer: what a reader's call
 // returned as a success must be what was lent. Two ranks in turn, so every run is the same: the
 // reader stops before each of its steps and copies in turn until the lender has given up.

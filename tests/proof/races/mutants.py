@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes in the templates that a race test must find.
 
 All mutants of a test are compiled into one program, which is told by its environment which of them

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The workers of a process under ThreadSanitizer; tests/proof/races/test_pool_races.py also builds
 // it with mutants, each of which must fail.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the ranks of race_test compute on: a result of every collective each.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The heap that ranks of one process share.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Every collective zero copy. As soon as a call has returned, its user overwrites the buffer that
 // it lent: what a peer still reads there is a race, and a wrong element.
 #pragma once

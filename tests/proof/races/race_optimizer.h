@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // An optimizer's shard in a race test, and a step done by one thread.
 #pragma once
 

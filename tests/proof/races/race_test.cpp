@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Every collective back to back, ranks x channels x lanes as threads: under ThreadSanitizer a race
 // of the templates is reported, and without it wrong results are. tests/proof/races/test_races.py
 // also builds it with mutated headers, each of which must fail.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Ranks x channels x lanes as threads of one process: their memory, and what they contribute.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A flight recorder whose owner writes as fast as it can while others read: every record that is
 // taken for whole has fields that belong together. Run under ThreadSanitizer.
 #include <atomic>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What happens in the middle of a record, on this thread: while it is stored, while it is loaded.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The ring schedules and the chunk arithmetic, proved at compile time for worlds 1..16. Nothing to
 // run: it compiles or it does not.
 #include <initializer_list>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // System calls for scratch_test: in the pool's sources pread and pwrite are these.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The pool of a scratch file, on a file whose system calls come late, short and interrupted.
 // tests/proof/races/test_scratch_races.py runs it under ThreadSanitizer, and mutants of the pool.
 //

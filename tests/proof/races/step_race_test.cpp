@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The optimizer's collectives back to back, ranks x channels x lanes as threads, as race_test.cpp
 // does with the others: gradients read where peers keep them, parameters stored where peers keep
 // theirs. Every form of a step must give the bits of a step done by one thread.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Ranks of one process whose calls several threads share, under ThreadSanitizer; each rank has
 // another number of threads. tests/proof/races/test_comm_races.py also builds it with mutants, each
 // of which must fail.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRC-32 by several threads under ThreadSanitizer, against its definition; and mutants."""
 
 from __future__ import annotations

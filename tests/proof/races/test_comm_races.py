@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicators and messengers of the host under ThreadSanitizer, and mutants of them.
 
 Calls that several threads of a rank share are made by ranks with different numbers of threads.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels' bodies on host threads: under ThreadSanitizer, without it, and as mutants."""
 
 import os

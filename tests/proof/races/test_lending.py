@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lender that gives up or ends while another rank reads its buffer: no success is torn."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers of a process under ThreadSanitizer, and mutants of them.
 
 Calls of several threads at once, children of a process that makes calls, tasks that wait for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The templates under ThreadSanitizer, several lanes per team, and mutants that it must reject."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flight recorder under ThreadSanitizer, and mutants of its protocol that it must reject."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool of a scratch file under ThreadSanitizer, with system calls in trouble; and mutants."""
 
 import os

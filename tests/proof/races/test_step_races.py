@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's collectives under ThreadSanitizer, and mutants that must be rejected."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiles of a chunk, the loops that skip the gaps between them, and mutants of both."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How host threads wait: whom they wake, what they yield to, what time counts; and mutants.
 
 Sleepers are woken by the peer, and not by the end of their nap. On a core that others want they

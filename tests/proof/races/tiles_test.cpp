@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Proves that the parts of a chunk (core/tiles.h) partition it, and that the loops of the CUDA
 // kernels, whose lanes run here one after the other, access exactly the bytes of a part.
 #include <cstdio>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // How ranks wait, as tests/proof/races/test_waits.py asks:
 //
 //   wait_test wake SECONDS     two ranks answer each other and sleep for an hour at a time, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m tests.proof.soak``: mixed collectives for an hour; nothing wrong, nothing may grow.
 
 Exits with 1 when an element was wrong, a call failed, or a rank uses more at the end than it did

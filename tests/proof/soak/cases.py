@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeded calls of every kind, each with inputs and results that are known exactly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A soak run of seconds, and what it must complain of."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of what a process uses over time, and the growth that they show."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What kernels of this process have done to global memory, and what one of them may know of it.
 //
 // Terms. A *change* is what a store did to a line: who made it, when, and what was there before. A

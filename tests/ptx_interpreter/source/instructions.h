@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The spellings of instructions that the interpreter knows, and what each does to the lanes.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "tests/ptx_interpreter/source/interpreter.h"
 
 #include <string>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The interpreter's interface, in C: for a driver whose kernels are PTX, and for Python
 // (tests/ptx_interpreter/interpreter.py).
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Global memory as the PTX memory model allows a block to see it, at its worst.
 //
 // A weak load sees what its thread's view holds (history.h), and memory as it was before all else:

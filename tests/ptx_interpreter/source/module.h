@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A PTX text as the interpreter holds it.
 //
 // Terms. A *row* holds one value for each of the 32 lanes of a warp, in 64 bits each, the unused

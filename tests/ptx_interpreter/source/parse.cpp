@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A PTX text to a Module. Statements end with a semicolon; names live in the scopes that braces
 // open. What is not known is refused, with its line.
 #include <algorithm>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Registers to rows: compilers number registers without end, and rows of those that are in use at
 // the same time are all that a warp needs.
 //

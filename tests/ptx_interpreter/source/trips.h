@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Counts the dependent trips to memory of a kernel.
 //
 // A warp issues in order. Its clock counts trips. The result of a load from global memory is ready

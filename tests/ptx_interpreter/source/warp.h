@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Warps and blocks: which lanes run next, and what they share.
 //
 // Every lane has a program counter of its own. The lanes of a warp that stand at the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PTX interpreter computes what the PTX ISA says, and finds what a kernel must not do."""
 
 from __future__ import annotations

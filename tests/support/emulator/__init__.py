@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs in CPU memory: a ``DeviceRuntime`` for tests, over an emulated driver.
 
 What it takes over from the real thing: streams run beside the host and each other, the legacy

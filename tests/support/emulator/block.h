@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Blocks as host threads: what kernels/cuda/team.h is on a GPU, with the same bodies inside.
 #pragma once
 

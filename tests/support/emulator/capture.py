@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has a graph of an emulated device capture torch's operations, as a capture on a GPU does."""
 
 from __future__ import annotations

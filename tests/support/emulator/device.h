@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Streams, events and the occupancy of an emulated GPU.
 //
 // One mutex guards everything, and one condition variable tells of every change: launches are few,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The exported functions: the driver's own entry points, and what EmulatedRuntime calls.
 #include <cstring>
 #include <memory>

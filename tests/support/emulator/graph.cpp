@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Capture of streams into graphs, with the driver's rules, and replay.
 #include <algorithm>
 #include <thread>

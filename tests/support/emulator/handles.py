@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects of the emulated driver: streams, events, graphs, kernels, pinned pages."""
 
 from __future__ import annotations

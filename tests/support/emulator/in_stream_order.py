@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives torch's operations on emulated devices the order that they have on a GPU."""
 
 from __future__ import annotations

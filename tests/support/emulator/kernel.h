@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What stands for a CUfunction in the emulated driver.
 #pragma once
 

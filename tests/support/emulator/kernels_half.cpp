@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "tests/support/emulator/registry.h"
 
 void add_half_kernels(KernelMap& kernels) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "kernels/cuda/optimizer_body.h"
 #include "tests/support/emulator/registry.h"
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "kernels/cuda/quantization_lanes.h"
 #include "tests/support/emulator/registry.h"
 

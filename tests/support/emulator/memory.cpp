@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Device memory of the emulated driver: files without a name, so that other processes can map them
 // through /proc/<pid>/fd as CUDA maps memory through IPC handles.
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of emulated devices: who owns it, how much there is, who maps it."""
 
 from __future__ import annotations

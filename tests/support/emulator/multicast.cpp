@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Virtual memory and multicast objects of the emulated driver, with the driver's names and rules.
 //
 // Memory is a file without a name, as in memory.cpp. So is a multicast object: its file says who

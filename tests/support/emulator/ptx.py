@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels' PTX, executed: NVRTC emits it, and an interpreter runs every instruction.
 
 The interpreter (``tests/ptx_interpreter``) stands behind the emulated driver's kernel launch, so

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // PTX kernels as kernels of the emulated driver, and the driver's memory as theirs.
 #include <string>
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Which kernels the emulator has: the map behind emulated_kernel().
 #pragma once
 

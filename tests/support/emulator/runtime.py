@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulated devices, their streams, graphs and kernels."""
 
 from __future__ import annotations

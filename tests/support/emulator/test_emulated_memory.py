@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of emulated devices: counted, shared with other processes only, and named by device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated driver keeps CUDA's rules: order, occupancy, memory, capture.
 
 A test that fails here makes every other test on emulated devices meaningless.

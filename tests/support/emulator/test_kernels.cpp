@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Kernels that show what the emulator does; the library's own come from kernels.cpp.
 #include <atomic>
 #include <chrono>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an emulated device has only so much of, and what waits for it: occupancy, queues, memory.
 
 A test that fails here makes the tests meaningless that show where ringcomm may stall on a GPU.

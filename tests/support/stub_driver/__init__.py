@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CUDA driver that does nothing, and a runtime on it: what calls cost the host is counted there.
 
 Launches do nothing, so tensors keep what they had. The emulated device (``tests/support/emulator``)

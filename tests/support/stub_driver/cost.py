@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints what calls on a device cost the host: ``python -m tests.support.stub_driver.cost``.
 
 Every call is made on a driver that does nothing. Times are those of the thread, and the least of

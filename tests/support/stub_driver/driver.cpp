@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A CUDA driver that does nothing: it counts the calls that a communicator makes, and notes which
 // streams wait for which events. Nothing runs, and an event has passed when the test says so.
 #include <algorithm>

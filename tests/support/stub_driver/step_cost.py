@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints what training steps on a device cost: ``python -m tests.support.stub_driver.step_cost``.
 
 One rank trains a GPT of twelve blocks and tiny width with AdamW, on a driver that does nothing. So

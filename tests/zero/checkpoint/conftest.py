@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds that save together: rank threads, and processes of any backend."""
 
 from collections.abc import Callable, Iterator

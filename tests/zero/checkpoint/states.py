@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State to save, cut over ranks in any way, and how tests look at it."""
 
 from __future__ import annotations

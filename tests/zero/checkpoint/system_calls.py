@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands between saving and the operating system."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of checkpoints: what is there, what stays, and that all ranks agree or none saves."""
 
 from __future__ import annotations

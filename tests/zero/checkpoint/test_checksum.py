@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checksum of checkpoints' files is zlib's, by every way of this CPU and any threads."""
 
 from __future__ import annotations

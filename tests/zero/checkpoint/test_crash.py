@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Killed at any moment, a save leaves the checkpoints before it, and nothing half of its own."""
 
 from __future__ import annotations

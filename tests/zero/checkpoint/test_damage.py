@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged and foreign folders are errors that name the file."""
 
 from __future__ import annotations

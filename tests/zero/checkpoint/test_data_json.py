@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values come back equal in value and type, and nothing else is taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint saves and loads the same folders, on any group and any world."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in safetensors files, as other programs load them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A load checks every fact of a manifest before it changes anything."""
 
 from __future__ import annotations

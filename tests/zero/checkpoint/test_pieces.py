@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The positions of boxes in a flat tensor, and pieces that fill one or do not."""
 
 from __future__ import annotations

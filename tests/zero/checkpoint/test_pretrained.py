@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of safetensors files, read straight into shards."""
 
 from __future__ import annotations

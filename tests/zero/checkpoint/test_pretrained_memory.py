@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that loading takes, as the kernel counts it, against the closed form of the page."""
 
 from __future__ import annotations

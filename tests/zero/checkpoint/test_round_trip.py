@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any ranks read what any other ranks have saved, however each cuts it."""
 
 from __future__ import annotations

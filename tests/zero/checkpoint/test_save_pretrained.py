@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sharded module's weights, which each rank writes to their offsets in files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments in another order: the error says how the function is called, and nothing is written."""
 
 import re

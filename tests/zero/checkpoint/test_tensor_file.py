@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files are safetensors, hold what was given, and say their checksum."""
 
 from __future__ import annotations

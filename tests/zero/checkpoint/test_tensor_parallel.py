@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of tensor parallelism: saved in parts, and read by any mesh, or none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of the transformers library: from their files into shards, and back."""
 
 from __future__ import annotations

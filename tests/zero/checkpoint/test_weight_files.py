@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and folders of weights: what is read of them, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NOTE [Names without wrappers]: files have none of wrappers, and fit a module with any."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // All-gather (every rank gets all contributions); broadcast (every rank gets one contribution).
 //
 // B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // All-reduce: every rank ends with the reduction of all ranks' buffers.
 //
 // B bytes, W ranks.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Exchange: each rank has different data for each peer. All-to-all, gather (every rank to root),
 // scatter (root to every rank) and barrier (headers only, all to all) are exchanges.
 //

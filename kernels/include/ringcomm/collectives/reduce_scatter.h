@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Reduce-scatter: rank r ends with the reduction of all ranks' chunks r.
 //
 // B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank.

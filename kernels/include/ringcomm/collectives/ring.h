@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The parts that ring collectives share: the neighbours, the slots, and the end of a round.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The only file with memory orders. A function's name states its order and scope; each caller
 // states next to the call which operation at the other end it pairs with.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Element types, and how each is widened for accumulation and narrowed for the result.
 // bfloat16 and float16 accumulate in FP32 and round once, to nearest even.
 #pragma once

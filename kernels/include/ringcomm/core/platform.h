@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The only file that depends on the compiler and on the machine for which it compiles.
 //
 // RINGCOMM_ISA names the inline namespace of everything below kernels/include. The linker keeps any

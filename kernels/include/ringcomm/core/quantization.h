@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // FP32 numbers in a few bits, for links between nodes: the formats "int8", "fp8" (e4m3) and "int4".
 //
 // A run of n numbers is cut into blocks of 128 numbers; the last block may be shorter. A block has

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The reduction operators, element by element, in the accumulator's type.
 //
 // A reduction of sources s_0 .. s_{W-1} (in rank order) is

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The arithmetic of the schedules: chunks, peers, hops and tails. Pure and constexpr;
 // tests/proof/races/schedule_test.cpp proves it for worlds 1..16 at compile time.
 #pragma once

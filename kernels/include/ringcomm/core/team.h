@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A team: the lanes that execute one channel of a collective together. Every template in this
 // directory gets its lane from the team and never from the machine. So the same source runs as one
 // host thread, as several host threads (checked by ThreadSanitizer), and as a CUDA block.

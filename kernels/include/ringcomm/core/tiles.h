@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // How the channels of a collective divide a chunk of a buffer: in slices, or in tiles.
 //
 // A *slice* is one contiguous part of the chunk, so C channels access C distant streams of memory.

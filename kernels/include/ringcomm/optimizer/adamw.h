@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The data of an optimizer's step on a shard: ringcomm/optim writes them, and the kernels of the
 // host, CUDA and Triton read them. The names are AdamW's. Flags may make it a step of SGD or of
 // Lion (one_moment_element.h), for which some data have another meaning. Every number that

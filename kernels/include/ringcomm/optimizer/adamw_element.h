@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The update of one element, and how its result is stored.
 //
 // AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) and Adam

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The beginning of a step: advances the step numbers and computes each parameter's factors. One
 // thread of the host or one block of a GPU does this once per rank; the update's kernels only read
 // the factors.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The parts that the optimizer's collectives share. They work on buckets (adamw.h) in the heap, so
 // every rank reads its chunk of the peers' gradients in place, and stores its new parameters into
 // its own bucket and into the peers' buckets.

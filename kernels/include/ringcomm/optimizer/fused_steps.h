@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The optimizer's steps over buckets of gradients and parameters, as collectives.
 //
 // A step takes two passes if it must know the gradients' norm, or whether all of them are finite,

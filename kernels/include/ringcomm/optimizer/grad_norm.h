@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Norms of gradients that do not depend on how the gradient is cut into shards.
 //
 // A floating-point sum depends on its order, and the order usually on the number of ranks. This

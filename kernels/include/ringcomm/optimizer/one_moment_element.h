@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The updates that need one moment or none: SGD with momentum, and Lion.
 //
 // SGD (Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // 8-bit moments: small floats with an exponent that a block of elements shares, as in the
 // microscaling formats (Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023).
 //

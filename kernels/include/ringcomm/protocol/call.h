@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The description of a call: for its peers (CallHeader), and after a failure (Fault).
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // An endpoint: one rank's end of all streams during one call on one channel. The collectives are
 // written with its four verbs: send and share (publish an item to one peer, or to all), receive
 // (wait for an item and find its data), release (acknowledge data that were read).

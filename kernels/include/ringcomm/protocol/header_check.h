@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Checks that a peer's header is safe to follow: it must point into that peer's heap, and at
 // aligned elements, since a GPU faults at an unaligned element or vector.
 #pragma once

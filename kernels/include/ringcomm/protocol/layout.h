@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The layout of a rank's region of its heap: control page, signal pad, epoch counters, header pad,
 // staging slots. Every rank computes the same layout, and the rendezvous compares it.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // All-reduce, reduce-scatter and all-gather by LL: small messages whose flag travels with the data,
 // so that one trip carries both and no fence separates them (NCCL's LL protocol).
 //

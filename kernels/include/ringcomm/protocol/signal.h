@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // NOTE [signals]
 //
 // Publishing: all lanes store data; team.sync(); one lane stores the epoch with release at system

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The plain data that a collective works on: addresses only, passed by value to a kernel. Their
 // owner is kernels/host/comm.h, or its CUDA counterpart.
 #pragma once

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults, streams, graphs and ends of communicators on devices."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each test runs on an emulated device, and with ``-m gpu`` on a real one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device that a test of this folder runs on: an emulated one, or a real one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of one process that fail each other: all of them learn it, by rank, and in time."""
 
 from __future__ import annotations

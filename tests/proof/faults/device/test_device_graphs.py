@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in graphs: captured once, replayed often, among other calls, and past a fault."""
 
 from __future__ import annotations

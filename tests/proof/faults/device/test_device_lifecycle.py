@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends of communicators on devices: in any order, with anything under way, or forgotten."""
 
 from __future__ import annotations

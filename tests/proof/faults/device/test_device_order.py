@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A launch is put behind others, so that the blocks of all that run fit on the device."""
 
 from __future__ import annotations

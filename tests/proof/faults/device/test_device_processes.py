@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are processes of their own: killed, stopped, aborted, forked, gone without a word."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What would stall on a GPU stalls here: streams of one hardware queue, and calls of the driver.
 
 A call that waits for the device, such as an allocation, waits for a message that may wait for this

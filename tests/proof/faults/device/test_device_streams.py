@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of calls, streams, asynchronous work, and several communicators."""
 
 from __future__ import annotations

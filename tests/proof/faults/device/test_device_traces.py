@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on devices leave traces of all ranks, and hung or killed processes can be looked into."""
 
 from __future__ import annotations
