@@ -93,10 +93,13 @@ def test_a_link_that_leads_nowhere_is_found():
 
 
 def unlike_on_the_site(text):
-    """Returns lines that GitHub reads as a list and the site's Markdown does not."""
+    """Returns lines that GitHub reads as a list and the site's Markdown does not.
+
+    Also returns lines in which an item begins in the middle, as after a wrong reflow.
+    """
     lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
     item = re.compile(r"( *)(?:[*-]|\d+\.) ")
-    found = []
+    found = [line for line in lines if re.search(r"[.)] [*-] [A-Z`]", line) and line[:1] != "|"]
     for before, line in itertools.pairwise(lines):
         match = item.match(line)
         if match is None:
@@ -114,8 +117,8 @@ def test_lists_are_lists_on_the_site_too(path):
 
 
 def test_what_would_be_no_list_is_found():
-    text = "a\n* b\n\n* c\n  d\n* e\n    * f\n  * g\n```\na\n* b\n```\n"
-    assert unlike_on_the_site(text) == ["* b", "  * g"]
+    text = "a\n* b\n\n* c\n  d\n* e\n    * f\n  * g\n```\na\n* b\n```\n\n- A. - B.\n"
+    assert unlike_on_the_site(text) == ["- A. - B.", "* b", "  * g"]
 
 
 def test_the_map_of_the_design_names_every_folder():
