@@ -32,6 +32,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
     "SECURITY.md": "security-policy.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
 }
 COMMANDS_MARK = "<!-- commands -->"
 # Patterns of code, in which nothing is a link, and of a link's target without its anchor.
