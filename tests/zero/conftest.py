@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's worlds of rank threads, one of two nodes, and devices."""
+"""Fixtures: worlds of rank threads for the optimizer, a world of two nodes, and devices."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def two_by_two() -> Iterator[ringcomm.LocalWorld]:
 
 @pytest.fixture
 def one_thread_for_each_rank() -> Iterator[None]:
-    """Has torch compute with one thread meanwhile: ranks are threads themselves."""
+    """Limits torch to one compute thread in a test, because the ranks are threads themselves."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

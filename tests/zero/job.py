@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run with everything that a checkpoint must bring back."""
+"""A training run that uses every kind of state that a checkpoint must restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 
 
 def by_two_algorithms(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Muon's groups, with embeddings by AdamW."""
+    """Returns Muon's param groups, with AdamW for the embeddings."""
     names = [name for name, _ in module.named_parameters()]
     return muon_groups(module, adamw=[name for name in names if "embed" in name])
 
@@ -44,7 +44,7 @@ def whole_state(module: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tens
 
 
 class Job:
-    """A training run on one rank, with everything that a checkpoint must bring back."""
+    """A training run on one rank that uses every kind of state that a checkpoint must restore."""
 
     def __init__(self, comm, base, stage, precision=None, adamw=None, scaled=False, **settings):
         options = zero.ZeroOptions(
@@ -70,7 +70,7 @@ class Job:
 
     def train(self, model: str, steps: int) -> None:
         for _ in range(steps):
-            # Threads share torch's generator, so it is a rank's own only where that is alone.
+            # Rank threads share torch's global generator, so each rank makes its own.
             generator = torch.Generator().manual_seed(97 * self.turn + self.comm.rank)
             loss = self.module(*MODELS[model][1](generator, self.turn))
             if self.scaler is not None:

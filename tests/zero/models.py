@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models that break sharded training where it is brittle, and a loop that trains them."""
+"""Small models with features that break sharded training easily, and a loop that trains them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ringcomm.optim.sharded import ShardedOptimizer
 T = TypeVar("T")
 Tensor = torch.Tensor
 State = dict[str, Tensor]
-# Several buckets for each model, and parameters that cross chunks.
+# So small that each model has several buckets, and some parameters cross chunk borders.
 SMALL_BUCKET_ELEMS = 4096
 
 
 class MLP(nn.Module):
-    """Sizes that no world divides, and one weight in two layers."""
+    """An MLP with sizes that no world size divides, and one weight in two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Buffers that a forward changes, and weights in another memory format."""
+    """A ConvNet with buffers that the forward changes, and weights in another memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ConvNet(nn.Module):
 
 
 class Partial(nn.Module):
-    """A frozen layer with a trained one around it, one that is never used, one that is at times."""
+    """A model with a frozen layer, a layer that is never used, and one that only some steps use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Partial(nn.Module):
 
 
 class Wandering(nn.Module):
-    """Layers that run in another order at each step, some of them twice."""
+    """Layers that run in a different order at each step, some of them twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Wandering(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Uses a child's weight without calling the child: tied, but by hand."""
+    """Uses a child's weight without calling the child, like a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def small_gpt(tied: bool = True) -> GPT:
 
 
 def narrow_gpt() -> GPT:
-    """Has a third of the elements, for tests that train it many times."""
+    """Returns a GPT with a third of the elements, for tests that train it many times."""
     return GPT(ModelConfig(16, 3, 2, 16, tied=True))
 
 
@@ -178,7 +178,7 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def optimizer(self, module: nn.Module) -> ShardedOptimizer:
-        """The optimizer of a sharded module."""
+        """Makes the optimizer of a sharded module."""
         settings = {"lr": 1e-2, "options": self.adamw, **self.settings}
         if issubclass(self.kind, ShardedOptimizer):
             make: Any = self.kind
@@ -190,13 +190,13 @@ class Run:
 
 
 def new_model(name: str) -> Any:
-    """The same each time; call it where no other thread draws random numbers."""
+    """Returns the same model each time. No other thread may draw random numbers meanwhile."""
     torch.manual_seed(7)
     return MODELS[name][0]()
 
 
 def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Two param groups, as most training loops have them."""
+    """Returns two param groups, as most training loops have them."""
     params = [param for param in module.parameters() if param.requires_grad]
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
@@ -213,7 +213,7 @@ def options_of(run: Run) -> zero.ZeroOptions:
 
 
 def train(comm: Communicator, base: nn.Module, run: Run) -> tuple[State, list[float]]:
-    """Trains a copy of ``base`` on one rank; returns its parameters and buffers, and norms."""
+    """Trains a copy of ``base`` on one rank; returns its parameters and buffers, and the norms."""
     module: Any = deepcopy(base)
     zero.shard(module, run.stage, comm=comm, options=options_of(run))
     optimizer = run.optimizer(module)
@@ -240,7 +240,7 @@ def train(comm: Communicator, base: nn.Module, run: Run) -> tuple[State, list[fl
 
 
 def train_world(world: ringcomm.LocalWorld, run: Run) -> tuple[State, list[float]]:
-    """Trains on all ranks, which must end with the same parameters."""
+    """Trains on all ranks, and asserts that they end with the same parameters."""
     base = new_model(run.model)
     params = {name for name, _ in base.named_parameters(remove_duplicate=False)}
     outcomes = world.run(train, base, run)
@@ -252,7 +252,7 @@ def train_world(world: ringcomm.LocalWorld, run: Run) -> tuple[State, list[float
 
 
 def assert_same_bits(state: State, wanted: State) -> None:
-    """Names the first tensor that differs, and where."""
+    """Asserts that two states are equal bit for bit; names the first tensor that differs."""
     assert state.keys() == wanted.keys()
     for name, tensor in state.items():
         if not torch.equal(tensor, wanted[name]):
@@ -264,7 +264,7 @@ def assert_same_bits(state: State, wanted: State) -> None:
 
 
 def text(comm: Communicator, turn: int) -> tuple[Tensor, Tensor]:
-    """A rank's bytes and those that follow, for the GPT."""
+    """Returns random tokens of a rank, and the tokens that follow each, for the GPT."""
     generator = torch.Generator().manual_seed(10 * turn + comm.rank)
     tokens = torch.randint(0, 256, (2, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 class Scale(nn.Module):
-    """A weight that is replicated, and whose gradient is a sum to come."""
+    """A replicated weight whose gradient must still be summed over the tensor-parallel ranks."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A layer, two blocks, a frozen bias, and a head that no two ranks share evenly."""
+    """A layer, two blocks, a frozen bias, and a head that is not evenly divisible among ranks."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Model(nn.Module):
         return self.head(x)
 
     def whole_numbers(self) -> Model:
-        """The model with values for which all sums of a forward and a backward are exact."""
+        """Returns the model with values for which all sums of a step are exact."""
         draw = torch.Generator().manual_seed(4)
         with torch.no_grad():
             for param in self.parameters():
@@ -94,7 +94,7 @@ def parallelized(model: Model, tp: DeviceMesh) -> Model:
 
 
 def batch(step: int, data_rank: int) -> Tensor:
-    """Whole numbers; each rank of the tensor-parallel axis has the same."""
+    """Returns inputs of whole numbers, the same on each rank of the tensor-parallel axis."""
     draw = torch.Generator().manual_seed(10 * step + data_rank)
     return torch.randint(-3, 4, (2, 4, 6), generator=draw).float()
 
@@ -104,7 +104,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def whole_params(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a sharded model, whole; collective on its mesh."""
+    """Returns the whole parameters of a sharded model; collective on its mesh."""
     with zero.unsharded(model):
         return {name: full(param) for name, param in model.named_parameters()}
 
@@ -137,7 +137,7 @@ def build(model: Model, mesh: DeviceMesh, training: Training) -> AdamW:
 
 
 def train(model: Model, optimizer: AdamW, mesh: DeviceMesh, training: Training) -> list[Tensor]:
-    """Trains, and returns the norms."""
+    """Trains the model and returns the gradient norms."""
     norms = []
     data_rank = mesh.get_local_rank("dp")
     for step in training.steps:

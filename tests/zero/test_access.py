@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are read, written, built and given back outside of the training loop."""
+"""Reading, writing, rebuilding and releasing parameters outside of the training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
 
 
 def test_one_rank_evaluates_and_reads_alone(worlds):
-    """At stage 3, too: peers take no part in unsharding."""
+    """One rank can run a forward and read parameters alone: unsharding needs no other rank."""
     base = new_model("gpt")
 
     def work(comm):
@@ -60,7 +60,7 @@ def test_a_change_without_write_from_is_refused_at_stage_3(worlds):
             with zero.unsharded(module), torch.no_grad():
                 module.head.weight.zero_()  # tied to embed.weight
         hidden = next(module.blocks[1].mlp.expand.parameters())
-        # As code below Python does: torch refuses to write to the placeholder.
+        # Write as code below Python would: torch refuses to write to the placeholder.
         with (
             without_torch_function(),
             torch.no_grad(),
@@ -145,7 +145,7 @@ def test_modules_are_whole_again_when_their_sharding_is_removed(worlds, stage):
 
 @covering(strength=1, stage=STAGES, freezes=[False, True])
 def test_a_dropped_module_gives_everything_back(worlds, stage, freezes):
-    """Also one of whose units, whose inputs have gradients, a part is frozen."""
+    """A module dropped after a step frees all heap memory, also with units that are part frozen."""
 
     def work(comm):
         comm.barrier()
@@ -182,7 +182,7 @@ def _initialise(module: Any) -> None:
 
 @covering(write=[_fill, _fill_by_numpy, _initialise], inside=[False, True], strength=1)
 def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
-    """No version counts what ``.data`` and NumPy write, and the chunks do not have it."""
+    """Writes through ``.data`` and NumPy bypass version counters and chunks; they are undone."""
 
     def work(comm):
         torch.manual_seed(2)
@@ -203,7 +203,7 @@ def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
 
 
 def unlooked(module: Any) -> dict[str, Tensor]:
-    """The parameters, which a look-up in the module would unshard."""
+    """Returns the parameters without attribute access, which would unshard them."""
     return dict(module.named_parameters())
 
 
@@ -234,7 +234,7 @@ def test_what_one_rank_raises_inside_is_raised_on_all(worlds, stage):
     part=["all", "module", "parameters", "parameter", "frozen"], stage=STAGES, write_from=[None, 1]
 )
 def test_a_part_is_unsharded_and_written_alone(worlds, stage, part, write_from):
-    """Masters of the others keep what rounding drops, unless the whole module is unsharded."""
+    """Masters of other parameters keep the bits that rounding drops, unless all is unsharded."""
     names = {
         "all": ["blocks.1.mlp.expand.weight", "embed.weight"],
         "module": [n for n, _ in new_model("gpt").named_parameters() if n.startswith("blocks.1.")],

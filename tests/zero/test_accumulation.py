@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``accumulate_dtype``: what several backwards bring adds up in FP32, at every stage."""
+"""``accumulate_dtype``: gradients of several backwards add up in FP32, at every stage."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_gradient_is_the_fp32_sum_of_each_backwards_16_bit_gradients(worlds)
 
 
 def test_sums_are_forgotten_scaled_and_reduced_by_a_step_without_a_backward(worlds):
-    """All that is done with gradients in p.grad, with those that an accumulator has."""
+    """FP32 sums can be dropped, unscaled, clipped and reduced like gradients in ``p.grad``."""
     base = new_model("gpt")
 
     def work(comm, stage):

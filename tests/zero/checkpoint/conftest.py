@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that save together: rank threads, and processes of any backend."""
+"""Fixtures: worlds that save checkpoints together (rank threads, and processes of any backend)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ __all__ = ["folder", "three_ranks", "two_ranks", "worlds"]
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[conftest.Worlds]:
-    """``worlds(n)`` is a world of n rank threads."""
+    """``worlds(n)`` returns a world of n rank threads."""
     with conftest.shared_worlds(conftest.SMALL_SEGMENT_BYTES) as get:
         yield get
 
@@ -30,7 +30,7 @@ def three_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
 
 @pytest.fixture
 def folder(worlds: conftest.Worlds, tmp_path: Path) -> Path:
-    """A checkpoint of step 1 that two ranks have saved."""
+    """A checkpoint of step 1, saved by two ranks."""
 
     def work(ranks: ModelRanks) -> Path:
         return save_step(Checkpoints(tmp_path / "root", ranks=ranks), 1, ranks.rank, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State to save, cut over ranks in any way, and how tests look at it."""
+"""Example state that tests save, split over ranks in any way, and helpers that check the files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
 from tests.comm.conftest import Worlds
 
 Tensor = torch.Tensor
-Cuts = Sequence[int]  # where ranks' parts of a tensor end, but the last's
+Cuts = Sequence[int]  # the end of each rank's part of a tensor, except the last rank's
 
 SHAPES: dict[str, tuple[int, ...]] = {"model.weight": (7, 11), "model.bias": (5,), "moment": (77,)}
 
@@ -27,7 +27,7 @@ MANIFEST = "checkpoint.json"
 
 
 def values(name: str, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Makes tensor ``name`` of a step: no two elements of it are equal, nor two steps'."""
+    """Makes tensor ``name`` of a step: all elements differ, also from those of other steps."""
     elems = prod(SHAPES[name])
     return (torch.arange(elems) + step * 1000 + len(name)).to(dtype)
 
@@ -35,7 +35,7 @@ def values(name: str, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def flat_shard(
     whole: Tensor, cuts: Cuts, rank: int, shape: tuple[int, ...] | None = None
 ) -> FlatShard:
-    """Rank ``rank``'s shard of a flat tensor."""
+    """Returns rank ``rank``'s shard of a flat tensor."""
     ends = [0, *cuts, whole.numel()]
     data = whole[ends[rank] : ends[rank + 1]].clone()
     return FlatShard(whole.numel(), ends[rank], data, shape)
@@ -47,7 +47,7 @@ def even_cuts(elems: int, world_size: int) -> list[int]:
 
 
 def state(step: int, rank: int = 0, world_size: int = 1) -> dict[str, FlatShard]:
-    """This rank's parts of all tensors at a step."""
+    """Returns this rank's parts of all tensors at a step."""
     return {
         name: flat_shard(values(name, step), even_cuts(prod(shape), world_size), rank, shape)
         for name, shape in SHAPES.items()
@@ -55,7 +55,7 @@ def state(step: int, rank: int = 0, world_size: int = 1) -> dict[str, FlatShard]
 
 
 def save_step(checkpoints: Checkpoints, step: int, rank: int = 0, world_size: int = 1) -> Path:
-    """Saves :func:`state` with data of each kind."""
+    """Saves the tensors of :func:`state`, with shared data, per-rank data and per-rank tensors."""
     return checkpoints.save(
         step,
         state(step, rank, world_size),
@@ -66,7 +66,7 @@ def save_step(checkpoints: Checkpoints, step: int, rank: int = 0, world_size: in
 
 
 def assert_step(reader: Reader, step: int, world_size: int = 1) -> None:
-    """The checkpoint is what :func:`save_step` saved, to the last bit."""
+    """Asserts that the checkpoint equals, bit for bit, the data that :func:`save_step` saved."""
     reader.verify()
     assert reader.names() == list(SHAPES)
     for name, shape in SHAPES.items():
@@ -81,7 +81,7 @@ def assert_step(reader: Reader, step: int, world_size: int = 1) -> None:
 
 
 def load_all(folder: Path, verify: bool = True) -> list[Any]:
-    """Everything that is in a checkpoint."""
+    """Returns all contents of a checkpoint."""
     reader = Reader(folder, verify=verify)
     told: list[Any] = [reader.data]
     for name in reader.names():
@@ -100,7 +100,7 @@ def in_world(worlds: Worlds, world_size: int, work: Callable[[ModelRanks], Any])
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    """All files under a folder, by relative name."""
+    """Returns the contents of all files under a folder, by relative name."""
     return {
         os.path.relpath(path, folder): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -109,7 +109,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def forge(folder, change):
-    """Changes the manifest as one who means to; its checksum is right."""
+    """Changes the manifest and updates its checksum to match, as an attacker would."""
     text = json.loads((folder / MANIFEST).read_text())
     change(text)
     body = {key: text[key] for key in text if key not in ("format", "version", "crc32")}

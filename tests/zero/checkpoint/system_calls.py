@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands between saving and the operating system."""
+"""Intercepts the system calls through which saving changes the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-# All that changes what is on a disk; rmtree() goes through them too.
+# Every function of ``os`` that changes the disk; shutil.rmtree() calls them as well.
 CHANGING = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 
 Before = Callable[[int, str, tuple[Any, ...]], None]
@@ -17,9 +17,9 @@ Before = Callable[[int, str, tuple[Any, ...]], None]
 
 @contextmanager
 def interposed(before: Before) -> Iterator[None]:
-    """Calls ``before(number, name, arguments)`` ahead of every changing call through ``os``.
+    """Calls ``before(number, name, arguments)`` ahead of each ``os`` call that changes the disk.
 
-    Calls that ``before`` makes itself go straight to ``os``.
+    Calls that ``before`` itself makes are not intercepted.
     """
     count = 0
     inside = False
@@ -46,7 +46,7 @@ def interposed(before: Before) -> Iterator[None]:
 
 
 def count_calls(work: Callable[[], Any]) -> int:
-    """Returns how many changing calls ``work`` makes."""
+    """Returns how many calls ``work`` makes that change the disk."""
     numbers = [-1]
     with interposed(lambda number, name, args: numbers.append(number)):
         work()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of checkpoints: what is there, what stays, and that all ranks agree or none saves."""
+"""A folder of checkpoints: contents, deletion of old ones, and that all ranks save or none does."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_stages_that_save_into_one_root_are_told_so(tmp_path, monkeypatch):
 
     def meanwhile(path, entries):
         monkeypatch.setattr(name, write_tensor_file)
-        save_step(Checkpoints(tmp_path), 1)  # which removes what looks left over
+        save_step(Checkpoints(tmp_path), 1)  # this save removes the files that look left over
         return SavedFile(0, "")
 
     monkeypatch.setattr(name, meanwhile)
@@ -269,7 +269,7 @@ def test_a_full_disk_on_one_rank_is_told_to_all(worlds, tmp_path, broken):
 
 
 def test_an_error_of_any_call_leaves_what_was_and_the_next_save_works(tmp_path, caplog):
-    """Each call through which a save changes the disk fails in turn."""
+    """Lets each call that changes the disk fail in turn: the old checkpoint stays loadable."""
     caplog.set_level(logging.ERROR)
     root = tmp_path / "counted"
     save_step(Checkpoints(root, keep=1), 1)
@@ -289,7 +289,7 @@ def test_an_error_of_any_call_leaves_what_was_and_the_next_save_works(tmp_path, 
                 save_step(checkpoints, 2)
             except CheckpointError as error:
                 raised = error
-        # Without an error it is saved, and only an old one could not be removed.
+        # If no error was raised, the new checkpoint is saved; only removing an old one failed.
         assert raised is None or "cannot write: [Errno 5]" in str(raised)
         assert raised is not None or checkpoints.latest() == 2
         latest = checkpoints.latest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksum of checkpoints' files is zlib's, by every way of this CPU and any threads."""
+"""Checkpoint checksums equal zlib's, by each implementation of this CPU and with any threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def workers() -> Iterator[None]:
 
 @pytest.mark.parametrize("way", _native.crc32_ways())
 def test_every_way_has_zlibs_sum(way: str, memory: torch.Tensor) -> None:
-    """For lengths around blocks of 16 bytes and turns of four, at any address."""
+    """Lengths around 16-byte blocks and four-block turns, at any alignment, match zlib."""
     known = torch.frombuffer(bytearray(b"123456789"), dtype=torch.uint8)
     assert _native.crc32_by(way, known.data_ptr(), 9) == 0xCBF43926
     for length in (*range(150), 4095, 4096, 4097, PART + 1):
@@ -59,9 +59,9 @@ def test_the_sum_of_two_parts_follows_from_theirs_and_the_second_length() -> Non
         a, b = (BYTES[: drawn.choice((0, 1, 5, 64, drawn.randrange(PART)))] for _ in range(2))
         sums, whole = (zlib.crc32(a), zlib.crc32(b)), zlib.crc32(a + b)
         assert _native.combined_crc32(*sums, len(b)) == whole
-        if a:  # the sum of nothing is 0, wherever it stands
+        if a:  # the checksum of no bytes is 0, whatever bytes follow
             assert _native.combined_crc32(*sums, len(b) + 1) != whole
-    # Lengths whose bytes no test could sum: 2^32 - 1 bits of zeros bring a sum back.
+    # Lengths too long to compute in a test: 2^32 - 1 zero bits leave a checksum unchanged.
     assert _native.combined_crc32(0xCBF43926, 0, 2**32 - 1) == 0xCBF43926
     assert _native.combined_crc32(0xCBF43926, 0, 2**40) == _native.combined_crc32(
         _native.combined_crc32(0xCBF43926, 0, 2**39), 0, 2**39

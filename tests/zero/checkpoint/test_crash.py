@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Killed at any moment, a save leaves the checkpoints before it, and nothing half of its own."""
+"""A save that is killed at any moment leaves the earlier checkpoints and no partial new one."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.zero.checkpoint.system_calls import interposed
 
 TIMEOUT_S = 150.0
 WORLD_SIZE = 2
-SAVED, FAILED = 0, 3  # how a forked rank ends
+SAVED, FAILED = 0, 3  # exit codes of a forked rank
 
 
 def check_and_go_on(root: Path, world_size: int = 1) -> int:
-    """The latest checkpoint is whole, leftovers are hidden, and the next save takes them away."""
+    """Asserts that the latest checkpoint is whole and that the next save removes leftovers."""
     checkpoints = Checkpoints(root, keep=1)
     latest = checkpoints.latest()
     assert latest in (1, 2)
@@ -53,7 +53,7 @@ def check_and_go_on(root: Path, world_size: int = 1) -> int:
 
 
 def _kill_at(number: int, half: bool):
-    """Kills this process before a call, or when a write has written half."""
+    """Kills this process before call ``number``, or after that call wrote half of its bytes."""
 
     def before(reached, name, args):
         if reached == number:
@@ -65,7 +65,7 @@ def _kill_at(number: int, half: bool):
 
 
 def _fork(work) -> int:
-    """Starts a process that does ``work`` and ends; importing torch anew would take seconds."""
+    """Forks a process that runs ``work`` and exits; a fresh one would spend seconds on imports."""
     child = os.fork()
     if child:
         return child
@@ -78,7 +78,7 @@ def _fork(work) -> int:
 
 
 def _ending(child: int) -> int:
-    """The exit code, or the signal as a negative number."""
+    """Returns the exit code of a process, or the negative signal number that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -91,9 +91,9 @@ def _calls_of_a_save(folder) -> list[str]:
 
 
 def _killed_everywhere(store, rank, world_size, folder):
-    """Kills a saving process before each call that it makes, and halfway in each write.
+    """Kills a saving process before each of its calls, and halfway through each write.
 
-    Returns what was latest after each.
+    Returns the latest step after each kill.
     """
     tensor_file.SLICE_BYTES = 64
     seen = []
@@ -115,13 +115,13 @@ def _killed_everywhere(store, rank, world_size, folder):
 
 def test_a_save_killed_at_any_call_leaves_whole_checkpoints(tmp_path):
     (seen,) = run_ranks(_killed_everywhere, 1, str(tmp_path), timeout_s=TIMEOUT_S)
-    # Until one call the old is the latest, and from the next on the new.
+    # Up to some call the old checkpoint is the latest; after that call the new one is.
     assert seen == sorted(seen)
     assert seen.count(1) > 15 and seen.count(2) > 5
 
 
 def _saves_until(folder, rank, victim, number):
-    """One rank of a world in which ``victim`` is killed at a call of its second save."""
+    """Runs one rank of a world in which rank ``victim`` is killed at a call of its second save."""
     store = FileStore(f"{folder}.store", WORLD_SIZE)
     with Communicator.from_store(store, rank, WORLD_SIZE, timeout=TIMEOUT_S) as comm:
         checkpoints = Checkpoints(folder, keep=1, ranks=ModelRanks(comm))
@@ -140,7 +140,7 @@ def _nothing(number, name, args):
 
 
 def _ranks_killed_everywhere(store, rank, world_size, folder):
-    """Kills either rank at each call that it makes; by victim, how the other ended each time."""
+    """Kills each rank at each of its calls in turn; returns per victim how the other rank ended."""
     told: list[list[tuple[int, int]]] = []
     for victim in range(WORLD_SIZE):
         told.append([])
@@ -158,14 +158,14 @@ def _ranks_killed_everywhere(store, rank, world_size, folder):
             assert endings[victim] == -signal.SIGKILL
             other = endings[1 - victim]
             assert other in (SAVED, FAILED)
-            # Only what all ranks were told is saved is said to be.
+            # A rank reports success only if the new checkpoint is complete.
             assert latest == 2 or other == FAILED
             told[victim].append((latest, other))
     return told
 
 
 def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path):
-    """The other learns it, unless all was saved and only an old checkpoint was to be removed."""
+    """The survivor raises, unless the save was done but for the removal of an old checkpoint."""
     ((first, other),) = run_ranks(_ranks_killed_everywhere, 1, str(tmp_path), timeout_s=TIMEOUT_S)
     assert len(other) > 3 and {*other} == {(1, FAILED)}
     assert {(1, FAILED), (2, SAVED)} <= {*first} <= {(1, FAILED), (2, FAILED), (2, SAVED)}
@@ -233,7 +233,7 @@ def test_a_file_that_cannot_grow_is_told_to_all_ranks(two_ranks, tmp_path):
 
 
 class Disk:
-    """The files that a power cut would leave: a file's bytes of the last sync, a folder's names."""
+    """The files that a power cut would leave: contents as last synced, and names in folders."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -278,13 +278,13 @@ def test_all_is_on_the_disk_before_it_has_a_name_and_before_old_ones_go(tmp_path
         f"step-{step:08d}" for step in (1, 2, 3)
     ]
     assert not disk.removed_before_sync
-    # The name of the last is on the disk, and so are the new folders' names.
+    # The last checkpoint's name is on the disk, and so are the names of the new folders.
     assert "step-00000003" in disk.folders[str(root)]
     assert "b" in disk.folders[str(root.parent)] and "a" in disk.folders[str(tmp_path)]
 
 
 def test_a_reader_sees_nothing_of_a_save_that_goes_on(tmp_path):
-    """Between any two calls of a save there is a whole checkpoint to load."""
+    """Between any two calls of a save, a reader can load a whole checkpoint."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     save_step(checkpoints, 1)
     seen = []

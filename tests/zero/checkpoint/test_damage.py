@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged and foreign folders are errors that name the file."""
+"""Damaged and forged checkpoint folders raise errors that name the file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flipped(content: bytes, at: int) -> bytes:
 @pytest.mark.parametrize("file", [MANIFEST, *FILES])
 def test_a_flipped_bit_of_any_byte_is_an_error_that_names_the_file(folder, file):
     content = (folder / file).read_bytes()
-    # A checksum covers each byte of a file of tensors alike.
+    # Every fifth byte is enough for a file of tensors: its checksum treats all bytes the same.
     for at in range(0, len(content), 1 if file == MANIFEST else 5):
         (folder / file).write_bytes(flipped(content, at))
         with pytest.raises(CheckpointError, match=file):
@@ -50,7 +50,7 @@ def test_a_flipped_bit_of_any_byte_is_an_error_that_names_the_file(folder, file)
 
 
 def test_without_checksums_a_flipped_bit_is_an_error_or_other_elements(folder):
-    """The header is still believed in nothing that matters."""
+    """Without checksums, names and shapes still load right, or the load raises."""
     file = FILES[0]
     content, whole = (folder / file).read_bytes(), load_all(folder)
     refused = 0
@@ -74,7 +74,7 @@ def test_a_file_of_another_length_is_an_error_that_names_it(folder, file, verify
     for changed in (*(content[:length] for length in sorted(lengths)), content + b"\0"):
         (folder / file).write_bytes(changed)
         if file == MANIFEST and changed == content.rstrip():
-            assert_step(Reader(folder), 1, 2)  # its last byte only ends the line
+            assert_step(Reader(folder), 1, 2)  # the last byte is only the newline
             continue
         with pytest.raises(CheckpointError, match=file):
             load_all(folder, verify)
@@ -118,7 +118,7 @@ def test_what_is_no_regular_file_is_not_opened(folder, file, kind):
     content = (folder / file).read_bytes()
     (folder / file).unlink()
     if kind == "link":
-        # As long as the file it stands for.
+        # The path of the link is as long as the file that it points to.
         name = "e" * (2 - len(content) % 2)
         (folder / name).write_bytes(content)
         (folder / file).symlink_to("./" * ((len(content) - len(name)) // 2) + name)
@@ -138,7 +138,7 @@ def test_a_manifest_too_large_to_be_one_is_not_read(folder):
         Reader(folder)
 
 
-# ---- folders made to harm are errors: no code runs, no memory is taken, no other file is opened
+# ---- malicious folders raise errors: no code runs, no memory is taken, no other file is opened
 
 
 def moment(change):
@@ -247,7 +247,7 @@ def test_a_manifest_that_is_no_text_is_refused(folder):
 
 
 def replaced(folder, file, content):
-    """Puts other content into a file, with its size and checksum in the manifest."""
+    """Puts other content into a file, and that content's size and checksum into the manifest."""
     (folder / file).write_bytes(content)
     told = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
     forge(folder, lambda text: text["files"].update({file: told}))
@@ -277,7 +277,7 @@ def test_a_forged_file_is_refused(folder, name):
 
 
 def _little_memory(source, rank, world_size):
-    """All forgeries of sizes, in a process that can allocate next to nothing."""
+    """Loads folders with forged sizes, in a process that may allocate only 64 MiB more."""
     if rank:
         return
     for name in ("size", "rank's size", "empty but huge"):
@@ -297,7 +297,7 @@ def test_a_forged_size_takes_no_memory(two_ranks, folder):
 
 
 class Bomb:
-    """Leaves a trace when it is unpickled."""
+    """Creates a file as evidence when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -314,7 +314,7 @@ def test_a_pickle_is_not_loaded(folder, tmp_path, file):
     pickle.loads(content)
     assert trace.exists()  # the bomb works
     trace.unlink()
-    # Where torch's own reader would look.
+    # The place where torch's own reader would look.
     (folder / ".metadata").write_bytes(content)
     if file == MANIFEST:
         (folder / file).write_bytes(content)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values come back equal in value and type, and nothing else is taken."""
+"""JSON data returns with equal values and types, and any other value is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Colour(enum.IntEnum):
 
 
 def typed(value):
-    """The value with its types, since 1 == True == 1.0."""
+    """Returns the value with its types, because 1 == True == 1.0 in Python."""
     if isinstance(value, dict):
         return [(typed(key), typed(each)) for key, each in value.items()]
     if isinstance(value, list | tuple):

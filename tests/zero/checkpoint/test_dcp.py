@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed.checkpoint saves and loads the same folders, on any group and any world."""
+"""torch.distributed.checkpoint saves and loads the same folders, on any process group and world."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FLAT = torch.arange(1000.0)
 GRID = torch.arange(7 * 5 * 3).view(7, 5, 3)
 WHOLE = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
 DATA = {"lr": 0.1, "betas": (0.9, 0.95), "steps": [1, 2, None], "name": "a", "best": float("inf")}
-# In three ways: uneven rows, uneven columns, and a copy on each rank.
+# Three placements: uneven rows, uneven columns, and a copy on each rank.
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
 
 
@@ -62,7 +62,7 @@ def grids() -> dict[str, Any]:
 
 
 def save(path, rank, world_size):
-    """Parts, grids, replicas and JSON values; the first rank has no part of the flat tensor."""
+    """Saves shards, grids, replicas and JSON values; rank 0 holds no part of the flat tensor."""
     cuts = [0, *even_cuts(1000, world_size - 1)]
     state = {
         "flat": flat_shard(FLAT, cuts, rank, (10, 100)),
@@ -78,7 +78,7 @@ def save(path, rank, world_size):
 
 
 def expect(state, flat):
-    """Loaded, and to the last bit what was saved."""
+    """Asserts that the loaded state equals the saved state bit for bit."""
     assert torch.equal(state["flat"].local, flat)
     for name, grid in state["grids"].items():
         full = grid.full_tensor() if hasattr(grid, "full_tensor") else grid
@@ -166,7 +166,7 @@ def test_what_is_saved_without_torch_is_loaded_with_it(worlds, two_ranks, three_
     assert_step(Reader(folder), 1, 3)
     two_ranks.run(partial(load_unsharded, folder), "gloo")
     three_ranks.run(partial(load_unsharded, folder), "ringcomm")
-    # Any planner loads what has tensors only.
+    # A state of tensors only can be loaded by any planner, here torch's default.
     state = {"moment": FlatShard(77, 11, torch.zeros(60))}
     dcp.load(state, storage_reader=StorageReader(folder))
     assert torch.equal(state["moment"].local, values("moment", 1)[11:71])
@@ -229,7 +229,7 @@ def test_a_background_save_has_what_was_there_when_it_began(tmp_path):
     assert torch.equal(out, FLAT) and reader.shape("x") == (100, 10)
 
 
-# ---- what cannot be saved or loaded leaves nothing --------------------------------------------
+# ---- a failed save or load leaves nothing -----------------------------------------------------
 
 
 def visible(folder) -> list[str]:
@@ -238,7 +238,7 @@ def visible(folder) -> list[str]:
 
 
 def refused(raised) -> list[BaseException]:
-    """Returns the ranks' errors, out of torch's exception."""
+    """Returns the ranks' errors from torch's exception."""
     return [error for error, _ in raised.value.failures.values()]
 
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, name):
         dcp.save(state, storage_writer=StorageWriter(path), planner=planner())
     assert [type(error) for error in refused(raised)] == [kind]
     assert not path.exists()
-    del raised  # and with it the writer
+    del raised  # this also releases the writer
     gc.collect()
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "a"])
 
@@ -312,7 +312,7 @@ def test_a_checkpoint_is_not_saved_over(tmp_path):
     with pytest.raises(api.CheckpointException, match="there is one, and it is not overwritten"):
         dcp.save(state, storage_writer=writer, planner=SavePlanner())
     assert (tmp_path / "saved" / "checkpoint.json").read_bytes() == before
-    # The id of a save names its folder, as with torch's own storage.
+    # As with torch's own storage, the checkpoint_id of a save names its folder.
     dcp.save(state, checkpoint_id=tmp_path / "other", storage_writer=writer, planner=SavePlanner())
     loaded = {"a": torch.zeros(1)}
     reader = StorageReader(tmp_path / "saved")

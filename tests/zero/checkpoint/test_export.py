@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in safetensors files, as other programs load them."""
+"""Exports weights into safetensors files that other programs can load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIED = {"head.weight": "model.0.weight"}
 
 @pytest.fixture
 def folder(worlds, tmp_path):
-    """The module of seed 1, as two ranks have saved it, with an optimizer's state."""
+    """A checkpoint of the module of seed 1 and its optimizer's state, saved by two ranks."""
     net = Tied(1)
     named = dict(net.named_parameters()) | dict(net.named_buffers())
 
@@ -176,7 +176,7 @@ def test_an_error_of_any_call_leaves_nothing_visible(folder, tmp_path):
 
         with interposed(fails), pytest.raises(CheckpointError, match="No space left on device"):
             export_safetensors(folder, path, max_file_bytes=300)
-        # All that can still fail after the rename is to wait until it is on the disk.
+        # After the rename, only the sync to disk can still fail.
         if path.exists():
             assert failing >= calls - 2
             seen += 1

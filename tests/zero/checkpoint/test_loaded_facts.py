@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load checks every fact of a manifest before it changes anything."""
+"""A load checks every entry of a manifest before it changes anything."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Extra(nn.Linear):
 
 
 class Training(NamedTuple):
-    """A module and its optimizer after a step."""
+    """A module and its optimizer, with the state that a load may change."""
 
     module: nn.Module
     optimizer: Any
     scaler: LossScaler | None
 
     def state(self) -> list[str]:
-        """All that a load changes."""
+        """Returns all state that a load changes."""
         told = zero.full_state_dict(self.module), self.optimizer.full_state_dict()
         scale = None if self.scaler is None else self.scaler.state_dict()
         random = torch.get_rng_state().tolist()
@@ -77,7 +77,7 @@ Case = tuple[tuple[Any, ...], Any]
 
 
 def odd(*keys: Any, values: tuple[Any, ...]) -> list[Case]:
-    """Each of these values in one place of a manifest."""
+    """Returns one case per value: that value at this place of the manifest."""
     return [(keys, value) for value in values]
 
 
@@ -173,7 +173,7 @@ def test_states_of_parameters_of_torchs_classes(tmp_path):
 
 
 def test_files_have_the_tensors_that_the_manifest_says(tmp_path):
-    """Another dtype or shape in a file whose checksum is right is found before anything changes."""
+    """A file with a valid checksum but another dtype or shape is refused before any change."""
     with ringcomm.local_world(1) as world:
         saved = trained(world[0], 1)
         folder = zero.save(tmp_path, 1, saved.module, saved.optimizer)
@@ -203,7 +203,7 @@ def test_facts_of_a_train_state():
             with pytest.raises(CheckpointError):
                 state.load_state_dict({**sound, "facts": value})
         for keys, value in CASES:
-            # JSON has no keys but text.
+            # JSON keys are always strings, so cases with other keys are skipped.
             if keys[: len(OPTIM)] == OPTIM and len(keys) > len(OPTIM) and "$dict" not in str(value):
                 whole = json.loads(changed({"data": {"ringcomm": facts}, **HEAD}, keys, value))
                 told = json.dumps(decode(whole["data"]["ringcomm"]))
@@ -228,7 +228,7 @@ def test_no_rank_waits_for_one_that_fails_in_any_way(worlds):
 
 
 def test_the_pieces_of_a_tensor_are_checked_in_time_that_grows_with_their_number(monkeypatch):
-    """Pairs of boxes are not compared, even if all boxes overlap along each dimension."""
+    """The check never compares pairs of boxes, even if all boxes overlap along each dimension."""
     calls = 0
     drawn = manifest._random
 
@@ -243,7 +243,7 @@ def test_the_pieces_of_a_tensor_are_checked_in_time_that_grows_with_their_number
     monkeypatch.setattr(manifest, "_random", counted)
     monkeypatch.setattr(manifest.Piece, "shared", never)
     half = 500
-    # Rows of the left half, and columns of the right half.
+    # The rows of the left half, and the columns of the right half.
     boxes = [((row, 0), (1, half)) for row in range(half)]
     boxes += [((0, half + column), (half, 1)) for column in range(half)]
     pieces = [Piece(at, sizes, "file", "key") for at, sizes in boxes]

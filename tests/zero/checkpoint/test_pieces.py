@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The positions of boxes in a flat tensor, and pieces that fill one or do not."""
+"""The positions of a box in a flat tensor, and the check that pieces fill a tensor exactly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_grid_of_boxes_fills_a_tensor_and_one_less_does_not(data, size):
         ((4,), [((0, 0), (4, 1))], "is not inside"),
         ((4,), [((0,), (2,)), ((1,), (2,))], "overlap"),
         ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], "overlap"),
-        # As many elements as there are, but one twice and one not at all.
+        # The right number of elements, but one element is covered twice and one is not covered.
         ((2, 2), [((0, 0), (2, 1)), ((1, 0), (1, 2))], "overlap"),
         ((4,), [], "hold 0 of its 4"),
         ((), [((), ()), ((), ())], "no dimensions"),
@@ -83,7 +83,7 @@ def test_a_tensor_without_elements_needs_no_piece():
     check_fill((), [piece((), ())])
 
 
-# ---- runs of a box as boxes of its tensor, and boxes out of tensors that were saved flat --------
+# ---- ranges of a box as boxes of its tensor, and boxes of tensors that were saved flat ----------
 
 WHOLE = torch.arange(4 * 5 * 6.0).view(4, 5, 6)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of safetensors files, read straight into shards."""
+"""Weights of safetensors files are read directly into the shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRECISIONS = {
 
 
 class Block(nn.Module):
-    """Parameters of several shapes, frozen and trained, and buffers that are saved or not."""
+    """A block of frozen and trained parameters, with buffers that are saved or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def meta_net() -> Net:
 
 
 def weights_of(net: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """As save_pretrained() writes them: tied weights once, under one name."""
+    """Returns the weights as save_pretrained() writes them: tied weights once, under one name."""
     state = {n: t.clone() for n, t in net.state_dict().items() if n != "head.weight"}
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
 
@@ -95,7 +95,7 @@ def options_of(precision: zero.Precision, **more: Any) -> zero.ZeroOptions:
 
 
 def two_steps(module: Any, rank: int, adamw: AdamWOptions) -> dict[str, torch.Tensor]:
-    """Parameters and masters after steps, which show any bit of what the steps began with."""
+    """Takes two steps and returns parameters and masters; any wrong bit at the start would show."""
     params = [param for param in module.parameters() if param.requires_grad]
     optimizer = AdamW(params, lr=1e-2, options=adamw)
     optimizer.prepare()
@@ -144,13 +144,13 @@ def test_a_meta_module_is_as_if_loaded_before(worlds, tmp_path, stage, kind, dty
 
 @covering(strength=1, stage=STAGES, kind=[*PRECISIONS])
 def test_a_trained_module_takes_other_weights(worlds, file, stage, kind):
-    """And its optimizer their values before rounding, while its moments stay."""
+    """The optimizer's masters get the values before rounding, and its moments stay."""
     precision, adamw = PRECISIONS[kind]
     base, wanted = new_net(2), new_net(1).state_dict()
 
     def work(comm):
         options = options_of(precision)
-        # Before there is an optimizer, too: it begins with the values before rounding.
+        # Loaded before the optimizer exists: its masters also get the values before rounding.
         first = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         assert zero.load_pretrained(first, file) == zero.IncompatibleKeys((), ())
         module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
@@ -207,7 +207,7 @@ def test_over_nodes(file):
 
 @pytest.mark.parametrize("kind", PRECISIONS)
 def test_each_element_is_read_by_one_rank(worlds, file, kind, monkeypatch):
-    """At stage 3, also where both the rounded value and the one before are kept; buffers by all."""
+    """At stage 3 one rank reads each element, even if it has a master; all ranks read buffers."""
     modules = [meta_net() for _ in range(3)]
     read: list[int] = []
     whole = WeightFiles._read_bytes
@@ -256,7 +256,7 @@ def test_what_the_files_do_not_have_is_initialised(worlds, tmp_path, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_part_is_loaded_under_other_names(worlds, tmp_path, stage):
-    """The rest, on rank 0 and 1 alike, is rank 0's, and nobody misses it."""
+    """``only`` and ``rename`` load some weights; rank 0 supplies the others, none is missing."""
     wanted = new_net(1).state_dict()
     theirs = {f"layer{n}.w": wanted[f"blocks.{n}.down.weight"].clone() for n in range(2)}
     save_file({**theirs, "bias": torch.zeros(2)}, tmp_path / "a.safetensors")
@@ -287,7 +287,7 @@ def test_a_part_is_loaded_under_other_names(worlds, tmp_path, stage):
     assert all(worlds(2).run(work))
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- files that are refused ------------------------------------------------------------------
 
 
 def changed(**changes: Any) -> dict[str, torch.Tensor]:
@@ -307,7 +307,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("message", MISFITS)
 def test_files_that_do_not_fit_change_nothing(worlds, tmp_path, message):
-    """Also where they do not fit on one rank alone."""
+    """Files that fit on no rank, or on one rank only, raise on all ranks and change nothing."""
     save_file(MISFITS[message], tmp_path / "bad.safetensors")
     save_file(weights_of(new_net(1)), tmp_path / "good.safetensors")
     base = new_net(3)
@@ -352,7 +352,7 @@ def test_ranks_with_other_files_or_none(worlds, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_file_that_ends_while_it_is_read(worlds, file, stage, monkeypatch):
-    """All ranks end at once, and what was on the meta device is there again."""
+    """All ranks raise at once, and the parameters are on the meta device again."""
     modules = [meta_net() for _ in range(2)]
     wanted = new_net(1).state_dict()
     whole = WeightFiles._read_bytes

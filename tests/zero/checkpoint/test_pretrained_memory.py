@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that loading takes, as the kernel counts it, against the closed form of the page."""
+"""The peak memory of loading, as the kernel counts it, matches the formula in the docs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def resident_bytes(kind: str) -> int:
 
 
 def peak_of_loading(store, rank, world_size, path, precision, way):
-    """How far the resident memory rises while the module is loaded or saved."""
+    """Returns how far the resident memory rises while the module is loaded or saved."""
     torch.set_num_threads(1)
     with Communicator.from_store(store, rank, world_size) as comm:
-        # What is needed once, whatever the size of the module.
+        # Load a small module first, so that one-time costs are not counted.
         small = zero.shard(nn.Linear(8, 8), 3, comm=comm)
         save_file({"weight": torch.ones(8, 8), "bias": torch.ones(8)}, f"{path}.{rank}")
         zero.load_pretrained(small, f"{path}.{rank}")
@@ -47,11 +47,11 @@ def peak_of_loading(store, rank, world_size, path, precision, way):
         if way != "pretrained":
             zero.shard(module, 3, comm=comm, options=options)
         comm.barrier()
-        # What is free already, loading would give back, and the rise would seem less than it is.
+        # Otherwise loading would reuse freed memory, and would seem to need less than it does.
         gc.collect()
         give_back_freed()
         before, of_files = resident_bytes("VmRSS"), resident_bytes("RssFile")
-        # Has the kernel count the peak from here on (proc_pid_clear_refs(5)).
+        # Resets the kernel's count of the peak (see proc_pid_clear_refs(5)).
         Path("/proc/self/clear_refs").write_text("5")
         if way == "load_pretrained":
             zero.load_pretrained(module, path)
@@ -60,11 +60,11 @@ def peak_of_loading(store, rank, world_size, path, precision, way):
         else:
             zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(path))
         comm.barrier()
-        # Code that runs here for the first time is mapped from its file meanwhile.
+        # Subtract code pages: code that runs for the first time is mapped from its file.
         return resident_bytes("VmHWM") - before - (resident_bytes("RssFile") - of_files)
 
 
-BYTES_EACH = {"fp32": 4, "bf16-mixed": 2 + 4}  # of a parameter and its master
+BYTES_EACH = {"fp32": 4, "bf16-mixed": 2 + 4}  # of a parameter and its master, in bytes per element
 
 
 @covering(strength=1, way=["pretrained", "load_pretrained", "save_pretrained"], kind=[*BYTES_EACH])
@@ -78,5 +78,5 @@ def test_a_rank_holds_its_shard_and_a_slice(tmp_path, way, kind):
         if way == "pretrained":
             assert shard_bytes <= peak <= 1.05 * (shard_bytes + SLICE_BYTES)
         else:
-            # The shards are there already.
+            # The shards were allocated before the measurement.
             assert peak <= SLICE_BYTES + 0.05 * shard_bytes

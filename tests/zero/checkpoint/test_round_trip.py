@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any ranks read what any other ranks have saved, however each cuts it."""
+"""Ranks can read a checkpoint of any other world, however each world splits the tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cuts_of(elems: int, most: int = MAX_RANKS) -> st.SearchStrategy[list[int]]:
 
 
 def saved_by(worlds, root, whole, cuts):
-    """The reader of what len(cuts) + 1 ranks have saved."""
+    """Saves ``whole`` on len(cuts) + 1 ranks and returns a reader of the checkpoint."""
 
     def work(ranks):
         checkpoints = Checkpoints(root, ranks=ranks)
@@ -60,7 +60,7 @@ def test_any_cut_reads_back_by_any_other(worlds, data, elems, dtype):
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_everything_comes_back(worlds, tmp_path, world_size):
-    """Five ranks have nothing of the smallest tensor's end."""
+    """With five ranks, the last rank has no part of the smallest tensor."""
 
     def work(ranks):
         checkpoints = Checkpoints(tmp_path, ranks=ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sharded module's weights, which each rank writes to their offsets in files."""
+"""Each rank writes its part of a sharded module's weights to its offsets in the files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Net(nn.Module):
-    """Tied and frozen weights, several dtypes and shapes, and a buffer of integers."""
+    """A model of tied and frozen weights, several dtypes and shapes, and a buffer of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def sharded(net: nn.Module, stage: int, comm: Any, **options: Any) -> nn.Module:
 def test_weights_are_those_of_an_export(
     worlds, tmp_path, monkeypatch, stage, aliases, max_file_bytes
 ):
-    """Of a checkpoint of the same module."""
+    """The saved weights equal an export of a checkpoint of the same module."""
     monkeypatch.setattr(tensor_file, "SLICE_BYTES", 64)
     net = Net()
 
@@ -112,13 +112,13 @@ def test_weights_in_another_dtype_over_nodes(tmp_path):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_write(worlds, tmp_path, monkeypatch, failing):
-    """All ranks raise, and nothing is left; the next one succeeds."""
+    """If one rank cannot write, all ranks raise and no file is left; the next save succeeds."""
     net = Net()
     write = export._ExportedFile.write
     failing_ranks = {failing}
 
     def full_disk(self, folder, shards):
-        # Rank 0 has the buffers.
+        # Rank 0 writes the buffers.
         if int(not shards["model.count"].local.numel()) in failing_ranks:
             raise OSError(28, "No space left on device")
         write(self, folder, shards)

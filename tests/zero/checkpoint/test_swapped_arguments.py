@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments in another order: the error says how the function is called, and nothing is written."""
+"""Swapped arguments: the error shows how the function is called, and no file is written."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import ringcomm
 from ringcomm import ArgumentError, optim, zero
 from ringcomm.extras import moe
 
-# Of no type, since a checker of types refuses these calls, too.
+# Typed Any, because a type checker would refuse the wrong calls as well.
 NET: Any = nn.Linear(2, 2)
 OTHER: Any = optim.AdamWOptions()  # neither a module, a path nor a number
 STEP: Any = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files are safetensors, hold what was given, and say their checksum."""
+"""Tensor files are valid safetensors, hold the given tensors, and return their checksum."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of tensor parallelism: saved in parts, and read by any mesh, or none."""
+"""Checkpoints of tensor-parallel models: saved in parts, loaded on any mesh or on one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHORT = Training(2, steps=(0,), backwards=1)
 
 
 def shared_folder() -> Path:
-    """A new folder, the same on all ranks."""
+    """Makes a new folder; all ranks get the same path."""
     names = [tempfile.mkdtemp(prefix="ringcomm-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     return Path(names[0])
@@ -53,7 +53,7 @@ def trained(mesh: DeviceMesh, training: Training) -> tuple[Any, AdamW]:
 
 
 def everything(model: Any, optimizer: AdamW) -> Any:
-    """Parameters and state, whole; collective."""
+    """Returns the whole parameters and optimizer state; collective."""
     state = optimizer.full_state_dict()
     masters = {index: full(each) for index, each in state.get("master", {}).items()}
     moments = {i: {k: full(v) for k, v in each.items()} for i, each in state["state"].items()}
@@ -65,7 +65,7 @@ def fresh(mesh: DeviceMesh, training: Training) -> tuple[Any, AdamW]:
 
 
 def saved_and_loaded(rank, world_size):
-    """What 2 x 2 ranks saved goes on with the same bits, and any other mesh has the same state."""
+    """A checkpoint of 2 x 2 ranks resumes with the same bits; other meshes load the same state."""
     meshes = {tp: mesh_of(4 // tp, tp) for tp in (1, 2, 4)}
     root = shared_folder()
     model, optimizer = trained(meshes[2], replace(SHORT, stage=3))
@@ -86,7 +86,7 @@ def saved_and_loaded(rank, world_size):
 
 
 def saved_unsharded_and_in_16_bits(rank, world_size):
-    """Checkpoints of unsharded modules load into local tensors of rows and columns, and back."""
+    """Checkpoints of unsharded modules load into local row and column parts, and the reverse."""
     meshes = {tp: mesh_of(4 // tp, tp) for tp in (1, 4)}
     training = replace(SHORT, stage=3, zero=BF16, adamw=REMAINDER)
     root = shared_folder()
@@ -117,7 +117,7 @@ def clean_up(root: Path) -> None:
 
 
 def by_torch(rank, world_size):
-    """The same through torch.distributed.checkpoint, from parts and from flat tensors."""
+    """Saves and loads through torch.distributed.checkpoint, from parts and from flat tensors."""
     meshes = {tp: mesh_of(4 // tp, tp) for tp in (1, 2, 4)}
     root = shared_folder()
     for first in (2, 1):
@@ -135,14 +135,14 @@ def by_torch(rank, world_size):
 
 
 def failures(rank, world_size):
-    """A file that one rank cannot read, and a rank that cannot write, stop all ranks."""
+    """All ranks raise if one rank cannot read a file, and if one rank cannot write."""
     mesh = mesh_of(2, 2)
     root = shared_folder()
     model, optimizer = trained(mesh, SHORT)
     zero.save(root, 1, model, optimizer)
     before = everything(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        # The third in the order of parts, which is not the order in which the launcher numbers.
+        # Rank 1 is third in the order of parts, which differs from the launcher's order of ranks.
         if rank == 1:
             patch.setattr("ringcomm.zero.checkpoint.folder.write_tensor_file", full_disk)
         with pytest.raises(CheckpointError, match=r"rank 1 of 4 (failed|cannot).*No space left"):
@@ -169,7 +169,7 @@ def full_disk(*_: Any) -> None:
 
 
 def from_weight_files(rank, world_size):
-    """Parts of rows, of columns and of uneven rows read theirs of whole tensors, and write them."""
+    """Row, column and uneven parts are read from whole tensors in files, and written back whole."""
     root = shared_folder()
     torch.manual_seed(3)
     whole = {name: torch.randn_like(each) for name, each in Model().named_parameters()}

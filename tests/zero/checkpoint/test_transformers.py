@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the transformers library: from their files into shards, and back."""
+"""Models of the transformers library: loaded from their files into shards, and saved back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = ("llama", "gpt2", "mixtral")
 
 @cache
 def library() -> Any:
-    """Every worker imports this file; the library takes longer than most others together."""
+    """Imports the library at first use: all test workers import this file; the import is slow."""
     import transformers
 
     return transformers
@@ -44,9 +44,9 @@ def library() -> Any:
 def configs() -> dict[str, Any]:
     transformers = library()
     return {
-        # Rotary frequencies are in no file, and the head is the embedding.
+        # The files hold no rotary frequencies, and the head is tied to the embedding.
         "llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
-        # Weights of Conv1D are transposed.
+        # Conv1D stores its weights transposed.
         "gpt2": transformers.GPT2Config(
             n_embd=32,
             n_layer=2,
@@ -56,7 +56,7 @@ def configs() -> dict[str, Any]:
             bos_token_id=0,
             eos_token_id=1,
         ),
-        # Experts are tensors of their own in files, and one parameter in the model.
+        # The files store each expert as a tensor; the model stacks them in one parameter.
         "mixtral": transformers.MixtralConfig(**TINY, num_local_experts=3),
     }
 
@@ -66,7 +66,7 @@ OPTIONS = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """``saved(name)`` is a folder of several files, and the model that the library reads of it."""
+    """``saved(name)`` returns a folder of several files and the model that they load as."""
 
     @cache
     def save(name: str) -> Any:
@@ -88,7 +88,7 @@ def meta_models(config: Any, kind: str = "AutoModelForCausalLM") -> list[Any]:
 
 @covering(strength=1, stage=[0, 1, 2, 3], name=MODELS)
 def test_a_model_is_what_the_library_loads(worlds, saved, stage, name):
-    """Its values, what it computes, and buffers that are in no file."""
+    """Values, logits and buffers that no file holds equal those of the model the library loads."""
     folder, wanted = saved(name)
     models = meta_models(configs()[name])
     tokens = torch.arange(8)[None]
@@ -109,7 +109,7 @@ def test_a_model_is_what_the_library_loads(worlds, saved, stage, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trained_model_goes_back(worlds, saved, tmp_path, name):
-    """Through a checkpoint and an export, and both ways into a sharded model."""
+    """A trained model returns by checkpoint and export, and loads into shards in both ways."""
     folder, _ = saved(name)
     models = meta_models(configs()[name])
 
@@ -143,7 +143,7 @@ def test_a_trained_model_goes_back(worlds, saved, tmp_path, name):
 
 
 def test_a_head_that_the_files_do_not_have(worlds, saved):
-    """The base model has its weights; the head is initialised as the library does, on all alike."""
+    """The files fill the base model; the library's rule initialises the head on all ranks."""
     folder, wanted = saved("llama")
     config = library().LlamaConfig(**TINY, pad_token_id=0, num_labels=3)
     models = meta_models(config, "AutoModelForSequenceClassification")
@@ -165,7 +165,7 @@ def test_a_head_that_the_files_do_not_have(worlds, saved):
 
 
 def test_a_base_model_takes_its_part_of_a_whole(worlds, saved):
-    """Names without the prefix of the base model."""
+    """A base model loads from files whose names have the base model's prefix."""
     folder, wanted = saved("gpt2")
     with torch.device("meta"):
         models = [type(wanted.transformer)(configs()["gpt2"]) for _ in range(2)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders of weights: what is read of them, and what is refused."""
+"""Files and folders of weights: which tensors are read, and which files are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two files and an index."""
+    """A folder of two weight files and an index."""
     weight_map = {name: FILES[name.startswith("b")] for name in WEIGHTS}
     for file in FILES:
         save_file({n: t for n, t in WEIGHTS.items() if weight_map[n] == file}, tmp_path / file)
@@ -61,7 +61,7 @@ def test_any_part_is_read_in_any_dtype(folder, slice_bytes, monkeypatch):
         for begin, end in ((0, flat.numel()), (1, flat.numel()), (3, 4)):
             for dtype in kinds if begin <= end <= flat.numel() else ():
                 assert torch.equal(read(files, name, begin, end, dtype), flat[begin:end].to(dtype))
-    # Rounded twice, as the module's dtype wants it.
+    # Rounded twice: first to the module's dtype, FP32, then to BF16.
     out = torch.empty(7, dtype=torch.bfloat16)
     files.read(files.tensors["a.bias"], 0, out, torch.float32)
     assert torch.equal(out, WEIGHTS["a.bias"].float().bfloat16())
@@ -93,7 +93,7 @@ def index(change) -> Any:
 
 
 def header(change) -> Any:
-    """Changes the first file's header, and keeps its data."""
+    """Returns a function that changes the first file's header and keeps its data."""
 
     def damage(folder: Path) -> None:
         path = folder / FILES[0]
@@ -129,7 +129,7 @@ def pipe(path: Path) -> None:
 
 
 def sparse(path: Path) -> None:
-    """A header of a terabyte, as a file can claim that takes no disk."""
+    """Writes a sparse file that claims a header of a terabyte and takes no disk space."""
     path.write_bytes((1 << 40).to_bytes(8, "little"))
     os.truncate(path, (1 << 40) + 16)
 
@@ -179,7 +179,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_and_hostile_folders_are_errors(folder, damage):
-    """Which leave no file open."""
+    """Damaged and malicious folders raise an error, and no file stays open."""
     change, message = DAMAGES[damage]
     change(folder)
     before = open_files()

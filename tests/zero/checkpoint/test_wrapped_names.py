@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NOTE [Names without wrappers]: files have none of wrappers, and fit a module with any."""
+"""NOTE [Names without wrappers]: files hold no wrappers' names, and fit wrapped modules too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Honest(nn.Module):
-    """It has a child whose own name is that of data parallelism's wrappers, and a buffer."""
+    """A buffer, and an own child called "module", the name that DDP uses for its child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def wrapped(kind: str, seed: int = 0) -> Any:
 
 
 def trained(kind: str, stage: int, comm: Any, seed: int = 0) -> tuple[Any, AdamW]:
-    """A sharded module after a step, with its optimizer."""
+    """Returns a sharded module after a step, with its optimizer."""
     module = zero.shard(wrapped(kind, seed), stage, comm=comm)
     optimizer = AdamW(module.parameters(), lr=1e-2, comm=comm)
     module(torch.ones(3, 5)).square().sum().backward()
@@ -94,7 +94,7 @@ def trained(kind: str, stage: int, comm: Any, seed: int = 0) -> tuple[Any, AdamW
 
 @pytest.fixture
 def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """A context in which files get the names of wrappers, as earlier releases wrote them."""
+    """Returns a context manager in which names keep wrappers, as in earlier releases."""
 
     def context() -> Any:
         patch = pytest.MonkeyPatch.context()
@@ -116,7 +116,7 @@ def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     ["both", "parallel", "root", *in_test_all("plain", "checkpoint", "compile", "compiled root")],
 )
 def test_files_have_unwrapped_names(worlds, tmp_path, kind):
-    """Each function that names tensors writes unwrapped names, which any unwrapped model loads."""
+    """Every function that names tensors writes unwrapped names, for any unwrapped model."""
 
     def work(comm: Any, stage: int) -> Any:
         folder = tmp_path / str(stage)
@@ -151,7 +151,7 @@ def test_files_have_unwrapped_names(worlds, tmp_path, kind):
     [(1, "both"), (3, "compiled root"), *in_test_all(*((3, kind) for kind in WRAPPED))],
 )
 def test_files_of_other_wrappers_are_read(worlds, tmp_path, old_names, kind, stage):
-    """Earlier releases' checkpoints, weights and state dicts, into each kind of module."""
+    """Checkpoints, weights and state dicts of earlier releases load into each kind of module."""
     raw = wrapped(kind).state_dict()
     save_file({n: raw[n].clone() for n in raw if "_extra" not in n}, tmp_path / "raw.safetensors")
 
@@ -229,7 +229,7 @@ def test_exports_of_old_checkpoints_have_unwrapped_names(worlds, tmp_path, old_n
 
 
 def test_options_name_modules_without_wrappers(worlds):
-    """Units, per_unit, ignored and keep_fp32, by the names that the modules have unwrapped."""
+    """``units``, ``per_unit``, ``ignored`` and ``keep_fp32`` accept unwrapped module names."""
 
     def work(comm: Any, kind: str) -> Any:
         options = zero.ZeroOptions(
@@ -248,7 +248,7 @@ def test_options_name_modules_without_wrappers(worlds):
 
 
 def test_other_names_are_still_refused(worlds, tmp_path):
-    """A child that is called "module" is not taken for a wrapper's, nor left out of a name."""
+    """A child called "module" without a wrapper keeps its place in the name."""
     values = {name: value for name, value in new().state_dict().items() if name in TENSORS}
     values["1.weight"] = values.pop("1.module.weight").clone()
     values["2.0.weight"] = values["2.0.weight"].clone()
@@ -270,7 +270,7 @@ def test_names():
     )
     assert [unwrapped_name(model, name) for name, _ in model.named_parameters()] == [
         *("0.module.weight", "0.module.bias"),
-        # It has a tensor of its own, so that its child keeps its name.
+        # The wrapper has a tensor of its own, so its child's name keeps "module".
         *("1.module.weight", "1.module.bias"),
         *("2.module.weight", "2.module.bias"),
     ]
