@@ -39,6 +39,12 @@ _NO_IMPI = (
     "Intel MPI needs a separate environment, without mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
 )
+_NO_ONECCL = (
+    "oneCCL is loaded from Intel MPI's folder: impi/bin/pip install --no-deps oneccl, and then "
+    "impi/bin/pip install --no-deps --force-reinstall oneccl-cpu; there is no {}"
+)
+# Systems that run over MPI: MPICH, and two that run over Intel MPI.
+_MPICH, _IMPI, _ONECCL = "mpi", "impi", "oneccl"
 # Longer than any time slice: after this sleep the scheduler treats all ranks equally.
 REST_S = 0.02
 
@@ -119,7 +125,7 @@ def rank_of_harness() -> RankInfo:
 
 
 def _join_torchrun(wanted: Wanted) -> RankInfo:
-    if "mpi" in wanted.systems or "impi" in wanted.systems:
+    if needs_mpiexec(wanted.systems):
         raise LaunchError(
             "MPI ranks must be started by mpiexec, and torchrun started these: leave mpi out "
             "of --peers, or run the harness alone (it calls mpiexec itself)"
@@ -140,8 +146,8 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
     Waits for them, and returns the exit status. Raises :class:`LaunchError` without mpiexec.
     """
     command, world = [sys.executable, "-m", *words], wanted.ranks or 1
-    if "impi" in wanted.systems or "mpi" in wanted.systems:
-        mpiexec, environment = _mpiexec(wanted.systems)
+    if needs_mpiexec(wanted.systems):
+        mpiexec, environment = find_mpiexec(wanted.systems)
         variables = {"mpiexec": environment}
         return _run([mpiexec, "-n", str(world), *command], variables, wanted.busy)
     variables = {f"rank {rank}": rank_variables(rank, world) for rank in range(world)}
@@ -162,13 +168,22 @@ def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], bus
         return run_commands(ranks)
 
 
-def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Returns the launcher of the requested MPI, and the variables by which ranks find it."""
-    if "impi" in systems and "mpi" in systems:
-        raise LaunchError("a process can hold one MPI: mpi and impi need runs of their own")
+def needs_mpiexec(systems: Sequence[str]) -> bool:
+    return not {_MPICH, _IMPI, _ONECCL}.isdisjoint(systems)
+
+
+def find_mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Returns the launcher of the requested MPI, and the variables by which ranks find it.
+
+    Raises :class:`LaunchError` if a system is not installed, or if no process can hold all of them.
+    """
+    of_intel = [each for each in (_IMPI, _ONECCL) if each in systems]
+    if of_intel and _MPICH in systems:
+        told = f"{_MPICH} and {of_intel[0]} need runs of their own"
+        raise LaunchError(f"a process can hold one MPI: {told}")
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError(_NO_MPI.format("mpi4py"))
-    if "mpi" in systems:
+    if _MPICH in systems:
         beside_python = Path(sys.executable).parent / "mpiexec"
         found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
         if found is None:
@@ -179,6 +194,9 @@ def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
     if not root or not mpiexec.exists() or not library.exists():
         told = f"I_MPI_ROOT={root} has no {mpiexec} or no {library}" if root else "it is not set"
         raise LaunchError(_NO_IMPI.format(told))
+    plugin = Path(root, "lib", "libccl_legacy_cpu.so")
+    if _ONECCL in systems and not plugin.exists():
+        raise LaunchError(_NO_ONECCL.format(plugin))
     # Intel's mpiexec pins each rank to a core by default; --pin pins the ranks of all systems.
     return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
 

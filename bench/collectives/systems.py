@@ -24,6 +24,7 @@ _MODULES = {
     "gloo": ("torch_groups", "Gloo", ("cpu",)),
     "mpi": ("mpi", "Mpi", ("cpu",)),
     "impi": ("mpi", "Mpi", ("cpu",)),
+    "oneccl": ("oneccl", "OneCcl", ("cpu",)),
     "bare": ("bare", "BareLoop", ("cpu",)),
     "nccl": ("torch_groups", "Nccl", ("cuda",)),
     "torch": ("torch_ops", "TorchOps", ("cuda",)),

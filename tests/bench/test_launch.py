@@ -11,7 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from ringcomm.bench.board import Board
-from ringcomm.bench.launch import LaunchError, Wanted, busy_loops, join, run_ranks
+from ringcomm.bench.launch import (
+    LaunchError,
+    Wanted,
+    busy_loops,
+    find_mpiexec,
+    join,
+    run_ranks,
+)
 from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
 
@@ -109,9 +116,11 @@ def test_loops_are_refused_where_others_started_the_ranks(monkeypatch):
 @pytest.mark.parametrize(
     ("systems", "root", "words"),
     [
-        (("mpi", "impi"), None, "a process can hold one MPI"),
+        (("mpi", "impi"), None, "a process can hold one MPI: mpi and impi need"),
+        (("mpi", "oneccl"), None, "a process can hold one MPI: mpi and oneccl need"),
         (("impi",), None, "I_MPI_ROOT=impi; it is not set"),
         (("impi",), "/nowhere", "I_MPI_ROOT=/nowhere has no /nowhere/bin/mpiexec.hydra"),
+        (("oneccl",), "/nowhere", "I_MPI_ROOT=/nowhere has no /nowhere/bin/mpiexec.hydra"),
     ],
 )
 def test_what_intel_mpi_needs(monkeypatch, systems, root, words):
@@ -121,3 +130,23 @@ def test_what_intel_mpi_needs(monkeypatch, systems, root, words):
         monkeypatch.setenv("I_MPI_ROOT", root)
     with pytest.raises(LaunchError, match=words):
         run_ranks([], Wanted(2, systems))
+
+
+def intel_folder(folder, *more):
+    """A folder with the files by which Intel MPI is found, and ``more`` of its libraries."""
+    for file in ("bin/mpiexec.hydra", "lib/libmpi.so.12", *more):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).touch()
+    return str(folder)
+
+
+def test_oneccl_is_looked_for_beside_intel_mpi(monkeypatch, tmp_path):
+    pytest.importorskip("mpi4py")
+    monkeypatch.setenv("I_MPI_ROOT", intel_folder(tmp_path))
+    assert find_mpiexec(["ringcomm", "impi"])[0] == str(tmp_path / "bin" / "mpiexec.hydra")
+    with pytest.raises(LaunchError, match=r"there is no .*/lib/libccl_legacy_cpu\.so"):
+        find_mpiexec(["ringcomm", "impi", "oneccl"])
+    intel_folder(tmp_path, "lib/libccl_legacy_cpu.so")
+    mpiexec, variables = find_mpiexec(["ringcomm", "oneccl"])
+    assert mpiexec == str(tmp_path / "bin" / "mpiexec.hydra")
+    assert variables["MPI4PY_LIBMPI"] == str(tmp_path / "lib" / "libmpi.so.12")
