@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,32 +13,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from ringcomm.cli import table_lines
-from ringcomm.cli.bench import COLLECTIVES, TRAINING, run_harness
+from ringcomm.cli.bench import COLLECTIVES, TRAINING
 from ringcomm.cli.output import why_no_file, write_file
-from ringcomm.cli.progress import Progress
+from ringcomm.cli.phases import INTERRUPTED, Phase, run_phase
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.corpus import read_corpus
 from ringcomm.rendezvous.launchers import launched_world
 
 CONTEXT = 64
-INTERRUPTED = 130
-# Lines of the harness that are printed when a phase fails.
-_LAST_LINES = 20
-
-
-@dataclass(frozen=True)
-class DemoRun:
-    """One run of the harness.
-
-    Attributes:
-        title: one line that says what the run shows.
-        bench: the name of the benchmark.
-        words: the benchmark's command line.
-    """
-
-    title: str
-    bench: str
-    words: tuple[str, ...]
 
 
 @dataclass
@@ -55,14 +36,14 @@ class DemoOutcome:
     reports: dict[str, Any] = field(default_factory=dict)
 
 
-def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
+def runs_of(quick: bool, data: str | None) -> list[Phase]:
     """Returns the runs that make up the demo, all with two ranks."""
     pace = "--peers gloo --placement usual"
     pace += " -b 4K -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -b 4K -e 64M -f 128 -r 9"
     heap = f"reduce_scatter all_gather all_reduce --tensors heap {pace}"
-    found = [DemoRun("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
+    found = [Phase("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
     if not quick:
-        found.append(DemoRun("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
+        found.append(Phase("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
     text = () if data is None else ("--data", data)
     # Title, width, depth, heads and rounds; embedding and output layer share their weights.
     small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3)
@@ -70,7 +51,7 @@ def runs_of(quick: bool, data: str | None) -> list[DemoRun]:
     for title, width, depth, heads, rounds in [small] if quick else models:
         sizes = f"--width {width} --depth {depth} --heads {heads} --context {CONTEXT}"
         words = (*f"{sizes} --sequences 4 --rounds {rounds}".split(), *text)
-        found.append(DemoRun(f"{title}, trained by each system", TRAINING, words))
+        found.append(Phase(f"{title}, trained by each system", TRAINING, words))
     return found
 
 
@@ -132,34 +113,16 @@ def _tables_file(path: str | None) -> IO[str]:
     )
 
 
-def _run_all(chosen: Sequence[DemoRun], tables: IO[str], outcome: DemoOutcome) -> None:
+def _run_all(chosen: Sequence[Phase], tables: IO[str], outcome: DemoOutcome) -> None:
     """Runs the phases, with their output in ``tables``; adds what they found to ``outcome``."""
-    progress = Progress()
     with tempfile.TemporaryDirectory(prefix="ringcomm-demo-") as folder:
         for number, each in enumerate(chosen, 1):
-            file, began = Path(folder, f"{number}.json"), time.perf_counter()
-            line = f"{number}/{len(chosen)}  {each.title}"
-
-            def beat(line: str = line, began: float = began) -> None:
-                progress.show(f"{line}: running for {time.perf_counter() - began:.0f} s")
-
-            tables.write(f"\n=== {each.title}\n")
-            tables.flush()
-            start = tables.tell()
-            status = run_harness(
-                each.bench, *each.words, "--json", str(file), output=tables, beat=beat
-            )
-            progress.clear()
+            file = Path(folder, f"{number}.json")
+            status = run_phase(each, f"{number}/{len(chosen)}", tables, ("--json", str(file)))
             if status != 0:
                 outcome.failed[each.title] = status
             if status == INTERRUPTED:
                 break
-            done = "done" if status == 0 else "FAILED"
-            print(f"{line}: {done} in {time.perf_counter() - began:.0f} s", flush=True)
-            if status != 0:
-                tables.seek(start)
-                sys.stderr.writelines(tables.readlines()[-_LAST_LINES:])
-            tables.seek(0, 2)
             if file.exists():
                 outcome.reports[each.title] = json.loads(file.read_text())
 

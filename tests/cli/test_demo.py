@@ -9,11 +9,11 @@ import re
 
 import pytest
 
-from ringcomm.bench import collectives, training
+from ringcomm.bench import collectives, training, training_deepspeed
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.launch import _STORE_FILE as STORE_FILE
 from ringcomm.bench.training_systems import DDP_HERE, FSDP2_HERE, STAGES
-from ringcomm.cli import bench, demo
+from ringcomm.cli import bench, demo, phases
 from tests.cli.processes import run
 from tests.support import ROOT
 from tests.support.covering import EVERY_CASE
@@ -39,6 +39,8 @@ def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
     }
     assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in collectives)
     must_be_equal = {*STAGES[1:], DDP_HERE, FSDP2_HERE}
+    if training_deepspeed.installed_version():
+        must_be_equal |= set(training_deepspeed.STAGES)
     assert {row["system"] for row in trained if row["wrong"] == 0} == must_be_equal
     assert {row["wrong"] for row in trained} == {0, None}
     tables = (tmp_path / "tables.txt").read_text()
@@ -133,7 +135,7 @@ def test_a_run_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing,
         output.flush()
         return int(wrong is not None and words[:-2] == wrong.words)
 
-    monkeypatch.setattr(demo, "run_harness", harness)
+    monkeypatch.setattr(phases, "run_harness", harness)
     file = tmp_path / "x.json"
     asked = argparse.Namespace(quick=True, data=None, json=str(file), tables=None)
     assert demo.run(asked) == status
@@ -149,11 +151,11 @@ def test_ctrl_c_in_a_run_ends_the_demo(monkeypatch, capsys):
 
     def harness(name, *words, output, beat):
         begun.append(name)
-        return demo.INTERRUPTED
+        return phases.INTERRUPTED
 
-    monkeypatch.setattr(demo, "run_harness", harness)
+    monkeypatch.setattr(phases, "run_harness", harness)
     asked = argparse.Namespace(quick=True, data=None, json=None, tables=None)
-    assert demo.run(asked) == demo.INTERRUPTED and len(begun) == 1
+    assert demo.run(asked) == phases.INTERRUPTED and len(begun) == 1
     told = capsys.readouterr().out
     assert "Interrupted in phase 1 of 2" in told and "agree" not in told
 
