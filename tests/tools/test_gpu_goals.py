@@ -168,7 +168,7 @@ def test_the_update_of_a_shard(number, system, ratio, answer):
 @pytest.mark.parametrize("slower", [0.99, 1.0])
 @pytest.mark.parametrize(
     ("number", "system", "least"),
-    [(9, "separate kernels", 1.35), (10, "torch fused", 1.5), (16, "serial loops", 1.0)],
+    [(9, "separate kernels", 1.0), (10, "torch fused", 1.5), (16, "serial loops", 1.0)],
 )
 def test_one_pass_is_ahead_in_every_world(number, system, least, slower):
     cells = [

@@ -187,7 +187,7 @@ GOALS = (
     Goal("shard of 256 Mi parameters, to a copy", ">=", 0.92, _COPY, _optimizer(SHARD, COPY)),
     Goal("shard of 256 Mi parameters, to torch", ">", 1.0, _TIMES, _optimizer(SHARD, TORCH)),
     Goal("step of all ranks", ">=", 0.88, _BOUND, _optimizer(STEP, SUBJECT), _share),
-    Goal("step of all ranks, to separate kernels", ">=", 1.35, _TIMES, _optimizer(STEP, SEPARATE)),
+    Goal("step of all ranks, to separate kernels", ">=", 1.0, _TIMES, _optimizer(STEP, SEPARATE)),
     Goal(
         "step of all ranks, to torch's sum and copies", ">=", 1.5, _TIMES, _optimizer(STEP, TORCH)
     ),

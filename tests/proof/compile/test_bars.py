@@ -291,3 +291,26 @@ def test_the_roofline_has_what_serial_loops_have_in_flight(dtype):
     kib = {what: kib_in_flight(Place(binary, kernel, loop, 2)) for what, loop in loops.items()}
     named = {"float32": "float"}.get(dtype, dtype)
     assert kib == {"reduce": model.SERIAL.reduce[named], "copy": model.SERIAL.copy}
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="compiles the serial step: make cuda-compile")
+def test_the_roofline_has_what_serial_steps_have_in_flight():
+    binary = compiled(STEPS, ("adamw_step", "adamw_shard"), SERIAL)
+    step, shard = "rc_adamw_step_bfloat16", "rc_adamw_shard_bfloat16"
+    # The loop over the sources of 8 elements loads two vectors per source.
+    (sources,) = (
+        loop
+        for loop in measures.steady_loops(binary, step)
+        if sum(map(measures.is_load, loop.code)) == 2 and traffic(loop).computes
+    )
+    state = measures.around(binary, step, sources)
+    alone = measures.steady_loops(binary, shard)[0]
+
+    def kib(kernel: str, loop: Loop, blocks: int = 1) -> float:
+        one = measures.turn(binary, kernel, loop)
+        return measures.kib_in_flight(binary, kernel, one, blocks)
+
+    found = model.SERIAL
+    assert kib(step, sources) == found.sources
+    assert kib(step, state) == found.state
+    assert kib(shard, alone, blocks=2) == found.shard
