@@ -6,9 +6,10 @@ The host's time is measured: the time of the same call with few bytes. Bytes are
 algorithms, and the bytes in flight per multiprocessor are read from machine code
 (tests/support/cuda_loop_measures.py). The eight other numbers are :class:`Constants`: half of the
 recorded rows (every second row of a system) determine them, and the model predicts the other half.
-All rows were used to decide which eight these are. The model predicts 60 of these 61 rows within a
-tenth; it underestimates a step of two ranks by 14 %. With the halves exchanged, it predicts 54 of 56
-rows within a tenth; it overestimates a step of eight ranks by 32 %, and by separate kernels by 16 %.
+All rows were used to decide which eight these are. The model predicts 60 of these 61 rows within
+a tenth; it underestimates a step of two ranks by 14 %. With the halves exchanged, it predicts 54
+of 56 rows within a tenth; it overestimates a step of eight ranks by 32 %, and the same step by
+separate kernels by 16 %.
 
 These rows are excluded, by rules that do not depend on the prediction:
 
