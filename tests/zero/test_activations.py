@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations on a disk: what a graph gets back, what is never written, and how much memory it is.
+"""Activations on a disk: values that a graph reads back, tensors never written, and memory use.
 
 Training with them is in ``test_activations_in_training.py``.
 """
@@ -46,7 +46,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def acts(folder):
-    """Everything of a page or more goes to the disk, at once, through four pages of memory."""
+    """Writes every tensor of a page or more to the disk at once, through four pages of buffers."""
     return zero.activations_on(Disk(folder, buffer_bytes=4 * PAGE), least_bytes=PAGE)
 
 
@@ -60,21 +60,21 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """Of new leaves of the inputs' values."""
+    """Returns the gradients of ``function``, computed on fresh leaves with the inputs' values."""
     leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs]
     function(*leaves).backward()
     return [each.grad for each in leaves if each.grad is not None]
 
 
 def written(acts: zero.Activations) -> int:
-    """Bytes that were written, once no write is under way."""
+    """Returns how many bytes were written, after all writes have ended."""
     for _, transfer in acts._store._writing:
         transfer.wait()
     return acts.bytes_written
 
 
 def assert_nothing_left(acts: zero.Activations) -> None:
-    """No graph has anything on the disk, and all memory that is held is of slots without use."""
+    """Asserts that no graph has data on the disk, and that only idle buffers hold memory."""
     gc.collect()
     store = acts._store
     assert acts.extents_in_use == 0
@@ -115,7 +115,7 @@ def test_gradients_are_those_without(folder, pages, resident_bytes):
     acts = zero.activations_on(disk, least_bytes=1)
     with acts:
         assert_equal(gradients(many_views, x), wanted)
-    # One row of many is written even so: to hold it would be to hold the others.
+    # One row of ``many`` is written to the disk even then: keeping the row would keep all rows.
     assert (written(acts) == PAGE) == (resident_bytes == 1 << 30)
     assert_nothing_left(acts)
     forward = zero.activations_on(Disk(folder), least_bytes=1)
@@ -126,7 +126,7 @@ def test_gradients_are_those_without(folder, pages, resident_bytes):
 
 
 def test_a_storage_is_written_once_however_many_tensors_share_it(folder):
-    """32 KiB are saved by five nodes, in four shapes; each gets its own view of it back."""
+    """Five nodes save a 32 KiB storage in four shapes; each node gets its own view of it back."""
 
     def function(x: Tensor) -> Tensor:
         y = x * 1.5
@@ -139,7 +139,7 @@ def test_a_storage_is_written_once_however_many_tensors_share_it(folder):
     with acts:
         assert_equal(gradients(function, x), wanted)
     assert written(acts) == 8192 * 4
-    # All in one go, before backward lets go of what it has read.
+    # The storage is read once, before backward releases it.
     assert acts.bytes_read == 8192 * 4
 
 
@@ -157,14 +157,14 @@ def test_a_storage_that_is_still_there_is_not_read(acts):
 
 
 def test_new_storages_at_an_old_address_are_written(acts):
-    """A storage that is gone, and read again, stands no more for what comes to its address."""
+    """A new storage at the address of one that was freed and read back is not taken for it."""
     x = leaf(2048)
     with acts:
         y = x * 1
         loss, address = y.sin().sum(), y.untyped_storage()._cdata
         assert address in [at for at, _, _ in acts._store._known]
         del y
-        # Nothing else comes to the address while the weak reference is there.
+        # No storage gets this address while the weak reference exists.
         assert address not in [(x * 1).untyped_storage()._cdata for _ in range(100)]
         torch.autograd.grad(loss, x, retain_graph=True)
         assert not acts._store._known
@@ -218,7 +218,7 @@ def test_a_checkpoint_has_its_inputs_on_the_disk_and_the_rest_in_memory(acts, re
 
 
 def test_threads_share_one(acts):
-    """Forwards in several threads at once, each with a backward in another thread."""
+    """Several threads run forwards at once; each graph's backward runs in another thread."""
     xs = [leaf(64, 200, seed=seed) for seed in range(3)]
     wanted = [gradients(many_views, x)[0] for x in xs]
     losses: list[Any] = [None] * 3
@@ -245,7 +245,7 @@ def test_threads_share_one(acts):
 
 
 class Layers(nn.Module):
-    """Saves weights as they are, views of them, a buffer and a view of it, and one activation."""
+    """Saves whole weights, views of weights, a buffer, a view of the buffer, and one activation."""
 
     mask: Tensor
 
@@ -269,9 +269,9 @@ def test_parameters_and_buffers_are_left_alone(folder, monkeypatch):
         module(numbers(64, 64)).backward()
     own = {each.data_ptr() for each in (*module.parameters(), *module.buffers())}
     assert not own & {tensor.untyped_storage().data_ptr() for tensor in saved}
-    # The two layers' inputs, and the copy of a weight that flip() has made.
+    # The two layers' inputs, and the copy of a weight that flip() makes.
     assert written(acts) == 3 * 64 * 64 * 4
-    # Parameters may move between forwards, with or without a backward.
+    # Parameters may get new memory between forwards, with or without a backward in between.
     for turn in range(2, 4):
         for param in module.parameters():
             param.data = param.data.clone()
@@ -304,7 +304,7 @@ def test_small_tensors_and_those_of_other_kinds_stay(acts):
         ((complex_ * 1) * (complex_ * 1j).conj()).imag.sum().backward()
         torch.vmap(lambda row: (row * 1).sin())(leaf(8, 4096)).sum().backward()
     assert torch.equal(grad_of(x), x.detach().cos())
-    # What was saved with its conjugation not done is conjugated still: the sum of -|z|^2.
+    # A tensor saved with a lazy conjugation returns conjugated: the sum is -|z|^2.
     assert torch.equal(grad_of(complex_), -2 * complex_.detach())
 
 
@@ -338,7 +338,7 @@ def test_changes_in_place_are_refused_in_torchs_words(acts, change, elems):
             loss.sum().backward()
         return str(caught.value).replace("ExpBackward0", "Exp").partition("Hint")[0]
 
-    # An output that its own node saves, and an input.
+    # The changed tensor is saved as its own node's output, and as another node's input.
     for save in (lambda y: y, lambda y: y * y):
         wanted = message(save)
         with acts:
@@ -348,7 +348,7 @@ def test_changes_in_place_are_refused_in_torchs_words(acts, change, elems):
 
 
 def test_a_change_after_which_a_tensor_is_saved_anew_is_none(acts):
-    """One storage at two versions: what was saved first is not asked for, or both are different."""
+    """A storage is saved at two versions; only a backward that needs the first version fails."""
     x = leaf(4096)
     with acts:
         y = x * 1.5
@@ -411,7 +411,7 @@ def test_what_was_read_ahead_for_a_graph_that_is_dropped_goes(acts):
 
 
 def test_graphs_may_take_turns(acts):
-    """Backwards in the order of the forwards: what was read ahead for one does not block others."""
+    """Backwards may run in the order of the forwards: data read ahead for one blocks no other."""
     xs = [leaf(1024, seed=seed) for seed in range(6)]
     with acts:
         losses = [((x * 1).sin() * (x * 2).cos()).exp().sum() for x in xs]
@@ -426,7 +426,7 @@ def test_graphs_may_take_turns(acts):
 
 
 def test_forward_waits_while_all_slots_are_under_way(acts, monkeypatch):
-    """On a disk that has nothing done before it is waited for."""
+    """Forward waits for a write once all buffers are in use, even if no write ends by itself."""
     monkeypatch.setattr(Transfer, "done", lambda _: False)
     store = acts._store
     with acts:
@@ -438,7 +438,7 @@ def test_forward_waits_while_all_slots_are_under_way(acts, monkeypatch):
 
 
 def test_room_that_slots_and_wrong_guesses_take_is_found_again(folder, monkeypatch):
-    """Backward reads ahead, though forward has taken all buffers, and then another graph."""
+    """Backward can read ahead after forward filled all buffers, or a read for another graph."""
     disk = Disk(folder, buffer_bytes=64 * PAGE)
     acts = zero.activations_on(disk, least_bytes=1)
     store = acts._store
@@ -451,7 +451,7 @@ def test_room_that_slots_and_wrong_guesses_take_is_found_again(folder, monkeypat
     with acts:
         last, left = chain(leaf(1024) * 1)
         _, taken = chain(leaf(1024) * 1)
-    written(acts)  # a slot whose write is under way is no room yet
+    written(acts)  # a buffer is free only when its write has ended
     torch.autograd.grad(left, last, retain_graph=True)
     assert len(store._ahead) > 20
     not_ahead = []
@@ -464,7 +464,7 @@ def test_room_that_slots_and_wrong_guesses_take_is_found_again(folder, monkeypat
 
     monkeypatch.setattr(store, "bring", watched)
     taken.backward()
-    # What was read for the first graph is let go after a while.
+    # Data that was read ahead for the first graph is released after PATIENCE reads.
     assert PATIENCE <= sum(not_ahead) <= PATIENCE + 2
     assert not any(not_ahead[PATIENCE + 2 :])
     not_ahead.clear()
@@ -488,9 +488,9 @@ def test_it_ends_with_the_last_that_refers_to_it(folder):
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that storages have, which operators have seen, while it is on.
+    """Measures the peak of the bytes in storages that operators see while it is active.
 
-    Torch's weak references to storages do not keep their memory.
+    Torch's weak references to storages do not keep their memory alive.
     """
 
     def __init__(self, ignored: set[int]) -> None:
@@ -509,13 +509,13 @@ class PeakBytes(TorchDispatchMode):
                 if key not in self._ignored and key not in self._alive:
                     self._alive[key] = (StorageWeakRef(storage), storage.nbytes())
                     self._total += storage.nbytes()
-                    # Those that are gone are looked for only where they could hide a new peak.
+                    # Look for freed storages only if they could hide a new peak.
                     if self._total > self.peak:
                         self._count()
         return out
 
     def _count(self) -> None:
-        # Nothing comes to an address while its weak reference is here.
+        # No new storage gets an address while a weak reference to the old storage exists.
         self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
         self._total = sum(size for _, size in self._alive.values())
         self.peak = max(self.peak, self._total)
@@ -535,9 +535,9 @@ def peak_of(model: GPT, tokens: Tensor, acts: Any) -> int:
 
 
 def test_memory_is_buffers_what_is_resident_and_what_a_layer_holds(folder):
-    """The peak of all bytes that a forward and backward of 12 layers have, without the gradients.
+    """A forward and backward of 12 layers peak at one layer's bytes, buffers and resident bytes.
 
-    Of one layer alone it is what any number of layers need besides the disk's buffers.
+    The peak excludes the gradients. The peak of a model of one layer is measured separately.
     """
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (4, 257))
@@ -550,7 +550,7 @@ def test_memory_is_buffers_what_is_resident_and_what_a_layer_holds(folder):
         found = peak_of(model, tokens, acts)
         assert found <= layer + buffers + resident_bytes
         assert 3 * found < usual
-        # The closed form is no wide bound: what stays was counted.
+        # A lower bound as well: the formula is not loose, and the resident bytes were counted.
         assert found >= layer / 3 + resident_bytes
         assert acts.held_bytes <= buffers + resident_bytes
 
@@ -585,7 +585,7 @@ def test_devices_are_refused(monkeypatch, folder):
 
 
 def test_contents_are_of_a_storage_of_the_same_size():
-    """Memory that was taken from a storage, as FSDP does, is not read as if it were there."""
+    """Finds no storage if its memory was taken away, as FSDP does: it must not be read."""
     tensor = numbers(1000)
     content = Content(0, tensor.untyped_storage(), 0, 4000, 0)
     assert content.find_storage() is not None

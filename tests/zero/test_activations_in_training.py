@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with activations on a disk or computed again: its bits, and a disk's faults."""
+"""Training with activations on a disk or recomputed keeps its bits; disk faults reach all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 class Checkpointed(nn.Module):
-    """Runs a block again in backward, in one of three ways."""
+    """Recomputes a block in backward, in one of three ways."""
 
     def __init__(self, block: nn.Module, kind: str, comm: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Job:
 
 
 def train(comm, base, job: Job):
-    """Two backwards a step, the first under no_sync; returns parameters, losses and file sizes."""
+    """Runs two backwards per step, the first under no_sync; returns state, losses, file sizes."""
     options = replace(SMALL, units=job.units)
     module: Any = zero.shard(deepcopy(base), job.stage, comm=comm, options=options)
     if job.checkpoints is not None:
@@ -136,7 +136,7 @@ def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkp
     small = Disk(folder, buffer_bytes=16 * PAGE)
     partly = Disk(folder, buffer_bytes=8 * PAGE, resident_bytes=40 * PAGE)
     ways = [(small, "forward"), (partly, "step"), (small, "run")]
-    # A way for each stage but the last, which unshards again in backward, and has them all.
+    # Each stage tests one way, but stage 3 all: it also unshards again in backward.
     if stage < 3:
         ways = [ways[stage]]
     elif checkpoints is not None:
@@ -146,13 +146,13 @@ def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkp
         found, theirs, sizes = run(worlds, base, job)
         assert theirs == losses
         assert_same_bits(found, wanted)
-        # The steps after the first one use its extents again.
+        # Steps after the first one reuse its file extents.
         assert len(set(sizes)) == 1, sizes
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_partitioned_checkpoints(worlds, folder, stage):
-    """Their pieces stay in memory, and what is outside of them goes to the disk."""
+    """Pieces of a partitioned checkpoint stay in memory; other activations go to the disk."""
     base = new_model("narrow gpt")
     wanted, losses, _ = run(worlds, base, Job(stage, checkpoints="partitioned"))
     job = Job(stage, Disk(folder, buffer_bytes=16 * PAGE), checkpoints="partitioned")
@@ -162,7 +162,7 @@ def test_partitioned_checkpoints(worlds, folder, stage):
 
 
 class Together(nn.Module):
-    """All blocks in one checkpoint."""
+    """Runs all blocks in one checkpoint."""
 
     def __init__(self, blocks: nn.ModuleList, reentrant: bool) -> None:
         super().__init__()
@@ -196,13 +196,13 @@ def test_models_that_are_brittle(worlds, folder, model, names):
     found, theirs, sizes = run(worlds, base, Job(3, disk, model, names=names))
     assert theirs == losses
     assert_same_bits(found, wanted)
-    # What turns from step to step may save more in one of them.
+    # A model that differs from step to step may save more in a later step.
     assert model in ("wandering", "partial") or len(set(sizes)) == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_unsharded_is_not_written(worlds, folder, monkeypatch, stage):
-    """Nothing that lies in a bucket goes to the disk, with the module's name or without."""
+    """No bucket's memory is written to the disk, with the module's parameters known or not."""
     saved: list[int] = []
     save = ActivationStore.save
 
@@ -221,8 +221,8 @@ def test_what_is_unsharded_is_not_written(worlds, folder, monkeypatch, stage):
         own: set[int] = set()
         for block in module.blocks:
             block.register_forward_hook(lambda *_: own.update(buckets_of(engine)))
-            # Views of weights that torch does not know as such; one of a bucket of which nothing
-            # else was saved before.
+            # Views of weights that torch does not track as views; one belongs to a bucket of which
+            # nothing else was saved before.
             block.mlp.contract.register_forward_hook(
                 lambda layer, _, out: out * layer.weight.detach()[:, 0]
             )
@@ -270,7 +270,7 @@ def test_gradients_of_gradients_of_a_sharded_module(worlds, folder):
 
 
 def test_a_step_between_forward_and_backward_is_seen(worlds, folder):
-    """Of parameters, too, which stay in memory."""
+    """A parameter's change between forward and backward is found, though it stays in memory."""
     base = new_model("mlp")
 
     def work(comm):
@@ -291,7 +291,7 @@ def test_a_step_between_forward_and_backward_is_seen(worlds, folder):
 
 
 def fail_at_add(acts: Any) -> None:
-    """The disk is full, as the forward finds."""
+    """Lets the forward find a full disk."""
     error = OSError(errno.ENOSPC, "No space left on device")
 
     def add_extent(size_bytes: int) -> int:
@@ -301,7 +301,7 @@ def fail_at_add(acts: Any) -> None:
 
 
 def damage(acts: Any) -> None:
-    """Other bytes than were written, as the backward finds."""
+    """Overwrites the data on the disk, so that the backward reads wrong bytes."""
     store = acts._store
     for _, transfer in store._writing:
         transfer.wait()
@@ -317,7 +317,7 @@ def damage(acts: Any) -> None:
 
 @covering(strength=1, stage=STAGES, when=["backward", "forward"])
 def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when):
-    """No rank waits: all end their backward, that of rank 0 with the error, and none steps."""
+    """All ranks end their backward without waiting, rank 0's raises, and no rank takes the step."""
     base = new_model("narrow gpt")
     ended = threading.Event()
 
@@ -329,7 +329,7 @@ def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when
         if comm.rank == 0 and when == "forward":
             fail_at_add(acts)
         with acts:
-            # What the loss itself has saved is asked for before the module's backward begins.
+            # This backward needs tensors saved by the loss before those of the module.
             loss = (module(*text(comm, 0)) * torch.ones(2)).square().sum()
         if comm.rank == 0 and when == "backward":
             damage(acts)
@@ -346,7 +346,7 @@ def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when
                 call()
         optimizer.zero_grad()
         assert_same_bits(zero.full_state_dict(module), before)
-        # Without that disk all go on.
+        # Without the faulty disk, training continues.
         return one_step(comm, module, optimizer)
 
     def one_step(comm, module=None, optimizer=None):
@@ -374,7 +374,7 @@ def test_a_fault_outside_of_training_is_raised_at_the_end_of_each_backward(folde
                 torch.autograd.grad(first, x, retain_graph=True)
         with pytest.raises(DiskError, match="other bytes"):
             _ = node.grad_fn._saved_self
-        # Nothing is written any more, and what it was is not kept either.
+        # After a fault new activations are neither written nor kept.
         used = acts.extents_in_use
         later = ((x * 3).sin() + torch.arange(4096).view(64, 64).t().reshape(-1) * x).sum()
         assert acts.extents_in_use == used
@@ -388,7 +388,7 @@ def test_a_fault_outside_of_training_is_raised_at_the_end_of_each_backward(folde
 
 @pytest.mark.compiles
 def test_compiled_functions(folder):
-    """A compiled graph's saved tensors are packed as it runs, whatever makes code of the graph."""
+    """Tensors that a compiled graph saves are packed at run time, with any backend."""
     torch._dynamo.reset()
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
@@ -398,7 +398,7 @@ def test_compiled_functions(folder):
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     wanted = torch.autograd.grad(function(x, weight).cos().sum(), (x, weight))
     acts = zero.activations_on(Disk(folder), least_bytes=1)
-    # The first call compiles inside; the second one runs what is compiled.
+    # The first call compiles inside the context; the second call runs the compiled code.
     for _ in range(2):
         before = acts.bytes_written
         with acts:
@@ -412,7 +412,7 @@ def test_compiled_functions(folder):
 
 @pytest.mark.compiles
 def test_it_is_entered_outside_of_compiled_functions(folder):
-    """Dynamo breaks the graph there, or says so where it must not."""
+    """Entering the context inside a compiled function breaks the graph or raises."""
     torch._dynamo.reset()
     acts = zero.activations_on(Disk(folder), least_bytes=1)
 
@@ -468,7 +468,7 @@ def test_parts_of_dtensors_go_and_come_back(worlds, folder):
                 y.sum().backward()
         for _, transfer in acts._store._writing:
             transfer.wait()
-        # 2 x for the sine, its result and 3 x for the product; and the last one's result.
+        # Four tensors: 2 x for the sine; the sine and 3 x for the product; and the result of exp().
         assert acts.bytes_written == 4 * 64 * 64 * 4
     finally:
         torch.distributed.destroy_process_group()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters on a frozen base, put in before ``shard()`` or after it, and swapped."""
+"""Low-rank adapters on a frozen base, added before or after ``shard()``, and replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = zero.ZeroOptions(bucket_elems=2048)
 
 
 class LoRA(nn.Module):
-    """A linear layer with a low-rank addition, as users write it; the base is another module's."""
+    """A linear layer with a low-rank addition, as users write it, around another module's layer."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ class Block(nn.Module):
 
 torch.manual_seed(5)
 BASE = nn.Sequential(Block(), Block(), nn.Linear(24, 1)).requires_grad_(False)
-# One for each layer, so that models get the same values whatever their order is.
+# One adapter per layer, so that models get the same values in any order of construction.
 BLOCKS: Any = BASE[:2]
 ADAPTERS = [[LoRA(layer).adapter for layer in (block.up, block.down)] for block in BLOCKS]
 
 
 def put_in(model: Any, generation: int = 0) -> list[LoRA]:
-    """Wraps both layers of each block."""
+    """Wraps both layers of each block in a LoRA layer."""
     made = []
     for block, adapters in zip(model[:2], ADAPTERS, strict=True):
         for name, adapter in zip(("up", "down"), adapters, strict=True):
@@ -81,7 +81,7 @@ def adapters_of(layers: list[LoRA]) -> nn.ModuleList:
 
 
 def steps(model: Any, optimizer: AdamW, count: int, shift: int = 0) -> None:
-    """Trains on the same batches on all ranks, whose mean is each one's gradient."""
+    """Trains on the same batches on all ranks, so that the mean gradient equals each rank's."""
     for turn in range(count):
         x = torch.linspace(-1, 1, 72).view(3, 24) + turn + shift
         model(x).square().mean().backward()
@@ -91,7 +91,7 @@ def steps(model: Any, optimizer: AdamW, count: int, shift: int = 0) -> None:
 
 
 def alone() -> dict[str, Tensor]:
-    """Two generations of adapters in one process, the first of them merged."""
+    """Returns the state after two generations of adapters in one process; the first is merged."""
     model: Any = deepcopy(BASE)
     layers = put_in(model)
     adapters = adapters_of(layers)
@@ -110,7 +110,7 @@ def take_out(model: Any, layers: list[LoRA]) -> None:
 
 @covering(stage=STAGES, shards=[False, True])
 def test_adapters_put_in_after_shard(worlds, stage, shards):
-    """Sharded by themselves or not, but not with the base; merged, and swapped for others."""
+    """Adapters may be sharded separately or not at all; they are merged and replaced by others."""
 
     def trained(comm, model, generation, count):
         layers = put_in(model, generation)
@@ -150,7 +150,7 @@ def test_adapters_put_in_after_shard(worlds, stage, shards):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_base_is_saved_with_its_adapters_or_without(worlds, stage, tmp_path):
-    """Under the names that all have now; adapters that are sharded are saved by themselves."""
+    """Saves the base under its present names; separately sharded adapters are saved separately."""
 
     def made(comm, shards):
         model: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
@@ -189,7 +189,7 @@ def test_a_base_is_saved_with_its_adapters_or_without(worlds, stage, tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_that_are_gone(worlds, stage):
-    """A step after ``remove_sharding()``; what is frozen has had no bucket of gradients."""
+    """A step after ``remove_sharding()`` is refused. Frozen parameters have no gradient bucket."""
 
     def work(comm):
         model: Any = deepcopy(BASE)

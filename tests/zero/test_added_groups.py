@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NOTE [Growth]: groups that are added later, and optimizers of a part of a sharded module."""
+"""NOTE [Growth]: param groups added later, and optimizers of a part of a sharded module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRECISIONS = {
 
 
 def turn(module: Any, optimizer: Any, number: int) -> None:
-    """One step, of the same batch on all ranks, whose mean is each one's gradient."""
+    """Takes a step on the same batch on all ranks, so that the mean gradient equals each rank's."""
     x = torch.linspace(-1, 1, 40).view(2, 20) + number
     module(x.to(module[3].weight.dtype)).float().square().mean().backward()
     optimizer.clip_grad_norm_(0.5)
@@ -48,7 +48,7 @@ def turn(module: Any, optimizer: Any, number: int) -> None:
 
 
 def late(module: Any) -> list[nn.Parameter]:
-    """What is frozen at first: a unit, and a part of another one."""
+    """Returns the parameters that are frozen at first: a whole unit, and a part of another one."""
     return [*module[0].parameters(), module[1].weight]
 
 
@@ -63,14 +63,14 @@ def freeze(module: Any, frozen: bool) -> None:
 
 
 def groups_of(params: list[nn.Parameter], **chosen: Any) -> list[dict[str, Any]]:
-    """Matrices and the rest, which Muon steps in two ways, and the other optimizers alike."""
+    """Returns a group of matrices for Muon and a group of the rest; others treat both the same."""
     kinds = (("muon", 2), ("adamw", 1))
     split = [(name, [p for p in params if p.dim() == dims]) for name, dims in kinds]
     return [{"params": some, "algorithm": name, **chosen} for name, some in split]
 
 
 def joins_late(module: Any, make: Callable[..., Any]) -> Any:
-    """Trains a part, and then all, with a group that is added after two steps."""
+    """Trains a part for two steps, then adds the late parameters as groups and trains all."""
     freeze(module, True)
     optimizer = make(groups_of(early(module)))
     for number in range(2):
@@ -84,7 +84,7 @@ def joins_late(module: Any, make: Callable[..., Any]) -> Any:
 
 
 def there_from_the_start(module: Any, make: Callable[..., Any]) -> Any:
-    """Trains the same with all groups from the start, of which one has no gradients at first."""
+    """Trains the same with all groups from the start; the late groups get no gradients at first."""
     freeze(module, True)
     optimizer = make([*groups_of(early(module)), *groups_of(late(module), lr=0.2)])
     for number in range(5):
@@ -95,13 +95,13 @@ def there_from_the_start(module: Any, make: Callable[..., Any]) -> Any:
 
 
 def exists(case: Mapping[str, Any]) -> bool:
-    """A remainder is AdamW's alone."""
+    """True if the case exists: only AdamW can keep remainders."""
     return case.get("precision") != "remainder" or case.get("kind") in (None, "adamw")
 
 
 @covering(strength=1, valid=exists, stage=range(4), kind=[*OPTIMIZERS], precision=[*PRECISIONS])
 def test_a_part_joins_later_with_the_bits_of_one_that_was_there(worlds, stage, kind, precision):
-    """Parameters, state and step numbers, over two ranks as in torch's way of counting steps."""
+    """Parameters, state and step numbers are equal on two ranks; steps count as in torch."""
     options = zero.ZeroOptions(bucket_elems=SMALL, precision=PRECISIONS[precision])
 
     def work(comm, way):
@@ -121,7 +121,7 @@ def test_a_part_joins_later_with_the_bits_of_one_that_was_there(worlds, stage, k
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_has_the_groups(worlds, stage, tmp_path):
-    """Of a part, and of what has grown; it loads into an optimizer of the same groups."""
+    """Checkpoints of a part and of a grown optimizer load into optimizers of the same groups."""
 
     def made(comm, grows):
         module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
@@ -156,7 +156,7 @@ def test_a_checkpoint_has_the_groups(worlds, stage, tmp_path):
 
 @covering(strength=1, world_size=[1, 2], master=["fp32", "remainder"])
 def test_an_optimizer_of_unsharded_parameters_grows(worlds, world_size, master):
-    """What is added gets buckets of its own, whose values are rank 0's."""
+    """Added parameters get new buckets, which take rank 0's values."""
 
     def work(comm, at):
         net: Any = deepcopy(BASE).bfloat16()
@@ -197,7 +197,7 @@ def test_sums_of_gradients_grow():
 
 @covering(strength=1, stage=STAGES, kind=["adamw", "momentum"])
 def test_groups_that_cannot_be_added_change_nothing(worlds, stage, kind):
-    """On all ranks, if one rank's cannot be."""
+    """If one rank's group is invalid, no rank adds it."""
 
     def work(comm):
         module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
@@ -214,7 +214,7 @@ def test_groups_that_cannot_be_added_change_nothing(worlds, stage, kind):
             said = rf"^optimizer.add_param_group on rank . of 2: .*{other}"
             with pytest.raises(MismatchError, match=said):
                 optimizer.add_param_group({"params": late(module), other: 0.1 + comm.rank})
-        if kind == "momentum":  # torch's class checks it in its constructor alone
+        if kind == "momentum":  # torch's class checks the value only in its constructor
             with pytest.raises(MismatchError, match='"lr": -1'):
                 optimizer.add_param_group({"params": late(module), "lr": -1 if comm.rank else 0.1})
         assert len(optimizer.param_groups) == 1
@@ -226,7 +226,7 @@ def test_groups_that_cannot_be_added_change_nothing(worlds, stage, kind):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_was_unfrozen_at_once_is_added_by_several_groups(worlds, stage):
-    """A step in between is refused and changes nothing, since it would not train the rest."""
+    """A step before all are added is refused and changes nothing: some would stay untrained."""
 
     def work(comm, at_once):
         module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
@@ -257,7 +257,7 @@ def test_what_was_unfrozen_at_once_is_added_by_several_groups(worlds, stage):
 
 @covering(strength=1, stage=STAGES, kind=[torch.optim.SGD, AdamW])
 def test_what_was_frozen_at_shard_is_in_no_bucket(worlds, stage, kind):
-    """The step that would leave it untrained says so, and so does an optimizer of it alone."""
+    """A parameter frozen at shard() has no bucket: a step that would skip it is refused."""
 
     def work(comm):
         module: Any = deepcopy(BASE)
@@ -277,7 +277,7 @@ def test_what_was_frozen_at_shard_is_in_no_bucket(worlds, stage, kind):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_hooks_and_gradients_of_a_part(worlds, stage):
-    """They go by the parameter, whatever location the others have in its bucket."""
+    """Hooks and gradients name the right parameter, whatever others share its bucket."""
 
     def work(comm):
         module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)

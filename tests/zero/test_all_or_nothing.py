@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``shard()`` that fails leaves the module as it was, and the heap."""
+"""A ``shard()`` that fails leaves the module and the heap as they were."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = zero.ZeroOptions(
 
 
 class Mixed(nn.Module):
-    """Every kind of tensor, with other values on each rank."""
+    """Every kind of tensor, with different values on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Mixed(nn.Module):
 
 
 def known(module: nn.Module) -> dict[str, Any]:
-    """All that must be as before: values by name, and what else there is of each tensor."""
+    """Returns all that must stay: values by name, and the identity and layout of each tensor."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
         "values": {name: each.detach().clone() for name, each in tensors.items()},
@@ -88,7 +88,7 @@ def is_last(bucket: ParamBucket) -> bool:
     return bucket.params[-1].name == "layers.2.weight"
 
 
-# What fails: where it is, on whose arguments, whether its work is done by then, and the error.
+# Where the failing function is, its name, which calls fail, whether after their work, and how.
 FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]] = {
     "no room on rank 1": (
         [sharding],
@@ -116,7 +116,7 @@ FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]]
 
 
 def break_it(patch: pytest.MonkeyPatch, failure: str) -> type[Exception]:
-    """Has ``shard()`` fail; returns what a rank raises where another has failed."""
+    """Makes ``shard()`` fail; returns the error type on ranks where another rank failed."""
     owners, name, is_time, is_done, error = FAILURES[failure]
     for owner in owners:
         patch.setattr(owner, name, failing(getattr(owner, name), is_time, is_done, error))
@@ -154,7 +154,7 @@ def test_a_module_is_as_it_was(worlds, monkeypatch, stage, failure):
     with monkeypatch.context() as patch:
         others = break_it(patch, failure)
         ends = worlds(3).run(work)
-    # While the errors, with all that they refer to, are there.
+    # The memory is free even while the errors and their tracebacks exist.
     assert [each for _, _, each in ends] == [used] * 3
     own = type(FAILURES[failure][-1])
     for rank, (_, raised, _) in enumerate(ends):
@@ -184,7 +184,7 @@ def _trained(comm, modules, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
-    """The negative control: each thing that is put back is missed when it is not."""
+    """Negative control: the checks notice each undo action of the rollback that is left out."""
     missed: set[str] = set()
     real = Rollback.call
 
@@ -200,7 +200,7 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
             zero.shard(module, stage, comm=comm, options=OPTIONS)
         try:
             same(known(module), before)
-        except (AssertionError, ArgumentError, RuntimeError):  # of parameters left resharded
+        except (AssertionError, ArgumentError, RuntimeError):  # raised by resharded parameters
             return True
         return False
 
@@ -208,17 +208,17 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
     monkeypatch.setattr(Rollback, "call", forget)
     forgotten = "nothing"
     assert worlds(3).run(work) == [False] * 3
-    # tests/zero/checkpoint/test_pretrained.py sees parameters that are shown and cannot be swapped.
+    # tests/zero/checkpoint/test_pretrained.py covers shown parameters that cannot be swapped.
     unseen = {"give_back", "unshow"} if stage < 2 else {"give_back", "unshow", "leave"}
     seen = {"_put_back", "copy_", "__setitem__", "close", "forget_engine", "restore_params"}
     assert missed == {*seen, *unseen}
     for forgotten in sorted(missed - unseen):
-        # Rank 0 has given its own values to the others.
+        # Rank 0's values do not change: the other ranks receive them.
         assert worlds(3).run(work)[1:] == [True] * 2, forgotten
 
 
 def test_heap_memory_that_is_not_given_back_is_seen(worlds, monkeypatch):
-    """The negative control for what tracebacks refer to."""
+    """Negative control: heap memory that only tracebacks refer to counts as in use."""
 
     def work(comm):
         with pytest.raises(Broken) as raised:
@@ -236,7 +236,7 @@ def test_heap_memory_that_is_not_given_back_is_seen(worlds, monkeypatch):
 
 @pytest.mark.parametrize("stage", [3, *in_test_all(1)])
 def test_a_rank_that_is_lost_meanwhile(stage):
-    """The others cannot ask it for anything, and their modules are as they were."""
+    """If a rank is lost during shard(), the other ranks time out with their modules unchanged."""
 
     def work(comm):
         module = Mixed(comm.rank)
@@ -266,7 +266,7 @@ def test_what_was_on_the_meta_device_goes_back_there(worlds, stage):
         ]
     for module in modules:
         module[2].weight = module[0].weight
-        # Beside a bias on the meta device, which is initialised together with it.
+        # init() fills this parameter together with the bias beside it, which is on the meta device.
         module[2].register_parameter("filled", nn.Parameter(torch.full((3,), 2.0)))
 
     def init(module):

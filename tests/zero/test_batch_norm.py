@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation over the batches of all ranks, and buffers that are equal on all ranks."""
+"""Batch normalisation over the batches of all ranks, which keeps buffers equal on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS, ConvNet, assert_same_bits
 
 Tensor = torch.Tensor
-#: Rows of each rank's batch: statistics weigh them by their number.
+#: Rows of each rank's batch; the statistics weigh each rank by its number of rows.
 ROWS = (5, 2, 3)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes after ``shard()``, and frozen 8 bits, on several nodes and on devices."""
+"""Changes after ``shard()``, and frozen 8-bit weights, on several nodes and on devices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _eight_bits(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, T
 
 @pytest.mark.parametrize("work", [_joins_late, _adapters, _eight_bits])
 def test_nodes_end_with_the_bits_of_one(worlds, two_by_two, work: Callable[..., Any]):
-    """All ranks have one batch, so that sums are exact in any order."""
+    """All ranks use the same batch, so that sums are exact in any order."""
     precision = zero.Precision(param=torch.bfloat16 if work is _joins_late else None)
     wanted = worlds(2).run(work, 2, zero.ZeroOptions(precision=precision))[0]
     for stage, chosen in CHOICES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by value and of some parameters, which has the same bits at every stage."""
+"""Clipping by value, and of some parameters, gives the same bits at every stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def muon(module: Any) -> Any:
 
 
 def clipped(comm, base, stage, make, precision=None):
-    """Final parameters, and the norms on the way."""
+    """Returns the final parameters, and the norms of each step."""
     options = zero.ZeroOptions(
         bucket_elems=SMALL_BUCKET_ELEMS, precision=precision or zero.Precision()
     )
@@ -90,7 +90,7 @@ def test_gradients_that_were_clipped_are_what_get_gradient_returns(worlds):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_of_no_group_do_not_count(worlds, stage):
-    """As with torch, whether they were frozen before shard() or after it."""
+    """As in torch, frozen parameters do not count, frozen before shard() or after it."""
 
     def work(comm, everything):
         module: Any = deepcopy(base)

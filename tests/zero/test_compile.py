@@ -18,7 +18,7 @@ from tests.zero.models import assert_same_bits
 Tensor = torch.Tensor
 STAGES = [1, 3, *in_test_all(0, 2)]
 SMALL = zero.ZeroOptions(bucket_elems=512)
-# More than Dynamo compiles of one function before it gives up.
+# More specialisations of one function than Dynamo compiles before it gives up.
 BLOCKS = 10
 
 
@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
 
 class Graphs:
-    """A backend that counts what it compiles, and changes nothing."""
+    """A backend that counts the graphs that it compiles, and returns them unchanged."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -136,14 +136,14 @@ def test_at_stage_3_units_share_what_was_compiled(worlds, how):
     called = how(module, graphs, shard)
     found = train(called, module)
     assert_same_bits({k.replace("_orig_mod.", ""): v for k, v in found.items()}, wanted)
-    # The first block's input requires no gradient; that of the others does.
+    # Two graphs: the first block's input requires no gradient, the other blocks' inputs do.
     assert graphs.count == 2
 
 
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 
 
-# Each compilation takes seconds, so each stage has one of the precisions.
+# Each compilation takes seconds, so each stage tests one precision.
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
@@ -153,7 +153,7 @@ BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
     ],
 )
 def test_whole_graphs_of_autograd_train_with_all_habits(worlds, base, stage, precision):
-    """Forward and backward are one graph each, at stage 3 of each block."""
+    """Forward and backward compile to one graph each; at stage 3, to one graph each per block."""
 
     def work(comm, stage, compiles):
         module: Any = deepcopy(base)
@@ -192,7 +192,7 @@ def test_one_graph_of_a_split_module_is_refused_with_the_way_out(worlds, base):
 
 
 class Inward(nn.Module):
-    """A backward inside of a forward frees the unit, which looks its weight up again."""
+    """A backward inside the forward frees the unit, and the forward then reads its weight again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NOTE [Conversions]: ``.to()`` and the like of a sharded module are refused, or change nothing."""
+"""NOTE [Conversions]: ``.to()`` and the like raise on a sharded module, or change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "other tensor": lambda m: m.to(torch.zeros(1, dtype=torch.float64)),
     "in place": lambda m: m._apply(lambda t: t.mul_(2)),
 }
-# What torch copies, or returns as it is: equal tensors on the same device.
+# Conversions that leave all values equal, on the same device; torch may copy or return self.
 NO_OPS: dict[str, Callable[[Any], Any]] = {
     "device with an index": lambda m: m.to("cpu:0"),
     "device=": lambda m: m.to(device=torch.device("cpu", 0)),
@@ -40,7 +40,7 @@ NO_OPS: dict[str, Callable[[Any], Any]] = {
     "to dtype": lambda m: m.to(torch.float32),
     "device and dtype": lambda m: m.to("cpu:0", torch.float32, True),
     "other tensor": lambda m: m.to(torch.zeros(1)),
-    # Module.type() converts integers, too, which batch norms count in.
+    # Module.type() converts integers as well, such as the counters of batch norms.
     "type": lambda m: [layer.type(torch.float32) for layer in layers_of(m)] and m,
     "type by name": lambda m: [layer.type("torch.FloatTensor") for layer in layers_of(m)] and m,
     "memory format": lambda m: m.to(memory_format=torch.contiguous_format),
@@ -68,7 +68,7 @@ def step(module: Any, optimizer: AdamW) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_conversions_are_refused_on_all_ranks_and_change_nothing(worlds, stage):
-    """Of the whole and of a part, with the way to do it; training goes on with the same bits."""
+    """A conversion of the module or of a part raises with a remedy; training keeps its bits."""
 
     def work(comm, converts):
         module: Any = zero.shard(new(), stage, comm=comm)
@@ -101,7 +101,7 @@ def test_the_refusal_names_the_option(worlds):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_conversion_to_what_it_is(worlds, stage):
-    """It changes nothing, and converts what was put in since."""
+    """Converting to the present dtype changes nothing, but converts modules added after shard()."""
 
     def work(comm):
         module: Any = zero.shard(new(), stage, comm=comm)
@@ -122,7 +122,7 @@ def test_a_conversion_to_what_it_is(worlds, stage):
 
 
 def test_what_is_not_sharded_any_more_converts(worlds):
-    """A module after remove_sharding(), a copy of a part, and a part of what is gone."""
+    """After remove_sharding() a module converts; so do a copied part, and one of a freed module."""
 
     def work(comm):
         module: Any = zero.shard(new(), 1, comm=comm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on devices, emulated here: the host's bits, at every stage."""
+"""Sharded training on devices, here emulated, has the host's bits at every stage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 Tensor = torch.Tensor
 SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="one_shot")
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
-# Segments hold whole tiles of 512 elements.
+# Each segment holds whole tiles of 512 elements.
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_engine_bytes=1 << 16)
 KEPT = zero.Precision.preset("bf16-pure-sr", keep_fp32=("lora_a", "frozen", "head"))
 RUNS = {
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("resizing_in_stream_order")
 
 @pytest.fixture
 def resizing_in_stream_order(devices, monkeypatch):
-    """A GPU's allocator does not reuse memory before the work that uses it; malloc does."""
+    """Synchronizes before freeing: malloc reuses memory at once, a GPU's allocator does not."""
     if devices.emulated is None:
         return
     resize = torch.UntypedStorage.resize_
@@ -64,7 +64,7 @@ def resizing_in_stream_order(devices, monkeypatch):
 
 
 def _on_device(comm, base, run):
-    # The ranks of one process share autograd's thread of a device.
+    # Without this, ranks of one process share autograd's thread of a device.
     with torch.autograd.set_multithreading_enabled(False):
         state, norms = train(comm, base.to(comm.device), run)
     return {name: on_host(tensor) for name, tensor in state.items()}, norms
@@ -89,7 +89,7 @@ def assert_trains_alike(devices, worlds, run):
     """Asserts that a device trains to the host's bits."""
     run = replace(run, options={"algorithm": "one_shot"})
     base = new_model(run.model)
-    # In the host's memory state is where it is; offloading is of devices.
+    # On the host there is no offload of state to compare with.
     in_memory = replace(run, adamw=replace(run.adamw, offload_state=None))
     wanted, norms = worlds(2).run(train, base, in_memory)[0]
     world = devices.new_world(2, options=OPTIONS)
@@ -132,7 +132,7 @@ def test_two_modules_of_which_ranks_use_different_parameters(devices, worlds, st
 
 
 def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):
-    """While a graph is captured that is an error."""
+    """Backward queries no event: while a graph is captured, a query is an error."""
 
     def ask(work: DeviceWork) -> bool:
         raise AssertionError("asked in a backward")
@@ -146,13 +146,13 @@ def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):
 
 @pytest.mark.parametrize("stage", [0, 3, *in_test_all(1, 2)])
 def test_a_graph_replays_the_step_of_a_module(devices, stage):
-    """Its backwards are eager, and so is zero_grad(); the rate changes between replays."""
+    """Backwards and zero_grad() are eager; the learning rate changes between replays."""
     if devices.emulated is None:
         pytest.skip("tests/gpu/test_optimizer.py records with torch.cuda")
     base = new_model("mlp")
 
     def build(comm):
-        # What a backward reduces on another stream, no replay would wait for.
+        # A replay would not wait for reductions on another stream, so none runs there.
         options = replace(SMALL, overlap=False)
         module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         lr = torch.tensor(1e-2)
@@ -162,7 +162,7 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
         generator = torch.Generator().manual_seed(turn)
         with torch.autograd.set_multithreading_enabled(False):
             module(torch.randn(4, 13, generator=generator)).backward()
-        # Without the views that the emulator keeps, the backward has freed what was unsharded.
+        # Drop the views that the emulator keeps; then the backward has freed unsharded memory.
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, InStreamOrder):
                 mode.finish()
@@ -210,6 +210,6 @@ def _build_on_disk(comm, folder):
 
 
 def test_state_of_a_device_is_not_put_on_a_disk(devices, tmp_path):
-    """Kernels that still run would read what transfers write."""
+    """State of a device cannot be on a disk: running kernels would read what transfers write."""
     with devices.new_world(2, options=OPTIONS) as world:
         devices.run(world, _build_on_disk, tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A frozen base in 8 bits, which the user's own module dequantises, with trained adapters."""
+"""A frozen 8-bit base that the user's own module dequantizes, with trained adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
 
 
 class Quantised(nn.Module):
-    """A linear layer of 8-bit weights with a scale a row, and a low-rank addition."""
+    """A linear layer of 8-bit weights with one scale per row, and a low-rank addition."""
 
     zero: Tensor
 
@@ -56,7 +56,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @covering(strength=1, dtype=DTYPES, cast=[None, torch.bfloat16])
 def test_all_stages_end_with_the_same_bits(worlds, dtype, cast, tmp_path):
-    """At stage 3 a rank keeps its share, a byte a parameter; checkpoints load at other stages."""
+    """At stage 3 a rank keeps its share, 1 byte per parameter; other stages load the checkpoint."""
     base: Any = nn.Sequential(Quantised(dtype), Quantised(dtype))
     options = zero.ZeroOptions(precision=zero.Precision(param=cast))
 
@@ -94,7 +94,7 @@ def test_all_stages_end_with_the_same_bits(worlds, dtype, cast, tmp_path):
 
 
 def _as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """torch compares no float8."""
+    """Views 1-byte tensors as uint8, because torch does not compare float8."""
     return {n: t.view(torch.uint8) if t.element_size() == 1 else t for n, t in state.items()}
 
 
@@ -120,7 +120,7 @@ def test_8_bits_that_are_to_be_trained():
 
 
 class Replacing(nn.Module):
-    """It holds values beside the parameter and assigns them in forward, as bitsandbytes does."""
+    """Holds the values outside the parameter and assigns them in forward, as bitsandbytes does."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Replacing(nn.Module):
 
 
 def test_a_forward_that_replaces_a_frozen_weight_by_equal_values(worlds):
-    """All stages end with the same bits, whatever values a rank had before; others are refused."""
+    """Replacing by equal values has the same bits at all stages; other values are refused."""
 
     def work(comm, stage):
         module: Any = nn.Sequential(Replacing(comm.rank), deepcopy(last))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback of quantized gradients: over steps, stages, scales and checkpoints."""
+"""Error feedback of quantized gradients: over steps, stages, loss scales and checkpoints."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ BY_NODE: dict[str, Any] = {"state": "node"}
 
 @pytest.fixture(autouse=True)
 def small_buckets_are_quantized(monkeypatch, one_thread_for_each_rank):
-    """In segments of a few blocks."""
+    """Has small buckets quantized, in segments of a few blocks."""
     monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
 
 
 # ---- one bucket --------------------------------------------------------------------------------
 
-ELEMS = 5 * 512 + 64  # chunks of 1,024 and 2,048 elements, of which the last ones are short
+ELEMS = 5 * 512 + 64  # chunks of 1,024 and 2,048 elements; the last chunk is shorter
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What one rank has of a bucket after some steps: runs of elements that begin somewhere."""
+    """A rank's result of several steps: the received elements with their offset in the bucket."""
 
     received: tuple[int, Tensor]
     error_feedback: ErrorFeedback | None
 
 
 def whole_numbers(rank: int, step: int) -> Tensor:
-    """Gradients of which each block has about the same largest magnitude."""
+    """Returns gradients in which the largest magnitude is about equal in every block."""
     seed = torch.Generator(device="cpu").manual_seed(100 * step + rank)
     return torch.randint(-15, 16, (ELEMS,), generator=seed).float() / 64
 
@@ -62,7 +62,7 @@ def constant(rank: int, step: int) -> Tensor:
 
 
 def all_sent(steps: int) -> Tensor:
-    """What all ranks were to send in so many steps, of the whole numbers."""
+    """Returns the exact sum of all ranks' gradients over the steps."""
     sent = torch.zeros(ELEMS, dtype=torch.float64)
     for step in range(steps):
         for rank in range(4):
@@ -73,7 +73,7 @@ def all_sent(steps: int) -> Tensor:
 def reduce_steps(
     comm: Communicator, options: zero.ZeroOptions, gradients: Any, steps: int, dtype: torch.dtype
 ) -> Reduced:
-    """Sums what this rank receives over steps, of which every other one is added to the last."""
+    """Adds up the sums that this rank receives; every second step accumulates into ``out``."""
     by_node = options.state == "node"
     begins = (comm.node.rank, comm.node.world_size) if by_node else (comm.steps.shard_index, 4)
     each = _native.chunk_elems(ELEMS, begins[1])
@@ -92,11 +92,11 @@ def reduce_steps(
 
 
 def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
-    """What arrived of all elements, and what is owed in sum over nodes."""
+    """Returns the received sum of each element, and the quantization errors summed over nodes."""
     arrived, owed = (torch.zeros(elems, dtype=torch.float64) for _ in range(2))
     for each in found:
         begin, received = each.received
-        arrived[begin : begin + received.numel()] = received  # equal bits on each node
+        arrived[begin : begin + received.numel()] = received  # each node has equal bits
         if each.error_feedback is not None:
             kept = each.error_feedback
             owed[kept.begin :][: kept.partial.numel()] += kept.partial
@@ -112,7 +112,7 @@ def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
 def test_what_was_sent_and_what_is_owed_is_what_was_to_be_sent(
     two_by_two, compression, state, dtype
 ):
-    """Exactly: a code times a scale has 15 bits more than a code, and differs little from x."""
+    """The sum is exact: a code times a scale has 15 more bits than a code, and is close to x."""
     options = zero.ZeroOptions(reduce="sum", state=state, compression=compression)
     arrived, owed = total(two_by_two.run(reduce_steps, options, whole_numbers, 6, dtype))
     assert torch.equal(arrived + owed, all_sent(6))
@@ -160,7 +160,7 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
             worst.append(float((total(found)[0] / count - exact).abs().max()))
     fed_first, fed_last, usual_first, usual_last = worst
     assert fed_first == usual_first == usual_last
-    # The buffer never holds more than quantization loses of one sum: at most M / 14 for each node.
+    # The buffer never holds more than one sum's quantization error: at most M / 14 per node.
     assert fed_last <= 2 * fed_first / steps
 
 
@@ -168,7 +168,7 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
 
 
 def test_unsharded_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
-    """The sizes of its buckets are those of the stages, for a module that is one unit."""
+    """The bucket sizes equal those of the stages, because the module is one unit."""
 
     def run_with(comm: Communicator, compression: zero.Compression) -> tuple[list[Tensor], int]:
         weight = nn.Parameter(whole_numbers(0, 0).clone())
@@ -203,7 +203,7 @@ def test_unsharded_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
     assert not torch.equal(without[0][0], wanted[0])
     assert without[1] == 0
     with ringcomm.local_world(2, timeout=60) as world:
-        assert world.run(run_with, INT4)[0][1] == 0  # one node quantizes nothing
+        assert world.run(run_with, INT4)[0][1] == 0  # with one node, no gradient is quantized
 
 
 def scaled(
@@ -227,7 +227,7 @@ def scaled(
 
 @pytest.mark.parametrize("stage", [2, *in_test_all(1)])
 def test_what_is_owed_follows_the_loss_scale(two_by_two, stage):
-    """Powers of two scale every code's number exactly, so that the bits are those without."""
+    """Scaling by a power of two is exact, so the bits equal those without a loss scale."""
     base, growing = new_model("mlp"), LossScaleOptions(init_scale=4.0, growth_interval=1)
     wanted = two_by_two.run(scaled, base, stage, None)[0]
     for state in two_by_two.run(scaled, base, stage, growing):
@@ -245,7 +245,7 @@ def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
         optimizer = AdamW(module.parameters(), options=AdamWOptions(check_finite=True))
         owed, generator = [], torch.Generator().manual_seed(comm.rank)
         for turn in range(3):
-            if turn == 1:  # an infinity in the block of one element; all others are finite
+            if turn == 1:  # an infinity in one block; all other gradients are finite
                 hook = module.head.bias.register_hook(lambda grad: grad * float("inf"))
             module(*MODELS["mlp"][1](generator, 0)).backward()
             if turn == 1:
@@ -275,14 +275,14 @@ def error_feedback(optimizer: Any) -> list[ErrorFeedback]:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank has after a load, and after the steps that follow."""
+    """The buffers of a rank after a load, and its state after the following steps."""
 
     owed: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
 
 
 def owed_by_name(module: Any, optimizer: Any, wanted: str) -> dict[str, Tensor]:
-    """Returns this rank's buffers by parameter, zeros elsewhere, of partial sums or of sums."""
+    """Returns this rank's buffers of partial sums, or of sums, by parameter; zeros elsewhere."""
     found = {}
     step, names = optimizer.sharded_step(), dict(module.named_parameters())
     called = {id(param): name for name, param in names.items()}
@@ -301,7 +301,7 @@ def owed_by_name(module: Any, optimizer: Any, wanted: str) -> dict[str, Tensor]:
 def continued(
     comm: Communicator, base: nn.Module, choice: Any, root: Path, until: int | None
 ) -> Resumed:
-    """Trains up to a step and saves, or loads, and trains to the third step."""
+    """Trains to step ``until`` and saves; without it, loads and trains to the third step."""
     stage, options = choice
     module: Any = deepcopy(base)
     run = Run("mlp", stage, options={"compression": INT4, **options})
@@ -320,7 +320,7 @@ def continued(
         zero.save(root, until, module, optimizer)
         owed = owed_by_name(module, optimizer, "partial")
         more = owed_by_name(module, optimizer, "sums")
-        # In the units of partial sums, which are divided by the number of ranks.
+        # Converts to the scale of partial sums, which are later divided by the number of ranks.
         owed = {name: each + comm.world_size * more[name] for name, each in owed.items()}
     state = zero.full_state_dict(module)
     zero.remove_sharding(module)
@@ -354,7 +354,7 @@ def test_training_resumes_with_the_same_bits_on_the_same_nodes(two_by_two, tmp_p
     saves={"world": (2, {}), "node": (1, BY_NODE)},
 )
 def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, nodes):
-    """In means of gradients, to which as many ranks contribute as there are."""
+    """The errors are those of mean gradients, to which all ranks contribute."""
     base = new_model("mlp")
     saved = two_by_two.run(continued, base, saves, tmp_path, 2)
     with ringcomm.local_world(len(nodes), nodes=nodes, timeout=60) as world:
@@ -364,7 +364,7 @@ def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, 
         if len(nodes) == 1:  # which quantizes nothing
             wanted = torch.zeros_like(wanted)
         owed = all_owed(found, name) / len(nodes)
-        if saves[1] == BY_NODE:  # one more rounding, to 24 bits
+        if saves[1] == BY_NODE:  # with one more rounding, to 24 bits
             assert torch.allclose(owed, wanted, 0.0, float(wanted.abs().max()) * 2**-22)
         else:
             assert torch.equal(owed, wanted)
@@ -373,7 +373,7 @@ def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, 
 def shards(
     comm: Communicator, state: str, given: list[Any] | None, steps: int
 ) -> tuple[Any, Tensor, list[ErrorFeedback]]:
-    """Trains unsharded parameters, from the state of all ranks, of this rank, or from the begin."""
+    """Trains unsharded parameters from no state, one rank's state, or the states of all ranks."""
     weight = nn.Parameter(torch.ones(ELEMS))
     options = AdamWOptions(compression=INT4, state=state)
     optimizer = AdamW([weight], lr=0.1, comm=comm, options=options)
@@ -429,7 +429,7 @@ def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
         assert torch.count_nonzero(owed) > 0
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- refused uses ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gradients", [None, "none", "param"])

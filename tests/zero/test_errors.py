@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is refused before anything moves, and says what to do."""
+"""Invalid arguments are refused before any change, with an error that gives a remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules' extra state is in checkpoints, unless it would need pickle."""
+"""Extra state of modules is saved in checkpoints, unless it would need pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Counting(nn.Linear):
-    """Returns whatever it was given."""
+    """A layer whose extra state is the object that it was given."""
 
     def __init__(self, state: Any = None) -> None:
         super().__init__(3, 3)
@@ -35,7 +35,7 @@ class Counting(nn.Linear):
 
 
 def states(rank: int) -> list[Any]:
-    """The extra state of two modules."""
+    """Returns the extra state of two modules."""
     big = torch.linspace(0, rank, 12, dtype=torch.bfloat16).view(3, 4)
     nested = {
         "scale": 2.0**rank,
@@ -51,7 +51,7 @@ def model(first: Any, second: Any) -> nn.Module:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """In value and type."""
+    """True if value and type are equal, at every level."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NOTE [Freed memory]: shard() raises the sizes from which malloc gives memory back at once."""
+"""NOTE [Freed memory]: shard() raises the sizes above which malloc returns memory at once."""
 
 import ctypes
 
@@ -25,11 +25,11 @@ class MallInfo(ctypes.Structure):
 
 
 def _mapped(kept):
-    """How many of three allocations of 20 MiB malloc takes from the system for themselves.
+    """Returns how many of three 20 MiB allocations malloc maps separately from the system.
 
-    To give them back when they are freed: mallinfo2(3) counts such. Twice the size from which it
-    does that is what may lie at the top of the heap, see M_MMAP_THRESHOLD in mallopt(3). They
-    are kept, since malloc learns from what is freed.
+    malloc returns such memory to the system when it is freed; mallinfo2(3) counts the mappings. Up
+    to twice the mapping threshold may stay free at the top of the heap (M_MMAP_THRESHOLD in
+    mallopt(3)). The tensors are kept, because malloc adapts its threshold when memory is freed.
     """
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
@@ -40,7 +40,7 @@ def _mapped(kept):
 
 def _before_and_after(store, rank, world_size, threshold_bytes=None):
     if threshold_bytes is not None:
-        # As MALLOC_TRIM_THRESHOLD_ in the environment does when a process starts.
+        # Has the effect of MALLOC_TRIM_THRESHOLD_ in the environment at process start.
         assert ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, threshold_bytes) == 1
     kept: list[torch.Tensor] = []
     with ringcomm.local_world(1) as world:
@@ -50,7 +50,7 @@ def _before_and_after(store, rank, world_size, threshold_bytes=None):
 
 
 def test_large_allocations_stay_with_the_process():
-    """And without it each would come from the system."""
+    """Before shard(), malloc maps each large allocation; after it, none."""
     assert run_ranks(_before_and_after, 1) == [(3, 0)]
 
 

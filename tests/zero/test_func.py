@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.func`` on a sharded module: at stage 3 inside ``unsharded()``, else at once."""
+"""``torch.func`` on a sharded module: at stage 3 only inside ``unsharded()``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def values(module: Any) -> dict[str, Tensor]:
 
 
 def of_samples(module: Any, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of each row's loss."""
+    """Returns the gradients of each row's loss."""
 
     def loss(given: dict[str, Tensor], row: Tensor) -> Tensor:
         return functional_call(module, given, (row[None],)).square().sum()
@@ -63,7 +63,7 @@ TRANSFORMS: dict[str, Any] = {
 
 @covering(strength=1, stage=range(4), name=[*TRANSFORMS])
 def test_transforms_give_what_they_give_of_the_unsharded_module(worlds, stage, name):
-    """In a world of one, as levels of forward differentiation are shared by torch's threads."""
+    """One rank only, because torch shares the levels of forward differentiation among threads."""
     base, transform = model(), TRANSFORMS[name]
 
     def work(comm):
@@ -75,7 +75,7 @@ def test_transforms_give_what_they_give_of_the_unsharded_module(worlds, stage, n
                 transform(module)
         with here(module, stage):
             found = transform(module)
-        # What a transform has run leaves nothing behind.
+        # A transform leaves no state behind: a step still works.
         optimizer = AdamW(module.parameters(), lr=1e-2)
         module(X).square().sum().backward()
         optimizer.step()

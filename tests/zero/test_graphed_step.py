@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graphed step ends with the bits of eager ones at every stage, and refuses what it cannot be."""
+"""A graphed step ends with the bits of eager steps at every stage, or refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def batch(comm: Any, turn: int) -> Tensor:
 
 
 def run(training: Training, step: Any, comm: Any, steps: int = STEPS) -> list[Any]:
-    """Takes steps, with another learning rate at each, and returns all that they come to."""
+    """Takes steps, each with another learning rate, and returns all outputs and the final state."""
     schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
     found = []
     for turn in range(steps):
@@ -98,7 +98,7 @@ def full_state(module: Any) -> Any:
 
 
 def make_readable(devices: Any, training: Training) -> None:
-    """The emulator's tensors are all of the host; a step reads a rate there."""
+    """Registers the learning rates as host tensors, since the emulator keeps all memory there."""
     if devices.emulated is not None:
         rates = [group["lr"] for group in training.optimizer.param_groups]
         devices.emulated.host_tensors.extend(rates)
@@ -108,7 +108,7 @@ def both(comm: Any, devices: Any, build: Any) -> bool:
     eager = build(comm)
     wanted = run(eager, eager.step, comm)
     if is_sharded(eager.module):
-        zero.remove_sharding(eager.module)  # several modules would agree on the host
+        zero.remove_sharding(eager.module)  # otherwise several modules would agree on the host
     graphed = build(comm)
     step = zero.GraphedStep(graphed.step, graphed.optimizer, warmup=WARMUP)
     make_readable(devices, graphed)
@@ -140,7 +140,7 @@ def test_graphed_steps_have_the_bits_of_eager_ones(two_devices, stage, rule, pre
 def test_large_buckets_and_units_are_captured_on_streams_of_their_own(
     two_devices, monkeypatch, stage, several
 ):
-    """Units above ``SMALL_BYTES``, as real models have them."""
+    """Lowers ``SMALL_BYTES``, so that buckets and units count as large, as in real models."""
     for module in (reduce, unshard):
         monkeypatch.setattr(module, "SMALL_BYTES", 0)
     if not several:
@@ -163,7 +163,7 @@ def scaled(comm: Any, base: Any, stage: int) -> Training:
 
 
 def with_an_overflow(comm: Any, devices: Any, base: Any, stage: int) -> tuple[float, float]:
-    """Two replays of six steps overflow on one rank, and the second one begins after a reset."""
+    """In two of six replayed steps one rank overflows; the second overflow follows a reset."""
     found = []
     for graphed in (False, True):
         training = scaled(comm, base, stage)
@@ -222,7 +222,7 @@ def beside_eager_work(comm: Any, devices: Any, base: Any, stage: int) -> bool:
         for turn in range(7):
             (training.step if turn == 4 else step)(batch(comm, turn))
             with torch.no_grad():
-                # At stage 3 the parameters stay unsharded, with the values of now.
+                # At stage 3 the parameters stay unsharded, and hold the current values.
                 seen.append({"loss": training.module(batch(comm, 50)).clone()})
             if turn == 3:
                 with zero.unsharded(training.module, write_from=0), torch.no_grad():
@@ -246,7 +246,7 @@ def test_replays_and_eager_work_take_turns(two_devices, stage):
 
 
 def test_replays_without_the_host_side_of_a_step_differ(two_devices, monkeypatch):
-    """The negative control of what a replay does beside the graph."""
+    """Negative control: without the host's part of a step, a replay gives other tensors."""
     monkeypatch.setattr(graphed_step._Captured, "begin_replay", lambda self, engine: None)
     base = new_model("mlp")
     with (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates in backward of modules with several outputs, and of those that run more than once.
+"""Updates in backward, for modules with several outputs, and for modules that run repeatedly.
 
-An inner or second output has its gradient after parameters that were used behind it were updated.
+An inner or second output gets its gradient after the parameters behind it were updated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH = 24
 
 
 class Outputs(nn.Module):
-    """Hidden states, auxiliary heads, a parameter of the root, and a weight that is used twice."""
+    """Hidden states, auxiliary heads, a root parameter, and a weight that is used twice."""
 
     def __init__(self, checkpoints: str = "") -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Outputs(nn.Module):
 
 
 class Recursive(nn.Module):
-    """A module that calls itself, with parameters that one level uses, and those that all do."""
+    """A module that calls itself; one level uses some parameters, all levels use others."""
 
     def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recursive(nn.Module):
 
 
 class Twice(nn.Module):
-    """Units that call themselves, and run twice in a forward."""
+    """Units that call themselves, and that run twice per forward."""
 
     def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
@@ -167,11 +167,11 @@ def test_the_bits_are_those_of_updates_in_the_step(worlds, name):
     base = new()
     ways = [(losses[0], of_two_forwards), (losses[-1], retained)]
     if name == "reentrant":
-        ways = []  # a second forward brings gradients in parts
+        ways = []  # a second forward adds more gradients later
     run = worlds(2).run
     for loss, backward in [*product(losses, [once]), *ways]:
         wanted = run(trained, base, 1, "in_step", backward, loss)[0]
-        # Stage 2 keeps what checkpoints would unshard again.
+        # Checkpoints at stage 2 are skipped: the stage unshards no parameter again in backward.
         for stage in (2, 3) if loss is losses[0] and "checkpoints" not in name else (3,):
             found = run(trained, base, stage, "in_backward", backward, loss)[0]
             assert_same_bits(found, wanted)
@@ -179,7 +179,7 @@ def test_the_bits_are_those_of_updates_in_the_step(worlds, name):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_in_parts_are_refused(worlds, stage):
-    """A reentrant checkpoint runs a backward of its own, of whose gradients more may come."""
+    """A reentrant checkpoint runs a separate backward, after which more gradients may follow."""
 
     class Reentrant(Recursive):
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
@@ -198,16 +198,16 @@ def test_gradients_in_parts_are_refused(worlds, stage):
         module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         early = AdamWOptions(update="in_backward")
         optimizer = AdamW(module.parameters(), lr=1e-2, options=early)
-        # Before the order of the buckets is known the first ones wait for the end.
+        # In the first backward, buckets wait for the end, since their order is not known yet.
         only(module).backward()
         optimizer.step()
-        # A second gradient of a parameter fills its bucket again; the bucket has one turn.
+        # A parameter's second gradient would fill its bucket again, but a bucket is reduced once.
         engine = owner_of(next(module.parameters()))
         assert sorted(engine.reduction.order) == list(range(len(engine.reduction.buckets)))
         with pytest.raises(ArgumentError, match=refused[stage]):
             only(module).backward()
         with pytest.raises(RingcommError):
-            optimizer.step()  # ends that backward on all ranks
+            optimizer.step()  # this ends the failed backward on all ranks
 
     base = Reentrant()
     worlds(2).run(work)

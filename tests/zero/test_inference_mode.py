@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations under ``torch.inference_mode()``, after which a module trains as after ``no_grad()``.
+"""After operations under ``torch.inference_mode()``, a module trains as after ``no_grad()``.
 
-A tensor that is made in inference mode refuses writes outside of it, so none may stay in a module,
-its optimizer or its communicator.
+A tensor made in inference mode refuses writes outside of it, so no such tensor may stay in a
+module, its optimizer or its communicator.
 """
 
 from __future__ import annotations

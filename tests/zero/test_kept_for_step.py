@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2 keeps its last buckets for the step: which calls that makes, and that no bit changes."""
+"""Stage 2 reduces its last buckets in the step: the calls it makes, and that the bits are equal."""
 
 from collections import Counter
 from copy import deepcopy
@@ -27,7 +27,7 @@ def _deep() -> nn.Module:
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
-# Here, where no other thread draws random numbers.
+# At import, where no other thread draws random numbers.
 torch.manual_seed(3)
 DEEP = _deep()
 
@@ -73,7 +73,7 @@ class Loop:
         self.scaled(clips=True)
 
     def failing(self) -> None:
-        """A backward that ends in its middle, on all ranks."""
+        """Runs a backward that raises halfway, on all ranks."""
         layer = self.module[2 * (LAYERS // 2) - 1]
 
         def fail(grad: Tensor) -> None:
@@ -96,7 +96,7 @@ class Loop:
                 getattr(self, name)()
 
     def found(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Parameters and norms; the module is not sharded afterwards."""
+        """Removes the sharding, and returns the parameters and norms."""
         params = zero.full_state_dict(self.module)
         zero.remove_sharding(self.module)
         return params, self.norms
@@ -121,7 +121,7 @@ LOOPS = [
     "failing backward step zero",
     "backward failing zero backward step zero",
 ]
-# Ranks and what else decides how a bucket that is kept is reduced.
+# Settings that decide how a bucket kept for the step is reduced.
 WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "inline": {"overlap": False},
@@ -149,7 +149,7 @@ def test_every_loop_ends_with_the_bits_of_stage_3_which_keeps_nothing(
 
 
 def _calls(comm, loop: Loop, what: str) -> Counter[str]:
-    """The collectives of one turn, in the steady state."""
+    """Counts the collectives of one turn, once they repeat from turn to turn."""
     loop.run(2, what)
     before = comm.recording().ranks[comm.rank].collectives[-1].number
     loop.run(1, what)
@@ -210,7 +210,7 @@ def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_do
         summed = []
         for what in ("step", "clip step", "clip step", "step", "step"):
             loop.run(1, f"backward {what} {zero_grad}")
-            # In the step before last it was asked for, or not.
+            # ``summed`` is true if the step before the latest one clipped.
             summed.append([bucket.summed for bucket in reduction.buckets[1:]])
         zero.remove_sharding(loop.module)
         return summed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of parameters that a rank keeps: averages of weights that no rank has whole."""
+"""Access to a rank's shards of parameters, for averages of weights without whole copies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def step(module: Any, optimizer: AdamW, comm, model: str, turn: int) -> None:
 
 @covering(strength=1, world_size=[1, 3], stage=range(4), precision=[*PRECISIONS])
 def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage, precision):
-    """With tied weights and frozen ones; evaluation with it leaves no trace in training."""
+    """Covers tied and frozen weights; evaluating with the average leaves training unchanged."""
     base = new_model("partial")
     batch = torch.ones(4, 12)
 
@@ -90,7 +90,7 @@ def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage
     stage=range(4),
 )
 def test_masters_follow_elements_that_were_written(worlds, stage, adamw):
-    """And no others: their masters keep what the parameters' rounding drops."""
+    """Masters of unwritten elements keep the bits that the parameters' rounding drops."""
     base = new_model("mlp")
 
     def work(comm):
@@ -117,7 +117,7 @@ def test_masters_follow_elements_that_were_written(worlds, stage, adamw):
 
 
 def test_a_refusal_comes_when_all_ranks_have_their_values_back(worlds, monkeypatch):
-    """Else a rank that is refused early would unshard what a slower one had written."""
+    """Otherwise a rank that raises early would unshard another rank's unrestored values."""
     base = new_model("mlp")
     put_back = module_shards._Memory.put_back
 

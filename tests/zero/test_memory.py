@@ -59,7 +59,7 @@ class Bytes:
 
 
 class Deep(nn.Module):
-    """Layers of one size, without biases, so that nothing but slack is left to explain."""
+    """Layers of one size, without biases, so that only rounding remains to be explained."""
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Deep(nn.Module):
 
 
 def storages_of(*things: Any) -> dict[int, int]:
-    """Bytes by address of all tensors that can be reached from ``things``, each storage once."""
+    """Returns the bytes of each storage reachable from ``things``, by address."""
     found: dict[int, int] = {}
     seen: set[int] = set()
     stack = list(things)
@@ -82,7 +82,7 @@ def storages_of(*things: Any) -> dict[int, int]:
             continue
         seen.add(id(thing))
         if isinstance(thing, ShardedBucket):
-            # What peers hold is mapped here, and theirs.
+            # Skip the peers' memory, which is mapped into this process.
             seen.update(id(each) for each in thing.peers)
         if isinstance(thing, Tensor):
             storage = thing.untyped_storage()
@@ -112,7 +112,7 @@ PAGE = ROOT / "docs" / "precision.md"
 
 
 def told_rows() -> dict[str, list[str]]:
-    """The cells of the table of bytes, by preset."""
+    """Returns the cells of the docs' table of bytes, by preset."""
     table = PAGE.read_text().split("## Bytes\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return {name: cells for name, *cells in rows[1:]}
@@ -144,7 +144,7 @@ def test_the_page_of_presets_has_what_the_closed_form_and_the_estimate_say():
 def measure(
     comm, base: nn.Module, stage: int, precision: zero.Precision, **shared: Any
 ) -> tuple[int, int]:
-    """Bytes after a step, when nothing is under way; and the most seen while gradients come."""
+    """Returns the bytes held after a backward, and the largest number seen during backward."""
     module = deepcopy(base)
     options = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, precision=precision, **shared)
     zero.shard(module, stage, comm=comm, options=options)
@@ -158,7 +158,7 @@ def measure(
 
     module(x).backward()
     optimizer.step()
-    # Of all parameters: after the engine's own hook, which has taken the gradient away by then.
+    # These hooks run after the engine's hook, which has taken the gradient away by then.
     handles = [param.register_post_accumulate_grad_hook(look) for param in module.parameters()]
     module(x).backward()
     rest = held_bytes(module, optimizer)
@@ -168,7 +168,7 @@ def measure(
     return rest, max(most[0], rest)
 
 
-# With sums between the two passes of a scaled step, which stage 1 alone has.
+# Stage 1 with a scaled loss holds sums between its two passes.
 @covering(strength=1, stage=[0, 1, 2, 3], kind=[*KINDS])
 def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
     precision, per_param = KINDS[kind]
@@ -181,16 +181,16 @@ def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
         in_flight = PARAMS * per_param.reduced // WORLD  # the sums before they are gathered
     elif stage == 1 and precision.scaled:
         in_flight = PARAMS * per_param.reduced // WORLD  # the sums between the two passes
-    # A layer is a bucket here, and whole tiles: chunks need no padding. Tables take 64 KiB.
+    # Each layer fills one bucket of whole tiles, so chunks need no padding. Tables take 64 KiB.
     for rest, most in worlds(WORLD).run(measure, base, stage, precision):
         assert wanted <= rest <= wanted + in_flight + (1 << 16)
-        # One layer's gradient is with autograd; stage 3 has two unsharded ones.
+        # Autograd holds one layer's gradient; stage 3 also has two unsharded layers.
         moving = bucket + (2 * BUCKET_ELEMS * per_param.params if stage == 3 else 0)
         assert most <= wanted + in_flight + moving + (1 << 16)
 
 
 class Normed(Deep):
-    """A norm before each layer, whose weight is a bucket of 512 elements that stays FP32."""
+    """A norm before each layer; each norm's weight is a bucket of 512 elements that stays FP32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Normed(Deep):
 def test_buffers_of_small_fp32_buckets_are_small(worlds, stage):
     precision = zero.Precision.preset("bf16-mixed", keep_fp32=("norms.*",))
     wanted = KINDS["bf16-mixed"][1].closed_form(stage, WORLD)
-    # A chunk is a tile of 512 elements at least, so one rank has all of a norm.
+    # A chunk has at least one tile of 512 elements, so one rank holds a whole norm.
     norms = LAYERS * 512 * (4 + 4 + 4 + 8)
     in_flight = 2 * BUCKET_ELEMS * 2 + 2 * 512 * 4
     for rest, _ in worlds(WORLD).run(measure, Normed(), stage, precision):
@@ -235,7 +235,7 @@ def test_a_rank_of_two_nodes_of_two_holds_its_share(stage, shared, closed_form):
 
 
 def test_frozen_parameters_are_split_and_freed_in_backward(worlds):
-    """LoRA: what is not trained would fill the memory, were it not freed unit by unit."""
+    """With LoRA, the frozen layers would fill the memory if they were not freed unit by unit."""
 
     def work(comm):
         module = deepcopy(base)
@@ -252,7 +252,7 @@ def test_frozen_parameters_are_split_and_freed_in_backward(worlds):
         module(x_seen).backward()
         return max(most)
 
-    # So many that all together are more than what is allowed.
+    # So many layers that all of them together exceed the limit.
     layers = 12
     base = Deep(layers)
     split = layers * WIDTH * WIDTH * 4 // WORLD

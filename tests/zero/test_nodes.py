@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded training over several nodes, which here are threads, or processes, that say so."""
+"""Sharded training over several nodes, which are simulated by threads or processes here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_compression_is_asked_of_the_communicator_or_of_zero(two_by_two, monkeyp
 
 
 def set_and_read(comm: Communicator, base: Any, choice: Choice) -> dict[str, torch.Tensor]:
-    """Trains with gradients, masters and states that are set, all from elements of their shapes."""
+    """Trains with gradients, masters and states that are set, whole or by shards."""
     stage, options = choice
     run = Run("mlp", stage, options=options, precision=BF16)
     module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
@@ -106,7 +106,7 @@ def test_what_is_set_arrives_on_all_nodes(two_by_two):
 
 @dataclass(frozen=True)
 class CountingGroup:
-    """Gloo's group of a rail, which counts the bytes of data that this node's rank sends."""
+    """The Gloo group of a rail, which counts the data bytes that this node's rank sends."""
 
     group: Any
     sent: list[int] = field(default_factory=list)
@@ -125,7 +125,7 @@ class CountingGroup:
 
 @dataclass
 class Transport:
-    """A transport whose groups count what leaves each node."""
+    """A transport whose groups count the bytes that leave each node."""
 
     groups: list[tuple[int, CountingGroup]] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class Transport:
         return made
 
     def read(self) -> Counter[int]:
-        """Returns by node what has left it since the last look."""
+        """Returns the bytes that have left each node since the last read."""
         found: Counter[int] = Counter()
         for node, group in self.groups:
             found[node] += sum(group.sent)
@@ -146,7 +146,7 @@ class Transport:
 def sent_by_phase(
     comm: Communicator, transport: Transport, module: Any, optimizer: AdamW
 ) -> list[Counter[int]]:
-    """Returns on rank 0 what leaves each node under no_sync, in a backward and in a step."""
+    """Returns on rank 0 the bytes that leave each node under no_sync, in backward, in the step."""
     batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
     phases: list[Counter[int]] = []
 
@@ -156,7 +156,7 @@ def sent_by_phase(
             phases.append(transport.read())
         comm.barrier()
 
-    for _ in range(2):  # the first one also agrees on the order of the buckets
+    for _ in range(2):  # the first backward also agrees on the order of the buckets
         phases.clear()
         ended()
         with zero.no_sync(module):
@@ -171,7 +171,7 @@ def sent_by_phase(
 
 
 def send_in_a_step(comm: Communicator, transport: Transport, base: Any, choice: Choice) -> Any:
-    """Returns by phase of a step what leaves each node, and the elements that are reduced."""
+    """Returns the bytes that leave each node, by phase of a step, and the elements reduced."""
     stage, options = choice
     run = Run("gpt", stage, precision=BF16, options={"overlap": False, **options})
     module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
@@ -190,7 +190,7 @@ def send_in_a_step(comm: Communicator, transport: Transport, base: Any, choice: 
 
 @pytest.mark.parametrize("compression", ["none", "param", "int4", *in_test_all("int8")])
 def test_what_leaves_a_node_in_a_step_is_the_closed_form(compression, monkeypatch):
-    """To the byte, with the padding: P (g + p) (N - 1)/N, and what docs/zero.md has by choice.
+    """Checks the bytes that leave a node, with padding: P (g + p) (N - 1)/N, or as in docs/zero.md.
 
     Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
@@ -214,7 +214,7 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(compression, monkeypatc
             )
             wanted = Training(elems, 4, 2, zero_options).leaving_node_bytes(stage)
             for node in range(2):
-                # Which parameters take the step: both ranks send what they have to their peers.
+                # Subtract the flags of parameters that step: both ranks send theirs to peers.
                 assert backward[node] + step[node] - 2 * flags == wanted, choice
                 if choice == (3, BY_WORLD):
                     assert quiet[node] == (2 * elems.trainable - elems.root) * 2 // 2
@@ -236,7 +236,7 @@ def shard_by_world(comm: Communicator, base: Any, **options: Any) -> Any:
 def write_in_the_open(comm: Communicator, base: Any) -> None:
     module = shard_by_world(comm, base)
     name, param = next(iter(module.named_parameters()))
-    # No version changes, and every part of the parameter counts, whoever keeps it.
+    # No version counter changes; every shard of the parameter is compared, on any rank.
     with (
         pytest.raises(ArgumentError, match=f"parameter {name} was changed"),
         zero.unsharded(module),
@@ -266,7 +266,7 @@ def unshard_apart(comm: Communicator, base: Any) -> str:
 
 
 def unshard_another(comm: Communicator, base: Any) -> str:
-    """Ranks of one node look at units of one size, in another order than each other's."""
+    """Lets ranks of one node unshard units of equal size in different orders."""
     module = shard_by_world(comm, base, overlap=False)
     layers = [module.layers[0], module.layers[1]]
     with pytest.raises(MismatchError) as raised:
@@ -296,7 +296,7 @@ def overlaps(comm: Communicator, base: Any, asked: bool | None) -> bool | None:
 
 
 def test_over_nodes_it_overlaps_unless_told(two_by_two, monkeypatch):
-    """A wait for another node leaves its core to others, however few there are."""
+    """Overlap is on by default even with one core: waiting for another node uses no core."""
     monkeypatch.setattr(zero.stages.sharding, "available_cores", lambda: 1)
     for asked in (None, True, False):
         found = two_by_two.run(overlaps, new_model("mlp"), asked)
@@ -327,13 +327,13 @@ def go_on(comm: Communicator, base: Any, choice: Choice, root: Path) -> dict[str
 
 
 def begin(comm: Communicator, base: Any, root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Saves after two steps, and takes another one."""
+    """Saves after two steps, and takes a third step."""
     job = Job(comm, base, 3, **JOB)
     job.train("mlp", 2)
     job.save(root)
     saved, full = job.state(), job.optimizer.full_state_dict()
     job.train("mlp", 1)
-    # With remainders torch's format brings parameters, too, which other nodes have copies of.
+    # In torch's format, remainders need the parameters as well, which other nodes have copies of.
     for options in ({}, BY_NODE, BY_WORLD):
         other = Job(comm, base, 3, **JOB, zero_options=options)
         other.optimizer.load_torch_state_dict(full)
@@ -363,7 +363,7 @@ def test_a_checkpoint_loads_into_any_nodes_and_choice(two_by_two, tmp_path):
 
 
 def save_by_torch(root: Path, rank: int, world_size: int) -> None:
-    """Saves and loads by torch's checkpoints; ranks of a node do not follow each other."""
+    """Saves and loads by torch's checkpoints on nodes whose ranks are not consecutive."""
     import torch.distributed.checkpoint as dcp
 
     from ringcomm.zero.checkpoint import LoadPlanner, SavePlanner, StorageReader, StorageWriter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that know nothing of sharding are refused at their first step, and no others."""
+"""Optimizers without support for sharding are refused at their first step; others are not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_optimizer_of_torchs_is_refused(worlds, early, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_the_check_gradients_refuse_it(worlds, monkeypatch, stage):
-    """Nor are there values at stage 3."""
+    """Without the optimizer's check, p.grad refuses; at stage 3 the parameters have no values."""
 
     def work(comm):
         module = zero.shard(small(), stage, comm=comm)
@@ -75,7 +75,7 @@ def test_parameters_of_other_modules_are_nobodys_business(worlds):
         reference = torch.optim.SGD(adapter.parameters(), lr=0.1)
         before = adapter.weight.detach().clone()
         adapter(module(torch.ones(2, 4))).sum().backward()
-        # As after a sharded parameter that lived at this address.
+        # A stale entry, as if a sharded parameter had lived at this address.
         placements._ids.add(id(adapter.weight))
         reference.step()
         placements._ids.discard(id(adapter.weight))
@@ -89,7 +89,7 @@ def test_parameters_of_other_modules_are_nobodys_business(worlds):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer as libraries write them."""
+    """An optimizer wrapper as libraries write them."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -115,7 +115,7 @@ def test_wrappers_are_what_they_wrap(worlds):
 
 
 def test_what_is_gone_is_not_looked_for(worlds):
-    """After ``remove_sharding()`` or the module, its parameters are anybody's."""
+    """After ``remove_sharding()``, or without the module, any optimizer may step the parameters."""
 
     def work(comm):
         module: Any = zero.shard(small(), 1, comm=comm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication in the background, and the default that decides about it."""
+"""Communication on a background thread, and the default that turns it on or off."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_shard_looks_at_the_cores_that_this_process_may_use(monkeypatch, worlds,
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_without_it_nobody_unshards_behind_the_back(worlds, overlap):
-    """And the profile says that a rank waits for what it does itself."""
+    """Without overlap only the calling thread unshards, and the profile counts that as waiting."""
 
     def body(comm):
         options = zero.ZeroOptions(overlap=overlap, bucket_elems=512)
@@ -66,7 +66,7 @@ def test_without_it_nobody_unshards_behind_the_back(worlds, overlap):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_unsharding_alone_needs_no_thread(stage):
-    """Training goes on without overlap where no thread can be started."""
+    """Without overlap, training starts no thread."""
     import ringcomm
 
     with ringcomm.local_world(1) as world:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One parameter's reduced gradient, master and state, read and set at every stage."""
+"""Reading and setting a parameter's reduced gradient, master and state, at every stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
 Tensor = torch.Tensor
 STAGES = [1, 3, *in_test_all(0, 2)]
 WORLDS = [1, 3]
-# They may return None.
+# Typed Any, because these functions may return None.
 get_gradient: Any = zero.get_gradient
 get_state: Any = zero.get_state
 KINDS: dict[str, Any] = {
@@ -49,7 +49,7 @@ class Trained:
         self.comm = comm
         self.module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         self.optimizer = make(self.module.parameters())
-        # A look-up in the module would unshard the parameter.
+        # Keep the parameters: attribute access in the module would unshard them.
         self.params = dict(self.module.named_parameters())
         if prepare:
             self.optimizer.prepare()
@@ -68,7 +68,7 @@ class Trained:
 
 
 def mean_gradients(base: nn.Module, world_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The mean of the ranks' gradients, added in rank order as the reductions add."""
+    """Returns the mean of the ranks' gradients, added in rank order as the reductions do."""
     total: dict[str, Tensor] = {}
     for rank in range(world_size):
         model: Any = deepcopy(base).to(dtype)
@@ -91,7 +91,7 @@ def test_the_gradient_is_the_mean_over_the_ranks(worlds, world_size, stage, prec
         found = {name: get_gradient(param) for name, param in each.params.items()}
         pieces = {name: get_gradient(p, local=True) for name, p in each.params.items()}
         norm = each.optimizer.clip_grad_norm_(1e-3)
-        # It is that of before clipping, and reading it changes nothing.
+        # The gradient is the one before clipping, and reading it changes nothing.
         assert_same_bits(found, {n: get_gradient(p) for n, p in each.params.items()})
         each.optimizer.step()
         return found, pieces, norm, zero.full_state_dict(each.module)
@@ -119,7 +119,7 @@ def test_the_gradient_is_the_mean_over_the_ranks(worlds, world_size, stage, prec
 
 @covering(strength=1, world_size=WORLDS, stage=STAGES, precision={"fp32": None, "bf16": BF16})
 def test_a_gradient_that_is_set_is_what_the_step_takes(worlds, world_size, stage, precision):
-    """It is FP32 where gradients that come by backwards have 16 bits, too."""
+    """The set gradient is used in FP32, even if gradients of backwards have 16 bits."""
     base = new_model("mlp")
     dtype = torch.bfloat16 if precision else torch.float32
     means = mean_gradients(base, world_size, dtype)
@@ -169,7 +169,7 @@ def test_a_parameter_without_gradient_has_none_until_it_is_set(worlds, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_after_a_gradient_was_set(worlds, stage):
-    """At stages 2 and 3 it adds to the gradient, at 0 and 1 that is reduced anew."""
+    """At stages 2 and 3 backward adds to the set gradient; at 0 and 1 it reduces p.grad again."""
     base = new_model("mlp")
     means = mean_gradients(base, 2, torch.float32)
 
@@ -190,7 +190,7 @@ def test_a_backward_after_a_gradient_was_set(worlds, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_set_is_scaled_back_with_the_loss(worlds, stage):
-    """A gradient that is not finite, as it was set, skips the step."""
+    """A set gradient that is not finite skips the step."""
     base = new_model("mlp")
 
     def work(comm):
@@ -246,7 +246,7 @@ def test_masters_and_states_are_those_of_the_full_state(worlds, stage, made):
 
 @covering(strength=1, stage=range(4), made=KINDS_AND_WORLDS)
 def test_training_goes_on_from_what_is_set(worlds, stage, made):
-    """One run takes over masters and states of another, and goes on with the other's bits."""
+    """A run that takes over another run's masters and states continues with the same bits."""
     kind, world_size = made
     base = new_model("mlp")
 
@@ -349,7 +349,7 @@ def test_what_is_not_of_a_sharded_module_is_refused():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_names_of_deepspeed_stand_beside_ours(worlds, stage):
-    """The table of the document: each call runs, and its two columns do the same."""
+    """Each row of the docs' table of DeepSpeed names: both calls run, and have the same effect."""
     table = (ROOT / "docs" / "migrating.md").read_text()
     rows = dict(re.findall(r"^\| `(safe_\w+)\([^`]*\)` \| `([^`]+)` \|$", table, re.MULTILINE))
     assert len(rows) == 12

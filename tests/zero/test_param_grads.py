@@ -30,7 +30,7 @@ FP32_SUMS = AdamWOptions(accumulate_dtype=torch.float32)
 
 
 class Blocks(nn.Module):
-    """Two blocks, of which a call may use one alone."""
+    """Two blocks; a call may use only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Blocks(nn.Module):
 
 
 class Around(nn.Module):
-    """A container, as a wrapper of another library is."""
+    """A container around a module, like the wrapper of another library."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ CLEARED = {
 def train(
     comm: Any, stage: int, base: nn.Module, clear: Any, sums: AdamWOptions | None
 ) -> list[Tensor]:
-    """Parameters after steps of several backwards, of some under no_sync, and of one."""
+    """Takes steps of one and of several backwards, some under no_sync; returns the parameters."""
     module, optimizer = sharded(comm, stage, base, options=sums)
     outer = Around(module)
     for turn in (1, 3):
@@ -135,7 +135,7 @@ def train(
             optimizer.zero_grad()
         else:
             clear(outer)
-    # What is cleared between a backward and the step must not count either.
+    # Gradients cleared between a backward and the step must not count.
     outer(draw(comm, 98)).backward()
     with zero.no_sync(module):
         outer(draw(comm, 99)).backward()
@@ -164,7 +164,7 @@ def test_whatever_clears_gradients_clears_them(worlds, sums, stage):
 
 
 def _alone(base: Any) -> list[Tensor]:
-    """What :func:`train` shall end with, by torch alone."""
+    """Returns the expected result of :func:`train`, computed by torch in one process."""
 
     class Rank:
         def __init__(self, rank: int) -> None:
@@ -218,7 +218,7 @@ def test_a_part_is_cleared_alone(worlds, world_size, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_used_other_parts_clear_them_all(worlds, stage):
-    """A rank without a gradient of its own has a piece of its peer's, and other ranks' turns."""
+    """A rank that did not use a block still holds a piece of its gradient, and must clear it."""
     base: Any = Blocks()
 
     def work(comm):
@@ -322,7 +322,7 @@ def test_what_torch_changes_is_what_the_step_takes(worlds, change, options):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_got_their_memory_in_shard_show_it_too(worlds, stage):
-    """Meta tensors are swapped for others, whose class they take over."""
+    """Meta tensors get memory by a swap for new tensors, which take over the parameter's class."""
 
     def work(comm):
         with torch.device("meta"):
@@ -348,7 +348,7 @@ def test_parameters_that_got_their_memory_in_shard_show_it_too(worlds, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_norm_is_that_of_the_optimizer(worlds, stage):
-    """Also with a coefficient that is left to the step."""
+    """The norm is the same even if the clip coefficient is applied only in the step."""
     base = new_model("narrow gpt")
 
     def work(comm):
@@ -469,7 +469,7 @@ def test_a_hook_in_backward_sees_this_ranks_gradient_with_a_warning(worlds, worl
             and len(seen) == 2
         )
 
-    # Warnings are of the process, so that they are counted for all ranks.
+    # Warnings belong to the process, so this counts those of all ranks.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         worlds(world_size).run(work)
@@ -529,7 +529,7 @@ def test_gradients_that_have_updated_parameters_cannot_be_cleared(worlds, stage)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_are_ordinary_where_they_leave(worlds, stage):
-    """Copies, and parameters that are sharded no more, are torch's own, with torch's gradients."""
+    """Copies, and parameters that are no longer sharded, are ordinary torch parameters."""
     base: Any = Blocks()
 
     def work(comm):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters on a disk at stage 3: the bits of memory, constant buffers, and a disk that fails."""
+"""Parameters on a disk at stage 3: bits equal to memory, constant buffers, and failing disks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.zero.models import MODELS, assert_same_bits, new_model
 
 Tensor = torch.Tensor
 REMAINDER = replace(BF16, master="remainder")
-# Kinds of optimizers and precisions; in turn with their state in memory and on a disk.
+# Optimizers and precisions; every second one keeps its state on a disk as well.
 RUNS: dict[str, tuple[Any, Any, bool]] = {
     "AdamW, remainders, all on a disk": (AdamW, REMAINDER, True),
     "AdamW8bit": (AdamW8bit, BF16, False),
@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[Any, Any, bool]] = {
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Disk:
-    """Buffers of a few chunks of the tests' buckets."""
+    """Buffers of a few chunks of the tests' buckets, on a disk."""
     return Disk(skip_unless_disk(tmp_path), buffer_bytes=16 << 10, resident_bytes=4 << 10)
 
 
@@ -73,7 +73,7 @@ def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], disk: Disk | None) 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
-    """With clipping and a skipped step; each checkpoint goes on in the other medium."""
+    """Bits equal those in memory, with clipping and a skipped step; checkpoints load in both."""
     base, run = new_model("narrow gpt"), RUNS[name]
     world = 1 + list(RUNS).index(name) % 3
     media = {"memory": None, "disk": disk}
@@ -115,7 +115,7 @@ def test_what_is_no_disk_is_refused():
 
 @pytest.mark.parametrize("precision", [None, BF16, *in_test_all(REMAINDER)])
 def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
-    """Masters, shards, unsharded parameters, other values to evaluate with, whole states."""
+    """Masters, shards, unsharded parameters, swapped-in values and whole states match memory."""
     base = new_model("narrow gpt")
     name = "blocks.0.attention.project_in.weight"
 
@@ -161,7 +161,7 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
 
 
 def test_shards_that_were_asked_for_once_follow_what_is_on_the_disk(worlds, disk):
-    """As an average of weights reads them, and as they are written, whoever asked for them."""
+    """Shards requested once stay valid: averages read them and writes reach the disk."""
     base = new_model("narrow gpt")
     written = "blocks.0.attention.project_in.weight"
 
@@ -207,7 +207,7 @@ def test_a_train_state_is_taken_back(worlds, disk):
 
 @pytest.mark.parametrize("kind", PRECISIONS)
 def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, tmp_path, kind):
-    """Into a module of the meta device, and into one that trains, with no more in the buffers."""
+    """Loads into a meta module and into one that trains, within the same small buffers."""
     precision, adamw = PRECISIONS[kind]
     files = [tmp_path / f"{number}.safetensors" for number in (1, 2)]
     for number, file in enumerate(files):
@@ -252,7 +252,7 @@ def chunks_of(module: Any) -> list[DiskChunk]:
 
 
 def pages_bytes(chunks: list[DiskChunk]) -> int:
-    """Counts the pages that the system has given to chunks."""
+    """Returns the bytes of chunk memory to which the system has given pages."""
     count = 0
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for chunk in chunks:
@@ -264,7 +264,7 @@ def pages_bytes(chunks: list[DiskChunk]) -> int:
 
 
 def test_chunks_in_memory_are_the_buffers_whatever_the_number_of_layers(worlds, disk):
-    """Nor are any in the heap: what it has less of is what the chunks take."""
+    """Chunks take only the buffers' memory, and no heap, for any number of layers."""
     torch.manual_seed(1)
     base = GPT(ModelConfig(32, 6, 2, 16))
     disk = replace(disk, buffer_bytes=24 << 10, resident_bytes=12 << 10)
@@ -296,7 +296,7 @@ def test_chunks_in_memory_are_the_buffers_whatever_the_number_of_layers(worlds, 
             zero.remove_sharding(job.module)
         return heaps, sum(sizes)
 
-    settled_heap_bytes()  # what the chunks give back is theirs
+    settled_heap_bytes()  # the heap's change below must come from the chunks alone
     outcomes = worlds(2).run(work)
     (memory, on_disk), _ = outcomes[0]
     assert memory - on_disk == sum(size for _, size in outcomes)
@@ -306,7 +306,7 @@ def test_chunks_in_memory_are_the_buffers_whatever_the_number_of_layers(worlds, 
     ("precision", "reads"), [(None, 3), (BF16, 2), *in_test_all((REMAINDER, 3))]
 )
 def test_a_step_writes_each_chunk_once_and_reads_it_where_it_must(worlds, disk, precision, reads):
-    """As forward and backward do, beyond what the buffers hold; a skipped one moves nothing."""
+    """A step reads what forward and backward need beyond the buffers; a skipped one moves none."""
     base = new_model("narrow gpt")
     disk = Disk(disk.path, PAGE_BYTES * (4 if precision is None else 2))
 
@@ -337,7 +337,7 @@ def small_job(comm: Any, base: Any, disk: Disk) -> Job:
 
 
 def outcome_of(comm: Any, base: Any, disk: Disk) -> str:
-    """Returns where a rank has learned of the disk's fault."""
+    """Returns the call in which a rank raised the disk's error, or "nowhere"."""
     doing = "shard"
     try:
         job = small_job(comm, base, disk)
@@ -361,7 +361,7 @@ def outcome_of(comm: Any, base: Any, disk: Disk) -> str:
 
 
 def test_all_ranks_learn_of_an_error_at_any_transfer(worlds, disk, monkeypatch):
-    """In the same call, without waiting for the rank whose disk has failed."""
+    """All ranks raise in the same call, without waiting for the rank whose disk has failed."""
     base, broken = new_model("mlp"), Broken(monkeypatch, rank=1)
     disk = replace(disk, buffer_bytes=PAGE_BYTES)
     world = worlds(2)
@@ -377,7 +377,7 @@ def test_all_ranks_learn_of_an_error_at_any_transfer(worlds, disk, monkeypatch):
 
 
 def test_without_the_agreement_the_others_would_not_learn_of_it(worlds, disk, monkeypatch):
-    """A forward would go on with what is lost, which is what the test before is to find."""
+    """Negative control: without the agreement, a forward continues with lost parameters."""
     base, broken = new_model("mlp"), Broken(monkeypatch, rank=1)
     disk = replace(disk, buffer_bytes=PAGE_BYTES)
     in_forward = None
@@ -425,7 +425,7 @@ def test_ranks_that_unshard_different_parameters_are_told_so(worlds, disk):
 
 
 def test_a_chunk_that_is_used_unasked_raises(disk):
-    """Whoever forgets to bring it would otherwise read zeros."""
+    """A caller that forgets to bring the chunk into memory would otherwise read zeros."""
     base = new_model("mlp")
     with ringcomm.local_world(1) as world:
 
@@ -468,7 +468,7 @@ def test_a_disk_without_room_leaves_the_module_as_it_was(worlds, disk, monkeypat
 
 # ---- state on a disk alone --------------------------------------------------------------------
 
-# By stage: what is trained there.
+# By stage: the optimizer and the precision of the run.
 STATE_RUNS: dict[int, tuple[Any, Any]] = {
     0: (AdamW, REMAINDER),
     2: (torch.optim.Adagrad, None),
@@ -484,7 +484,7 @@ def on_disk(tmp_path: Path) -> AdamWOptions:
 
 @pytest.mark.parametrize("stage", STATE_RUNS)
 def test_a_checkpoint_is_that_of_memory_and_goes_on_anywhere(worlds, on_disk, tmp_path, stage):
-    """Equal files; each goes on at another stage in memory or on a disk, and in a world of two."""
+    """Files are equal; each resumes at another stage, in memory or on a disk, and on two ranks."""
     base, (kind, precision) = new_model("narrow gpt"), STATE_RUNS[stage]
     more = {"kind": kind, **({"initial_accumulator_value": 0.5} if stage == 2 else {})}
 
@@ -513,7 +513,7 @@ def test_a_checkpoint_is_that_of_memory_and_goes_on_anywhere(worlds, on_disk, tm
 
 
 def test_all_ranks_learn_of_an_error_at_any_read_of_a_preparation(worlds, on_disk, monkeypatch):
-    """Where masters take over the parameters as they were before they were rounded."""
+    """Preparation reads chunks where masters take over the parameters before they are rounded."""
     base = new_model("narrow gpt")
     read, reads = ScratchFile.read, []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a part: other heads, parts that are chosen, and what is trained alone."""
+"""Partial checkpoints: for models with another head, of chosen parts, and of trained parts only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class Net(nn.Module):
-    """A body that may be frozen, with a buffer and a tied weight, and a head of some name."""
+    """A body that may be frozen, with a buffer and a tied weight, and a head with a given name."""
 
     def __init__(self, seed: int, head: str = "head", frozen: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def masters(module: nn.Module) -> dict[str, Tensor]:
 
 @covering(strength=1, stage=[0, 1, 2, 3], precision={"float32": zero.Precision(), "bf16": BF16})
 def test_a_model_with_another_head(worlds, tmp_path, stage, precision):
-    """Takes the body, and keeps its own head, with its masters and moments."""
+    """Loads the body; the module keeps its own head, with the head's masters and moments."""
     first, second = Net(1), Net(2, "score")
 
     def work(comm):
@@ -96,7 +96,7 @@ def test_a_model_with_another_head(worlds, tmp_path, stage, precision):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parts_that_are_chosen(worlds, tmp_path, stage):
-    """Before there is an optimizer, whose masters are what the rest was before it was rounded."""
+    """Loaded before the optimizer exists: masters of other parts get the values before rounding."""
     first, second = Net(1), Net(2)
 
     def work(comm):
@@ -152,7 +152,7 @@ def test_a_part_of_another_shape_or_name_is_refused(worlds, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_trained_is_saved_alone(worlds, tmp_path, stage):
-    """And training goes on with the same bits, at any stage, where the rest is there already."""
+    """Trained parts are saved alone; training resumes with the same bits on the same base."""
     base = Net(1, frozen=True)
     started = deepcopy(base)
     nn.init.zeros_(started.get_parameter("head.weight"))
@@ -180,7 +180,7 @@ def test_what_is_trained_is_saved_alone(worlds, tmp_path, stage):
 
 
 def test_what_is_trained_needs_the_same_model(worlds, tmp_path):
-    """In which nothing that was left out is trained."""
+    """A partial checkpoint needs a module that freezes every part that was left out."""
     nets = {"trained": Net(2), "other": Net(2, "score", frozen=True)}
 
     def work(comm):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO within the stages of a pipeline: torch's schedules, norms and failures of all stages."""
+"""ZeRO within pipeline stages: torch's schedules, and norms and failures across all stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = zero.ZeroOptions(bucket_elems=512)
 
 
 def second_stage() -> nn.Module:
-    """Small whole numbers, as those of the first stage."""
+    """Returns the second stage, with small whole numbers like the first stage's."""
     stage = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
     with torch.no_grad():
         for param in stage.parameters():
@@ -46,7 +46,7 @@ def coefficients(rows: int) -> Tensor:
 
 
 def norm_of_one_process(stages: list[nn.Module], max_norm: float) -> tuple[Tensor, list[Any]]:
-    """The norm of all stages' gradients for two ranks' batches; steps them."""
+    """Takes a step in one process on two ranks' batches; returns the norm over all stages."""
     params = [param for stage in stages for param in stage.parameters()]
     alone = AdamW(params, lr=0.05, comm="alone")
     for stage in stages:
@@ -58,7 +58,7 @@ def norm_of_one_process(stages: list[nn.Module], max_norm: float) -> tuple[Tenso
 
 
 def norms_are_of_all_stages(rank: int, world_size: int) -> None:
-    """A clipped step has the bits of one process with all stages, at three stages of ZeRO."""
+    """A clipped step equals, bit for bit, one process with all stages, at three stages of ZeRO."""
     mesh = mesh_of_stages(2, 2, 2)
     number = mesh.get_local_rank("pp")
     norm, stepped = norm_of_one_process([Model().whole_numbers(), second_stage()], 1.0)
@@ -103,11 +103,11 @@ def all_stages_fail_together(rank: int, world_size: int) -> None:
     with pytest.raises(ArgumentError, match=r"an axis 'dp'.*with the axes \('pp', 'tp'\)"):
         zero.shard(second_stage(), mesh=mesh["pp", "tp"])
     module = first_or_second(mesh)
-    # What is wrong with the second stage the first one cannot see.
+    # The first pipeline stage cannot see the second stage's mistake.
     second = mesh.get_local_rank("pp") == 1
     with pytest.raises(ArgumentError, match="has no shape yet" if second else "4 of 8 failed, so"):
         zero.shard(nn.LazyLinear(3) if second else module, mesh=mesh)
-    # Ranks that share a stage without DTensors compare it.
+    # Ranks that share a stage compare the shapes of parameters that are not DTensors.
     odd = nn.Linear(6, 7 + mesh.get_local_rank("tp"))
     with pytest.raises(MismatchError, match=r"'weight' \(float32 of shape \(7, 6\)"):
         zero.shard(odd if second else module, mesh=mesh)
@@ -121,10 +121,10 @@ def all_stages_fail_together(rank: int, world_size: int) -> None:
 
 MICRO_BATCHES = 4
 SINGLE = (ScheduleGPipe, Schedule1F1B)
-# Their ranks have stages as the arms of a V: the first rank has the last one, too.
+# These schedules place stages like the arms of a V: rank 0 has the first and the last one.
 IN_A_V = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 SPLIT = (ScheduleInterleavedZeroBubble, *IN_A_V)
-# The others are trained at stage 3.
+# Other schedules train at stage 3 of ZeRO.
 STAGES = {Schedule1F1B: (1, 3), ScheduleInterleavedZeroBubble: (2,)}
 
 
@@ -134,7 +134,7 @@ def layers(count: int) -> list[nn.Module]:
 
 
 def numbers(kind: Any, mesh: DeviceMesh) -> list[int]:
-    """The layers of this rank, each a stage."""
+    """Returns the numbers of this rank's layers; each layer is a pipeline stage."""
     rank = mesh.get_local_rank("pp")
     return [rank] if kind in SINGLE else [rank, 3 - rank if kind in IN_A_V else rank + 2]
 
@@ -166,7 +166,7 @@ def data(mesh: DeviceMesh, step: int) -> Tensor:
 
 
 def by_data_parallelism(count: int, mesh: DeviceMesh) -> tuple[list[Any], dict[str, Tensor]]:
-    """Norms, losses and parameters without a pipeline, for the same micro-batches."""
+    """Returns norms, losses and parameters of the same micro-batches without a pipeline."""
     model = nn.Sequential(*layers(count))
     zero.shard(model, 2, comm=mesh["dp"], options=OPTIONS)
     optimizer = AdamW(model.parameters(), lr=0.05)
@@ -187,7 +187,7 @@ def by_data_parallelism(count: int, mesh: DeviceMesh) -> tuple[list[Any], dict[s
 
 
 def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
-    """The bits of every schedule; gradients are reduced once a step."""
+    """Every schedule has the bits of data parallelism, and reduces gradients once per step."""
     mesh = mesh_of_stages(2, 2, 1)
     references = {count: by_data_parallelism(count, mesh) for count in (2, 4)}
     for kind in (*SINGLE, ScheduleInterleaved1F1B, *SPLIT):
@@ -198,8 +198,8 @@ def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
             zero.shard(modules, stage, mesh=mesh, options=OPTIONS)
             optimizer = AdamW(modules.parameters(), lr=0.05)
             runner = schedule(kind, modules, mesh, nn.functional.mse_loss)
-            # A schedule that splits backwards asks for parameters between them, and has them to the
-            # step: all but its first stage, which does not split.
+            # A schedule that splits backwards needs parameters between the halves, and keeps them
+            # until the step, except for its first stage, whose backward is not split.
             split = [number for number in own if number and kind in SPLIT]
             for step, (norm, losses) in enumerate(told):
                 with zero.profiled(modules) as profile:
@@ -221,7 +221,7 @@ def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
 
 
 def sums_to_come_are_added_once(rank: int, world_size: int) -> None:
-    """Norms on a rank's own tokens, whose gradients are sums over tp, under DualPipeV."""
+    """Norm layers on a rank's own tokens, whose gradients are summed over tp, with DualPipeV."""
     mesh = mesh_of_stages(2, 1, 2)
     own, part = numbers(ScheduleDualPipeV, mesh), mesh.get_local_rank("tp")
     x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(3))
@@ -257,12 +257,12 @@ def norms(count: int) -> list[nn.Module]:
 
 
 def here(module: nn.Module) -> bool:
-    """Whether a module's parameters have values, at stage 3 of ZeRO."""
+    """True if a module's parameters are unsharded, at stage 3 of ZeRO."""
     return not any(", resharded" in repr(param) for param in module.parameters())
 
 
 class Unhooked(nn.Module):
-    """Runs a module without its hooks, as a compiled graph of it does."""
+    """Runs a module without its hooks, as a compiled graph of the module does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def weighted(out: Tensor, target: Tensor) -> Tensor:
 
 
 def a_step_is_exact(rank: int, world_size: int) -> None:
-    """With whole numbers a step has the bits of one process; then the modules train elsewhere."""
+    """A step on whole numbers has the bits of one process; then the modules train unpipelined."""
     mesh = mesh_of_stages(2, 2, 1)
     draw = torch.Generator().manual_seed(2)
     x = torch.randint(-3, 4, (2, 8, 6), generator=draw).float()
@@ -300,20 +300,20 @@ def a_step_is_exact(rank: int, world_size: int) -> None:
         optimizer.step()
         same(whole_params(module), stepped)
         optimizer.zero_grad()
-    # Where autograd has a thread of its own, only the forward tells that a stage has called.
+    # If autograd has its own thread, only the forward shows that a pipeline stage calls.
     stage_calls = {"__name__": PipelineStage.__module__, "module": module, "x": x[0]}
     out = eval("module(x)", stage_calls)
     with zero.profiled(module) as profile:
         out.sum().backward()
         assert not [each.name for each in profile.spans if each.name == "reduce_scatter"]
-    # Outside of a schedule a backward reduces again.
+    # Outside of a schedule, a backward reduces gradients again.
     with zero.profiled(module) as profile:
         module(x[0]).sum().backward()
         assert [each.name for each in profile.spans if each.name == "reduce_scatter"]
 
 
 def a_dropped_module_may_live_on_some_ranks(rank: int, world_size: int) -> None:
-    """A module that one rank has collected and another has not makes no call of its own."""
+    """A dropped module makes no collective call, if one rank has collected it and another not."""
     mesh = mesh_of_stages(2, 2, 1)
     dropped = [zero.shard(linear(0), 2, mesh=mesh, options=OPTIONS)]
     module = zero.shard(linear(mesh.get_local_rank("pp")), 2, mesh=mesh, options=OPTIONS)
@@ -343,7 +343,7 @@ def each_stage_has_its_checkpoints(folder: str, rank: int, world_size: int) -> N
 
 
 def a_stage_without_parameters_has_checkpoints(folder: str, rank: int, world_size: int) -> None:
-    """It has its buffers, step numbers and what the user gives, and loads like others."""
+    """It saves its buffers, step numbers and the user's data, and loads like other stages."""
     mesh = mesh_of_stages(2, 2, 1)
     number = mesh.get_local_rank("pp")
     root = f"{folder}/without{number}"
@@ -384,7 +384,7 @@ def linear(number: int) -> nn.Linear:
 
 
 def sums_in_fp32_are_divided(rank: int, world_size: int) -> None:
-    """Gradients that an accumulator takes from the schedule end as those that stay in p.grad."""
+    """FP32 accumulation of a schedule's gradients ends with the same values as p.grad."""
     mesh = mesh_of_stages(2, 2, 1)
     fp32_sums = AdamWOptions(accumulate_dtype=torch.float32)
     for kind in (ScheduleGPipe, ScheduleInterleavedZeroBubble):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets of mixed precision, what they have the optimizer keep, and modules that stay FP32."""
+"""Presets of mixed precision, the optimizer state that they keep, and modules that stay FP32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KEPT = ("blocks.*.norm", "blocks.*.router", "last")
 
 
 class Block(nn.Module):
-    """Two experts, of which each token has a mixture."""
+    """Two experts whose outputs a router mixes per token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Mixture(nn.Module):
-    """FP32 and 16-bit parameters in the root and in each unit, trained and frozen ones."""
+    """FP32 and 16-bit parameters in the root and in each unit, trained and frozen."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def build(comm, base: nn.Module, stage: int, precision: Precision, **settings: A
 
 
 def take_steps(comm, module: Any, optimizer: AdamW, turns: range) -> list[float]:
-    """Steps of two backwards, which reduce once; returns the norms."""
+    """Takes steps of two backwards that reduce once; returns the norms."""
     norms = []
     for turn in turns:
         generator = torch.Generator().manual_seed(10 * turn + comm.rank)
@@ -141,7 +141,7 @@ def test_a_preset_needs_nothing_else_but_a_scaler(worlds, base, name):
 
 
 def test_without_masters_parameters_are_rounded_stochastically(worlds, base):
-    """A small step of a constant gradient moves some of the elements, not all of them nor none."""
+    """A small step of a constant gradient changes some elements, but neither all nor none."""
 
     def work(comm):
         precision = Precision.preset("bf16-pure-sr")
@@ -154,7 +154,7 @@ def test_without_masters_parameters_are_rounded_stochastically(worlds, base):
         optimizer.step()
         return (module.weight != 1.0).float().mean().item()
 
-    # An ulp below 1 is 2^-8, so a quarter of the elements move.
+    # The spacing of BF16 below 1 is 2^-8, so a step of 2^-10 changes a quarter of the elements.
     assert 0.2 < worlds(1).run(work)[0] < 0.3
 
 
@@ -222,7 +222,7 @@ def test_kept_modules_have_fp32_and_compute_in_it(worlds, base, stage, init_dtyp
     for seen, dtypes, of_buffer in worlds(2).run(work):
         assert [seen[f"{name} in"] for name in ("norm", "router", "left")] == [wide, wide, narrow]
         assert [seen[f"{name} out"] for name in ("norm", "router", "left")] == [narrow] * 3
-        # Inside a module that stays FP32 nothing is cast on the way.
+        # A module that stays FP32 casts neither inputs nor outputs of its children.
         assert seen["inside in"] is seen["inside out"] is wide
         assert of_buffer is wide
         for name, dtype in dtypes.items():
@@ -231,7 +231,7 @@ def test_kept_modules_have_fp32_and_compute_in_it(worlds, base, stage, init_dtyp
 
 
 def test_a_kept_module_is_what_torch_computes_in_fp32(worlds):
-    """The norm's weight is trained as in one process, with FP32 gradients and no master."""
+    """The norm's weight trains as in one process, with FP32 gradients and no master."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -299,7 +299,7 @@ def test_a_parameter_of_which_one_module_stays_fp32_is_refused(worlds, base):
     def work(comm, precision):
         return zero.shard(deepcopy(base), 1, comm=comm, options=options_of(precision))
 
-    # One module under two names is one module, and stays FP32 under both.
+    # A module with two names is one module, and stays FP32 under both names.
     module = worlds(1).run(work, both)[0]
     assert module.blocks[2].norm.weight.dtype is torch.float32
     one = replace(both, keep_fp32=("blocks.1.router",))
@@ -337,7 +337,7 @@ def test_compiled_units_share_their_code(worlds, stage):
     module, optimizer = build(worlds(1)[0], base, stage, precision)
     called = torch.compile(module, backend=backend, fullgraph=stage < 3)
     assert_same_bits(train_alone(called, module, optimizer), wanted)
-    # At stage 3 a graph ends where a unit does.
+    # At stage 3 the graph breaks at each unit's end.
     assert len(graphs) == 1 if stage < 3 else 1 < len(graphs) < depth
     torch._dynamo.reset()
 
@@ -416,7 +416,7 @@ def test_what_the_page_shows_runs():
 
 
 class Recursive(nn.Module):
-    """A module that calls itself, and notes the dtypes that its calls see."""
+    """A module that calls itself, and records the input dtype of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +434,7 @@ class Recursive(nn.Module):
 
 @pytest.mark.parametrize(("stage", "compiled"), [(0, False), (3, False), (0, True)])
 def test_inner_calls_are_not_cast(worlds, stage, compiled):
-    """Neither of a whole module, nor of one that computes in another dtype than those around it."""
+    """Inner calls cast nothing, in a whole module or in one of another dtype than its parent."""
 
     def check(module: nn.Module, recursive: Any, expected: torch.dtype) -> None:
         called = torch.compile(module, backend="aot_eager") if compiled else module

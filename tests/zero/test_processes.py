@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: the same bits as ranks that are threads, and what is left when one dies."""
+"""Ranks as processes have the same bits as threads; the survivors of a rank can still read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _lose_a_rank(store, rank, world, stage):
             optimizer.step()
         except RingcommError as error:
             said = str(error)
-            # What its peers' memory still says can be read, and a new world be built.
+            # Survivors can read shared memory of the dead rank, and can build a new world.
             saved = zero.full_state_dict(module) if stage < 3 else {}
             comm.close()
             return said, all(each.isfinite().all() for each in saved.values())
@@ -81,12 +81,12 @@ def test_a_rank_that_dies_is_named_by_the_others(stage):
         said, finite = outcomes[rank].value
         assert "rank 1" in said
         assert finite
-    assert time.monotonic() - began < TIMEOUT_S  # not by the timeout of a call
+    assert time.monotonic() - began < TIMEOUT_S  # the error comes before any call's timeout
     assert shared_memory_files() <= before
 
 
 def _one_sided(store, rank, world):
-    """Rank 0 evaluates while the others are asleep."""
+    """Rank 0 evaluates while the other ranks sleep."""
     torch.set_num_threads(1)
     with Communicator.from_store(store, rank, world, timeout=TIMEOUT_S) as comm:
         module: Any = zero.shard(new_model("narrow gpt"), 3, comm=comm)
@@ -97,7 +97,7 @@ def _one_sided(store, rank, world):
                 loss = module(tokens[:, :-1], tokens[:, 1:]).item()
             store.set("evaluated", "yes")
         else:
-            store.wait(["evaluated"])  # in no call of ringcomm's
+            store.wait(["evaluated"])  # waits outside of any ringcomm call
         comm.barrier()
         return loss, ringcomm.heap_stats()["used_bytes"] > 0
 

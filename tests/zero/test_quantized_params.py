@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that cross between nodes quantized: a training with a reference, resuming, writes."""
+"""Parameters sent quantized between nodes: compared with a reference, resumed, and written."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def dequantized(quant_format: str, numbers: Tensor) -> Tensor:
     return total(quant_format, [quantize(quant_format, numbers)], numbers.numel())
 
 
-#: Its elements, and where in it each parameter lies.
+#: The elements of a bucket; each parameter's name, begin and end in it.
 Layout = tuple[int, list[tuple[str, int, int]]]
 
 
 def flat_of(bucket: Layout, values: Mapping[str, Tensor]) -> Tensor:
-    """Returns the values of a bucket's parameters, as they lie in it, in FP32."""
+    """Returns the values of a bucket's parameters in FP32, at their places in the bucket."""
     elems, placed = bucket
     flat = torch.zeros(elems)
     for name, begin, end in placed:
@@ -62,7 +62,7 @@ def buckets_of(module: Any) -> list[Layout]:
 
 
 class Reference:
-    """A training on one rank, which keeps masters and quantizes them itself, a bucket at a time."""
+    """Trains on one rank, keeps masters, and quantizes them itself, one bucket at a time."""
 
     def __init__(self, base: Any, run: Run, buckets: Any, quant_format: str) -> None:
         self.module = deepcopy(base)
@@ -71,7 +71,7 @@ class Reference:
         self.params = dict(self.module.named_parameters())
         self.masters = {n: p.detach().clone().float() for n, p in base.named_parameters()}
         self._buckets, self._format, self._run = buckets, quant_format, run
-        # The optimizer of the masters quantizes nothing: it is FP32, in a world of one.
+        # This optimizer steps the masters in FP32 on one rank, so it quantizes nothing.
         self._stepped = deepcopy(base)
         self._optimizer = AdamW(groups_of(self._stepped), lr=1e-2, comm="alone")
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.97)
@@ -79,7 +79,7 @@ class Reference:
         self.show()
 
     def show(self) -> None:
-        """Gives the parameters their masters quantized and dequantized."""
+        """Sets the parameters to their masters, quantized and dequantized."""
         with torch.no_grad():
             for bucket in self._buckets:
                 flat = dequantized(self._format, flat_of(bucket, self.masters))
@@ -126,7 +126,7 @@ def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
 def test_steps_end_with_the_bits_of_one_rank_that_quantizes_masters_itself(
     two_by_two, run, quant_format, choices
 ):
-    """And not with those of the masters themselves."""
+    """Steps equal the reference's quantized masters bit for bit, and differ from the masters."""
     base = new_model(run.model)
     layout = two_by_two.run(layout_of, base, quantized(run, quant_format, (1, {})))[0]
     reference = Reference(base, run, layout, quant_format)
@@ -161,7 +161,7 @@ def test_quantized_values_pass_over_other_rails_unchanged():
 
 
 def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
-    """Returns parameters as sharding alone quantizes them."""
+    """Returns the parameters after shard() alone, which quantizes them."""
     module = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     state = zero.full_state_dict(module)
     zero.remove_sharding(module)
@@ -169,7 +169,7 @@ def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
 
 
 def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: int) -> list[str]:
-    """Returns the names of parameters that sharding leaves as they were, but for their dtype."""
+    """Returns the names of parameters that sharding leaves equal, except for their dtype."""
     module = zero.shard(deepcopy(base), stage, comm=comm, options=options)
     state = zero.full_state_dict(module)
     zero.remove_sharding(module)
@@ -192,7 +192,7 @@ def test_frozen_parameters_and_those_that_stay_fp32_are_exact(two_by_two, stage,
 
 
 def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -> Any:
-    """Trains three steps, with a checkpoint after two; and from there, into another module."""
+    """Trains three steps with a checkpoint after two, and resumes from it in another module."""
     chosen = {"zero_options": settings["options"], "precision": settings["precision"]}
     first = Job(comm, base, settings["stages"][0], **chosen)
     first.train("mlp", 2)
@@ -221,7 +221,7 @@ def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path):
 
 
 def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: Any) -> Any:
-    """Trains on in another module, from the parameters and this rank's shard of the optimizer."""
+    """Trains another module from the parameters and this rank's shard of the optimizer's state."""
     options = {"compression": zero.Compression(parameters="int8")}
     first = Job(comm, base, stage, precision=precision, zero_options=options)
     first.train("mlp", 2)
@@ -230,7 +230,7 @@ def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: 
     with zero.unsharded(second.module, write_from=0), torch.no_grad():
         for name, param in second.module.named_parameters():
             param.copy_(shown[name])
-    # Quantized values of what is shown are others than those of the masters.
+    # Quantizing dequantized values again differs from quantizing the masters.
     requantized = zero.full_state_dict(second.module)
     second.optimizer.load_state_dict(shard)
     loaded = zero.full_state_dict(second.module)
@@ -271,7 +271,7 @@ def load_one(comm: Communicator, base: Any, root: Any, with_optimizer: bool) -> 
 
 
 def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_path):
-    """Quantization depends on no chunk. Without the optimizer, what was shown becomes masters."""
+    """Quantization does not depend on chunks. Loaded alone, parameters become the masters."""
     base = new_model("mlp")
     wanted = two_by_two.run(
         save_one, base, tmp_path, {"compression": zero.Compression(parameters="int8")}
@@ -286,7 +286,7 @@ def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_pa
 
 
 def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> Any:
-    """Loads with the optimizer, and trains on; the parameters before and behind."""
+    """Loads module and optimizer, and trains; returns parameters and masters before, and after."""
     job = Job(comm, base, 2, zero_options=options)
     job.load(root)
     loaded = zero.full_state_dict(job.module)
@@ -301,7 +301,7 @@ def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> 
 def test_masters_become_parameters_without_quantization_and_parameters_masters_with_it(
     two_by_two, tmp_path
 ):
-    """Of FP32 parameters; each way it goes on as the other run would have from there."""
+    """With FP32 parameters, each way resumes as the other kind of run would have continued."""
     base, options = new_model("mlp"), {"compression": zero.Compression(parameters="int8")}
     shown = two_by_two.run(save_one, base, tmp_path / "quantized", options)[0]
     [(unquantized, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "quantized", {})
@@ -310,7 +310,7 @@ def test_masters_become_parameters_without_quantization_and_parameters_masters_w
     assert_same_bits(requantized, shown)
     assert any(not torch.equal(unquantized[name], shown[name]) for name in shown)
     assert any(not torch.equal(unquantized[name], ended[name]) for name in ended)
-    # On one node nothing is quantized, and there are no masters.
+    # One node quantizes nothing, and keeps no masters.
     with ringcomm.local_world(2, timeout=60) as world:
         for loaded, _, _ in world.run(go_on, base, tmp_path / "quantized", {}):
             assert_same_bits({name: loaded[name] for name in masters}, masters)
@@ -323,7 +323,7 @@ def test_masters_become_parameters_without_quantization_and_parameters_masters_w
 
 
 def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
-    """They are rounded, so a run with masters goes on from the module alone."""
+    """16-bit parameters are rounded, so a run with masters can load only the module."""
     base = new_model("mlp")
 
     def body(comm: Communicator) -> None:
@@ -354,7 +354,7 @@ def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
 
 
 def has_dequantized(module: Any, quant_format: str, params: dict[str, Tensor]) -> bool:
-    """Tells whether all parameters are their masters quantized and dequantized."""
+    """True if all parameters equal their masters, quantized and dequantized."""
     state = zero.full_state_dict(module)
     masters = {name: zero.get_master(param) for name, param in params.items()}
     for bucket in buckets_of(module):
@@ -407,7 +407,7 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     WRITES[how](module, param)
     assert has_dequantized(module, run.options["compression"].parameters, params)
     after = {name: zero.get_master(each) for name, each in params.items()}
-    # Only what was written is another, although its block has another scale now.
+    # Only the written element changes, although its block now has another scale.
     before["layers.0.weight"].view(-1)[5] = 9.0
     assert_same_bits(after, before)
     state = zero.full_state_dict(module)
@@ -424,7 +424,7 @@ def test_masters_follow_writes_from_outside_and_are_quantized_anew(two_by_two, h
 
 
 def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
-    """Loads a module's state between steps, at a stage where it has whole parameters."""
+    """Loads a module's state between steps, at a stage that keeps whole parameters."""
     module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters(), lr=1e-2)
     if not early:
@@ -471,7 +471,7 @@ def test_values_that_are_exchanged_are_not_quantized(two_by_two):
 
 
 def check_masters(module: Any, optimizer: AdamW) -> None:
-    """What is held of masters and moments is what the estimate says, and nothing twice."""
+    """Asserts that masters and moments take the estimated bytes, and that none is held twice."""
     held = 0
     stored_ones = zero.stages.sharding.engine_of(module, "test").stored
     for bucket, stored in zip(optimizer.sharded_step().buckets, stored_ones, strict=True):
@@ -484,7 +484,7 @@ def check_masters(module: Any, optimizer: AdamW) -> None:
 
 
 def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> Any:
-    """Returns by phase what leaves each node, and by bucket the elements of each chunk."""
+    """Returns the bytes that leave each node by phase, and the elements of each bucket's chunks."""
     module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters())
     phases = sent_by_phase(comm, transport, module, optimizer)
@@ -502,7 +502,7 @@ def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> An
 
 @covering(strength=1, choice=[(1, {}), (3, WORLD)], quant_format=["int8", "int4"])
 def test_what_leaves_a_node_is_quantized(quant_format, choice):
-    """To the byte: each chunk once for each other node, and of the world's in each unsharding."""
+    """Each chunk is sent once per other node; a world's chunks once per unsharding."""
     transport, base = Transport(), new_model("gpt")
     run = quantized(Run("gpt", 1, options={"overlap": False}), quant_format, choice)
     with ringcomm.local_world(
@@ -511,13 +511,13 @@ def test_what_leaves_a_node_is_quantized(quant_format, choice):
         (quiet, backward, step), flags, chunks, root = world.run(step_of, transport, base, run)[0]
     code = _native.QUANT_FORMATS[quant_format]
     for node in range(2):
-        # Rank 2 l + n of the chunks is that of local rank l of node n.
+        # Chunk number 2 l + n belongs to local rank l of node n.
         mine = [chunk for each in chunks for chunk in each[node::2]]
         theirs = [chunk for each in chunks for chunk in each[1 - node :: 2]]
         params = sum(_native.quantized_bytes(code, chunk) for chunk in mine)
         grads = 4 * sum(theirs)
         if choice == (3, WORLD):
-            # Forward and backward unshard each unit once, and what is in the root once.
+            # Forward and backward unshard each unit once; the root is unsharded once in all.
             assert params < quiet[node] < 2 * params
             assert step[node] == 2 * flags
             assert backward[node] == grads + quiet[node]
@@ -536,7 +536,7 @@ def test_what_leaves_a_node_is_quantized(quant_format, choice):
 
 
 def test_an_unknown_code_and_unsharded_parameters_are_refused():
-    """tests/zero/test_same_bits.py has what sharded modules refuse."""
+    """tests/zero/test_same_bits.py covers the refusals for sharded modules."""
     with pytest.raises(ArgumentError, match="parameters: compression: expected one of param, int8"):
         zero.Compression(parameters="fp32")
     compression = zero.Compression(parameters="int8")
