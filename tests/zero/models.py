@@ -152,16 +152,16 @@ class Run:
     Attributes:
         model: a key of MODELS.
         stage: 0 to 3.
-        steps: of the optimizer; three have one of each kind of turn that models make.
-        backwards: for each step.
-        quiet: all of a step's backwards but the last are under no_sync.
-        clip: a norm, or None.
-        precision: dtypes.
+        steps: number of optimizer steps; three cover each kind of turn that the models have.
+        backwards: number of backwards per step.
+        quiet: run all backwards of a step but the last under no_sync.
+        clip: the norm to clip to, or None.
+        precision: dtypes of the training.
         units: see ZeroOptions.
-        options: further ones of ZeroOptions.
+        options: further options of ZeroOptions.
         adamw: options of the optimizer.
-        kind: class of the optimizer, of ringcomm or to be sharded.
-        settings: of that class.
+        kind: class of the optimizer: ringcomm's, or torch's, to be sharded.
+        settings: further arguments of the class.
     """
 
     model: str

@@ -114,9 +114,9 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        stage: of ``zero.shard``.
+        stage: stage of ``zero.shard``.
         steps: the numbers of the steps to take.
-        backwards: by step; all but the last under ``no_sync``.
+        backwards: backwards per step; all but the last run under ``no_sync``.
         clip: the norm to clip to, or None.
         zero: options of the module.
         adamw: options of the optimizer.

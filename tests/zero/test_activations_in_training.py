@@ -58,12 +58,12 @@ class Job:
     """A training run of two ranks.
 
     Attributes:
-        stage: of ZeRO.
+        stage: stage of ZeRO.
         disk: where the activations are; None for memory.
         model: a key of MODELS.
         checkpoints: None, "reentrant", "other" or "partitioned".
-        around: what is inside ``with``: "forward", "step", or "run".
-        names: tell :func:`zero.activations_on` the module.
+        around: the part of training inside ``with``: "forward", "step", or "run".
+        names: whether :func:`zero.activations_on` gets the module.
         units: see ZeroOptions.
     """
 

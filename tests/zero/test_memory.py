@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rank at each stage, counted tensor by tensor, against the closed forms.
+"""The memory of a rank at each stage, counted tensor by tensor, matches the closed formulas.
 
 Bytes per parameter with Adam (Rajbhandari et al., SC'20, section 3): parameters p, gradients g,
 optimizer state o; P parameters on N ranks:
@@ -9,9 +9,9 @@ optimizer state o; P parameters on N ranks:
     stage 2  p P + (g + o) P / N
     stage 3  (p + g + o) P / N
 
-where g is r, that of the reduced gradient, at stages 2 and 3.
+At stages 2 and 3, g is the size r of the reduced gradient.
 
-Beyond them are what rounding chunks up to tiles of 512 elements costs, and buckets in flight.
+Rounding chunks up to tiles of 512 elements and buckets in flight take memory beyond these terms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NOTE [Replaced parameters]: what takes a parameter's place in its module is noticed."""
+"""NOTE [Replaced parameters]: a new tensor in a parameter's place in its module is noticed."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def step(module: nn.Module, optimizer: AdamW) -> None:
 
 
 def inside(module: nn.Module, stage: int) -> Any:
-    """The points at which a module may be loaded."""
+    """Returns the context in which a module may be loaded at this stage."""
     return zero.unsharded(module, write_from=0) if stage == 3 else nullcontext()
 
 
 @pytest.mark.parametrize("options", [SMALL, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_assigned_values_are_taken_over(worlds, stage, options):
-    """The same parameters train on from the new values, as after a load in place."""
+    """The same parameter objects keep training from the new values, as after a load in place."""
     base = new()
     state = {name: value + 1.0 for name, value in base.state_dict().items()}
 
@@ -168,7 +168,7 @@ def test_checkpoints_and_changes_refuse_it_on_all_ranks(worlds, stage, tmp_path)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_moves_to_another_name_or_goes_is_no_replacement(worlds, stage):
-    """Pruning keeps the parameter as ``weight_orig``; a head that is dropped was the user's."""
+    """Pruning moves a parameter to ``weight_orig``, and users may drop a head: both are allowed."""
 
     def work(comm):
         module: Any = zero.shard(new(), stage, comm=comm, options=SMALL)
@@ -203,7 +203,7 @@ RESHAPES: dict[str, Callable[[Any], Any]] = {
 
 @covering(strength=1, kind=[*RESHAPES], stage=STAGES)
 def test_memory_of_another_shape(stage, kind, tmp_path):
-    """As resize_token_embeddings() gives it: refused by name in training, and in a save."""
+    """New memory, as from resize_token_embeddings(), is refused by name, in training and saves."""
 
     def work(comm):
         module: Any = zero.shard(nn.Sequential(nn.Embedding(8, 4)), stage, comm=comm)
@@ -218,7 +218,7 @@ def test_memory_of_another_shape(stage, kind, tmp_path):
         with pytest.raises(ArgumentError, match=r"0\.weight.*(expected|memory was replaced)"):
             step_rows(module, optimizer)
 
-    # A backward that fails leaves the communicator with reductions to make up for.
+    # A new world: a backward that fails leaves reductions that the communicator must make up.
     with ringcomm.local_world(2, timeout=30) as world:
         world.run(work)
 
@@ -245,7 +245,7 @@ def test_a_buffer_in_the_place_of_a_parameter(worlds, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_safetensors_and_torch_save_what_a_state_has(worlds, stage, tmp_path):
-    """Each value is a tensor by itself, and a write to it still counts as the parameter's."""
+    """Each saved value is a tensor by itself; writing to it still writes to the parameter."""
 
     def work(comm):
         file = tmp_path / f"{comm.rank}.safetensors"
@@ -295,11 +295,11 @@ MOVES: dict[str, Callable[[Any], None]] = {"data": _data, "set_": _set, "vector"
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    # At stage 3 vector_to_parameters() reads resharded parameters, which has an error of its own.
+    # At stage 3 vector_to_parameters() reads resharded parameters, which raises another error.
     [(kind, stage) for kind in MOVES for stage in STAGES if (kind, stage) != ("vector", 3)],
 )
 def test_memory_replaced_before_the_optimizer_is_built(kind, stage):
-    """The optimizer would step the old memory: refused on all ranks, whichever replaced it."""
+    """The optimizer would step the old memory: all ranks refuse, whichever rank replaced it."""
 
     def work(comm, everywhere):
         module: Any = zero.shard(new(), stage, comm=comm, options=SMALL)
@@ -309,7 +309,7 @@ def test_memory_replaced_before_the_optimizer_is_built(kind, stage):
         with pytest.raises(ArgumentError, match=r"parameter 2\.weight: its memory was replaced"):
             step(module, optimizer)
 
-    # At stages 2 and 3 a backward refuses it, on its rank alone.
+    # At stages 2 and 3 a backward refuses the new memory, but only on that rank.
     for everywhere in (True, False) if stage < 2 else (True,):
         with ringcomm.local_world(2, timeout=30) as world:
             world.run(work, everywhere)

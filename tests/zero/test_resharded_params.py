@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resharded parameters, memory that others hold, and graphs of gradients at stage 3."""
+"""Resharded parameters, aliases of their memory, and graphs of gradients, at stage 3."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.zero.models import assert_same_bits
 Tensor = torch.Tensor
 ALONE = zero.ZeroOptions(bucket_elems=512, prefetch=0)
 
-# Ways to use a parameter, besides those to read it or what was detached from it (READS).
+# Uses of a parameter besides reads of it or of a detached copy (see READS).
 USES: dict[str, Any] = {
     "average": lambda p: torch.ones(8, 8).lerp_(p, 0.1),
     "averages": lambda p: torch._foreach_lerp_([torch.ones(8, 8)], [p], 0.1),
@@ -35,7 +35,7 @@ USES: dict[str, Any] = {
 }
 
 
-# What another tensor takes from a parameter, by torch's own names: a new one must be tried, too.
+# Calls that take only properties of a parameter. Listed by torch's names, to find new ones.
 LIKES = [name for name in dir(torch) if name.endswith("_like") and not name.startswith("_")]
 NEWS = [name for name in dir(Tensor) if name.startswith("new")]
 LIKE_ANOTHER = ("expand_as", "reshape_as", "type_as", "view_as", "to", "is_same_size")
@@ -76,7 +76,7 @@ FACTS: dict[str, Any] = {
     "hooks": lambda p: p.register_hook(lambda grad: None).remove(),
     "initial bounds": lambda p: p.dim() > 1 and nn.init._calculate_fan_in_and_fan_out(p),
 }
-# Conversions to what the parameter is return the parameter.
+# Conversions that change nothing return the parameter itself.
 SAME: dict[str, Any] = {
     "to()": lambda p: p.to(),
     "to device": lambda p: p.to("cpu"),
@@ -89,7 +89,7 @@ SAME: dict[str, Any] = {
     "type": lambda p: p.type(torch.float32),
     "type by name": lambda p: p.type("torch.FloatTensor"),
 }
-# What looks like the calls above, and needs values.
+# Calls that resemble the calls above, but need values.
 VALUES: dict[str, Any] = {
     "new of its own values": lambda p: p.new_tensor(p),
     "another of its size": lambda p: p.expand_as(torch.ones(8, 8)),
@@ -115,7 +115,7 @@ def saved(p: Tensor) -> bytes:
     return file.getvalue()
 
 
-# Ways to read the values that ask the class.
+# Ways to read values that go through the tensor class.
 READS: dict[str, Any] = {
     **{name: lambda p, n=name: getattr(p, n)() for name in ("tolist", "item", "numpy", "clone")},
     **{each.__name__: each for each in (list, float, int, bool, complex, bytes, max, sum, abs)},
@@ -134,7 +134,7 @@ READS: dict[str, Any] = {
     "trace": lambda p: torch.jit.trace(lambda q: q * 2, (p,)),
     "shared memory": lambda p: p.share_memory_(),
 }
-# Constructors and assignments, which do not ask the class.
+# Constructors and assignments, which do not go through the tensor class.
 TAKES: dict[str, Any] = {
     "tensor": torch.tensor,
     "tensor of another dtype": lambda p: torch.tensor(p, dtype=torch.float64),
@@ -149,7 +149,7 @@ TAKES: dict[str, Any] = {
     "nested": lambda p: torch.nested.nested_tensor([p]),
     "data of a parameter": lambda p: nn.Parameter(assigned(p)),
 }
-# What is done with their results.
+# Uses of the tensors that TAKES returns.
 TAKEN: dict[str, Any] = {
     "sum": torch.sum,
     "item": lambda t: t[0, 0].item(),
@@ -213,7 +213,7 @@ def test_no_way_to_read_resharded_values_gives_any(worlds):
                     read(kept)
                     pytest.fail(name)
             for name, take in TAKES.items():
-                # One use shows that what was detached is resharded, too.
+                # For detached tensors, one use is enough to show that they are resharded.
                 uses = TAKEN if kept is param else {"sum": torch.sum}
                 for use, read in uses.items():
                     with pytest.raises(RuntimeError, match="Cannot access data"), torch.no_grad():
@@ -231,7 +231,7 @@ def test_no_way_to_read_resharded_values_gives_any(worlds):
 
 
 def facts_of(value: Any) -> Any:
-    """What a call has taken from the parameter: of a tensor all but its values."""
+    """Returns the result of a call; of a tensor, everything but its values."""
     if not isinstance(value, Tensor):
         return value
     return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
@@ -348,7 +348,7 @@ def test_products_with_a_hessian_come_again_and_again(worlds, kind):
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_a_backward_through_a_hidden_tensor_raises(worlds, kind):
-    """It neither reads memory that is gone nor gives NaN."""
+    """The backward neither reads freed memory nor gives NaN."""
     base = new(kind)
 
     class Layer(nn.Module):

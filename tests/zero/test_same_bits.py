@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training gives the same parameters to the bit on any stage, world, offload and schedule.
+"""Training gives bitwise equal parameters at any stage, world, offload and schedule.
 
-The cases are a covering array: each pair of values of two axes occurs in one, apart from the pairs
-that the library refuses (``REFUSALS``). Each case trains a model with the loop of ``models.train``
-and compares parameters, buffers and norms of gradients with a reference, which differs in all that
-must not change bits: it has stage 0, one node, memory, updates in the step and no overlap.
-Quantized values of gradients and parameters have bits of their own over several nodes; their
-reference has stage 1 and the same nodes. The values themselves are checked against independent
-arithmetic in ``test_quantized_params.py`` and ``test_error_feedback.py``, and training against
-torch's in ``test_stages.py``.
+The cases are a covering array: each pair of values of two axes occurs in one case, except for the
+pairs that the library refuses (``REFUSALS``). Each case trains a model with the loop of
+``models.train`` and compares parameters, buffers and gradient norms with a reference. The reference
+differs in every setting that must not change bits: it has stage 0, one node, no offload, updates in
+the step and no overlap. Quantized gradients and parameters have different bits on several nodes, so
+their reference has stage 1 and the same nodes. Their values are checked against independent
+arithmetic in ``test_quantized_params.py`` and ``test_error_feedback.py``, and training is compared
+with torch's in ``test_stages.py``.
 
 ============ ===================================================================================
-axis         property of a case that passes
+axis         what a passing case shows
 ============ ===================================================================================
 stage        all stages reduce, update and gather the same numbers in the same order
 model        tied weights, convolutions with buffers, frozen and unused parameters, layers in
-             another order at each step and look-ups of weights elsewhere lose no gradient
-optimizer    a rule that is spread over ranks, by element, by block or by owner, is the whole rule
+             another order at each step and weights used by another module lose no gradient
+optimizer    a rule distributed over ranks, by element, block or owner, equals the whole rule
 precision    masters, remainders, stochastic rounding and gradients rounded to 16 bits round at the
-             same locations at all stages; modules that stay FP32 have neither masters nor rounding
-nodes        sums over nodes are those of one node that adds in groups of a node's ranks, whether
-             a node has one rank, several, or another number than the next
-sharing      copies of state or of parameters on each node end alike, and no norm counts one twice
+             same places at all stages; modules that stay FP32 have neither masters nor rounding
+nodes        sums over nodes equal those of one node that adds in groups of a node's ranks, whether
+             a node has one rank, several, or another number than the next node
+sharing      copies of state or parameters on each node end equal, and no norm counts a copy twice
 offload      a disk returns the state or the parameters that it was given
-update       updates in backward see the gradients, steps and rates of updates in the step; the
-             bound of a norm takes the norm of all ranks
+update       updates in backward use the gradients, steps and rates of updates in the step;
+             clipping uses the norm over all ranks
 compression  quantized gradients are the same values at all stages, error feedback belongs to
              elements, not to ranks of a stage, and all nodes dequantize the same parameters
-accumulation several backwards add up in the gradient's dtype or in FP32, at each address once
+accumulation several backwards add up in the gradient's dtype or in FP32, each element once
 schedule     buffers that are reduced, unsharded ahead or kept are neither read early nor late
 ============ ===================================================================================
 
-``MUTANTS`` has a mistake for each axis, which its case must catch.
+``MUTANTS`` has a mistake for each axis that the mistake's case must catch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ pytestmark = pytest.mark.long
 
 Tensor = torch.Tensor
 Ended = tuple[State, list[float]]
-#: By axis, values: any of them with any of the other axes.
+#: Values by axis; each value of one axis goes with any value of another.
 Where = dict[str, tuple[Any, ...]]
 
 # ---- the axes -----------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ PRECISIONS = {
     "kept": BF16,
     "kept stochastic": replace(BF16, master="none", rounding="stochastic"),
 }
-# Modules that stay FP32 with "kept", by model: in the root, whole units, parts of them.
+# By model, the modules that stay FP32 with "kept": in the root, whole units, parts of units.
 KEPT_FP32 = {
     "mlp": ("head",),
     "conv": ("normal",),
@@ -120,7 +120,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ahead": {"overlap": True, "in_flight": 4, "prefetch": 3},
     "kept unsharded": {"overlap": True, "reshard_after_forward": False},
 }
-# The construction of the array depends on their order: this one has few cases over several nodes.
+# The order of axes decides the array that is found: this order has few cases on several nodes.
 AXES: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "model": tuple(name for name in MODELS if "gpt" not in name),
@@ -246,7 +246,7 @@ REFUSALS = [
 
 
 ONE_NODE = ("1", "2", "3")
-# Values that the library takes and that change nothing, so that their pairs would prove nothing.
+# Combinations that the library accepts and ignores; testing their pairs would prove nothing.
 IDLE: list[Where] = [
     {"nodes": ONE_NODE, "compression": tuple(COMPRESSIONS)[1:]},
     {"nodes": ONE_NODE, "sharing": tuple(SHARINGS)[1:]},
@@ -258,7 +258,7 @@ IDLE: list[Where] = [
 
 
 def has(case: Mapping[str, Any], where: Where) -> bool:
-    """Returns whether a case has one of the values of each axis."""
+    """True if the case has one of the given values on each axis."""
     return all(name in case and case[name] in values for name, values in where.items())
 
 
@@ -274,7 +274,7 @@ def name_of(case: Case) -> str:
 
 
 def run_of(case: Case, folder: Path) -> Run:
-    """Returns the settings of a case."""
+    """Returns the training settings of a case."""
     precision = PRECISIONS[case["precision"]]
     if case["precision"].startswith("kept"):
         precision = replace(precision, keep_fp32=KEPT_FP32[case["model"]])
@@ -308,18 +308,18 @@ def run_of(case: Case, folder: Path) -> Run:
 
 
 def reference_of(case: Case) -> Case:
-    """Returns the reference of a case; ``nodes`` names the world with the same order of sums."""
+    """Returns a case's reference; its ``nodes`` name the world that adds in the same order."""
     changed: Case = {"offload": "none", "schedule": "inline", "stage": 0, "sharing": "default"}
     if case["update"] == "in backward":
         changed["update"] = "in step"
-    # Stages 2 and 3 reduce each backward: they add sums of ranks, where others sum additions.
+    # Stages 2 and 3 reduce each backward and add the sums; stages 0 and 1 first add gradients.
     if case["accumulation"] == "added" and case["stage"] >= 2:
         changed["stage"] = 2
     if case["nodes"] not in SEVERAL:
-        changed["compression"] = "plain"  # quantized values cross between nodes alone
+        changed["compression"] = "plain"  # only values sent between nodes are quantized
     elif case["compression"] != "plain":
         changed["stage"] = max(1, changed["stage"])
-        # Where each node has all state, sums of gradients cross and are quantized once more.
+        # If each node has all state, sums of gradients cross nodes and are quantized again.
         if case["sharing"] == "state by node" and case["stage"] > 0:
             changed["sharing"] = "state by node"
     return {**case, **changed}
@@ -329,7 +329,7 @@ def reference_of(case: Case) -> Case:
 
 
 class Trainer:
-    """The worlds of this file, and the ends of the references that were trained."""
+    """The worlds of this file, and the final states of the trained references."""
 
     def __init__(self, worlds: Callable[[int], LocalWorld], folder: Path) -> None:
         self._worlds = worlds
@@ -340,7 +340,7 @@ class Trainer:
     def _world(self, nodes: str, alone: bool) -> LocalWorld:
         """Returns a world of several nodes, or one node with the same sums if ``alone``."""
         sizes = NODES[nodes]
-        # A sum over nodes of one rank, and over two nodes where the last has one, has no groups.
+        # Sums over one-rank nodes, or over two nodes, the last of one rank, have no groups.
         if len(sizes) == 1 or (alone and nodes != "2+2"):
             return self._worlds(sum(sizes))
         built = self._over_nodes.get((nodes, alone))
@@ -365,7 +365,7 @@ class Trainer:
         return self._ends[name]
 
     def check(self, case: Case) -> None:
-        """Raises AssertionError unless a case ends as its reference does."""
+        """Raises AssertionError unless a case ends with the bits of its reference."""
         wanted, norms = self.reference(case)
         found, told = self.train(case)
         assert told == norms
@@ -385,7 +385,7 @@ def trainer(worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traine
 
 @pytest.fixture(autouse=True)
 def small_buckets_are_quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In segments of a few tiles; ranks are threads of one core."""
+    """Quantizes small buckets too, in segments of a few tiles; rank threads share one core."""
     monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
     before = torch.get_num_threads()
@@ -410,7 +410,7 @@ def test_every_pair_of_values_is_in_a_case_or_refused():
 
 
 def refused_only_by(refusal: Refusal, values: Case) -> Case:
-    """Returns a case with these values that no other refusal matches."""
+    """Returns a case with these values that only this refusal matches."""
     for stage, sharing in product((3, 2, 1), SHARINGS):
         case = {**USUAL, "nodes": "2+2", "stage": stage, "sharing": sharing, **values}
         if [each for each in REFUSALS if has(case, each.where)] == [refusal]:
@@ -444,10 +444,10 @@ def test_idle_values_change_nothing(trainer: Trainer, where: Where) -> None:
         trainer.check({**USUAL, "stage": 2, "nodes": "2+2", **values})
 
 
-# Values of an axis that have bits of their own, with a case in which they have.
+# Values of an axis that give different bits, with a case in which they do.
 OWN_BITS: list[tuple[str, tuple[Any, ...], Case]] = [
     ("optimizer", AXES["optimizer"], {}),
-    # Remainders are masters, apart from ties.
+    # Remainders give the bits of masters, except for ties.
     ("precision", tuple(name for name in PRECISIONS if name != "remainders"), {"nodes": "3"}),
     ("nodes", (*ONE_NODE, "2+2"), {"accumulation": "added", "stage": 2}),
     (
@@ -465,7 +465,7 @@ OWN_BITS: list[tuple[str, tuple[Any, ...], Case]] = [
 def test_settings_with_bits_of_their_own_differ(
     trainer: Trainer, axis: str, values: tuple[Any, ...], rest: Case
 ) -> None:
-    """So the references are of what the cases say, and the comparison sees such differences."""
+    """Shows that references follow the settings of their case, and that comparisons see changes."""
     ends = [trainer.reference({**USUAL, **rest, axis: value}) for value in values]
     for (one, _), (other, _) in combinations(ends, 2):
         assert any(not torch.equal(one[name], other[name]) for name in one)
@@ -486,7 +486,7 @@ Patch = pytest.MonkeyPatch
 
 
 def fills_once(patch: Patch, kind: type[ShardedBucket]) -> None:
-    """Makes stage 3 keep computing with the parameters of the first unsharding."""
+    """Mutant: stage 3 keeps computing with the parameters of the first unsharding."""
     fill, first = kind.fill, dict[ShardedBucket, Tensor]()
 
     def stale(bucket: ShardedBucket) -> None:
@@ -505,7 +505,7 @@ def fills_half(patch: Patch) -> None:
 
 
 def with_argument(patch: Patch, position: int, value: Any) -> None:
-    """Calls the native reduction of a bucket with another argument."""
+    """Mutant: calls the native reduction of a bucket with another argument."""
     arguments = HostReducer._arguments
 
     def changed(reducer: HostReducer, *given: Any) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: training goes on with the same bits, at another stage and in another world."""
+"""Checkpoints: training resumes with the same bits, also at another stage and in another world."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# The optimizers and precisions that have most to keep; the others keep a part of it.
+# The optimizers and precisions with the most state; other kinds keep a subset of it.
 MOST = ("remainder", "amsgrad", "AdamW8bit", "SGD", "NAdam", "stochastic")
 
 
@@ -58,7 +58,7 @@ def test_n_and_m_steps_are_n_saved_loaded_and_m(worlds, tmp_path, stage, kind):
         job.save(tmp_path)
         job.train("narrow gpt", 2)
         wanted = job.state()
-        # Another model's values, which loading replaces.
+        # Starts from another model's values, which loading replaces.
         again = Job(comm, other, stage, **KINDS[kind])
         again.train("narrow gpt", 1)
         assert again.load(tmp_path).exact
@@ -77,7 +77,7 @@ def test_n_and_m_steps_are_n_saved_loaded_and_m(worlds, tmp_path, stage, kind):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage):
-    """A transposed weight, one of channels last, and every other element of a vector."""
+    """A transposed weight, one in channels_last format, and every other element of a vector."""
 
     def model(value: float) -> nn.Module:
         module = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 3, 2))
@@ -115,9 +115,9 @@ def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage)
     ],
 )
 def test_any_stage_and_world_takes_over(worlds, tmp_path, name, settings):
-    """From 3 ranks at a stage to 2 ranks at another one; bucket sizes differ, too.
+    """Saved by 3 ranks, loaded by 2 ranks at another stage and with other bucket sizes.
 
-    What is written tells nothing of the stage: one model is loaded at every stage.
+    The files do not depend on the stage: a model saved at one stage loads at every stage.
     """
     base = new_model(name)
 
@@ -180,7 +180,7 @@ def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(wo
 
 
 def alone(root, rank, world):
-    """Checks a load with random numbers in the training, which a process has to itself."""
+    """Checks that a load restores random generators, in a process that shares them with none."""
     torch.manual_seed(rank)
     random.seed(rank)
     with group_communicator(rank, world) as comm:
@@ -234,7 +234,7 @@ def test_a_module_alone(worlds, tmp_path):
 
 
 def test_8_bit_moments_are_taken_from_what_torch_has_loaded(worlds):
-    """Its planner fills the tensors that it was given, which are copies then."""
+    """torch's planner may copy the given tensors and fill the copies; the values must arrive."""
 
     def work(comm):
         jobs = [Job(comm, new_model("mlp"), 3, kind=AdamW8bit) for _ in range(2)]
@@ -258,7 +258,7 @@ def test_8_bit_moments_are_taken_from_what_torch_has_loaded(worlds):
 
 
 def through_torch(root, wanted_file, stage, mine, rank, world):
-    """Saves with torch.distributed.checkpoint, or loads; with ringcomm's files, or torch's own."""
+    """Saves or loads with torch.distributed.checkpoint, in ringcomm's file format or torch's."""
     import torch.distributed.checkpoint as dcp
 
     from ringcomm.zero.checkpoint import LoadPlanner, SavePlanner, StorageReader, StorageWriter
@@ -282,7 +282,7 @@ def through_torch(root, wanted_file, stage, mine, rank, world):
                 torch.save(found, wanted_file)
             return
         dcp.load({"train": zero.TrainState(job.module, job.optimizer)}, **reading)
-        # Each rank has statistics of its own, and torch saves those of one.
+        # Each rank has its own batch statistics, but torch saves only one rank's.
         named = {name for name, _ in new_model("conv").named_buffers()}
         found, wanted = job.state(), torch.load(wanted_file)
         kept = {name: each for name, each in found.items() if name not in named}
@@ -296,7 +296,7 @@ def test_torchs_distributed_checkpoint(rank_pools, tmp_path, mine):
         rank_pools(world).run(partial(through_torch, *paths, stage, mine), "gloo")
 
 
-# ---- checkpoints that are damaged, of another model, or half-written -----------------------------
+# ---- checkpoints that are damaged, of another model, or incomplete -------------------------------
 
 
 def test_checkpoints_of_other_models_change_nothing(worlds, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training at each stage is that of torch in one process, and close to other orders of sums."""
+"""Training at each stage equals torch's in one process, and is close to other orders of sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Fixed(nn.Module):
-    """A loss whose gradients are small integers, whatever the parameters are."""
+    """A loss whose gradients are small integers, for any parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ RULES = {"AdamW": Problem(settings={"lr": 1e-2}), **PROBLEMS}
 
 @covering(rule=[*RULES], stage=[0, 1, 2, 3], world_size=[1, 2, 4])
 def test_training_is_that_of_one_process_with_torch(worlds, rule, world_size, stage):
-    """Gradients are exact, so only the update rounds: AdamW's by one ulp a step (docs/adamw.md).
+    """Gradients are exact, so only the update rounds: AdamW's by 1 ulp per step (docs/adamw.md).
 
-    What an ulp of one step becomes in the next ones: the update does not read the parameter but for
-    its decay, which is below 1. So after n steps, n ulps of the largest magnitude passed through.
-    Updates by the other rules have torch's bits.
+    An error of 1 ulp stays as small in later steps: the update reads the parameter only for its
+    decay, which is below 1. So after n steps the difference is at most n ulps of the largest
+    magnitude on the way. Updates by other rules have torch's bits.
     """
     if rule != "AdamW" and not SAME_LOOPS:
         pytest.skip("torch's loops have other multiply-adds here")
     steps = 10
-    problem = replace(RULES[rule], groups=RULES[rule].groups[:2])  # of a parameter each
+    problem = replace(RULES[rule], groups=RULES[rule].groups[:2])  # each of one parameter
 
     def work(comm):
         module: Any = zero.shard(Fixed(), stage, comm=comm)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that were built before parameters changed: their backward raises, as with torch.optim.
+"""If parameters change after a graph was built, its backward raises, as with torch.optim.
 
-A graph whose parameters still have the values that it has saved runs backward, whatever was
-unsharded and freed meanwhile.
+If the parameters still have the values that the graph has saved, backward runs, whatever was
+unsharded and freed in between.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_an_update_in_backward_makes_graphs_stale(worlds, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_take_no_step_keep_their_graphs(worlds, stage):
-    """A skipped step, and one without gradients of some parameters, as torch's steps are."""
+    """A skipped step, or one without gradients of some parameters, keeps graphs as in torch."""
 
     def work(comm):
         module = zero.shard(deepcopy(BASE), stage, comm=comm)
@@ -265,7 +265,7 @@ def test_an_optimizers_load_makes_graphs_stale_where_masters_decide(worlds, stag
             assert_stale(graph)
         else:
             graph.backward()
-        optimizer.zero_grad()  # ends that backward on all ranks
+        optimizer.zero_grad()  # ends the failed backward on all ranks
 
     worlds(2).run(work)
 
@@ -285,7 +285,7 @@ def test_what_prepare_broadcasts_makes_graphs_stale(worlds):
 
 
 class Encoder(nn.Module):
-    """A module whose parts are used without calls of it."""
+    """A module whose children are called, but not the module itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,9 +388,9 @@ def test_a_graph_runs_backward_whatever_was_unsharded_and_freed_meanwhile(worlds
             optimizer.zero_grad()
             with pytest.raises(RuntimeError, match="second time"):
                 loss.backward()
-            optimizer.zero_grad()  # ends that backward on all ranks
+            optimizer.zero_grad()  # ends the failed backward on all ranks
             if stage == 3:
-                # Nothing has stayed once the graph was gone.
+                # No parameter stays unsharded once the graph is gone.
                 evaluate(module)
                 assert all(", resharded" in repr(param) for param in module.parameters()), key
             states.update({f"{key}: {n}": t for n, t in zero.full_state_dict(module).items()})
@@ -401,7 +401,7 @@ def test_a_graph_runs_backward_whatever_was_unsharded_and_freed_meanwhile(worlds
 
 
 def test_views_taken_in_unsharded_keep_their_values(worlds):
-    """Also where a graph has had the parameters stay until the step."""
+    """Covers the case that a graph kept the parameters unsharded until the step."""
 
     def work(comm):
         module: Any = zero.shard(deepcopy(ENCODER), 3, comm=comm)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars for the host's cost of a training step on a device, counted on a driver that does nothing.
+"""Limits on the host's cost of a training step on a device, counted with a stub driver.
 
-See ``tests/support/stub_driver/step_cost.py`` for the model and for what is counted. A mutant of
-each saving must not stay within the bars.
+See ``tests/support/stub_driver/step_cost.py`` for the model and the counts. For each saving, a
+mutant without the saving must exceed a limit.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tests.support.stub_driver.step_cost import Cost, cost_of, make_step, on_stu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stub needs a C++ compiler")
 
-#: At most, by stage.
+#: Upper limits by stage.
 BARS = {
     1: Cost(frames=250, ops=15, launches=16, events=0, syncs=0),
     2: Cost(frames=600, ops=20, launches=28, events=30, syncs=0),
     3: Cost(frames=1200, ops=60, launches=30, events=0, syncs=0),
 }
-#: Parameter bytes of each launch.
+#: Upper limit on the kernel parameters of a launch, in bytes.
 PARAMETER_BYTES = 640
-#: With reductions beside the caller's work, by stage. Each of 13 has two events, and each event is
-#: awaited once: two buffers take turns.
+#: Limits with reductions beside the caller's work, by stage. Each of 13 reductions records two
+#: events, and each event is awaited once, because two buffers alternate.
 BESIDE = {
     2: Cost(frames=600, ops=20, launches=28, events=54, syncs=0),
     3: Cost(frames=1200, ops=60, launches=30, events=54, syncs=0),
@@ -59,7 +59,7 @@ def cost(runtime: StubRuntime, stage: int, beside: bool = False) -> Cost:
 
 
 def over(found: Cost, bar: Cost) -> set[str]:
-    """Returns what is above its bar."""
+    """Returns the names of the counts that exceed their limits."""
     return {name for name, most in vars(bar).items() if getattr(found, name) > most}
 
 
@@ -74,24 +74,24 @@ def test_a_step_stays_within_its_bars(runtime: StubRuntime, stage: int) -> None:
 def test_reductions_beside_the_callers_work(runtime: StubRuntime, stage: int) -> None:
     found = cost(runtime, stage, beside=True)
     assert not over(found, BESIDE[stage]), found
-    assert "events" in over(found, BARS[stage])  # the mutant of what small buckets save
+    assert "events" in over(found, BARS[stage])  # negative control for small buckets' saving
 
 
 def test_reductions_on_the_checked_path_are_seen(runtime: StubRuntime) -> None:
-    """The mutant: no reduction is started by a native call."""
+    """Mutant: no reduction is started by a native call."""
     with on_stub(runtime) as comm:
         comm.engine.starts = None
         assert "frames" in over(cost_of(runtime, make_step(comm, 2, beside=True)), BESIDE[2])
 
 
 def move_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """No gradient waits for others."""
+    """Mutant: each gradient is moved at once, without waiting for a batch."""
     for module in (optimizer, reduce):
         patch.setattr(module, "BATCH_BYTES", 0)
 
 
 def write_control_anew(patch: pytest.MonkeyPatch) -> None:
-    """The factors of a step are written even if they are what they were."""
+    """Mutant: a step writes its factors even if they have not changed."""
     write = ShardedStep.write_control
 
     def anew(step: ShardedStep, *given: Any) -> None:
@@ -102,27 +102,27 @@ def write_control_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def reduce_first(patch: pytest.MonkeyPatch) -> None:
-    """Every step takes two passes."""
+    """Mutant: every step takes two passes."""
     patch.setattr(ShardedStep, "two_passes", True)
 
 
 def prepare_anew(patch: pytest.MonkeyPatch) -> None:
-    """No update has a plan."""
+    """Mutant: no update has a launch plan."""
     patch.setattr(DeviceCallEngine, "planned", lambda engine, call: None)
 
 
 def read_what_steps(patch: pytest.MonkeyPatch) -> None:
-    """The host reads which parameters step."""
+    """Mutant: the host reads which parameters step."""
     patch.setattr(StepTable, "hyper_differ", property(lambda table: not as_json(table.active)))
 
 
 def wait_for_the_device(patch: pytest.MonkeyPatch) -> None:
-    """A step ends when the device has taken it."""
+    """Mutant: a step waits until the device has received all its work."""
     patch.setattr(ShardedStep, "_report", lambda step: step.setting.comm.engine.finish_host_side())
 
 
 def zero_each_buckets_words(patch: pytest.MonkeyPatch) -> None:
-    """Each reduction zeroes its own norm words."""
+    """Mutant: each reduction zeroes its own norm words."""
     patch.setattr(reduce, "Into", lambda *given: Into(*given[:6]))
 
 
@@ -157,7 +157,7 @@ def test_a_mutant_is_above_a_bar(
 def test_a_stream_is_put_behind_reductions_on_another_one(
     runtime: StubRuntime, other: bool
 ) -> None:
-    """One rank reduces on the stream of its backward, which need not be that of its step."""
+    """Reductions run on the stream of the backward, which may differ from the step's stream."""
     with on_stub(runtime) as comm:
         module = zero.shard(torch.nn.Linear(8, 8), 2, comm=comm)
         engine = owner_of(module.weight)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO on the data-parallel axis of a mesh whose other axis is tensor-parallel: 2 x 2 ranks."""
+"""ZeRO on the data-parallel axis of a mesh with a tensor-parallel axis, on 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BF16 = zero.ZeroOptions(bucket_elems=512, precision=zero.Precision(param=torch.b
 
 
 def stages_are_equal(rank, world_size):
-    """Stages end with the same bits, close to training without tensor parallelism."""
+    """All stages have the same bits, which are close to training without tensor parallelism."""
     mesh = mesh_of(2, 2)
     results = []
     for stage, overlap in ((1, None), (3, True)):
@@ -46,7 +46,7 @@ def stages_are_equal(rank, world_size):
         results.append((whole_params(model), norms))
         same(results[-1], results[0])
         if stage == 3:
-            # A look-up in the module would unshard it.
+            # Attribute access in the module would unshard the parameter.
             weight: Any = dict(model.named_parameters())["blocks.0.up.weight"]
             with pytest.raises(ArgumentError, match=r"parameter blocks\.0\.up\.weight: to_local"):
                 weight.to_local()
@@ -65,7 +65,7 @@ def stages_are_equal(rank, world_size):
 
 
 def updates_in_backward(rank, world_size):
-    """They end with the bits of updates in the step; local tensors are refused meanwhile."""
+    """Updates in backward have the bits of updates in the step, and refuse to_local() meanwhile."""
     mesh = mesh_of(2, 2)
     for stage in (2, 3):
         results = []
@@ -86,7 +86,7 @@ def updates_in_backward(rank, world_size):
 
 
 def a_step_is_exact(rank, world_size):
-    """With whole numbers a step has the bits of one process with whole parameters and batches."""
+    """A step on whole numbers has the bits of one process with whole parameters and batches."""
     mesh = mesh_of(2, 2)
     reference = Model().whole_numbers()
     alone = AdamW(reference.parameters(), lr=0.05, comm="alone")
@@ -109,7 +109,7 @@ def coefficients(rows: int) -> Tensor:
 
 
 def reads_and_writes(rank, world_size):
-    """unsharded(), its writes, a failed shard(), and parameters on the meta device."""
+    """Covers unsharded() with writes, a failed shard(), and parameters on the meta device."""
     mesh = mesh_of(2, 2)
     for stage in (1, 3):
         model: Any = parallelized(Model(), mesh["tp"])
@@ -144,7 +144,7 @@ def rolled_back(rank, world_size):
         raise ArgumentError("at the end")
 
     with pytest.MonkeyPatch.context() as patch:
-        # The ranks that have the other shards learn of it, too.
+        # Ranks that hold the other shards of the parameters must fail as well.
         if rank == 3:
             patch.setattr("ringcomm.zero.stages.sharding.hook_modules", fail)
         with pytest.raises(ArgumentError, match="at the end"):
@@ -160,7 +160,7 @@ def locals_of(model: nn.Module) -> list[Tensor]:
 
 
 def unsharded_memory_is_freed(rank, world_size):
-    """At stage 3 a unit's memory goes after its forward, and again in backward."""
+    """At stage 3 a unit's memory is freed after its forward, and again in backward."""
     mesh = mesh_of(2, 2)
     model = parallelized(Model(), mesh["tp"])
     build(model, mesh, Training(3))
@@ -193,7 +193,7 @@ def refusals(rank, world_size):
 
 
 def one_parameter_at_a_time(rank, world_size):
-    """Gradients, masters and states are DTensors as the parameters are, and are set as such."""
+    """Gradients, masters and states are DTensors like the parameters, and are set as DTensors."""
     mesh = mesh_of(2, 2)
     for stage in (1, 3):
         model = parallelized(Model(), mesh["tp"])
@@ -263,7 +263,7 @@ def test_a_module_of_dtensors_compiles_to_one_graph(stage):
             for _ in range(2):
                 forward(torch.ones(3, 4)).square().mean().backward()
                 optimizer.step()
-                # Gradients that stay are traced, too.
+                # Gradients that zero_grad() keeps are traced as well.
                 optimizer.zero_grad(set_to_none=False)
             results.append({name: full(param) for name, param in module.named_parameters()})
         same(results[1], results[0])

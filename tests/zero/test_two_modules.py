@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 class Discriminator(nn.Module):
-    """Three layers that all ranks use, and one that only some do."""
+    """Three layers that all ranks use, and a layer that only some ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _generator() -> nn.Sequential:
 
 
 def _whole(module: nn.Module) -> nn.Module:
-    """Makes parameters whole numbers, so that sums are exact whatever their order is."""
+    """Makes parameters whole numbers, so that sums are exact in any order."""
     for param in module.parameters():
         param.data = torch.randint(-1, 2, param.shape).float()
     return module
@@ -60,7 +60,7 @@ def _norm(optimizer: AdamW) -> float:
 
 
 def norms_of_two(comm, modules, stage, options, backward, turns=3):
-    """The norms of both modules' gradients in each turn, with a learning rate of 0."""
+    """Returns the norms of both modules' gradients per turn, with a learning rate of 0."""
     g, d = (
         zero.shard(deepcopy(each).to(comm.device), stage, comm=comm, options=options)
         for each in modules
@@ -86,7 +86,7 @@ def one_uses_more(comm, g, d, turn):
 
 
 def _by_turns(comm, g, d, turn):
-    """Trains two modules as adversaries do: the one alone, then both."""
+    """Trains as adversaries do: first the discriminator alone, then both modules."""
     if turn % 2 == 0:
         d(g(_rows(comm, turn)).detach(), comm.rank == turn % 3).sum().backward()
     else:
@@ -94,7 +94,7 @@ def _by_turns(comm, g, d, turn):
 
 
 def _one_leaves_one_out(comm, g, d, turn):
-    """Rank 0 uses both, rank 1 one of them, and another one each turn."""
+    """Rank 0 uses both modules; rank 1 uses one module, a different one each turn."""
     x = _rows(comm, turn)
     if comm.rank == 0:
         d(g(x), True).sum().backward()
@@ -105,7 +105,7 @@ def _one_leaves_one_out(comm, g, d, turn):
 
 
 def _in_other_order(comm, g, d, turn):
-    """Autograd runs last what ran first."""
+    """The ranks run the modules in opposite orders, so autograd does as well."""
     x = _rows(comm, turn)
     first, then = (g, d) if comm.rank == 0 else (d, g)
 
@@ -116,7 +116,7 @@ def _in_other_order(comm, g, d, turn):
 
 
 def _checkpointed(comm, g, d, turn):
-    """Reentrant, so the outer backward does not know of these parameters."""
+    """Reentrant checkpoints: the outer backward cannot see these parameters."""
     x = _rows(comm, turn).requires_grad_()
     h = checkpoint(g, x, use_reentrant=True)
     checkpoint(d, h, comm.rank == 0, use_reentrant=True).sum().backward()
@@ -129,7 +129,7 @@ BACKWARDS = (one_uses_more, _by_turns, _one_leaves_one_out, _in_other_order, _ch
     strength=1, backward=BACKWARDS, options=dict(zip(("waits", "overlaps"), OPTIONS, strict=True))
 )
 def test_gradients_are_right_whatever_ranks_use(worlds, backward, options):
-    """Stages 0 and 1 reduce at the step, in the order of the buckets."""
+    """Norms equal those of stage 0; stages 0 and 1 reduce at the step, in the order of buckets."""
     modules = two_modules()
     wanted = worlds(2).run(norms_of_two, modules, 0, options, backward)
     assert any(norm > 0 for norm, _ in wanted[0])
@@ -139,7 +139,7 @@ def test_gradients_are_right_whatever_ranks_use(worlds, backward, options):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_three_modules_on_three_ranks_under_no_sync(worlds, stage):
-    """Each rank uses another pair of them, and one module's gradients add up meanwhile."""
+    """Each rank uses a different pair of modules; one module's gradients accumulate."""
     torch.manual_seed(0)
     bases = [_whole(_generator()) for _ in range(3)]
 
@@ -159,7 +159,7 @@ def test_three_modules_on_three_ranks_under_no_sync(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_may_run_backwards_alone_under_no_sync(worlds, stage):
-    """Though the communicator reduces for another module, too."""
+    """This works although the communicator also reduces for another module."""
 
     bases = two_modules()
 
@@ -178,7 +178,7 @@ def test_one_rank_may_run_backwards_alone_under_no_sync(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_may_take_gradients_alone(worlds, stage):
-    """Forces are gradients of an energy by positions: autograd adds nothing to parameters then."""
+    """Forces are an energy's gradients by positions: autograd adds nothing to parameters."""
     g, d = two_modules()
 
     def work(comm):
@@ -203,7 +203,7 @@ def test_one_rank_may_take_gradients_alone(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_backward_that_raises_on_one_rank(worlds, stage):
-    """The others have reduced its buckets, and this rank makes up for that."""
+    """The other ranks have reduced the backward's buckets; this rank catches up in its step."""
     base = _whole(_generator())
 
     def work(comm, breaks):
@@ -233,7 +233,7 @@ def _raise(*_):
 
 
 class Mixing(nn.Module):
-    """Sums over the ranks between two layers, behind which only some ranks use another one."""
+    """Sums over the ranks between two layers; after the sum, only some ranks use an extra layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_collectives_of_the_model_go_over_a_communicator_of_their_own(stage):
     base = _whole(Mixing())
-    options = replace(OPTIONS[1], in_flight=1)  # of more, stage 2 would keep two for the step
+    options = replace(OPTIONS[1], in_flight=1)  # with more, stage 2 would keep two for the step
 
     def work(comm, stage, owns):
         group = comm.new_group(range(2)) if owns else comm
@@ -263,7 +263,7 @@ def test_collectives_of_the_model_go_over_a_communicator_of_their_own(stage):
 
 
 def test_reductions_that_are_out_of_order_are_named():
-    """Buckets have one size, so that nothing but their tags could tell them apart."""
+    """All buckets have one size, so that only their tags can tell them apart."""
     base = _whole(_generator())
 
     def work(comm):
@@ -319,7 +319,7 @@ def test_ranks_agree_only_where_there_are_several_modules(monkeypatch):
     first = zero.shard(_generator(), 2, comm=comm)
     assert backward(first) == 0
     second = zero.shard(_generator(), 3, comm=comm)
-    # At the beginning, and on the other at the end.
+    # Two agreements: one at the beginning, and one about the other module at the end.
     assert backward(first) == 2
     with zero.no_sync(first), zero.no_sync(second):
         assert backward(first) == 0
@@ -333,7 +333,7 @@ def test_ranks_agree_only_where_there_are_several_modules(monkeypatch):
     del third
     gc.collect()
     assert backward(first) == 2
-    # Which were dropped is found out where one more is sharded.
+    # A module that was dropped is found when another module is sharded.
     fourth = zero.shard(_generator(), 2, comm=comm)
     zero.remove_sharding(fourth)
     assert backward(first) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with different numbers of batches: the bits of gradients of zero from those without."""
+"""Ranks with different numbers of batches: a rank without a batch counts as zero gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_unevenly(comm, base, model, stage, initial=True):
 
 
 def train_with_zeros(comm, base, model):
-    """The same at stage 1, where a rank that runs no backward brings zeros."""
+    """Trains at stage 1 on the same batches; a rank that runs no backward contributes zeros."""
     module, optimizer, schedule = prepared(comm, base, 1)
     own = batches(model, comm.rank, BATCHES[comm.rank])
     for turn in range(max(BATCHES)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices for some units, and parameters that are the user's own."""
+"""Options of single units, and parameters that the user keeps (``ignored``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs/zero.md"
 
 
 class Model(nn.Module):
-    """Three blocks, and a head after them that sees what they return."""
+    """Three blocks, and a head after them that records the dtype of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ PER_UNIT = {"blocks.*": BF16, "blocks.1": UnitOptions(param=torch.float16)}
 
 
 def test_precisions_of_units_are_the_same_at_all_stages(worlds):
-    """Units compute in theirs among those in FP32, with masters; the last name that fits counts."""
+    """A unit computes in its own precision among FP32 units, with masters; the last match wins."""
     options = ZeroOptions(units=units, precision=Precision(param=torch.float32), per_unit=PER_UNIT)
 
     def work(comm, stage):
@@ -121,7 +121,7 @@ def test_units_have_the_bits_of_a_model_that_casts_by_itself(worlds):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_units_that_stay_from_forward_to_backward(worlds, kept):
-    """Against what the whole module does."""
+    """One unit resharded after forward, or kept, against the module's default."""
     chosen = {"blocks.1": UnitOptions(reshard_after_forward=kept)}
     options = ZeroOptions(units=units, reshard_after_forward=not kept, per_unit=chosen)
 
@@ -143,7 +143,7 @@ def test_units_that_stay_from_forward_to_backward(worlds, kept):
 
 @pytest.mark.parametrize(("name", "ahead"), [("blocks.0", 2), ("blocks.1", 1)])
 def test_units_that_are_unsharded_ahead(worlds, name, ahead):
-    """While a unit runs, as many as it says are under way; elsewhere as many as the module says."""
+    """A unit's prefetch sets how many units come ahead while it runs; else the module's does."""
     chosen = {"blocks.0": UnitOptions(prefetch=2)}
     options = ZeroOptions(units=units, overlap=True, prefetch=1, per_unit=chosen)
 
@@ -167,7 +167,7 @@ def test_units_that_are_unsharded_ahead(worlds, name, ahead):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ignored_parameters_are_the_users_own(worlds, stage, tmp_path):
-    """Neither cast nor given rank 0's values, reduced, saved or moved; torch may step them."""
+    """They are not cast, broadcast, reduced, saved or moved; a torch optimizer may step them."""
     precision = Precision(param=torch.bfloat16)
     options = ZeroOptions(units=units, precision=precision, ignored=("shift", "blocks.1.0"))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars for the host's cost of stage 3 on a device, with one sharded module and with several.
+"""Limits on the host's cost of stage 3 on a device, with one sharded module and with several.
 
-One rank trains a GPT of twelve blocks and tiny width on a driver that does nothing. So gradients
-stay unreduced and parameters what they are, which changes no count. A mutant of each bar must not
-stay within it.
+One rank trains a GPT of twelve blocks and tiny width on a stub driver that does nothing. So
+gradients stay unreduced and parameters unchanged, which changes no count. For each limit, a mutant
+must exceed it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COPIERS = ("zero/stages/unshard.py",)
 WARM_UP = 5
 PARTS = "buckets", "hooks", "resharded", "unshard"
 FILES = (*(f"zero/stages/{name}.py" for name in PARTS), "optim/dtensors.py")
-# In a step are 13 forwards of units, the root's among them, and 12 backwards that unshard again.
+# A step runs 13 unit forwards, including the root's, and 12 backwards that unshard again.
 UNSHARDINGS = 25
 FRAMES = 545
 
@@ -54,7 +54,7 @@ def runtime() -> StubRuntime:
 @pytest.fixture
 def comm(runtime: StubRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
     before = cuda.use(runtime)
-    # The rank knows what it tells itself, since nothing gathers it.
+    # The text comes from this rank alone, since the stub gathers nothing.
     monkeypatch.setattr(agreement, "gather_bytes", lambda comm, text, longest: [text])
     try:
         with ringcomm.local_world(1, device="cuda:0") as (made,):
@@ -71,7 +71,7 @@ def _step_of(
     options: zero.ZeroOptions | None = None,
     model: ModelConfig = MODEL,
 ) -> Step:
-    """Returns a step in which one backward goes through so many modules, taken some times."""
+    """Returns a step in which one backward runs through ``modules`` modules; warms it up first."""
     torch.manual_seed(0)
     made: list[Any] = [
         zero.shard(GPT(model), stage, comm=comm, options=options) for _ in range(modules)
@@ -96,7 +96,7 @@ def _step_of(
 def _any_of_by_device(
     comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]
 ) -> list[int]:
-    """The mutant: the devices agree, and the host waits for its own."""
+    """Mutant: ranks agree on the devices, and the host waits for its device."""
     flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
     comm.all_reduce(flags, ReduceOp.MAX)
     comm.engine.finish_host_side()
@@ -104,7 +104,7 @@ def _any_of_by_device(
 
 
 def _waits(runtime: StubRuntime, step: Step) -> int:
-    """The times that the host waits for the device, or for an event of it."""
+    """Returns how often the host waits for the device or one of its events."""
     runtime.driver.reset()
     runtime.calls.clear()
     step()
@@ -130,7 +130,7 @@ def test_an_agreement_of_devices_is_seen(
 
 
 def _waits_of_two(comm: Communicator, stage: int, counts: Counter[str]) -> int:
-    """The waits of both ranks in two steps, in which rank 0 alone uses all parameters."""
+    """Returns both ranks' waits in two steps in which only rank 0 uses all parameters."""
     options = zero.ZeroOptions(bucket_elems=512, algorithm="one_shot")
     g, d = (zero.shard(each, stage, comm=comm, options=options) for each in two_modules())
     optimizers = [AdamW(each.parameters(), comm=comm) for each in (g, d)]
@@ -152,7 +152,7 @@ def _waits_of_two(comm: Communicator, stage: int, counts: Counter[str]) -> int:
 def test_two_ranks_with_two_modules(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, by_device: bool
 ) -> None:
-    """The ranks differ in the parameters that they use; values are those of other tests."""
+    """The ranks use different parameters. Other tests check the values."""
     counts: Counter[str] = Counter()
     synchronize = devices.runtime.synchronize
 
@@ -172,7 +172,7 @@ def test_two_ranks_with_two_modules(
 
 
 def _frames(step: Step) -> int:
-    """The functions in Python of the files that unshard and reshard."""
+    """Counts the Python calls in the files that unshard and reshard."""
     found = 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -195,7 +195,7 @@ def _events(runtime: StubRuntime, step: Step) -> int:
 
 
 class _Copies(TorchDispatchMode):
-    """Counts the operators that copy, in an engine that unshards."""
+    """Counts the copy operators that an engine runs to unshard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _Copies(TorchDispatchMode):
 
 
 def _copies(step: Step) -> int:
-    """The operators that fill buckets."""
+    """Counts the operators that fill buckets."""
     with _Copies() as copies:
         step()
     return copies.found
@@ -242,7 +242,7 @@ def test_frames_of_unsharding(comm: Communicator) -> None:
 def test_a_function_for_each_parameter_is_seen(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: parameters are asked whether they are DTensors when they get their memory."""
+    """Mutant: each parameter is checked for being a DTensor when it gets its memory."""
     monkeypatch.setattr(buckets, "_set_data", set_local)
     assert _frames(_step_of(comm, 3)) > FRAMES
 
@@ -274,7 +274,7 @@ def test_a_large_unit_lies_between_two_events_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
     options: zero.ZeroOptions | None,
 ) -> None:
-    """Two are recorded, and each is waited for once. Small ones would have none."""
+    """A large unit records two events and waits for each once; a small unit uses none."""
     reductions = _events(runtime, _step_of(comm, 2, options=options))
     monkeypatch.setattr(unshard, "SMALL_BYTES", 0)
     monkeypatch.setattr(unshard, "AHEAD_BYTES", 0)
@@ -293,7 +293,7 @@ def test_events_for_each_bucket_are_seen(
     assert found > reductions + 4 * UNSHARDINGS
 
 
-# Blocks of 1.5 MiB; several of them are unsharded together.
+# Blocks of 1.5 MiB each; several blocks are unsharded together.
 LARGER = replace(MODEL, width=176)
 EVENTS = 60
 
@@ -303,11 +303,11 @@ EVENTS = 60
 def test_units_above_the_limit_are_begun_together(
     runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
-    """The mutant: each is begun by itself."""
+    """Mutant: each unit is started by itself."""
     monkeypatch.setattr(unshard.DeviceCopier, "joins_units", joined)
     step = _step_of(comm, 3, model=LARGER)
     assert (_events(runtime, step) <= EVENTS) == joined
-    # The root's is small; the copies of each other one are a native call.
+    # The root is small; each other unit is copied by one native call.
     assert runtime.driver.counted()["copy"] == UNSHARDINGS - 1
     assert _copies(step) == 1
 

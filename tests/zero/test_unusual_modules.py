@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that cannot be sharded are refused with the reason; what is odd and can be, is right."""
+"""Unsupported modules are refused with a reason; unusual modules that are supported train right."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_embedding_that_writes_to_its_weight_in_forward(worlds, stage, kind):
 
 
 class Wrapping(torch.Tensor):
-    """A tensor of 8-bit values and a scale, as quantized weights of torchao are."""
+    """A tensor subclass of 8-bit values and a scale, like torchao's quantized weights."""
 
     values_8bit: torch.Tensor
     scale: torch.Tensor
@@ -103,7 +103,7 @@ WITHOUT_MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse CSR")
 @covering(strength=1, kind=[*WITHOUT_MEMORY], stage=range(4))
 def test_parameters_without_memory_of_their_own(worlds, stage, kind):
-    """They are refused by name and class, and may be left to the user."""
+    """Such parameters are refused by name and class, unless the user lists them in ``ignored``."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[0].weight = nn.Parameter(WITHOUT_MEMORY[kind](torch.ones(4, 4)), requires_grad=False)
     match = rf"parameter 0\.weight: expected a dense tensor.*{kind}.*ignored=\('0\.weight',\)"
@@ -169,7 +169,7 @@ def test_torchs_own_scaler_on_one_rank(worlds, stage, unscales):
 
 @covering(strength=1, stage=STAGES, world_size=[1, 2], unused=["skip", "zero"])
 def test_freezing_and_unfreezing_after_shard(worlds, world_size, stage, unused):
-    """A frozen parameter takes no step, with the bits of one process; a whole unit or a part."""
+    """A frozen parameter takes no step, as in one process; a whole unit or a part may freeze."""
     base = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
 
     def turns(module: Any, optimizer: Any) -> None:
@@ -252,7 +252,7 @@ class Tanh(nn.Module):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parts_of_torchscript(worlds, stage):
-    """Parts with tensors are refused by name; parts without any are right."""
+    """TorchScript parts with tensors are refused by name; parts without tensors train right."""
     for part in (
         torch.jit.script(nn.Linear(4, 4)),
         torch.jit.trace(nn.Linear(4, 4), torch.ones(4)),
@@ -277,12 +277,12 @@ def test_parts_of_torchscript(worlds, stage):
 
 # ---- modules that stage 3 could break: the memory of their parameters comes and goes -----------
 
-# Nothing is here by luck, because it was fetched too early.
+# Without prefetch, so that no parameter is present only because it came early.
 ALONE = zero.ZeroOptions(bucket_elems=512, prefetch=0)
 
 
 class InPlace(nn.Module):
-    """Activations change the output of a layer, which is a view, in place."""
+    """In-place activations change a layer's output, which is a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class InPlace(nn.Module):
 
 
 class Table(nn.Module):
-    """Returns its parameter, or a view of it."""
+    """A module that returns its parameter, or a view of it."""
 
     def __init__(self, cut: bool) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Positions(nn.Module):
 
 
 class Detached(nn.Module):
-    """The weight's gradient has come before the node that reads it without one has run."""
+    """The weight gets its gradient before another node, which reads it detached, has run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class Detached(nn.Module):
 
 
 class Prefixed(nn.Module):
-    """A frozen layer that a trained parameter passes through, before the input does."""
+    """A trained parameter passes through a frozen layer before the input does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ class Prefixed(nn.Module):
 
 
 class Nested(nn.Module):
-    """Checkpoints in a checkpoint, with changes in place."""
+    """A checkpoint inside a checkpoint, with in-place changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ def _gradient_of_a_gradient(module: nn.Module, x: Tensor) -> None:
 
 
 def _looking_meanwhile(module: nn.Module, x: Tensor) -> None:
-    """Reads all parameters while backward is inside of a unit."""
+    """Reads all parameters while backward is inside a unit."""
 
     def look(grad: Tensor) -> None:
         if "_ringcomm_engine" in vars(module):
@@ -423,7 +423,7 @@ def _looking_meanwhile(module: nn.Module, x: Tensor) -> None:
     def watch(_: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(look)
 
-    # Between the layers of a unit.
+    # Hooked between the layers of a unit.
     handle = module[1][1].register_forward_hook(watch)  # type: ignore[index]
     step_usually(module, x)
     handle.remove()

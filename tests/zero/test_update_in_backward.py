@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates while backward runs: the bits of updates in the step, and what is refused."""
+"""Updates in backward have the bits of updates in the step; unsupported uses are refused."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_
 Tensor = torch.Tensor
 EARLY = AdamWOptions(update="in_backward")
 PIECE = 512
-#: The turn without a backward that reduces, whose step updates everything.
+#: In this turn no backward reduces, so the step updates everything.
 QUIET_TURN = 2
 
 
 @pytest.fixture
 def worlds() -> Iterator[Callable[[int], LocalWorld]]:
-    """Worlds of one test: a backward that failed is under way while its module lives, by rank."""
+    """Returns worlds for one test only: a failed backward stays open while its module lives."""
     with ExitStack() as stack:
         yield cache(lambda size: stack.enter_context(ringcomm.local_world(size)))
 
@@ -70,7 +70,7 @@ def state_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def trained(
     comm: Any, base: nn.Module, run: Run, early: bool, root: Path | None = None
 ) -> dict[str, Tensor]:
-    """Trains, with one step whose backwards are all under ``no_sync``; returns the state."""
+    """Trains with one step whose backwards all run under ``no_sync``; returns the state."""
     run = replace(run, adamw=replace(run.adamw, update="in_backward" if early else "in_step"))
     module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     optimizer = run.optimizer(module)
@@ -96,7 +96,7 @@ def trained(
 
 @pytest.mark.parametrize(("stage", "unused"), [(2, "zero"), (3, "skip")])
 def test_checkpoints_are_the_same_files(worlds, folder, tmp_path, stage, unused):
-    """Also after a turn without a backward that reduces, whose step updates everything."""
+    """Covers a turn in which no backward reduces, so that the step updates everything."""
     adamw = AdamWOptions(unused=unused)
     base, run = new_model("partial"), Run("partial", stage, precision=BF16, adamw=adamw)
     early = replace(run, adamw=replace(adamw, offload_state=on_disk(folder)))
@@ -116,7 +116,7 @@ LAYERS, WIDTH = 5, 64
 
 
 class Deep(nn.Module):
-    """Layers that are a bucket and a unit each."""
+    """A model in which each layer is a bucket and a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,13 +128,13 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-# Here, where no other thread draws random numbers.
+# At import, where no other thread draws random numbers.
 torch.manual_seed(3)
 DEEP = Deep()
 
 
 class Loop:
-    """One rank's training of a model whose buckets are layers."""
+    """Trains on one rank a model in which each layer is a bucket."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Loop:
             self.optimizer.zero_grad()
 
     def fail_at(self, layer: int, on: int | None = None) -> None:
-        """A backward that raises once the gradients of later layers are there."""
+        """Runs a backward that raises after the gradients of later layers have come."""
 
         def fail(grad: Tensor) -> None:
             self.engine.reduction.wait()
@@ -188,7 +188,7 @@ class Loop:
         return vars(self.module)["_ringcomm_engine"]
 
     def own(self) -> list[Tensor]:
-        """Copies of this rank's chunks, as they are now."""
+        """Returns copies of this rank's chunks."""
         return [each.values.clone() for each in self.shards()]
 
     def shards(self) -> list[Any]:
@@ -197,7 +197,7 @@ class Loop:
 
 
 def test_backward_updates_bucket_by_bucket_and_keeps_no_gradients(worlds):
-    """Seen from a hook of the first layer's output, and between backward and step."""
+    """Observed from a hook of the first layer's output, and between backward and step."""
 
     def work(comm, stage, overlap):
         loop = Loop(comm, stage, overlap=overlap)
@@ -225,7 +225,7 @@ def test_backward_updates_bucket_by_bucket_and_keeps_no_gradients(worlds):
 
 
 def test_a_disk_moves_the_same_bytes_and_nothing_for_what_rests(worlds, folder):
-    """Layer 1 has no gradient from turn 2 on; what is planned follows the step before."""
+    """Layer 1 has no gradient from turn 2 on; each turn plans its reads after the last step."""
 
     class Resting(Deep):
         def forward(self, x: Tensor, rests: bool = False) -> Tensor:
@@ -353,13 +353,13 @@ def test_what_needs_gradients_or_their_end_is_refused_and_training_goes_on(world
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_after_those_of_a_backward_are_refused(worlds, stage):
-    """A second backward, with no_sync or without, and ones set by hand; the first one counts."""
+    """Refuses a second backward, also under no_sync, and set gradients; the first one counts."""
 
     def work(comm):
         loop, wanted = Loop(comm, stage), Loop(comm, stage, adamw=AdamWOptions())
         for each in (loop, wanted):
             each.take()
-            # Its graph is of before the update, as that of a second loss may be.
+            # Built before the update, as the graph of a second loss may be.
             first, second = each.loss(), each.loss()
             if each is loop:
                 first.backward()
@@ -401,7 +401,7 @@ def test_grad_scalers_are_refused(worlds, world_size, kind):
 
 
 class Detached(Deep):
-    """The last layer's weight is also used in the second one, where it gets no gradient."""
+    """The second layer also uses the last layer's weight, detached, so without a gradient."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_uses_a_parameter_after_its_update_raises_at_stage_2(worlds, kind, monkeypatch):
-    """Without the marks, the gradient is silently another one."""
+    """Without the marks on graphs, the gradient is silently wrong."""
     made = Detached(kind)
     error, text = KINDS[kind]
 
@@ -476,7 +476,7 @@ def test_stage_3_has_the_old_values_while_they_are_here_and_unshards_no_new_ones
 
 
 class Shared(Deep):
-    """A layer that runs twice under checkpoints; reentrant ones bring its gradient in parts."""
+    """A layer that runs twice, checkpointed; reentrant ones bring its gradient in two parts."""
 
     reentrant = False
 
@@ -511,7 +511,7 @@ def test_a_gradient_in_parts_is_refused_and_one_in_one_piece_is_right(worlds, st
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_graphs_of_gradients(worlds, stage):
-    """A penalty inside of the loss is fine; a backward that makes a graph is refused."""
+    """A gradient penalty inside the loss works; a backward with create_graph is refused."""
 
     def penalised(loop):
         x = torch.ones(4, WIDTH, requires_grad=True)
@@ -556,7 +556,7 @@ def test_a_backward_inside_unsharded_is_refused_at_stage_3(worlds):
 
 
 def test_what_was_looked_up_outside_is_compared_before_its_update(worlds, monkeypatch):
-    """A unit that is open is compared with its peers' chunks as it goes; these change before."""
+    """A unit that is open is compared with its peers' chunks before an update changes them."""
 
     def work(comm, shuts):
         loop = Loop(comm, 3, reshard_after_forward=False)
@@ -580,7 +580,7 @@ def test_what_was_looked_up_outside_is_compared_before_its_update(worlds, monkey
 def test_a_backward_that_raises_halfway_leaves_the_optimizer_partly_updated(
     worlds, tmp_path, stage, on, overlap
 ):
-    """On all ranks or one: later buckets stay as they are, all ranks are told, and a load mends."""
+    """On all ranks or one: later buckets stay unchanged, all ranks raise, and a load recovers."""
 
     def work(comm):
         loop = Loop(comm, stage, overlap=overlap)
@@ -604,7 +604,7 @@ def test_a_backward_that_raises_halfway_leaves_the_optimizer_partly_updated(
         loop.optimizer.zero_grad()
         zero.load(tmp_path, loop.module, loop.optimizer)
         assert_same_bits(loop.state(), wanted)
-        # A load right after such a backward mends it, too.
+        # A load directly after such a backward recovers as well.
         loop.fail_at(1)
         zero.load(tmp_path, loop.module, loop.optimizer)
         assert_same_bits(loop.state(), wanted)
@@ -652,7 +652,7 @@ def test_hyper_parameters_of_one_rank_stop_all_before_anything_changes(
 
 
 def test_an_error_of_the_disk_is_told_at_the_step(worlds, folder, monkeypatch):
-    """None waits for the rank whose disk fails at some transfer of a backward."""
+    """No rank waits for the rank whose disk fails at some transfer of a backward."""
     broken = [False]
     wait = ringcomm.offload.scratch.Transfer.wait
 
@@ -727,7 +727,7 @@ def test_another_optimizer_takes_the_place_of_one_that_is_gone(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_writes_between_steps_are_followed_by_masters(worlds, stage):
-    """The advanced versions of an update are not taken for such writes."""
+    """Version counters that an update raises are not mistaken for such writes."""
 
     def work(comm):
         found = []
@@ -776,7 +776,7 @@ def test_parameters_without_elements_count_their_steps(worlds):
 
 
 class InParts(torch.autograd.Function):
-    """Adds a bias, whose gradient a backward of its own brings, without reading its values."""
+    """Adds a bias without reading its values; a separate backward computes the bias's gradient."""
 
     @staticmethod
     def forward(ctx, x, bias):
@@ -830,7 +830,7 @@ def test_a_parameter_that_is_frozen_after_its_gradient_came_is_refused(worlds, s
 
 
 def test_a_write_while_backward_runs_is_refused_at_stage_2(worlds):
-    """Masters would undo it; torch tells a version from another."""
+    """Masters would undo the write; torch's version counters show it."""
 
     def work(comm):
         loop = Loop(comm, 2, precision=BF16)
@@ -867,7 +867,7 @@ def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(folder, wor
         )
         assert held == told.buffers(stage).grad_shard
 
-    # A world of its own: ranks do not drop the modules of tests that fail at the same moment.
+    # A separate world: if a test fails, ranks do not drop its modules at the same moment.
     with ringcomm.local_world(world_size) as world:
         for stage in (2, 3):
             for disk in (None, on_disk(folder)):
@@ -896,7 +896,7 @@ def test_the_step_raises_the_first_fault_of_the_communicator(stage):
 
 
 class OwnWay(Deep):
-    """Each rank leaves another layer out, and all of them the third one."""
+    """Each rank skips a different layer, and all ranks skip the third layer."""
 
     def forward(self, x: Tensor, left_out: int = 0) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -931,7 +931,7 @@ def test_a_bucket_on_its_way_has_come_before_its_chunks_change(worlds):
         unsharder.close_bucket(bucket)
         assert bucket.is_unsharded and bucket.coming is None
         unsharder.reshard_all()
-        # A wrong guess does not bring it again, and a need is refused.
+        # A prefetch guess does not unshard the bucket again, and a request is refused.
         unsharder._last = [id(unit) for unit in loop.engine.setup.units]
         unsharder.need(loop.engine.setup.units[0])
         assert not bucket.is_unsharded and not unsharder._coming

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses of a module beside the usual loop, at every stage."""
+"""Uses of a module outside the usual training loop, at every stage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_gradients_that_nothing_clears_are_warned_of(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_backward_between_a_step_and_zero_grad_is_not_warned_of(worlds, stage):
-    """A GAN's discriminator forgets the generator's backward before its own."""
+    """A GAN's discriminator drops gradients of the generator's backward before its own."""
 
     def work(comm):
         module: Any = zero.shard(new_model("mlp"), stage, comm=comm, options=SMALL)
@@ -110,7 +110,7 @@ def rows(comm, turn: int) -> Tensor:
 
 
 def are_unsharded(module: nn.Module) -> bool:
-    """Tells whether any parameter is here; looks at none by its name, which would unshard it."""
+    """True if any parameter is unsharded. Avoids attribute access, which would unshard it."""
     return not all(isinstance(param, Resharded) for param in module.parameters())
 
 
@@ -195,7 +195,7 @@ def test_what_was_raised_in_unsharded_is_what_comes_out(worlds):
             with zero.unsharded(module), torch.no_grad():
                 for param in module.parameters():
                     param.zero_()
-        # All changes are refused at once, and all are lost.
+        # All changes are refused together, and all are lost.
         assert not are_unsharded(module)
         assert module(rows(comm, 0)).abs().sum() > 0
 
@@ -224,7 +224,7 @@ def test_a_forward_that_raised_leaves_nothing_behind(worlds):
 
 
 class Interrupted(nn.Linear):
-    """Ctrl-C comes while this layer computes, once."""
+    """A layer that is interrupted once by Ctrl-C while it computes."""
 
     comes = False
 
@@ -236,7 +236,7 @@ class Interrupted(nn.Linear):
 
 
 def test_ctrl_c_in_a_forward_is_forgotten_at_the_next(worlds):
-    """Torch calls no hook after it."""
+    """Torch calls no forward hook after an interrupt."""
 
     def work(comm):
         interrupted = Interrupted(8, 8)
@@ -279,7 +279,7 @@ def test_a_module_that_calls_itself_keeps_what_it_uses(worlds):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_root_that_is_never_called_prefetches(worlds, trains):
-    """Language models have a method for their loss, and generate with another."""
+    """Language models compute their loss in one method, and generate in another."""
 
     def work(comm):
         module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -392,7 +392,7 @@ def test_state_dicts_of_modules_inside_a_unit_at_stage_3(worlds):
     worlds(1).run(work)
 
 
-# What reads a tensor's values, or its memory.
+# Calls that read a tensor's values or memory.
 USES: list[Callable[[Any], Any]] = [
     lambda t: t.clone(),
     lambda t: t + 1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""16-bit parameters that are written to in place: their masters follow."""
+"""Writes to 16-bit parameters in place: their masters follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringcomm.optim.buckets import OutsideWrites
 from tests.support.covering import covering
 
 Tensor = torch.Tensor
-# At stage 3 a module is loaded inside of unsharded() only.
+# At stage 3 a module can be loaded only inside unsharded().
 STAGES = [0, 1, 2]
 BF16 = zero.ZeroOptions(precision=zero.Precision(param=torch.bfloat16), bucket_elems=512)
 
@@ -25,7 +25,7 @@ def _small() -> Any:
 
 
 def _state() -> dict[str, Tensor]:
-    # Threads share torch's own generator.
+    # A generator of its own, because threads share torch's global one.
     generator = torch.Generator().manual_seed(5)
     shapes = {name: value.shape for name, value in _small().state_dict().items()}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -38,7 +38,7 @@ def _step(module: Any, optimizer: AdamW) -> None:
 
 
 def _loaded(worlds, stage: int, steps_before: int, master: str = "fp32") -> dict[str, Tensor]:
-    """Returns the parameters a step after a load, where steps change nothing."""
+    """Returns the parameters one step after a load; steps have a learning rate of 0."""
 
     def work(comm):
         module = zero.shard(_small(), stage, comm=comm, options=BF16)
@@ -75,7 +75,7 @@ def test_without_following_it_would_be_undone(worlds, monkeypatch, steps_before)
 
 
 def _masters_after_one_write(worlds) -> tuple[Tensor, Tensor]:
-    """FP32 masters [8 x 96] before and after element (3, 5) of a parameter was written to."""
+    """Returns masters [8 x 96] in FP32 before and after a write to a parameter's element (3, 5)."""
 
     def work(comm):
         module: Any = zero.shard(_small(), 2, comm=comm, options=BF16)
@@ -91,7 +91,7 @@ def _masters_after_one_write(worlds) -> tuple[Tensor, Tensor]:
 
 
 def _keeps_every_bit(before: Tensor, after: Tensor) -> bool:
-    """Tells whether the masters have more than 16 bits, and only the written one changed."""
+    """True if masters have more than 16 bits, and only the written element changed."""
     wide = not torch.equal(before, before.bfloat16().float())
     before[3, 5] = 7.0
     return wide and torch.equal(before, after)
@@ -116,7 +116,7 @@ def test_masters_that_do_not_follow_just_so_are_told(worlds, monkeypatch, where,
 
 @pytest.mark.parametrize("module_first", [False, True])
 def test_a_state_that_is_loaded_has_the_last_word(module_first):
-    """Both orders of loading a module and its optimizer bring every bit of the masters back."""
+    """A module and its optimizer may be loaded in either order: masters return with every bit."""
     module = zero.shard(_small(), 1, options=BF16)
     optimizer = AdamW(module.parameters(), lr=1e-2)
     _step(module, optimizer)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ZeRO-R promises of memory beyond the model state: constant buffers, and no fragments.
+"""ZeRO-R's promises on memory beyond the model state: constant buffers, no fragmentation.
 
-Rajbhandari et al., "ZeRO" (SC'20), section 6. ``docs/disk.md`` says what is here in place of what
-the paper names. Partitioned activations (P_a) are in ``tests/functional/test_checkpoint.py``.
+Rajbhandari et al., "ZeRO" (SC'20), section 6. ``docs/disk.md`` lists which features replace the
+paper's. Partitioned activations (P_a) are in ``tests/functional/test_checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.zero.test_memory import held_bytes
 
 Tensor = torch.Tensor
 WORLD = 2
-# What grows with the number of parameters and is no tensor of theirs: tables of the kernels.
+# Kernel tables grow with the number of parameters, and are not part of the formula.
 TABLES_BYTES = 1 << 12
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Layers(nn.Module):
-    """Layers of one size; a bucket each, in whole tiles."""
+    """Layers of one size; each layer is a bucket of whole tiles."""
 
     def __init__(self, count: int, width: int, inner: int) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ def held_of(comm: Any, stage: int, disk: Disk, options: zero.ZeroOptions, sizes:
 
 @covering(strength=1, stage=STAGES, larger={"layers": (9, 64, 64), "one parameter": (3, 64, 512)})
 def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger):
-    """With the state on a disk: what a larger model holds more is what the closed form says.
+    """With state on a disk, a larger model holds only as many more bytes as the formula says.
 
-    More layers have more parameters and gradients; a larger parameter has a larger bucket, too.
+    More layers have more parameters and gradients; a larger parameter also has a larger bucket.
     """
     smaller = (3, 64, 64)
     disk = Disk(
@@ -82,7 +82,7 @@ def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger)
         model = ModelElems.of_module(Layers(*sizes))
         training = Training(model, WORLD, 1, options, AdamWOptions(offload_state=disk))
         state, buffers = sum(training.state(stage)), training.buffers(stage)
-        # Between steps no unit is unsharded, and no sum is.
+        # Between steps no unit is unsharded, and no reduced sum is held.
         return state + buffers.grad_shard + (buffers.buckets if stage >= 2 else 0)
 
     def work(comm: Any) -> int:
@@ -90,21 +90,21 @@ def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger)
         return held[1] - held[0]
 
     wanted = closed_form(larger) - closed_form(smaller)
-    # Stage 3 has a second bucket on its way only if the first one is not reduced in time.
+    # Stage 3 uses a second bucket only if the first one is not reduced in time.
     spared = bucket_bytes(larger) - bucket_bytes(smaller) if stage == 3 else 0
     for grown in worlds(WORLD).run(work):
         assert wanted - spared <= grown <= wanted + TABLES_BYTES
 
 
 def bucket_of(elems: int) -> Bucket:
-    """A bucket of one parameter, whose memory is address space until it is touched."""
+    """Makes a bucket of one parameter, whose memory stays untouched address space."""
     layout = BucketLayout(torch.float32, elems, (Segment(0, elems, 0),))
     memory = BucketMemory(own_params=torch.empty(elems, dtype=torch.float32))
     return Bucket(0, layout, layout.chunk(0, 1), memory)
 
 
 def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(folder, monkeypatch):
-    """And the first piece of it moves alone: 8 MiB of the 1.6 GB that are reserved."""
+    """Only the parameter's first piece is moved: 8 MiB of the reserved 1.6 GB."""
     disk = Disk(folder)
     made: list[int] = []
 
@@ -134,7 +134,7 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
     assert found[0] == found[1] == [8 << 20] * 8
 
 
-# M_D: what lives long, and what comes and goes.
+# M_D of the paper: memory that lives long, among memory that comes and goes.
 
 
 class Uneven(nn.Module):
@@ -155,7 +155,7 @@ class Uneven(nn.Module):
 
 
 class Churn:
-    """Random steps of one rank, the same on all: trains, unshards, saves, grows and frees."""
+    """Takes random steps, the same on each rank: trains, unshards, saves, grows and frees."""
 
     def __init__(self, comm: Any) -> None:
         self.comm, self.random = comm, random.Random(7)
@@ -167,7 +167,7 @@ class Churn:
             self.begin()
 
     def begin(self) -> None:
-        """A model of another size in place of one of those that train."""
+        """Starts a model of another size, in place of one of the training models."""
         if len(self.jobs) == 3:
             self.jobs.pop(self.random.randrange(3))
         width, stage = self.random.choice([24, 64, 96, 200]), self.random.randrange(4)
@@ -193,7 +193,7 @@ class Churn:
         optimizer.state_dict()
 
     def grow(self) -> None:
-        """An optimizer that takes more parameters, or a new one in place of a grown one."""
+        """Adds a parameter to an optimizer, or replaces a grown optimizer by a new one."""
         param = torch.zeros(self.random.randrange(1, 20_000)).requires_grad_()
         if not self.others or len(self.others[-1].param_groups) > 5:
             self.others = [*self.others[-1:], AdamW([param], comm=self.comm)]
@@ -206,7 +206,7 @@ class Churn:
         optimizer.step()
 
     def keep(self) -> None:
-        """Tensors of the user's own in the heap, for a while."""
+        """Keeps some tensors of the user in the heap for a while."""
         self.kept = self.kept[-5:]
         self.kept.append(ringcomm.empty(self.random.randrange(1, 500_000)))
 
@@ -219,7 +219,7 @@ class Churn:
 
 
 def test_hundreds_of_random_steps_leave_the_heap_whole(monkeypatch):
-    """What the heap has taken of the system stays near the most that was in use at a time."""
+    """The memory that the heap takes from the system stays near the peak of memory in use."""
     monkeypatch.setattr(host_heap, "_process", host_heap._ProcessHeap())
     host_heap.process_heap(1 << 30)
 
@@ -235,5 +235,5 @@ def test_hundreds_of_random_steps_leave_the_heap_whole(monkeypatch):
         gc.collect()
         assert ringcomm.heap_stats()["used_bytes"] == begun
     assert most - begun > 10 * (2 << 20)
-    # Memory is taken by 2 MiB. Without joining what is free it would be 2.7 times as much.
+    # Memory is taken in units of 2 MiB. Without joining free blocks it would be 2.7 times as much.
     assert taken - begun <= 1.5 * (most - begun) + (2 << 20)
