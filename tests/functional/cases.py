@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every function with every op that has a gradient, beside what it must give.
+"""Every function with every op that has a gradient, and a reference for each.
 
-A reference takes the inputs of all ranks and builds the outputs of all ranks from them with
-tensor operations, so that one process's autograd says what the gradients must be.
+A reference takes the inputs of all ranks and builds the outputs of all ranks from them with tensor
+operations, so that one process's autograd gives the expected gradients.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ COLUMNS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """``call`` runs on one rank; ``reference`` gives the outputs of all from the inputs of all."""
+    """``call`` runs on one rank; ``reference`` maps the inputs of all ranks to all outputs."""
 
     name: str
     call: Callable[[Communicator, Tensor], Tensor]
     reference: Callable[[Inputs], list[Tensor]]
-    rows: Callable[[int, int], int]  # of rank's input, from rank and world size
+    rows: Callable[[int, int], int]  # rows of a rank's input, from rank and world size
 
     def __str__(self) -> str:
         return self.name
 
 
 def factor(rank: int) -> float:
-    """Each rank's own, of PREMUL_SUM."""
+    """Returns a rank's factor of PREMUL_SUM."""
     return rank + 2.0
 
 
@@ -68,7 +68,7 @@ def alike(combine: Callable[[Inputs], Tensor]) -> Callable[[Inputs], list[Tensor
 
 
 def piece(sender: int, receiver: int) -> int:
-    """Rows of an uneven exchange; some pieces are empty."""
+    """Returns the rows that ranks send in an uneven exchange; some pieces are empty."""
     return (sender + 2 * receiver + 1) % 3
 
 
@@ -146,7 +146,7 @@ CASES = (
 
 
 def whole(shape: tuple[int, ...], seed: int, world_size: int, dtype: torch.dtype) -> Tensor:
-    """Small multiples of the world size: even bfloat16 holds every sum, and the means are whole."""
+    """Returns small multiples of the world size: sums fit bfloat16, and means are whole numbers."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-2, 3, (2, *shape), generator=generator) * world_size
     if dtype.is_complex:
@@ -155,7 +155,7 @@ def whole(shape: tuple[int, ...], seed: int, world_size: int, dtype: torch.dtype
 
 
 def inputs_of(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -> Inputs:
-    """The inputs of all ranks."""
+    """Returns the inputs of all ranks."""
     return [
         whole((case.rows(rank, world_size), COLUMNS), 7 * rank + 1, world_size, dtype)
         for rank in range(world_size)
@@ -163,7 +163,7 @@ def inputs_of(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -
 
 
 def gradient(tensor: Tensor) -> Tensor:
-    """Returns the gradient that ``backward`` has left."""
+    """Returns the gradient that ``backward`` has set."""
     assert tensor.grad is not None
     return tensor.grad
 
@@ -171,7 +171,7 @@ def gradient(tensor: Tensor) -> Tensor:
 def expected(
     reference: Callable[[Inputs], list[Tensor]], inputs: Inputs
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Outputs of all ranks, gradients to feed in there, and the gradients of the inputs."""
+    """Returns all ranks' outputs, the gradients to feed to them, and the inputs' gradients."""
     leaves = [each.clone().requires_grad_() for each in inputs]
     outputs = reference(leaves)
     world_size, dtype = len(inputs), inputs[0].dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares compiled functions with eager ones, and records the calls that are really made."""
+"""Compares compiled functions with eager ones, and records the calls that are made."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def alone(name: str = "alone") -> Communicator:
 
 @contextmanager
 def recorded_calls() -> Iterator[list[tuple[str, str, int]]]:
-    """Records the calls of this process's communicators: which rank, what, how much."""
+    """Records the calls of this process's communicators: group name, method, number of elements."""
     calls: list[tuple[str, str, int]] = []
 
     def recording(method: str) -> Callable[..., Any]:

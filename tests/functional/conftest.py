@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-place functions' worlds and devices, ranks that compile, and a compiler that forgets."""
+"""Fixtures: worlds and devices of the in-place functions, compiling ranks, a compiler reset."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ __all__ = ["devices", "worlds"]
 
 @pytest.fixture(scope="session")
 def compiling_ranks() -> Iterator[RankPool]:
-    """Two ranks, forks of a process that has imported torch's compiler."""
+    """Two ranks, forked from a process that has imported torch's compiler."""
     pool = RankPool(2, imports=["tests.functional.preloaded"])
     yield pool
     pool.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of all ranks' tensors as one differentiable function, which gradcheck can test.
+"""Makes one differentiable function of all ranks' tensors, which gradcheck can test.
 
-Every evaluation, also of derivatives of any order, calls the rank function once on every rank. So
-ranks stay in step whichever rank's input gradcheck perturbs.
+Each evaluation, also of derivatives of any order, calls the rank function once on every rank. So
+the ranks make the same calls, whichever rank's input gradcheck perturbs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from ringcomm import Communicator, LocalWorld
 
 Tensor = torch.Tensor
-# Called on every rank with its own tensors.
+# A function that is called on every rank with the rank's own tensors.
 RankFunction = Callable[..., Sequence[Tensor]]
 
 
 def backward_of(function: RankFunction, count: int) -> RankFunction:
-    """Takes the ``count`` inputs of ``function`` and a gradient for each output of it."""
+    """Returns the backward: it takes ``count`` inputs, and a gradient for each output."""
 
     def run(comm: Communicator, *tensors: Tensor) -> Sequence[Tensor]:
-        # In the innermost call nothing requires grad yet.
+        # In the innermost call no tensor requires grad yet.
         tensors = tuple(
             each if each.requires_grad else each.detach().requires_grad_() for each in tensors
         )
@@ -72,6 +72,6 @@ class _OnAllRanks(torch.autograd.Function):
 def on_all_ranks(
     world: LocalWorld, function: RankFunction, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The outputs of all ranks, rank after rank, from their inputs in the same order."""
+    """Returns the outputs of all ranks in rank order, from their inputs in the same order."""
     results: tuple[Tensor, ...] = _OnAllRanks.apply(world, function, *tensors)
     return results

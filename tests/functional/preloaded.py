@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of torch's compiler, which a process imports before it forks ranks that compile."""
+"""Modules of torch's compiler, imported by a process before it forks ranks that compile."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import importlib
 
 from torch._inductor import config
 
-# Else the import would start processes that compile, and so would every rank.
+# Otherwise the import, and then every rank, would start compile processes.
 config.compile_threads = 1
-# Kernels of products are of a library. What a C++ compiler would be needed for fails: it would take
-# longer than all else.
+# Kernels of products come from a library. Other kernels need a C++ compiler and must fail here:
+# compiling would take longer than all else.
 config.cpp.cxx = ("no-compiler",)
 importlib.import_module("torch._inductor.compile_fx")
 importlib.import_module("torch._inductor.lowering")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over ranks is that of one process, with its gradients."""
+"""Attention over ranks equals attention in one process, with its gradients."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.functional.compiling import alone
 Tensor = torch.Tensor
 
 BATCH, HEADS, TOKENS, DIM = 2, 6, 4, 8
-# An element is made of some hundred operations on numbers below 10, each of which rounds by at most
-# 2^-53 of its result.
+# An element results from some hundred operations on numbers below 10; each operation rounds by at
+# most 2^-53 of its result.
 FLOAT64_ERROR = 100 * 10 * 2.0**-53
 
 
 def whole(
     world_size: int, key_heads: int = HEADS, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """Query, keys, values and the gradient of the result, of all ranks."""
+    """Returns query, keys, values and the gradient of the result, for all ranks."""
     generator = torch.Generator().manual_seed(3)
     length = world_size * TOKENS
     return [
@@ -57,7 +57,7 @@ def of_one_process(inputs: list[Tensor], is_causal: bool) -> list[Tensor]:
 def of_ranks(
     world: ringcomm.LocalWorld, call: Callable[..., Tensor], inputs: list[Tensor], **options: Any
 ) -> list[Tensor]:
-    """Result and gradients of the whole sequence, put together from those of the ranks."""
+    """Returns the result and gradients of the whole sequence, joined from all ranks."""
     length = inputs[0].size(2)
     zigzag = options.get("zigzag", False)
 
@@ -87,7 +87,7 @@ def test_it_is_the_attention_of_one_process(worlds, call, world_size, is_causal,
 
 
 def test_sixteen_bits_round_as_one_process_does(worlds):
-    """Each of 3 ranks' results is rounded to 2^-9 of it before they are weighted, and their sum."""
+    """Each rank's result is rounded to 2^-9, relative, and so is the weighted sum of all three."""
     inputs = whole(3, dtype=torch.bfloat16)
     exact = of_one_process([each.double() for each in inputs], is_causal=True)
     found = of_ranks(worlds(3), ring_attention, inputs, is_causal=True, zigzag=True)
@@ -217,7 +217,7 @@ def test_second_derivatives_of_the_ring_are_refused():
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_graph_serves_all_numbers_of_heads():
-    """Of queries; where key heads are fewer torch's function is called otherwise."""
+    """Covers different numbers of query heads; with fewer key heads torch is called differently."""
     with alone() as comm:
         compiled = torch.compile(ulysses_attention, backend="eager", fullgraph=True, dynamic=True)
         for heads, key_heads in ((2, 2), (4, 4), (6, 2)):
@@ -228,7 +228,7 @@ def test_one_graph_serves_all_numbers_of_heads():
 
 
 def test_on_a_gpu_the_kernels_take_what_they_are_given():
-    """torch's shapes of flash attention on a GPU stand for the kernels; nothing is computed."""
+    """Checks only shapes: torch's meta functions of flash attention replace the kernels."""
     with FakeTensorMode():
         query = torch.empty(2, 4, 8, 16, device="cuda", dtype=torch.bfloat16)
         keys = torch.empty(2, 2, 2, 6, 16, device="cuda", dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that ranks divide: gradients of torch's, and a share of the inputs kept."""
+"""Checkpoints partitioned among ranks: torch's gradients, and a share of the inputs kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layers() -> list[nn.Module]:
 
 
 def trained(model: list[nn.Module], call: Any, keep: list[Any]) -> list[Tensor]:
-    """Output and gradients; ``keep`` gets weak references to the inputs of the layers."""
+    """Returns output and gradients; ``keep`` gets weak references to the layers' inputs."""
     first = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH).requires_grad_()
     x: Tensor = first
     for layer in model:
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_torchs_checkpoint(worlds, world_size):
 
 
 def test_a_rank_keeps_its_share_alone(worlds):
-    """Between forward and backward the inputs are gone but for a piece on each rank."""
+    """Between forward and backward, each rank keeps only its piece of the inputs."""
     models = [layers() for _ in range(2)]
     kept: list[list[bool]] = [[], []]
 
@@ -70,7 +70,7 @@ def test_a_rank_keeps_its_share_alone(worlds):
         trained(models[comm.rank], call, inputs)
 
     worlds(2).run(body)
-    # While the last layer runs, the inputs of those before it have gone.
+    # While the last layer runs, the inputs of earlier layers are freed.
     assert kept == [[False], [False]]
 
     def pieces(comm: Communicator) -> tuple[int, int]:

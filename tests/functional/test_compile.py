@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile with fullgraph: same values and gradients, with groups of every kind."""
+"""torch.compile with fullgraph: eager values and gradients, with groups of every kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ threads = pytest.mark.skipif(
 
 
 def through_all(tensor: Tensor, op: Any, group: Communicator | None) -> Tensor:
-    """[2 * world_size, n] to a tensor of other shape; whole numbers stay whole."""
+    """Maps [2 * world_size, n] through all functions; whole numbers stay whole."""
     gathered = F.all_gather(tensor, group) * 2
     shard = F.reduce_scatter(gathered * gathered, op, group)
     means = F.all_reduce(shard, ReduceOp.AVG, group) + F.broadcast(tensor, 0, group)
@@ -45,9 +45,9 @@ def closed_over(group: Communicator | None, op: Any) -> Callable[[Tensor], Tenso
 
 
 def unlike_graphs(tensor: Tensor, group: Communicator) -> Tensor:
-    """The compiler sees other values on each rank, and the ranks make the same calls all the same.
+    """Compiles to different graphs on each rank, but the ranks make the same calls.
 
-    Products and views only: for those inductor need not call a C++ compiler.
+    Uses only products and views, for which inductor needs no C++ compiler.
     """
     logged = F.all_reduce(tensor.detach(), group=group)
     again = F.all_reduce(tensor if group.rank == 0 else tensor.t(), group=group)
@@ -73,7 +73,7 @@ def gathered_twice(tensor: Tensor, group: Any) -> Tensor:
 
 
 def groups_of_torch(rank: int, world_size: int) -> None:
-    """Meshes and process groups, as arguments and closed over, each with a graph of its own."""
+    """Compiles one graph per mesh or process group, as an argument and as a closure variable."""
     mesh = mesh_of(1, world_size)
     meshes: list[Any] = [mesh["tp"], mesh["dp"]]
     for groups in (meshes, [each.get_group() for each in meshes]):

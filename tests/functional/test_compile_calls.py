@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In a compiled function every collective is called once, in the order of the program."""
+"""A compiled function calls every collective once, in the order of the program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cheap_to_repeat(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def thrifty(tensor: Tensor, group: Communicator) -> Tensor:
-    """Takes less memory in another order. Products only: no C++ compiler is called."""
+    """Would take less memory in another order. Uses only products, so no C++ compiler runs."""
     F.all_gather(tensor, group)
     parts = [F.all_gather(tensor[:rows], group) for rows in (3, 16, 2, 8)]
     F.all_reduce(tensor[:3], group=group)
@@ -68,7 +68,7 @@ PROGRAMS = (unused, repeated, reordered, constant, cheap_to_repeat)
 def differing(
     programs: Sequence[Callable[[Tensor, Communicator], Tensor]], backend: str
 ) -> set[str]:
-    """Names of those of which the compiled form makes other calls than the eager one."""
+    """Returns the names of programs whose compiled form makes other calls than the eager one."""
     names = set()
     with alone() as group, recorded_calls() as calls:
         for program in programs:
@@ -89,7 +89,7 @@ def differing(
 
 def with_and_without_effects(store: Any, rank: int, world_size: int) -> list[set[str]]:
     found = []
-    # In this order: torch never forgets that an operator had an effect.
+    # None comes first, because torch never forgets that an operator had an effect.
     for effect in (None, EffectType.ORDERED):
         for name in OPERATORS:
             torch.library._register_effectful_op(f"ringcomm::{name}", effect)
@@ -99,16 +99,16 @@ def with_and_without_effects(store: Any, rank: int, world_size: int) -> list[set
 
 
 def test_every_call_is_kept():
-    """And would not be if operators had no effect, so the test can fail."""
+    """Negative control: without effects of the operators, an unused call is dropped."""
     assert run_ranks(with_and_without_effects, 1, timeout_s=150.0) == [[{"unused"}, set()]]
 
 
 def by_inductor(rank: int, world_size: int) -> None:
-    from torch._inductor.lowering import lowerings  # which only this process needs
+    from torch._inductor.lowering import lowerings  # only this process needs the import
 
     if rank:
         return
-    # This test records the calls of the operators.
+    # This test records the calls of the operators, so it turns off the native functions.
     with mock.patch.object(collectives, "name_in_graph", return_value=None):
         assert differing([thrifty], "inductor") == set()
     operators = [getattr(torch.ops.ringcomm, name).default for name in OPERATORS]
@@ -118,7 +118,7 @@ def by_inductor(rank: int, world_size: int) -> None:
 
 
 def test_inductor_keeps_the_order(compiling_ranks):
-    """And would not with the lowerings that it makes up for unknown operators."""
+    """Negative control: with inductor's fallback lowerings the order changes."""
     compiling_ranks.run(by_inductor)
 
 
@@ -141,7 +141,7 @@ def checkpointed(tensor: Tensor, group: Communicator, **options: Any) -> Tensor:
 
 
 def test_checkpointing(worlds):
-    """Collectives run again in the backward, on all ranks alike."""
+    """Backward runs the collectives again, the same ones on all ranks."""
 
     def body(comm):
         want = evaluate(block, 2, comm.rank, comm)
@@ -154,7 +154,7 @@ def test_checkpointing_in_a_graph():
     policy = partial(create_selective_checkpoint_contexts, keep_collectives)
     with alone() as group:
         check(partial(checkpointed, context_fn=policy), 2, 1, group)
-        # Around a graph any checkpoint will do.
+        # Around a compiled graph, any checkpoint function works.
         compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
 
         def around(tensor: Tensor) -> Any:

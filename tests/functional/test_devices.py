@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and gradients on communicators of devices."""
+"""Values and gradients with communicators of devices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_every_function(devices, world_size, case):
     outputs, fed, gradients = expected(case.reference, inputs)
 
     def body(comm):
-        # The ranks of one process share autograd's thread of a device, where they would wait for
-        # each other.
+        # Otherwise the ranks of one process would share autograd's device thread, and wait for each
+        # other there.
         with torch.autograd.set_multithreading_enabled(False):
             mine = inputs[comm.rank].to(comm.device).clone().requires_grad_()
             output = case.call(comm, mine)

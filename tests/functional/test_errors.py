@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input raises on the rank that made it; ranks that disagree are told so."""
+"""Bad input raises on the rank that passed it; ranks that disagree all raise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def G(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, requires_grad=True)
 
 
-# What is called on rank 1 of a world of 2, and what the message must say.
+# Calls of rank 1 in a world of 2, and the pattern of the error.
 CASES = {
     "not a tensor": (
         lambda c: F.all_reduce([1.0], group=c),  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_bad_argument(worlds, name):
             with pytest.raises(kind, match=re.escape(message)) as caught:
                 call(comm)
             assert "on rank 1 of 2: " in str(caught.value)
-        # No peer has noticed, and both can go on.
+        # The peer did not notice, and both ranks can continue.
         assert F.all_reduce(T(1), group=comm).item() == 2.0
 
     worlds(2).run(body)
@@ -172,7 +172,7 @@ def test_an_unknown_op_name():
     ],
 )
 def test_ranks_that_call_differently(call):
-    """The native comparison of calls, which these functions go through as all others do."""
+    """These functions use the same native comparison of calls as all others."""
     with ringcomm.local_world(2, timeout=20.0) as world, pytest.raises(MismatchError):
         world.run(call)
 
@@ -203,7 +203,7 @@ def test_ranks_that_disagree_about_gradients_are_told_in_debug_mode(worlds):
         )
         with torch.set_grad_enabled(comm.rank != 0), told:
             F.broadcast(T(2) if comm.rank == 1 else G(2), 0, comm)
-        # All ranks were told, so all can go on.
+        # All ranks raised, so all can continue.
         assert F.all_reduce(T(1), group=comm).item() == 3.0
 
     dist.set_debug_level(dist.DebugLevel.DETAIL)

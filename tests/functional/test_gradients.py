@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of second order by finite differences, and that wrong ones are caught.
+"""Second derivatives by finite differences; negative controls with wrong gradients.
 
-Those of first order are compared to the bit in ``test_values.py``.
+``test_values.py`` compares first derivatives bit for bit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def squared(case: Case, comm, tensor):
-    """Not linear, so that the second derivative is not zero; one column, for speed."""
+    """Squares its input, so that the second derivative is not zero; one column, for speed."""
     return (case.call(comm, tensor * tensor),)
 
 
 def problem(world, case: Case, dtype=torch.float64):
-    """A function for gradcheck, and where to check it."""
+    """Returns a function for gradcheck, and the point at which to check it."""
     generator = torch.Generator().manual_seed(5)
     leaves = [
         torch.randn(case.rows(rank, len(world)), generator=generator, dtype=dtype).requires_grad_()
@@ -77,7 +77,7 @@ def test_compositions(worlds):
 
 
 def with_wrong_duals(monkeypatch, change: Any) -> None:
-    """The backward functions call ``change(operator, its name)`` in place of each operator."""
+    """Makes the backward functions call ``change(operator, name)`` in place of each operator."""
     real = collectives._duals
     wrong = {name: change(getattr(real, name), name) for name in OPERATORS}
     monkeypatch.setattr(collectives, "_duals", SimpleNamespace(**wrong))
@@ -110,7 +110,7 @@ def test_a_wrong_second_order_is_noticed(worlds, monkeypatch, case):
 
 
 def on_this_rank(operator, name):
-    """Gradients that stay on their rank: what one gets who forgets the other ranks."""
+    """Mutant: a gradient that ignores the other ranks."""
 
     def local(grad, *rest):
         world_size = rest[-1]
@@ -166,7 +166,7 @@ def test_backward_twice(worlds, case):
 
 
 def test_a_loss_that_all_ranks_compute_alike(worlds):
-    """NOTE [What the gradient is of]: it counts once for every rank."""
+    """NOTE [What the gradient is of]: each rank computes the loss, so it counts once per rank."""
 
     def body(comm):
         mine = torch.full((2,), 3.0, requires_grad=True)
@@ -180,12 +180,12 @@ def test_a_loss_that_all_ranks_compute_alike(worlds):
 
 
 def test_several_collectives_run_backward_in_reverse(worlds):
-    """Different sizes: ranks out of order would raise MismatchError."""
+    """The collectives have different sizes, so ranks in different orders would raise."""
 
     def body(comm):
         parts = [torch.ones(count, requires_grad=True) for count in range(1, 9)]
         outputs = [F.all_reduce(part, group=comm) for part in parts]
-        # Summed in another order on each rank; the engine goes by creation, not by this.
+        # Each rank sums in another order, but autograd follows the order of creation.
         order = outputs[comm.rank :] + outputs[: comm.rank]
         loss = order[0].sum()
         for each in order[1:]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fuse_products(): a model under DTensor's plan calls fused products, and gives the same."""
+"""fuse_products(): a model under DTensor's plan calls fused products with equal results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LENT = "ringcomm.functional.matmul.lent_to_peers"
 
 
 class Layers(nn.Module):
-    """Whole numbers, for which all sums of a forward and a backward are exact."""
+    """A model of whole numbers, for which all sums of a forward and a backward are exact."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ def divided(mesh: Any, dim: int, bias: bool) -> nn.Module:
 
 
 class Recorder:
-    """A compiler that runs the pass where inductor does, and calls no C++ compiler."""
+    """A compiler that runs the pass at the same point as inductor, without a C++ compiler."""
 
     def __init__(self) -> None:
         self.calls: Counter[Any] = Counter()
 
     def change(self, module: torch.fx.GraphModule) -> None:
-        # Which only ranks need: it takes as long to import as torch.
+        # imported here because only ranks need it: it takes as long to import as torch
         from torch._inductor.fx_passes.post_grad import stable_topological_sort
 
         ProductPass()(module.graph)
@@ -137,7 +137,7 @@ def results(call: Any, model: nn.Module, x: Tensor) -> list[Any]:
 
 
 def both_ways(rank: int, dim: int, bias: bool, dtype: torch.dtype) -> Counter[Any]:
-    """Compiled against eager; returns the calls of the compiled graphs."""
+    """Compares the compiled model with the eager one; returns the calls of the compiled graphs."""
     torch._dynamo.reset()
     mesh = mesh_of(1, dist.get_world_size())["tp"]
     eager, model = (divided(mesh, dim, bias).to(dtype) for _ in range(2))
@@ -172,7 +172,7 @@ def test_it_fuses_forward_and_backward(compiling_ranks, dim, bias, dtype):
 
 
 def is_left_alone(rank: int, world_size: int) -> None:
-    """Of another backend; and so few bytes that what is gathered once would be gathered twice."""
+    """Another backend's calls stay, and small gathers: fused products would gather them twice."""
     ours = dist.get_backend() == "ringcomm"
     with mock.patch.object(matmul, "READ_FROM_BYTES", matmul.READ_FROM_BYTES if ours else 0):
         calls = both_ways(rank, 1, False, torch.float32)
@@ -191,9 +191,9 @@ def test_groups_of_other_backends_are_left_alone(compiling_ranks):
 
 
 def products_with_other_users(rank: int, world_size: int) -> None:
-    """Each function, and how many of its collectives are fused.
+    """Returns functions, each with the number of its collectives that are fused.
 
-    Where none is, the compiled function makes the calls of the eager one, so one rank compiles.
+    Without fusion the compiled function makes the calls of the eager one, so one rank compiles.
     """
     group = default_group()
     gather, scatter = collectives.all_gather_tensor, collectives.reduce_scatter_tensor
@@ -241,7 +241,7 @@ def test_what_has_other_users_is_left_alone(compiling_ranks):
 
 
 class Products(nn.Module):
-    """Products only: for those inductor calls no C++ compiler."""
+    """Uses only products, for which inductor calls no C++ compiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,9 +277,9 @@ def by_inductor(rank: int, world_size: int) -> None:
             compiled = torch.compile(model, fullgraph=True, options=options)
             with mock.patch(LENT, wraps=lent_to_peers) as lent:
                 same(results(compiled, model, rows(0, rank)), want)
-            # Two products and two gradients of weights read the peers' rows.
+            # Two products and two weight gradients read the peers' rows.
             assert lent.call_count == 4
-            # Found by name, a graph of torch's cache serves, too, and is not passed over again.
+            # The pass has a name, so torch's cache can serve the graph without the pass.
             assert counters["aot_autograd"]["autograd_cache_hit"] == hits
             assert options["joint_custom_post_pass"].fused == ([] if hits else [4])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm.functional`` is there after ``import ringcomm``; it and ``zero`` load no compiler."""
+"""``import ringcomm`` makes ``ringcomm.functional`` available, and loads no compiler."""
 
 from tests.packaging.test_import import run
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that replace operators in inductor's code: bits, errors, and no Python."""
+"""Native functions that replace operators in inductor's code: bits, errors, and no Python."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def native(name: str) -> Function:
 
 
 class AskedError(Exception):
-    """The operator was called."""
+    """Raised if the operator is called."""
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def refuse(*arguments: Any) -> None:
 @by_hosts_of_one_node
 @covering(world_size=[2, 3, 5], dtype=[each for each in MOVABLE if not each.is_complex], call=CALLS)
 def test_same_bits_as_the_operator(worlds, world_size, dtype, call):
-    """The tensor may require grad: a graph reads parameters, and another differentiates it."""
+    """The tensor may require grad: graphs read parameters, and separate graphs differentiate."""
     name, arguments = call
     op = arguments[0] if name in ("all_reduce", "reduce_scatter") else "SUM"
     reduces = name in ("all_reduce", "reduce_scatter", "reduce")
@@ -119,7 +119,7 @@ def test_same_bits_as_the_operator(worlds, world_size, dtype, call):
 @by_hosts_of_one_node
 @pytest.mark.parametrize("elems", [1, 1000, 300_000])
 def test_sizes_of_all_protocols(worlds, elems):
-    """A rank by the operator works in place; its peers in a graph do not."""
+    """Rank 0 runs the operator, and its peers run the function that graphs use."""
 
     def body(comm):
         mine = torch.arange(elems, dtype=torch.float32) + comm.rank
@@ -305,7 +305,7 @@ def failure_of(function: Function, *arguments: Any) -> tuple[type, str]:
 @by_hosts_of_one_node
 @pytest.mark.parametrize("table", [native, _operators.__getitem__])
 def test_a_fault_has_the_operators_type_and_words(table):
-    """Each rank passes another size than its peer, and then makes a call after the fault."""
+    """Each rank passes a different size, and then makes another call after the error."""
 
     def body(comm: Communicator) -> None:
         operands = (T(4 + 2 * comm.rank), "SUM", 1.0, key_of(comm), 2)
@@ -384,7 +384,7 @@ def test_the_doctor_says_what_makes_the_calls(monkeypatch):
 
 
 def frames_of(function: Function, *arguments: Any) -> list[str]:
-    """The functions of the library that run in a call, by their names."""
+    """Returns the names of the library's Python functions that run in a call."""
     home = os.path.dirname(os.path.abspath(ringcomm.__file__)) + os.sep
     found = []
 
@@ -401,7 +401,7 @@ def frames_of(function: Function, *arguments: Any) -> list[str]:
 
 
 def program(tensor: Tensor, weight: Tensor, group: Any) -> Tensor:
-    """Products only: for those inductor calls no C++ compiler."""
+    """Uses only products, for which inductor calls no C++ compiler."""
     full = F.all_gather(weight, group)
     F.all_reduce(tensor, group=group)
     F.broadcast(tensor, 0, group)
@@ -410,7 +410,7 @@ def program(tensor: Tensor, weight: Tensor, group: Any) -> Tensor:
 
 
 def calls_of(comm: Communicator, function: Function, *arguments: Any) -> list[Any]:
-    """The collectives that a function makes, as the flight recorder has them."""
+    """Returns the collectives that a function makes, as the flight recorder has them."""
     records = []
     for _ in range(2):
         mine = comm.recording().rank(comm.rank)
@@ -430,7 +430,7 @@ def step(function: Function, tensor: Tensor, weight: Tensor, group: Any) -> list
 
 def compiled_program(rank: int, world_size: int) -> None:
     comm = default_group().communicator
-    # torch's default group says by a property who its communicator is; dynamo's guards read a name.
+    # For torch's default group a property finds the communicator; dynamo's guards read a name.
     for group, asked in (
         (comm, set()),
         (None, {"communicator"}),
@@ -441,7 +441,7 @@ def compiled_program(rank: int, world_size: int) -> None:
         weight = (torch.arange(8.0).view(2, 4) % 5 - rank).requires_grad_()
         want = step(program, tensor, weight, group)
         compiled = torch.compile(program, fullgraph=True)
-        # At the first call after a compilation torch has modes on, so the operators make it.
+        # The first call after a compilation runs under torch modes, so the operators make it.
         for _ in range(2):
             assert all(map(same, step(compiled, tensor, weight, group), want))
         assert set(frames_of(step, compiled, tensor, weight, group)) == asked
@@ -457,5 +457,5 @@ def compiled_program(rank: int, world_size: int) -> None:
 
 
 def test_a_graph_runs_no_python_of_the_library(compiling_ranks):
-    """Forward and backward; and would run much of it by the operators, so the test can fail."""
+    """Forward and backward run no Python; the negative control with operators runs much of it."""
     compiling_ranks.run(compiled_program)

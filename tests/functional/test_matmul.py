@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products over ranks are those of one process, with their gradients."""
+"""Matrix products over ranks equal those of one process, with their gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS, INNER, COLUMNS = 3, 4, 5
 
 
 def whole(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Integers of which every sum here is exact in bfloat16."""
+    """Returns small integers, for which every sum here is exact in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-1, 2, (2, *shape), generator=generator).double()
     return torch.complex(*values).to(dtype) if dtype.is_complex else values[0].to(dtype)
@@ -52,7 +52,7 @@ every_kind = pytest.mark.parametrize("kind", list(KINDS))
 def problem(
     kind: str, world_size: int, batch: tuple[int, ...], dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and weights of all ranks; one dimension of the weights is each rank's own."""
+    """Returns inputs and weights of all ranks; one dimension of the weights differs by rank."""
     gathered = KINDS[kind][2]
     inputs, weights = [], []
     for rank in range(world_size):
@@ -78,7 +78,7 @@ def check(
     arrange: Callable[[Tensor], Tensor] = torch.clone,
     biased: bool = False,
 ) -> None:
-    """Values and gradients, to the bit."""
+    """Compares values and gradients with the reference, bit for bit."""
     call, reference, _ = KINDS[kind]
     inputs, weights = problem(kind, len(world), batch, dtype)
     biases = [
@@ -108,7 +108,7 @@ def check(
 
 @pytest.fixture(params=["read", "gathered"])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Small sizes by the way of large ones, and by their own."""
+    """Runs small sizes both by the method of large sizes and by their own."""
     limit = 0 if request.param == "read" else 1 << 40
     monkeypatch.setattr(matmul, "READ_FROM_BYTES", limit)
     monkeypatch.setattr(matmul, "IN_HEAP_FROM_BYTES", limit)
@@ -129,7 +129,7 @@ PRODUCTS = covering_array(
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(map(name_of, case.values())))
 @every_kind
 def test_it_is_the_product_of_one_process(worlds, each_way, kind, case, monkeypatch):
-    """With its gradients; derivatives of any order are those of test_transforms.py."""
+    """Covers gradients as well; test_transforms.py covers derivatives of any order."""
     monkeypatch.setattr(matmul, "ROWS_OF_A_PRODUCT", case["rows_of_a_product"])
     world = worlds(case["world_size"])
     check(world, kind, case["batch"], case["dtype"], biased=case["biased"])
@@ -178,12 +178,12 @@ def test_sums_of_any_world_are_within_the_bound_of_the_documents(worlds, each_wa
 
     apart = (torch.cat(worlds(world_size).run(body)).double() - exact).abs()
     assert bool((apart <= bound).all())
-    # The bound is far below what a rank's part is: one that was missing would be seen.
+    # The bound is far below one rank's part, so a missing part would be noticed.
     assert bool((bound < 1e-2 * (x[:, :256].double() @ w[:256].double()).abs().mean()).all())
 
 
 def test_what_is_lent_may_be_written_to_afterwards(worlds, each_way):
-    """A peer that is late reads what was there when the function was called."""
+    """A late peer reads the values at the time of the call."""
 
     def body(comm: Communicator, in_heap: bool) -> list[float]:
         empty = ringcomm.empty if in_heap else torch.empty
@@ -200,7 +200,7 @@ def test_what_is_lent_may_be_written_to_afterwards(worlds, each_way):
 
 
 def test_sixteen_bits_have_the_bits_of_the_collectives(worlds, each_way):
-    """Sums of rounded products in FP32 and rank order, rounded once; one product of weights."""
+    """Sums of rounded products run in FP32 and rank order, and round once; one weight product."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 6, 32, generator=generator).bfloat16()
     w = torch.randn(3, 32, 8, generator=generator).bfloat16()
@@ -229,7 +229,7 @@ def block(x: Tensor, into: Tensor, out_of: Tensor, group: Communicator) -> Tenso
 
 
 def test_it_compiles_to_one_graph(worlds, fresh_dynamo):
-    """On one thread: two ranks' graphs would be made at the same time."""
+    """On one thread, because two ranks would compile at the same time."""
     comm = alone("matmul")
     parts = [whole(4, 3, seed=1), whole(3, 5, seed=2), whole(5, 3, seed=3)]
     found = []
@@ -331,7 +331,7 @@ def test_shapes_are_known_without_data():
 
 
 def test_splits_and_joins(worlds):
-    """Each is the other's gradient."""
+    """Each function is the gradient of the other."""
 
     def body(comm: Communicator) -> list[Tensor]:
         whole = torch.arange(12.0).view(6, 2).requires_grad_()

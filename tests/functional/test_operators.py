@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.ringcomm``: opcheck, shapes with symbols, and the keys that stand for groups."""
+"""``torch.ops.ringcomm``: opcheck, symbolic shapes, and the keys that identify groups."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_shapes_are_those_of_the_kernels(worlds, name, arguments):
 
 
 def symbolic(rows: int) -> torch.Tensor:
-    """A fake tensor whose first size is a symbol."""
+    """Returns a fake tensor whose first size is a symbol."""
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
     tensor = torch.empty(rows, 3)
@@ -153,7 +153,7 @@ def test_a_key_goes_to_the_next_one_of_its_name():
     with alone("heir") as second:
         assert traced_groups.key_of(second) == key
         assert traced_groups.find(key, 1, "test") is second
-        # The old one is not taken for the new one.
+        # The old communicator is not mistaken for the new one.
         assert traced_groups.key_of(first) != key
         with pytest.raises(ringcomm.AbortedError, match="was closed"):
             F.all_gather(torch.ones(1), first)
@@ -166,7 +166,7 @@ def test_a_key_goes_to_the_next_one_of_its_name():
 
 
 def test_keys_are_handed_out_once():
-    """By many threads at once."""
+    """Keys stay unique when many threads request them at once."""
     group = [alone("crowd") for _ in range(8)]
     start = threading.Barrier(8)
     keys: list[str] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward mode and the transforms of ``torch.func`` through every function and operator.
 
-A problem names a function of one rank and a reference, which makes the outputs of all ranks from
-the inputs of all ranks by plain tensor operations. So torch's own derivatives of the reference say
-what each rank must get.
+A problem is a function of one rank and a reference, which computes the outputs of all ranks from
+the inputs of all ranks with ordinary tensor operations. So torch's derivatives of the reference
+give each rank's expected result.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ WORLD_SIZE = 2
 
 @dataclass(frozen=True)
 class Problem:
-    """A function of one rank beside what it must give.
+    """A function of one rank, and a reference for its results.
 
     Attributes:
         call: takes the communicator and this rank's inputs.
         reference: takes the inputs of all ranks, rank by rank; returns the outputs of all ranks.
-        shapes: of the inputs of a rank.
-        reverse: whether the gradient is that of the sum over the ranks; not that of functions for
-            sequence parallelism, of which all ranks go on alike.
+        shapes: returns the shapes of a rank's inputs.
+        reverse: whether the gradient is that of the sum over the ranks; False for functions of
+            sequence parallelism, whose results all ranks use in the same way.
         alike: whether the inputs have one shape on all ranks, so that Jacobians fit.
-        exact: whether results are compared to the bit.
+        exact: whether results are compared bit for bit.
     """
 
     call: Callable[..., Tensor]
@@ -138,18 +138,18 @@ PROBLEMS: dict[str, list[Problem]] = {
 for _case in cases.CASES:
     PROBLEMS.setdefault(_case.name.split()[0], []).append(collective(_case))
 
-# Refused by name in forward mode, and what has no tensors to differentiate.
+# Functions that forward mode refuses by name, and those without tensors to differentiate.
 REFUSED = ("ring_attention", "partitioned_checkpoint")
 WITHOUT_DERIVATIVES = ("context_positions",)
 OPERATORS_WITHOUT_DERIVATIVES = ("same_options",)
 
 
 def test_every_function_and_operator_is_here():
-    """A new function needs a problem, a new operator its derivatives."""
+    """Fails for a new function without a problem, or a new operator without derivatives."""
     assert set(F.__all__) == {*PROBLEMS, *REFUSED, *WITHOUT_DERIVATIVES}
     everything = set(collectives.registered)
     moe_operators = {"moe_dispatch", "moe_combine", "moe_combine_backward"}
-    of_backward = {"reduce", "weight_gradient"}  # reached by second derivatives below
+    of_backward = {"reduce", "weight_gradient"}  # second derivatives reach these below
     covered = {*PROBLEMS, "ring_attention", "ring_attention_backward", "same_options"}
     assert everything == (covered - {"ulysses_attention"}) | moe_operators | of_backward
     for name in everything:
@@ -173,12 +173,12 @@ def of_rank(problem: Problem, rank: int, inputs: Sequence[Inputs]) -> Tensor:
 
 
 def pushed(problem: Problem, rank: int, inputs: Sequence[Inputs], tangents: Sequence[Inputs]):
-    """Output and tangent of a rank, from those of all ranks' inputs."""
+    """Returns a rank's output and tangent, from all ranks' inputs and tangents."""
     return jvp(lambda given: of_rank(problem, rank, given), (inputs,), (tangents,))
 
 
 def shifted(inputs: Sequence[Inputs], by: Tensor) -> list[Inputs]:
-    """Every rank's first input, moved alike: what a Jacobian by columns does on all ranks."""
+    """Shifts every rank's first input equally, as a Jacobian by columns does."""
     return [(first + by, *rest) for first, *rest in inputs]
 
 
@@ -187,7 +187,7 @@ def squares_of(problem: Problem, comm: Any, *inputs: Tensor) -> Tensor:
 
 
 def squares(problem: Problem, inputs: Sequence[Inputs]) -> Tensor:
-    """The sum over the ranks of what :func:`squares_of` gives each."""
+    """Returns the sum over the ranks of :func:`squares_of`."""
     return torch.stack([(each**2).sum() for each in problem.reference(inputs)]).sum()
 
 
@@ -215,7 +215,7 @@ def forward_mode(problem: Problem, comm: Any) -> None:
             duals = [forward_ad.make_dual(*each) for each in zip(given, towards, strict=True)]
             found = [each.detach() for each in forward_ad.unpack_dual(call(*duals))]
         agree(problem, tuple(found), want)
-    # A tangent of the first input alone.
+    # A tangent of the first input only.
     zeros = [tuple(map(torch.zeros_like, each)) for each in tangents]
     firsts = [(each[0], *rest[1:]) for each, rest in zip(tangents, zeros, strict=True)]
     first = jvp(lambda x: call(x, *mine[1:]), mine[:1], towards[:1])
@@ -267,7 +267,7 @@ def reverse_mode(problem: Problem, comm: Any) -> None:
 
 
 def twice(problem: Problem, comm: Any) -> None:
-    """Every nesting of the two modes, on the first input and on all."""
+    """Checks every nesting of the two modes, on the first input and on all inputs."""
     inputs = problem.all_inputs(1)
     mine, rest = inputs[comm.rank], inputs[comm.rank][1:]
     nothing = torch.zeros_like(mine[0])
@@ -278,7 +278,7 @@ def twice(problem: Problem, comm: Any) -> None:
     def moved(by: Tensor) -> Tensor:
         return gradient_of_first(problem, comm.rank, shifted(inputs, by))
 
-    # Row: an element of this rank's input; column: of all ranks' inputs alike.
+    # A row is an element of this rank's input; a column shifts that element on all ranks.
     want = jacfwd(moved)(nothing)
     agree(problem, hessian(loss)(mine[0]), want)
     dims = range(nothing.dim())
@@ -290,7 +290,7 @@ def twice(problem: Problem, comm: Any) -> None:
 
     agree(problem, jacfwd(jacfwd(loss))(mine[0]), jacfwd(jacfwd(own_loss))(nothing))
 
-    # Reverse over forward: the gradient of the sum over the ranks of a function of their tangents.
+    # Reverse over forward: the gradient of the summed squares of all ranks' tangents.
     def tangents_squared(given: Sequence[Inputs]) -> Tensor:
         found = [pushed(problem, rank, given, given)[1] for rank in range(len(given))]
         return torch.stack([(each**2).sum() for each in found]).sum()
@@ -303,7 +303,7 @@ def twice(problem: Problem, comm: Any) -> None:
 
 
 def usual_nestings(problem: Problem, comm: Any) -> None:
-    """Dual numbers of leaves, through ``backward`` both ways."""
+    """Uses dual numbers of leaves, with ``backward`` in both nestings."""
     inputs, tangents = problem.all_inputs(1), problem.all_inputs(2)
     mine, towards = inputs[comm.rank], tangents[comm.rank]
 
@@ -318,7 +318,7 @@ def usual_nestings(problem: Problem, comm: Any) -> None:
         got = tuple(forward_ad.unpack_dual(each).tangent.detach() for each in found)
     agree(problem, got, want)
     if not problem.exact:
-        return  # torch refuses the gradient of its attention's tangent
+        return  # torch cannot differentiate the tangent of its attention
 
     def total_tangent(given: Sequence[Inputs], along: Sequence[Inputs]) -> Tensor:
         found = [pushed(problem, rank, given, along)[1] for rank in range(len(given))]
@@ -364,7 +364,7 @@ def expert_layer(comm: Any, idx: Tensor, x: Tensor, weights: Tensor) -> Tensor:
 
 
 def experts(rank: int, world_size: int) -> None:
-    """Against torch's derivatives of the same sums, rank by rank: tokens do not mix."""
+    """Compares with torch's derivatives of the same sums per rank, since tokens do not mix."""
     comm = default_group().communicator
     case = moe_cases.case(rank, k=2, tokens=5, hidden=3, experts=2 * world_size)
     x, towards = (whole((5, 3), 10 * rank + at, 1, torch.float32) for at in range(2))
@@ -404,7 +404,7 @@ def test_experts(rank_pools):
 
 
 def refused(rank: int, world_size: int) -> None:
-    """Each before any communication, so that ranks stay in step."""
+    """Each is refused before any communication, so the ranks stay in step."""
     comm = default_group().communicator
     x = torch.ones(4)
     for call in (F.all_reduce, F.reduce_scatter):
@@ -468,9 +468,9 @@ def test_detail_compares_tangents(rank_pools):
 
 
 def compiled(rank: int, world_size: int) -> None:
-    """A graph enters forward mode without ``torch.autograd.forward_ad``.
+    """Compiled graphs enter forward mode without ``torch.autograd.forward_ad``.
 
-    It makes the calls of the eager function, so that rank 0 alone compiles.
+    The graph makes the calls of the eager function, so only rank 0 needs to compile.
     """
     made = partial(torch.compile, backend="aot_eager", disable=rank > 0)
     x, towards = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and gradients, to the bit, against one process that has the inputs of all ranks."""
+"""Values and gradients equal one process with the inputs of all ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.c
 
 
 def run(world, case: Case, inputs, fed):
-    """Outputs and gradients of all ranks."""
+    """Returns the outputs and gradients of all ranks."""
 
     def body(comm):
         mine = inputs[comm.rank].detach().clone().requires_grad_()
@@ -49,7 +49,7 @@ def test_every_dtype(worlds, dtype, case):
 
 @pytest.mark.parametrize("op", ["MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "SUM", "AVG"])
 def test_ops_on_tensors_without_gradient(worlds, op):
-    """A function takes each operator and gives a new tensor; sums are those of the collective."""
+    """A function takes any operator and returns a new tensor, equal to the collective's sum."""
     inputs = [operand(6, rank, 3, torch.int32, op) for rank in range(3)]
     want = reduced(inputs, op)
 
@@ -62,7 +62,7 @@ def test_ops_on_tensors_without_gradient(worlds, op):
     worlds(3).run(body)
 
 
-# The same values, laid out in memory as no kernel wants them.
+# The same values in memory layouts that no kernel accepts.
 LAYOUTS = {
     "transposed": lambda x: x.t().contiguous().t(),
     "spread": lambda x: x.repeat_interleave(2, 1)[:, ::2],
@@ -149,7 +149,7 @@ def test_scalars(worlds):
 
 @covering(strength=1, world_size=[1, 2], case=CASES)
 def test_outputs_are_new(worlds, world_size, case):
-    """Even where a rank only gets back what it gave."""
+    """Outputs are new even if a rank only gets its own input back."""
     inputs = inputs_of(case, world_size)
 
     def body(comm):

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Loaded before the C library (LD_PRELOAD) by a process of test_numa.py: notes the calls of mbind,
-// and answers them as a kernel with many nodes would.
+// Preloaded before the C library (LD_PRELOAD) in a process of test_numa.py: prints the calls of
+// mbind, and answers them as a kernel with many nodes would.
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <vector>
 
-// By the C library's own signature.
+// Has the signature of the C library's function.
 extern "C" long syscall(long number, ...) noexcept {
   long a[6];
   va_list list;

@@ -11,7 +11,7 @@ from ringcomm.offload.scratch import ScratchFile, aligned_buffer
 
 
 def skip_unless_disk(folder: Path) -> Path:
-    """Returns the folder; skips the test where scratch files are refused there."""
+    """Returns the folder, or skips the test if scratch files are refused in it."""
     try:
         ScratchFile(folder, "probe").close()
     except DiskError as error:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Loaded before the C library (LD_PRELOAD) by the process of test_scratch_faults.py: from arm() on
-// the n-th call of a kind goes wrong.
+// Preloaded before the C library (LD_PRELOAD) in the process of test_scratch_faults.py: the n-th
+// call of a kind after arm() fails.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ std::atomic<long> until[kKinds], calls[kKinds];
 std::atomic<int> trouble_code, trouble_bytes, delay_us;
 std::atomic<bool> for_ever;
 
-// True if this call is to go wrong.
+// True if this call must fail.
 bool is_due(Kind kind) {
   ++calls[kind];
   if (const int us = delay_us) usleep(unsigned(us));
@@ -38,8 +38,8 @@ ssize_t moving(Kind kind, size_t bytes, Call call) {
     errno = trouble_code;
     return -1;
   }
-  // Whole pages move, and part of one more is said to have: the system itself is asked for no part
-  // of a page, which would let it fill up the rest with zeros.
+  // Moves whole pages and reports part of one more page. The real call must not get part of a page:
+  // it would fill the rest with zeros.
   const size_t whole = size_t(trouble_bytes) / kPageBytes * kPageBytes;
   if (whole > 0 && call(whole) != ssize_t(whole)) return -1;
   return trouble_bytes;
@@ -66,7 +66,7 @@ int reserve(int fd, int mode, off_t offset, off_t bytes) {
 
 extern "C" {
 
-// `code` is an errno; 0: the call moves `bytes` only. 0 as `n` for none.
+// `code` is an errno, or 0 to move only `bytes`. With `n` = 0 no call fails.
 void arm(int kind, long n, int code, int bytes, int ever, int us) {
   trouble_code = code;
   trouble_bytes = bytes;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small job with a scratch file, once for every call that can go wrong; prints what came of it.
+"""Runs a small job with a scratch file once per call that can fail; prints the outcomes.
 
-``test_scratch_faults.py`` starts it with ``faulty_calls.cpp`` loaded before the C library.
+``test_scratch_faults.py`` starts it with ``faulty_calls.cpp`` preloaded before the C library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS = {READ: CUTS * EXTENTS, WRITE: CUTS * EXTENTS, RESERVE: EXTENTS}
 
 @dataclass(frozen=True)
 class Trouble:
-    """What the n-th call of a kind does: fails with ``code``, or else moves ``size_bytes`` only."""
+    """The fault of the n-th call of a kind: an error ``code``, or a move of ``size_bytes`` only."""
 
     call: int
     code: int = 0
@@ -59,7 +59,7 @@ TROUBLES = {
 
 @dataclass
 class Outcome:
-    """What one run came to: ``wrong`` are extents that came back otherwise, with no error."""
+    """The outcome of a run; ``wrong`` lists extents that read back wrong bytes without an error."""
 
     errors: list[tuple[str, int | None, str]] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
@@ -95,7 +95,7 @@ def run(folder: str, outcome: Outcome, memories: list[torch.Tensor]) -> None:
 
 
 def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
-    """Waits for a slow write; True if a signal's handler got through, and the write went on."""
+    """Waits for a slow write; True if a signal handler ran meanwhile and the write went on."""
 
     class Interrupted(Exception):
         pass
@@ -119,7 +119,7 @@ def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
 
 
 def hanging_wait(folder: str, library: ctypes.CDLL) -> dict[str, object]:
-    """Waits for writes of two seconds with a limit of a tenth, and closes the file meanwhile."""
+    """Waits at most 0.1 s for writes that take 2 s, and closes the file meanwhile."""
     scratch = ScratchFile(folder, "state", lambda: 0.1)
     extents = [scratch.add_extent(4096) for _ in range(2)]
     memory = aligned_buffer(4096)
@@ -152,7 +152,7 @@ def hanging_wait(folder: str, library: ctypes.CDLL) -> dict[str, object]:
 
 
 def hanging_end(folder: str, library: ctypes.CDLL) -> None:
-    """Leaves a write that hangs to the end of the process."""
+    """Leaves a write that hangs until the process ends."""
     scratch = ScratchFile(folder, "state", lambda: 0.1)
     extent, memory = scratch.add_extent(4096), aligned_buffer(4096)
     library.arm(WRITE, 0, 0, 0, 0, 600_000_000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of heaps on their way to other processes: who gets them, and what counts as mapped."""
+"""Sends chunks of heaps to other processes: who receives them, and what counts as mapped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class Offered:
-    """A heap of chunks of these sizes, which says that they have ``told`` bytes."""
+    """A heap of chunks of these sizes, which reports ``told`` bytes."""
 
     def __init__(self, *sizes: int, told: int | None = None) -> None:
         self.token = 77
@@ -81,7 +81,7 @@ def test_chunks_come_one_by_one_and_count_when_they_are_acknowledged(heap):
         with pytest.raises(TimeoutError):
             receive(connection)
         connection.settimeout(10.0)
-        # More than was sent is not believed.
+        # An acknowledgement of more than was sent is ignored.
         acknowledge(connection, 6 * MIB)
         assert not service.await_readers(heap, 1, 0.05)
         acknowledge(connection, 2 * MIB)
@@ -94,7 +94,7 @@ def test_chunks_come_one_by_one_and_count_when_they_are_acknowledged(heap):
         service.send_grown(heap)
         assert heap.reached == 6 * MIB
         assert next_chunk(connection) == (6 * MIB, 8 * MIB, 14 * MIB)
-    until(lambda: heap.reached == 14 * MIB)  # who has left reads nothing
+    until(lambda: heap.reached == 14 * MIB)  # a reader that has left is not waited for
 
 
 def test_a_heap_that_is_not_there(heap):
@@ -123,7 +123,7 @@ def test_other_users_get_nothing(heap):
                 code = 0
             try:
                 connect(name, pid, 77, 10.0)
-                code = 3  # the service is another user's
+                code = 3  # the service belongs to another user
             except OSError:
                 pass
         finally:
@@ -137,7 +137,7 @@ def test_other_users_get_nothing(heap):
     [
         (Offered(2 * MIB, told=3 * MIB), f"a chunk of {3 * MIB} bytes at 0"),  # no whole units
         (Offered(2 * MIB, told=10 * MIB), f"a chunk of {10 * MIB} bytes at 0"),  # beyond the end
-        (Offered(2 * MIB, told=4 * MIB), "cuMemMap"),  # more than the memory has
+        (Offered(2 * MIB, told=4 * MIB), "cuMemMap"),  # more than the memory holds
     ],
 )
 def test_a_chunk_that_cannot_be_is_refused(heap, said):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heap of a device: allocations, reuse, limits, exit and fork; over emulated devices."""
+"""The heap of a device: allocations, reuse, limits, exit and fork; on emulated devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def use(**options: int) -> EmulatedRuntime:
 
 @pytest.fixture(params=["growing", "fixed"])
 def runtime(monkeypatch, request) -> Iterator[EmulatedRuntime]:
-    """Two devices with heaps of at most 8 MiB, of both kinds."""
+    """Two devices with heaps of at most 8 MiB, growing or fixed."""
     monkeypatch.setenv("RINGCOMM_CUDA_HEAP_BYTES", "8M")
     monkeypatch.setenv("RINGCOMM_CUDA_HEAP", request.param)
     runtime = use(devices=2, memory_bytes=64 * MIB)
@@ -48,7 +48,7 @@ def runtime(monkeypatch, request) -> Iterator[EmulatedRuntime]:
 
 
 class Gate:
-    """Work on a stream that lasts until :meth:`open`, or the end of the test."""
+    """Work on a stream that lasts until :meth:`open` is called, or the test ends."""
 
     closed: ClassVar[list[Gate]] = []
 
@@ -246,7 +246,7 @@ def test_nothing_is_handed_out_in_a_capture(runtime):
 def test_what_dies_in_a_capture_is_free_after_it(runtime):
     before, tensor = used(), ringcomm.empty(1000, device="cuda")
     with runtime.capture():
-        del tensor  # no event can be recorded now
+        del tensor  # no event can be recorded at this point
         assert used() > before
     assert used() == before
 
@@ -279,7 +279,7 @@ def test_another_runtime_has_another_heap(runtime):
 
 
 def _ends(store, rank, world):
-    """Leaves a tensor to the interpreter's end."""
+    """Keeps a tensor until the interpreter exits."""
     runtime = use()
     globals()["kept"] = ringcomm.empty(1000, device="cuda")
     memory = device_heap.device_heap(0).memory
@@ -306,7 +306,7 @@ def test_the_heap_is_given_back_at_exit(tmp_path, kind):
 
 
 class OfOneProcess(EmulatedRuntime):
-    """Ends a forked child that calls it."""
+    """Exits a forked child that calls the runtime."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -113,7 +113,7 @@ def test_what_cannot_be_mapped(runtime):
         map_device_heap(replace(handle, kind="cuda"), heap, "op")
     elsewhere = replace(handle, pid=handle.pid + 1)
     if heap.memory.why_fixed:
-        # The emulator, as CUDA, refuses its own process's handle whatever the record says.
+        # The emulator, like CUDA, refuses its own process's handle, whatever pid it names.
         with pytest.raises(UnsupportedError, match="invalid device context"):
             map_device_heap(elsewhere, heap, "op")
     else:
@@ -151,7 +151,7 @@ def _shares_mappings(store, rank, world):
     ]
     again = [map_device_heap(handle, heap, "op") for handle in handles]
     assert len(runtime.opened()) == device_peers.opened_heaps() == world - 1
-    # Another device of this process has mappings of its own.
+    # Another device of this process has its own mappings.
     others = [map_device_heap(handle, second, "op") for handle in handles]
     assert device_peers.opened_heaps() == 2 * (world - 1)
     del first, others
@@ -218,13 +218,13 @@ def _closes_in_order(store, rank, world, path, kind):
     ]
     (opened,) = device_peers._mappings.opened.values()
     opened.memory.close = partial(_write_down, log, "close", opened.memory.close)  # type: ignore[method-assign]
-    # A communicator's turn comes before both.
+    # A communicator closes before both.
     Finalize(None, _write_down, (log, "communicator"), exitpriority=100)
     child = os.fork()
     if child == 0:
         globals()["kept"].clear()
         device_peers.close_mappings()
-        device_peers._inherited.clear()  # as the interpreter's end does
+        device_peers._inherited.clear()  # as at interpreter exit
         gc.collect()
         device_heap.close_heaps()
         os._exit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that come from a disk and go there: what is in them, the pages they take, and faults."""
+"""Chunks that are read from a disk and written to it: contents, the pages they take, and faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store_with(
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_chunk_has_what_was_written_last_in_any_order(folder, monkeypatch, seed, moves):
-    """Read ahead or not, of equal sizes or not, where the system moves pages and where not."""
+    """With chunks prefetched or not, equal sizes or not, and page moves supported or not."""
     if not moves:
         monkeypatch.setattr(disk_chunks, "_moved", lambda source, target: False)
     random = Random(seed)
@@ -61,7 +61,7 @@ def test_a_chunk_has_what_was_written_last_in_any_order(folder, monkeypatch, see
 
 
 def test_a_write_that_ends_while_room_is_made_takes_no_more_room(folder, monkeypatch):
-    """It was under way when it was asked first, and over when it was asked again."""
+    """The write was under way at the first query, and over at the second."""
     store, chunks = store_with(folder, [1, 1], 1)
     with store.here(chunks[0], write=True):
         chunks[0].memory.fill_(1)
@@ -100,7 +100,7 @@ def test_what_is_read_ahead_is_not_given_up_for_what_comes_later(folder):
         with store.here(chunk):
             assert bool((chunk.memory == 7).all())
     assert store.file.bytes_read == 2 * PAGE_BYTES
-    # What is there already is not given up for what comes before it.
+    # A chunk already in memory is not evicted for a chunk expected before it.
     store.expect([chunks[2], chunks[1]])
     assert [chunk.has_pages for chunk in chunks] == [False, True, True, False]
     store.close()
@@ -108,7 +108,7 @@ def test_what_is_read_ahead_is_not_given_up_for_what_comes_later(folder):
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_after_a_fault_nothing_is_brought_or_written(folder, monkeypatch, operation):
-    """And where faults are kept, whoever goes on raises none."""
+    """Inside ``keeping_faults()``, later calls do not raise the fault either."""
     store, chunks = store_with(folder, [1] * 3, 1)
     for chunk in chunks:
         with store.here(chunk, write=True):
@@ -142,7 +142,7 @@ def test_after_a_fault_nothing_is_brought_or_written(folder, monkeypatch, operat
 
 
 def test_moved_pages_have_their_content_and_leave_zeros(folder):
-    """The system's own promise, on which chunks rely."""
+    """Checks the system's guarantee that chunks rely on."""
     source, target = (DiskChunk(5 * PAGE_BYTES) for _ in range(2))
     source.memory.copy_(torch.arange(5 * PAGE_BYTES) % 251)
     target.memory.fill_(9)

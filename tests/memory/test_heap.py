@@ -102,7 +102,7 @@ def test_statistics_add_up():
 
 
 def test_training_like_allocation_does_not_grow_the_heap():
-    """The same shapes again and again, freed in another order each time."""
+    """Allocates the same shapes repeatedly, and frees them in a different order each time."""
     chooser = random.Random(3)
     shapes = [chooser.randrange(1, 400_000) for _ in range(40)]
 
@@ -123,7 +123,7 @@ def test_training_like_allocation_does_not_grow_the_heap():
 
 
 def test_fragmentation_is_bounded():
-    """Random sizes and lifetimes: what is touched stays below Robson's bound for best fit."""
+    """With random sizes and lifetimes, touched memory stays below Robson's bound for best fit."""
     chooser = random.Random(4)
     start = ringcomm.heap_stats()["committed_bytes"]
     live: list[torch.Tensor] = []
@@ -134,8 +134,8 @@ def test_fragmentation_is_bounded():
         live.append(ringcomm.empty(chooser.randrange(1, 64 << 10), dtype=torch.uint8))
         largest_live_bytes = max(largest_live_bytes, sum(each.numel() for each in live))
     grown = ringcomm.heap_stats()["committed_bytes"] - start
-    # In practice far below the theorem's largest_live * log2(largest allocation); 2 is what
-    # we hold to.
+    # Robson's theorem allows largest_live * log2(largest allocation); in practice it is far less,
+    # and the test requires at most 2 * largest_live.
     assert grown <= 2 * largest_live_bytes + 2 * MIB
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device heaps that grow: chunks, limits, and processes that map what comes later."""
+"""Device heaps that grow: chunks, limits, and processes that map later chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranks import Ranks, run_ranks
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 MIB = 1 << 20
-COUNT = 700_000  # of float32: more than a chunk of 2 MiB
+COUNT = 700_000  # float32 elements: more than a chunk of 2 MiB
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ def test_a_heap_takes_little_and_grows_as_it_fills(runtime, monkeypatch):
     for _ in range(8):
         kept.append(take(3 * MIB))
         sizes.append(committed() // MIB)
-    # It doubles up to the step, and then grows by it.
+    # The heap doubles up to the step size, and then grows by steps.
     assert sizes == [4, 8, 16, 16, 16, 24, 24, 32]
     assert all(heap.contains(each.data_ptr(), each.numel()) for each in kept)
     for number, each in enumerate(kept):
-        each.fill_(number)  # what spans two chunks is memory like any other
+        each.fill_(number)  # a tensor across two chunks is ordinary memory
     assert [int(each.sum()) for each in kept] == [3 * MIB * number for number in range(8)]
     assert runtime.memory_info(0) == (32 * MIB, 64 * MIB)
 
@@ -85,7 +85,7 @@ def test_a_step_that_does_not_fit_is_made_smaller(runtime):
     other = runtime.allocate(0, 44 * MIB)
     kept = take(9 * MIB)
     assert committed() == 10 * MIB
-    assert take(4 * MIB).numel() == 4 * MIB  # another 10 MiB are wished for, and 10 left
+    assert take(4 * MIB).numel() == 4 * MIB  # a step of 10 MiB does not fit, since 10 MiB are left
     runtime.free(0, other)
     del kept
 
@@ -115,7 +115,7 @@ def test_a_heap_that_cannot_grow_says_so_and_loses_nothing(runtime):
 
 
 def test_a_warning_that_is_an_error_leaves_the_heap_as_it_grew(runtime):
-    """With -W error a chunk that is not bound to a multicast object raises."""
+    """With -W error, a chunk that cannot be bound to a multicast object raises."""
     kept = take(MIB)
     memory, before = device_heap.device_heap(0).memory, ringcomm.heap_stats("cuda")["used_bytes"]
 
@@ -128,7 +128,7 @@ def test_a_warning_that_is_an_error_leaves_the_heap_as_it_grew(runtime):
         take(6 * MIB)
     assert ringcomm.heap_stats("cuda")["used_bytes"] == before
     assert memory.reached_bytes == memory.committed_bytes >= 7 * MIB
-    assert take(5 * MIB).numel() == 5 * MIB  # needs no further chunk
+    assert take(5 * MIB).numel() == 5 * MIB  # fits without another chunk
     del kept
 
 
@@ -239,13 +239,13 @@ def sum_of(comm: Communicator, count: int, kept: list[torch.Tensor], **how: Any)
 
 
 def lent(comm: Communicator) -> tuple[int, int]:
-    """What this rank's kernels lend to peers, and what its heap has."""
+    """Returns the bytes that this rank's kernels lend to peers, and the bytes that its heap has."""
     core = comm.engine.device_core  # type: ignore[attr-defined]
     return core._lent_bytes, core.heap.memory.committed_bytes
 
 
 def no_leak(devices: Devices, store: Any, world: int) -> int:
-    """Closes everything; what is left is returned."""
+    """Closes everything; returns how much device memory is still in use."""
     gc.collect()
     device_heap.close_mappings()
     store.add("unmapped", 1)
@@ -256,7 +256,7 @@ def no_leak(devices: Devices, store: Any, world: int) -> int:
 
 
 def _grows(store, rank, world):
-    """Every step needs more than the heap has, and ranks grow at different times."""
+    """Every step needs more than the heap has, and the ranks grow at different times."""
     devices = Devices("emulated", devices=1)
     sizes: set[int] = set()
     kept: list[torch.Tensor] = []
@@ -268,7 +268,7 @@ def _grows(store, rank, world):
             sum_of(comm, COUNT, kept, **how)
             sizes.add(lent(comm)[1])
             assert lent(comm)[0] == lent(comm)[1]
-        with connect(store, rank, world, "second") as second:  # of heaps that have many chunks
+        with connect(store, rank, world, "second") as second:  # heaps have many chunks by now
             sum_of(second, COUNT, kept)
             sum_of(comm, COUNT, kept)
             assert lent(second) == lent(comm)
@@ -284,7 +284,7 @@ def test_heaps_grow_between_the_calls_of_several_processes():
 
 
 def _two_threads(store, process, processes):
-    """Two ranks of four share a heap that grows for both."""
+    """Two of four ranks share a process, whose heap grows for both ranks."""
     devices, errors = Devices("emulated", devices=1), []
 
     def run(rank: int) -> None:
@@ -335,7 +335,7 @@ def test_ranks_of_one_process_need_no_service(monkeypatch):
 
 
 def _replays(store, rank, world):
-    """A graph is replayed beside the growth of both heaps."""
+    """Replays a graph while both heaps grow."""
     devices = Devices("emulated", devices=1)
     runtime = devices.emulated
     kept: list[torch.Tensor] = []
@@ -369,7 +369,7 @@ def test_heaps_grow_beside_a_graph():
 
 
 def _is_slow(store, rank, world, mutant):
-    """Rank 1 does not map what rank 0's heap gets; kernels copy until it does."""
+    """Rank 1 delays mapping rank 0's new chunks; until it has mapped them, kernels copy."""
     devices = Devices("emulated", devices=1)
     kept: list[torch.Tensor] = []
     device_memory.GROWTH_WAIT_S = 0.05
@@ -387,7 +387,7 @@ def _is_slow(store, rank, world, mutant):
         if rank == 0 and mutant:
             memory = comm.engine.device_core.heap.memory  # type: ignore[attr-defined]
             service = memory._service
-            service._reached = lambda heap: heap.committed_bytes  # whoever has mapped it
+            service._reached = lambda heap: heap.committed_bytes  # whatever peers have mapped
         for _ in range(3):
             sum_of(comm, COUNT, kept)
         if rank == 0:
@@ -419,7 +419,7 @@ def test_memory_is_not_lent_before_all_have_mapped_it():
 
 
 def _refused(store, rank, world):
-    """A rank whose device is full gets an error, and the next call works for all."""
+    """A rank whose device is full raises, and the next call works on all ranks."""
     devices = Devices("emulated", devices=1, memory_bytes=32 * MIB)
     kept: list[torch.Tensor] = []
     with connect(store, rank, world) as comm, devices.as_on_gpu(comm):
@@ -451,7 +451,7 @@ def _loses_a_peer(store, rank, world):
             while True:
                 comm.barrier()
                 devices.runtime.synchronize(0)
-        # The memory of the dead is still there, and nobody waits for them.
+        # The dead rank's memory is still mapped, and the heap does not wait for that rank.
         assert float(views[world - 1][COUNT - 1]) == world * (world + 1) / 2
         kept.append(ringcomm.empty(4 * COUNT, device="cuda:0"))
         assert comm.engine.device_core.heap.memory.await_peers(10.0)  # type: ignore[attr-defined]
@@ -468,7 +468,7 @@ def test_a_peer_that_died_while_mapped_leaves_its_memory():
 
 
 def _forks(store, rank, world):
-    """A child that lives on holds no end of the parent's connections."""
+    """A forked child that lives on does not keep the parent's connections open."""
     devices = Devices("emulated", devices=1)
     kept: list[torch.Tensor] = []
     with connect(store, rank, world) as comm, devices.as_on_gpu(comm):
@@ -501,14 +501,14 @@ def test_a_fork_closes_the_sockets_of_the_child_alone():
 
 
 def _trains(store, rank, world, stage, kind):
-    """Trains a model whose state is larger than the heap was at first, with no option set."""
+    """Trains a model whose state exceeds the heap's first size, without any option set."""
     os.environ["RINGCOMM_CUDA_HEAP"] = kind
     os.environ.pop("RINGCOMM_CUDA_HEAP_BYTES", None)
     devices = Devices("emulated", devices=1)
     resize = torch.UntypedStorage.resize_
 
     def in_order(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        devices.runtime.synchronize(0)  # a GPU's allocator does not reuse memory that is in use
+        devices.runtime.synchronize(0)  # a GPU's allocator does not reuse memory in use
         return resize(storage, size_bytes)
 
     torch.UntypedStorage.resize_ = in_order  # type: ignore[method-assign, assignment]
@@ -538,7 +538,7 @@ def zero_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def of_a_fixed_heap() -> dict[str, torch.Tensor]:
-    """The parameters after training, at any stage."""
+    """Returns the parameters after training with a fixed heap; they are the same at any stage."""
     state: dict[str, torch.Tensor] = run_ranks(_trains, 2, 1, "fixed", timeout_s=100)[0][-1]
     return state
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heap under limits of the system: sizes that follow, and advice that fits the cause."""
+"""The heap under system limits: its sizes adapt, and errors give advice for the cause."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def _sums_in_little_address_space(store, rank, world, by_launcher):
         os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE=str(world))
     with limited_address_space(1024 * MIB):
         if by_launcher:
-            ringcomm.zeros(4)  # before anything says how many ranks there will be
+            ringcomm.zeros(4)  # before the number of ranks is known
         with ringcomm.Communicator.from_store(store, rank, world, timeout=60) as comm:
             tensor = torch.ones(3)
             comm.all_reduce(tensor)
@@ -51,7 +51,7 @@ def _sums_in_little_address_space(store, rank, world, by_launcher):
 
 @pytest.mark.parametrize("by_launcher", [False, True])
 def test_ranks_share_a_limited_address_space(by_launcher):
-    """A limit as ulimit -v sets it holds the heaps of all ranks in each of them."""
+    """A limit like ulimit -v applies to each process, which maps the heaps of all ranks."""
     assert run_ranks(_sums_in_little_address_space, 2, by_launcher) == [([2.0] * 3, True)] * 2
 
 
@@ -123,7 +123,7 @@ def test_no_size_helps_where_memfd_create_is_refused(monkeypatch, code):
 
 
 def test_a_folder_that_can_hold_no_heap_is_refused_by_its_rank(monkeypatch, tmp_path, disk_folder):
-    """Also where a folder that exists has a file system whose files cannot be sealed: a disk's."""
+    """Also refuses a folder whose file system cannot seal files, such as a disk's."""
     for folder in (tmp_path / "none", disk_folder):
         monkeypatch.setenv(FOLDER, str(folder))
         with pytest.raises(HeapError) as raised:
@@ -136,7 +136,7 @@ def test_a_folder_that_can_hold_no_heap_is_refused_by_its_rank(monkeypatch, tmp_
 
 @pytest.fixture
 def disk_folder():
-    """A folder that is not on a tmpfs."""
+    """Returns a folder that is not on a tmpfs."""
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
         descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR)
@@ -187,7 +187,7 @@ def test_a_heap_without_room_says_what_can_help(monkeypatch, code, folder, words
 
 
 def test_memory_that_a_control_group_still_grants(tmp_path):
-    """Of both versions, of every group given; cached pages of files count as granted."""
+    """Reads both versions and every group given; cached pages of files count as available."""
     inner, old = tmp_path / "inner", tmp_path / "old"
     cached = f"anon 1\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\n"
     for folder, name, text in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the heap lies on a machine with several NUMA nodes; the machines are emulated."""
+"""Binds the heap to NUMA nodes on machines with several nodes, which are emulated."""
 
 import ctypes
 import errno
@@ -25,9 +25,9 @@ from tests.support.ranks import run_ranks
 from tests.support.system_calls import LIBC, NUMBERS, forbid
 
 TIMEOUT_S = 20.0
-# No kernel has a node of this number, so it refuses it.
+# No kernel has a node of this number, so the kernel refuses it.
 NO_NODE = 1023
-ELSEWHERE = "4000-4003"  # CPUs that are not this process's
+ELSEWHERE = "4000-4003"  # CPUs that this process may not use
 needs_numa = pytest.mark.skipif(
     not NUMBERS
     or not Path("/proc/self/numa_maps").exists()
@@ -53,7 +53,7 @@ def test_a_machine_is_read(tmp_path):
 
 def test_holes_and_nodes_that_are_offline(tmp_path):
     write_machine(tmp_path, {0: "0-1", 2: "2-3", 3: "4-5"}, online="0,2-3")
-    # The folder of a node may outlive it, without files.
+    # A node's folder may outlive the node, without files.
     (tmp_path / "node1").mkdir()
     machine = read_topology(tmp_path)
     assert sorted(machine.cpus) == [0, 2, 3]
@@ -62,7 +62,7 @@ def test_holes_and_nodes_that_are_offline(tmp_path):
 
 
 def test_nodes_without_memory_or_without_cpus(tmp_path):
-    """Node 1 has no memory, node 3 no CPUs."""
+    """Node 1 has no memory, and node 3 has no CPUs."""
     write_machine(tmp_path, {0: "0-1", 1: "2-3", 2: "4-5", 3: ""}, has_memory="0,2-3")
     machine = read_topology(tmp_path)
     assert machine.with_cpus == (0, 1, 2)
@@ -72,7 +72,7 @@ def test_nodes_without_memory_or_without_cpus(tmp_path):
 def test_of_one_node_one_file_is_read(tmp_path):
     (tmp_path / "online").write_text("0\n")
     assert len(read_topology(tmp_path).cpus) == 1
-    # A kernel without NUMA.
+    # A kernel without NUMA support.
     assert len(read_topology(tmp_path / "none").cpus) == 1
     assert own_binding(tmp_path) == NodeBinding((), "the machine has one node")
 
@@ -123,7 +123,7 @@ def heap_line() -> str:
 
 
 def join_on(store, rank, world, folder, options=None) -> Communicator:
-    """Joins, with the heap where it shall lie on the machine that ``folder`` describes."""
+    """Joins with the heap bound as on the machine that ``folder`` describes."""
     placed = functools.partial(own_binding, Path(folder))
     mock.patch.object(host_heap, "own_binding", placed).start()
     options = options or CommOptions(timeout=TIMEOUT_S)
@@ -144,7 +144,7 @@ def _bound(store, rank, world, folder):
         assert re.match(r"[0-9a-f]+ prefer(=relative|=static| \(many\))?:0 ", heap_line())
         lying = bytes_by_node(heap.base_ptr)
         assert set(lying) == {0} and lying[0] >= 4 << 20
-        # The policy is the file's: it counts for what a peer touches first, too.
+        # The policy belongs to the file, so it also applies to pages that a peer touches first.
         peers = [
             line
             for line in Path("/proc/self/numa_maps").read_text().splitlines()
@@ -170,7 +170,7 @@ def _left(store, rank, world, folder):
 
 @needs_numa
 def test_a_rank_of_all_nodes_binds_nothing(tmp_path):
-    """Negative control of the test before, too."""
+    """Also the negative control of the test above."""
     write_machine(tmp_path, {0: own_cpus(), 1: ""})
     run_ranks(_left, 2, str(tmp_path))
 
@@ -226,7 +226,7 @@ for nodes in ([0], [1], [1, 3], [64, 2, 65], []):
 
 @NEEDS_COMPILER
 def test_the_whole_heap_is_bound_before_any_touch(tmp_path):
-    """A kernel with many nodes is emulated by a library that answers in the kernel's place."""
+    """A preloaded library emulates a kernel with many nodes."""
     library = compile_to(
         tmp_path / "binding_calls.so",
         ROOT / "kernels/include",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer's heap is mapped once, however many communicators share it, and let go with the last."""
+"""A peer's heap is mapped once for all communicators, and unmapped after the last one closes."""
 
 import gc
 import os
@@ -75,7 +75,7 @@ def _outlives(store, rank, world):
         comm.barrier()
     except ringcomm.PeerLost:
         gone = True
-    # The dead peer's pages are still mapped here, so nothing that refers to them faults.
+    # The dead peer's pages are still mapped, so accesses to them do not fault.
     comm.close()
     return gone and ringcomm.zeros(10).sum().item() == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch files: what is written comes back, or an error says why not; nothing is left."""
+"""Scratch files return what was written, or an error says why not; no file is left behind."""
 
 import fcntl
 import gc
@@ -53,7 +53,7 @@ def sums(data: bytes, start: int = 0) -> dict[str, int]:
 
 
 def test_checksums_are_crc32c():
-    """Known values of RFC 3720, and lengths around the three strands, by every way of this CPU."""
+    """Known values of RFC 3720, and lengths around the three strands, by each implementation."""
     assert "tables" in _native.crc32c_ways()
     known = {b"123456789": 0xE3069283, bytes(32): 0x8A9136AA, b"\xff" * 32: 0x62A8AB43}
     for data, wanted in known.items():
@@ -77,7 +77,7 @@ def test_checksums_are_crc32c():
 def test_what_is_written_comes_back(scratch, size_bytes):
     others = [scratch.add_extent(PAGE_BYTES) for _ in range(2)]
     extent = scratch.add_extent(size_bytes)
-    for seed in range(2):  # a second version replaces the first
+    for seed in range(2):  # the second version replaces the first
         written, back = filled(size_bytes, seed), aligned_buffer(size_bytes)
         scratch.write(extent, written).wait()
         scratch.read(extent, back).wait()
@@ -100,7 +100,7 @@ def test_the_file_has_whole_pages_this_user_alone_and_never_a_name(scratch, fold
     assert (status.st_size, status.st_nlink, status.st_mode & 0o777) == (2 * PAGE_BYTES, 0, 0o600)
     assert status.st_blocks * 512 >= 2 * PAGE_BYTES
     descriptor = os.open(folder, os.O_PATH)
-    with pytest.raises(FileNotFoundError):  # with a descriptor Python calls linkat, as it must be
+    with pytest.raises(FileNotFoundError):  # the descriptors make Python call linkat
         os.link(file, "name", src_dir_fd=descriptor, dst_dir_fd=descriptor)
     os.close(descriptor)
 
@@ -108,7 +108,7 @@ def test_the_file_has_whole_pages_this_user_alone_and_never_a_name(scratch, fold
 def test_what_was_never_written_reads_as_zeros_and_not_from_the_disk(scratch):
     extent, buffer = scratch.add_extent(EXTENT_BYTES), filled(EXTENT_BYTES, 0)
     other = scratch.add_extent(EXTENT_BYTES)
-    written = scratch.write(other, buffer)  # which the zeros must not overtake
+    written = scratch.write(other, buffer)  # the zeros must not overtake this write
     scratch.read(extent, buffer).wait()
     assert not buffer.any()
     assert scratch.bytes_read == 0
@@ -118,9 +118,9 @@ def test_what_was_never_written_reads_as_zeros_and_not_from_the_disk(scratch):
 
 
 def play_in_order(scratch: ScratchFile, plays: int, seed: int) -> None:
-    """Submits reads and writes at once that share extents and memory, and compares with a model."""
+    """Submits reads and writes that share extents and memory, and compares with a model."""
     drawn = random.Random(seed)
-    size = CUT_BYTES // 2  # of a part of memory: transfers have one or three
+    size = CUT_BYTES // 2  # size of a part of memory; transfers have 1 or 3 parts
     memory = filled(8 * size, seed)
     extents = [scratch.add_extent(3 * size) for _ in range(3)]
     model, contents = memory.clone(), [torch.empty(0, dtype=torch.uint8, device="cpu")] * 3
@@ -229,7 +229,7 @@ def test_folders_that_take_no_scratch_file_are_refused(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
-    """Root may write anywhere, so the system's answer is a test's."""
+    """Simulates the system's refusal, because root may write anywhere."""
 
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
@@ -264,7 +264,7 @@ def test_a_file_system_without_direct_io_is_refused(tmp_path, monkeypatch):
 
 
 def direct_files() -> list[str]:
-    """The files that a test has open for direct I/O, as paths that open them again."""
+    """Returns the files that a test has open for direct I/O, as paths that can be opened again."""
     return [path for path in _all_direct_files() if path not in _others]
 
 
@@ -273,7 +273,7 @@ _others: list[str] = []
 
 @pytest.fixture(autouse=True)
 def files_of_other_tests() -> None:
-    """What earlier tests have left, which a traceback may keep, is not this one's."""
+    """Excludes files that earlier tests left open, for example in a traceback."""
     gc.collect()
     _others[:] = _all_direct_files()
 
@@ -290,7 +290,7 @@ def _all_direct_files() -> list[str]:
 
 
 class Corrupted:
-    """Two extents, each written twice, and a second way into their file."""
+    """Two extents, each written twice, and a second file descriptor to damage the file."""
 
     def __init__(self, scratch: ScratchFile) -> None:
         self.scratch = scratch
@@ -344,7 +344,7 @@ def test_a_damaged_extent_is_an_error_and_stays_one(scratch, damage, offset_byte
         assert first.offset_bytes == offset_bytes
         scratch.read(sound, buffer).wait()
         assert torch.equal(buffer, filled(EXTENT_BYTES, 3))
-    # A write after it is refused as well, and so is a read: the first fault is told each time.
+    # Later writes and reads are refused too, with the position of the first fault.
     for transfer in (writing, reading, scratch.read(damaged, buffer)):
         again = expect_error(transfer, scratch, words)
         assert again.offset_bytes == first.offset_bytes
@@ -390,7 +390,7 @@ def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
         except DiskError as error:
             assert "closed before the transfer began" in str(error)
             ends.append("closed")
-    assert ends == sorted(ends, reverse=True)  # in order: what ran, ran first
+    assert ends == sorted(ends, reverse=True)  # in order: transfers that ran come first
     assert ends[-1] == "closed"
     for use in (
         lambda: scratch.add_extent(1),
@@ -398,7 +398,7 @@ def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
     ):
         with pytest.raises(DiskError, match="is closed"):
             use()
-    # The first that was closed may have been begun: some of its cuts ran.
+    # The first transfer that was closed may have started: some of its cuts ran.
     assert 0 <= scratch.bytes_written - ends.count("done") * EXTENT_BYTES < EXTENT_BYTES
 
 
@@ -415,7 +415,7 @@ def test_garbage_collection_closes_and_memory_stays_until_a_transfer_is_over(fol
     gone = weakref.ref(scratch)
     del scratch
     gc.collect()
-    assert gone() is not None  # a transfer has it
+    assert gone() is not None  # a transfer refers to it
     transfer.wait()
     del transfer
     gc.collect()
@@ -452,7 +452,7 @@ def test_a_forked_child_leaves_it_alone_and_ends(scratch):
 
 
 def test_a_process_that_is_killed_leaves_nothing(folder):
-    """Its space is looked at in test_scratch_faults.py, on a disk that no other program uses."""
+    """test_scratch_faults.py checks the freed space, on a disk that no other program uses."""
     pid = os.fork()
     if pid == 0:
         scratch, memory = ScratchFile(folder, "state"), aligned_buffer(EXTENT_BYTES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch files on a disk that fails: every call of a small job, in every way, and a full disk."""
+"""Scratch files on a failing disk: each call of a small job fails in each way; and a full disk."""
 
 import ctypes
 import json
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> Any:
-    """What the job tells, which runs once for all tests."""
+    """The output of the job, which runs once for all tests."""
     folder = tmp_path_factory.mktemp("faulty")
     skip_unless_disk(folder)
     library = compile_to(
@@ -58,7 +58,7 @@ WORDS = {
 }
 
 
-# Operations that raise, in the order in which the job waits: a read after a failed write does, too.
+# Operations that raise, in the order in which the job waits; a read after a failed write raises.
 RAISING = {"write": ["write", "read"], "read": ["read"], "reserve": ["reserve"]}
 
 
@@ -66,7 +66,7 @@ RAISING = {"write": ["write", "read"], "read": ["read"], "reserve": ["reserve"]}
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", TROUBLES)
 def test_every_call_may_go_wrong(told, name):
-    """An error of the extent whose call it was, or the right bytes; the other extent is sound."""
+    """The extent of the failed call raises or has the right bytes; the other extent is intact."""
     trouble, runs = TROUBLES[name], told["outcomes"][name]
     calls = CALLS[trouble.call]
     assert len(runs) == calls + 1
@@ -95,9 +95,9 @@ def test_a_signal_ends_a_wait_and_not_the_transfer(told):
 @pytest.mark.compiles
 @NEEDS_COMPILER
 def test_a_disk_that_hangs_is_an_error_after_a_while(told):
-    """Waits and close() end long before the writes do, whose memory and file stay until then.
+    """Waits and close() end long before the writes, whose memory and file stay until they end.
 
-    The process ends, too, while another write hangs: the job would not be over.
+    The process must also end while another write hangs; otherwise the job would not finish.
     """
     hanging = told["hanging"]
     first, second = hanging["texts"]
@@ -116,7 +116,7 @@ CLONE_NEWNS = 0x20000
 
 
 def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
-    """Runs ``check`` in a child that has an ext4 of 8 MiB mounted, which ends with it."""
+    """Runs ``check`` in a child with an 8 MiB ext4 file system, unmounted when the child ends."""
     image, mounted = folder / "image", folder / "mounted"
     mounted.mkdir()
     image.write_bytes(bytes(8 * MIB))
@@ -124,7 +124,7 @@ def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
         pytest.skip("mkfs.ext4 is not installed")
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
     reading, writing = os.pipe()
-    # A process of its own enters new namespaces; a fork has `check` and all imports already.
+    # A child process enters new namespaces; a fork already has `check` and all imports.
     pid = os.fork()
     if pid == 0:
         told: object = "the child raised"
@@ -177,7 +177,7 @@ def fill_disk(folder: Path) -> dict[str, Any]:
         scratch.read(last, back).wait()
         seen["the last extent holds"] = torch.equal(memory, back)
     seen["given back by close"] = free_bytes(folder) == free
-    # A process of its own is killed; a fork has the mount and all imports already.
+    # A child process is killed; a fork already has the mount and all imports.
     pid = os.fork()
     if pid == 0:
         mine = ScratchFile(folder, "state of a rank that is killed")
@@ -199,7 +199,7 @@ def test_a_full_disk_is_an_error_and_takes_its_space_back(tmp_path):
         "free. Free space on that disk, raise the limit (quota, ulimit -f), or name a folder on a "
         "larger one"
     )
-    assert seen["free when full"] > 0  # what the refused extent had taken
+    assert seen["free when full"] > 0  # the space that the refused extent had taken
     assert seen["the last extent holds"]
     assert seen["given back by close"]
     assert seen["given back by kill -9"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A heap can be reached by this user's processes, and by nobody else's."""
+"""Only this user's processes can reach a heap."""
 
 import ctypes
 import json
@@ -17,7 +17,7 @@ NOBODY = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
-# Run as another user; prints what it could do.
+# A program that runs as another user, and prints which accesses succeeded.
 STRANGER = """
 import ctypes, json, os, sys
 pid, fd, address = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -57,7 +57,7 @@ def _what_a_stranger_can(fd: int, address: int) -> list[str]:
 
 
 def _weaknesses(fd: int) -> list[str]:
-    """Returns what is wrong with the file behind a heap."""
+    """Returns the weaknesses of the file behind a heap."""
     status = os.fstat(fd)
     wrong = []
     if status.st_mode & 0o077:
@@ -72,7 +72,7 @@ def _weaknesses(fd: int) -> list[str]:
 
 
 def _names() -> set[str]:
-    """Returns shared memory's files, but for those of torch and multiprocessing in other tests."""
+    """Returns the shared memory files, except for those of torch and multiprocessing."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
 
 
@@ -110,7 +110,7 @@ def test_another_user_reaches_nothing(directory):
 
 @needs_root
 def test_the_same_program_reaches_what_is_its_own():
-    """The calls are right: without the change of user they all succeed."""
+    """Negative control: without the change of user, all calls succeed."""
     heap = _native.Heap(4 * MIB, "")
     program = STRANGER.replace("os.setgroups([]); os.setgid(65534); os.setuid(65534)", "")
     run = [sys.executable, "-I", "-c", program, str(os.getpid()), str(heap.fd), str(heap.base_ptr)]
@@ -161,7 +161,7 @@ def test_what_is_no_heap_is_not_mapped(kind):
 
 
 def test_a_heap_is_mapped():
-    """The checks refuse no heap: neither kind, opened as a peer opens it."""
+    """Negative control: both kinds of heap pass the checks, opened as a peer opens them."""
     for directory in ("", "/dev/shm"):
         heap = _native.Heap(4 * MIB, directory)
         peer = _native.PeerHeap.open(os.getpid(), heap.fd, heap.capacity_bytes, heap.token)

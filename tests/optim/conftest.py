@@ -7,12 +7,12 @@ import pytest
 
 from tests.comm import conftest
 
-# The least that the ring forms take.
+# The smallest segments that the ring kernels accept.
 SMALL_SEGMENT_BYTES = 2048
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[conftest.Worlds]:
-    """``worlds(n)`` is a world of n rank threads with small segments."""
+    """``worlds(n)`` returns a world of n rank threads with small segments."""
     with conftest.shared_worlds(SMALL_SEGMENT_BYTES) as get:
         yield get

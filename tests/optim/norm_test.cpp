@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The sum of a tile by a warp (kernels/cuda/warp_sum.h) against the host's by halves, bit for bit:
-// the 32 lanes of a warp are an array here. And the exact addition of tiles against the one of
-// long doubles where that is exact.
+// Compares a warp's sum of a tile (kernels/cuda/warp_sum.h), whose 32 lanes are an array here, with
+// the host's sum by halves, bit for bit. Also compares the exact addition of tiles with long double
+// addition, where long double is exact.
 #define RINGCOMM_ISA isa_baseline
 #include <cmath>
 #include <cstdio>
@@ -70,7 +70,7 @@ int main() {
     if (sum != by_warp(x)) return fail("a warp's sum differs from the host's");
     largest = std::max(largest, sum);
   }
-  // Integers below 2^63 in all: long double's 64 bits hold the sum.
+  // The integers sum to less than 2^63, so long double's 64 bits hold the sum.
   std::uniform_int_distribution<uint64_t> integer(0, uint64_t(1) << 50);
   uint64_t total = 0;
   for (int trial = 0; trial < 4000; ++trial) {

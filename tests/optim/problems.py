@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with scripted gradients, for ringcomm in any world and for torch on their sum."""
+"""Parameters with scripted gradients, for ringcomm in any world and for torch on the mean."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ringcomm.optim import SGD, Adam, AdamW, AdamW8bit, AdamWOptions, Lion, Shar
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
-# Several buckets of 512 and of 1024 elements, parameters that cross chunks, a scalar, and nothing.
+# Several buckets of 512 and of 1024 elements; shapes cross chunks, or are scalar or empty.
 SHAPES = ((3, 5), (700,), (), (0, 4), (33, 40), (64,), (1,))
 SMALL_BUCKETS = AdamWOptions(bucket_elems=1024)
 
 
 def values(shape: Sequence[int], seed: int) -> Tensor:
-    """Float32 numbers around 1 in magnitude, the same on every rank and in every thread."""
+    """Returns float32 numbers around 1 in magnitude, the same on every rank and in every thread."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
 def whole_gradient(shape: Sequence[int], index: int, step: int, rank: int) -> Tensor:
-    """Multiples of 12: sums are exact, and means over 1, 2, 3, 4 or 6 ranks, in 16 bits too."""
+    """Returns multiples of 12: sums and means over 1, 2, 3, 4 or 6 ranks are exact in 16 bits."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
     return 12.0 * torch.randint(-2, 3, tuple(shape), generator=generator)
 
@@ -66,7 +66,7 @@ OURS: dict[type[torch.optim.Optimizer], Any] = {
     torch.optim.AdamW: AdamW,
     torch.optim.SGD: SGD,
     TorchLion: Lion,
-    AdamW8bit: AdamW8bit,  # torch has no such class
+    AdamW8bit: AdamW8bit,  # torch has no 8-bit AdamW
 }
 
 
@@ -75,11 +75,11 @@ class Problem:
     """A small model and its data, for an optimizer.
 
     Attributes:
-        dtype: of the parameters.
-        groups: further entries of each group; parameters are dealt to groups by turns.
-        gradient: called with shape, index, step, rank; None for no gradient.
-        settings: of the optimizer.
-        torch_class: what to compare with.
+        dtype: dtype of the parameters.
+        groups: further entries of each group; parameters are dealt to the groups in turn.
+        gradient: function of shape, index, step and rank; returns None for no gradient.
+        settings: arguments of the optimizer.
+        torch_class: the class to compare with.
         sharded: the optimizer is ``torch_class`` itself, sharded.
     """
 
@@ -92,7 +92,7 @@ class Problem:
     shapes: tuple[tuple[int, ...], ...] = SHAPES
 
     def params(self) -> list[Tensor]:
-        """New parameters, equal on all ranks."""
+        """Makes new parameters, equal on all ranks."""
         return [
             values(shape, index).to(self.dtype).requires_grad_()
             for index, shape in enumerate(self.shapes)
@@ -131,7 +131,7 @@ class Problem:
             param.grad = None if grad is None else (grad * scale).to(param.dtype)
 
     def give_mean(self, params: list[Tensor], step: int, world: int, reduce: str = "avg") -> None:
-        """Sets what ``world`` ranks' gradients are together; in the parameters' dtype."""
+        """Sets the sum or mean of ``world`` ranks' gradients, in the parameters' dtype."""
         for index, param in enumerate(params):
             grads = [self.gradient(tuple(param.shape), index, step, rank) for rank in range(world)]
             known = [grad.to(self.dtype).float() for grad in grads if grad is not None]
@@ -142,14 +142,14 @@ class Problem:
 
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:
-    """So that no two optimizers share a tensor lr."""
+    """Copies entries, so that no two optimizers share a tensor lr."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
 
 
 def train(
     comm: Communicator | None, problem: Problem, steps: int, options: AdamWOptions = SMALL_BUCKETS
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The parameters and the full state after some steps."""
+    """Takes steps; returns the parameters and the full state."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     for step in range(steps):
@@ -161,7 +161,7 @@ def train(
 def go_on(
     optimizer: ShardedOptimizer, problem: Problem, params: list[Tensor], first: int, steps: int
 ) -> None:
-    """The same gradient on every rank, so that all worlds step alike."""
+    """Takes further steps with the same gradient on every rank, so that all worlds step equally."""
     for step in range(first, first + steps):
         problem.give(params, step, 0)
         optimizer.step()
@@ -173,7 +173,7 @@ def started(
     options: AdamWOptions = SMALL_BUCKETS,
     steps: int = 3,
 ) -> tuple[list[Tensor], ShardedOptimizer]:
-    """An optimizer after some steps, with its parameters."""
+    """Returns an optimizer after some steps, with its parameters."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     go_on(optimizer, problem, params, 0, steps)
@@ -181,7 +181,7 @@ def started(
 
 
 def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Full states with equal bits."""
+    """Asserts that two full states are equal bit for bit."""
     assert a.keys() == b.keys() and a["state"].keys() == b["state"].keys()
     for index, entry in a["state"].items():
         assert entry.keys() == b["state"][index].keys()
@@ -194,7 +194,7 @@ def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The same numbers on every rank."""
+    """Makes a model with the same values on every rank."""
     made = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
     with torch.no_grad():
         for index, param in enumerate(made.parameters()):

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The branch-free quotients and roots (kernels/cuda/quotients.h), and AdamW's step by them
-// (update_rules.h), against `/` and sqrt, bit for bit. The approximations that they begin with are
-// off by as much as a GPU's may be: near_error_ulps. argv[1]: every so manyth mantissa of divisors.
+// Compares the branch-free quotients and roots (kernels/cuda/quotients.h), and AdamW's step with
+// them (update_rules.h), with `/` and sqrt, bit for bit. near_error_ulps is the error of the first
+// approximation, as large as a GPU's may be. argv[1] = n: tests every n-th mantissa of divisors.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -28,8 +28,8 @@ void fail(const char* what, float a, float b, float found, float wanted) {
 void check_quotient(float a, float b) {
   for (near_error_ulps = -2; near_error_ulps <= 2; ++near_error_ulps) {
     const float found = quotient(a, b, reciprocal(b)), wanted = a / b;
-    // Newton's step does not always round the reciprocals of the largest mantissas correctly;
-    // ptxas' `/` has the same step, of an approximation that is right there.
+    // Newton's step does not always round the reciprocals of the largest mantissas correctly.
+    // ptxas' `/` takes the same step from an approximation that is correct there.
     const bool largest = (bits_of(b) & 0x7fffff) >= 0x7ffff0;
     if (!same(found, wanted) && !(largest && near_error_ulps != 0))
       fail("quotient", a, b, found, wanted);
@@ -45,10 +45,10 @@ uint32_t inverse_of_odd(uint32_t x) {
   return inverse;
 }
 
-// The dividends whose quotients by `b`, 2^23 <= b < 2^24, lie nearest to the middle of two numbers:
-// where a * 2^shift = middle * b + rest for an odd middle of 25 bits and a small rest. The error
-// before the last rounding is below 2 * 2^-24 ulps, and a rest of r is r * 2^-24 * 2^23 / b ulps
-// away: no other dividend than these can be rounded wrongly.
+// Checks the dividends whose quotients by `b`, 2^23 <= b < 2^24, are nearest to the middle of two
+// numbers: a * 2^shift = middle * b + rest, with an odd middle of 25 bits and a small rest. The
+// error before the last rounding is below 2 * 2^-24 ulps, and a rest of r is r * 2^-24 * 2^23 / b
+// ulps away: no other dividend can be rounded wrongly.
 void check_hard_quotients(uint32_t b) {
   const int twos = __builtin_ctz(b);
   for (int shift = 24; shift <= 25; ++shift)
@@ -67,8 +67,8 @@ void check_hard_quotients(uint32_t b) {
     }
 }
 
-// Of every mantissa, for even and odd exponents. Of approximations as far off as PTX allows, two
-// make a wrong root of some number; ptxas' sqrtf() has the same instructions.
+// Checks every mantissa, for even and odd exponents. With approximations as inexact as PTX allows,
+// two give a wrong root of some number; ptxas' sqrtf() has the same instructions.
 void check_roots() {
   long wrong = 0;
   for (uint32_t bits = 0x3f800000; bits < 0x40800000; ++bits)
@@ -105,7 +105,7 @@ void check_step(float p, float m, float v, const AdamWFactors& f, bool may_be_od
   if (odd && !may_be_odd) fail("a common step is odd", m, v, found, wanted);
 }
 
-// All pairs of exponents, zeros, subnormal numbers, infinities and NaN among them.
+// Checks all pairs of exponents, including zeros, subnormal numbers, infinities and NaN.
 void check_steps() {
   std::mt19937 random(1);
   const AdamWFactors all[] = {factors(1e-3f, 0.0316f, 1e-8f), factors(1.0f, 1.0f, 0x1p-58f),
@@ -123,18 +123,18 @@ void check_steps() {
           check_step(parameters[random() % 6], m, v, each, true);
         }
   }
-  // Quotients that are subnormal.
+  // Subnormal quotients.
   const AdamWFactors& f = all[4];
   for (int k = 0; k < 1 << 16; ++k)
     check_step(0.0f, std::ldexp(float(1 << 23 | (random() & 0x7fffff)), -110 - int(random() % 8)),
                std::ldexp(float(1 << 23 | (random() & 0x7fffff)), 18 + int(random() % 22)), f,
                true);
-  // What training has is no exception, nor are moments that have died down to zero.
+  // Values of training, and moments that have decayed to zero, must not take the slow path.
   const float usual[] = {0.0f, -0.0f, 1e-12f, -3e-5f, 0.25f, -17.0f},
               squares[] = {0.0f, 1e-45f, 1e-40f, 1e-20f, 3e-5f, 900.0f};
   for (const float m : usual)
     for (const float v : squares) check_step(0.5f, m, v, all[0], false);
-  // Factors that it does not take.
+  // Factors that need the slow path.
   for (const AdamWFactors& other :
        {factors(1e-3f, 0.5f, 0.0f), factors(1e-3f, 0x1p-13f, 1e-8f), factors(1e-3f, 1.5f, 1e-8f),
         factors(1e-3f, 0.5f, NAN), factors(1e-3f, NAN, 1e-8f), factors(1e-3f, 0.5f, 2e6f)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps: against torch's, in every world, in every dtype, in one pass and in two."""
+"""Steps compared with torch's: in every world, in every dtype, in one pass and in two."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ VARIANTS = {
         )
     ),
 }
-# torch's own loops have fused multiply-adds there, which the kernels repeat.
+# torch's loops use fused multiply-adds on these CPUs, and the kernels repeat them.
 SAME_LOOPS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def noise(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor:
-    """Gradients whose sums round."""
+    """Returns gradients whose sums round."""
     return values(shape, 10_000 * (rank + 1) + 100 * step + index) * 10.0 ** (index - 3)
 
 
 def unit(x: Tensor) -> Tensor:
-    """The distance to the next larger float32."""
+    """Returns the distance to the next larger float32."""
     return torch.nextafter(x.abs(), torch.tensor(torch.inf)) - x.abs()
 
 
 def check_steps(
     optimizer: ShardedOptimizer, before: list[Tensor], results: list[list[Tensor]]
 ) -> None:
-    """Asserts that two steps' results are as near as the arithmetic promises (docs/optimizer.md).
+    """Asserts that two steps' results differ by at most the bounds of docs/optimizer.md.
 
     Args:
-        optimizer: whose groups say how far parameters decay.
-        before: the parameters, in the order of the groups.
-        results: ours, and torch's.
+        optimizer: its groups give the decay of the parameters.
+        before: the parameters before the steps, in the order of the groups.
+        results: our parameters after a step, and torch's.
     """
     assert all("decoupled_weight_decay" in group for group in optimizer.param_groups), (
         "these are the bounds of AdamW and Adam; test_other_fused_rules.py compares other rules"
@@ -77,7 +77,7 @@ def check_steps(
 
 
 def in_groups(problem: Problem, tensors: list[Tensor]) -> list[Tensor]:
-    """Detached, in the order of the problem's groups."""
+    """Returns detached tensors in the order of the problem's groups."""
     dealt = problem.dealt(tensors)
     return [tensor.detach() for group in dealt for tensor in group["params"]]
 
@@ -176,7 +176,7 @@ def test_splitting_a_master_is_exact_and_rounds_ties_away_from_zero():
 def test_stochastic_rounding_is_the_same_in_every_world_and_differs_by_seed(worlds, dtype):
     problem = Problem(dtype, settings={"lr": 1e-4})
     options = replace(SMALL_BUCKETS, master="none", rounding="stochastic", seed=7, reduce="sum")
-    # With the sum of one rank's gradients and nothing from the others, all worlds see the same.
+    # If only one rank has gradients, the sum is the same in all worlds.
     problem = replace(problem, gradient=first_rank_only)
     runs = [worlds(world).run(train, problem, 3, options) for world in (1, 2, 4)]
     expected = runs[0][0][0]
@@ -197,7 +197,7 @@ def test_stochastic_rounding_beside_a_master_takes_one_of_its_neighbours():
     options = replace(SMALL_BUCKETS, rounding="stochastic")
     params, full = train(None, Problem(torch.bfloat16, gradient=noise), 4, options)
     for index, master in full["master"].items():
-        # One unit of bfloat16 is 2^16 of float32's.
+        # One bfloat16 ulp is 2^16 float32 ulps.
         assert bool(((params[index].float() - master).abs() < 2**16 * unit(master)).all())
     assert any(
         not torch.equal(params[index], master.to(torch.bfloat16))
@@ -232,7 +232,7 @@ def test_parameters_of_several_dtypes_step_side_by_side(worlds, world):
 
 @covering(strength=1, step=[1, 10**6], world=[2, 1])
 def test_early_and_late_steps(worlds, step, world):
-    """Bias correction of step 10^6, where beta^step is 0 for one moment and not for the other."""
+    """Bias correction at step 1, and at 10^6, where beta^step is 0 for one moment only."""
     problem = Problem()
 
     def work(comm):
@@ -273,7 +273,7 @@ def test_extreme_gradients_give_what_torch_gives(worlds, value, world):
     theirs = problem.params()
     reference = problem.torch(theirs)
     for step in range(2):
-        # The sum of two ranks' 3e38 is infinite, whatever the mean would be.
+        # The sum of two ranks' 3e38 is infinite, although their mean would be finite.
         problem.give_mean(theirs, step, world)
         reference.step()
     for params, _ in worlds(world).run(work):

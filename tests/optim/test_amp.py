@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling: torch's GradScaler, ringcomm's, its own scaler, and steps that are skipped."""
+"""Loss scaling with torch's GradScaler, ringcomm's GradScaler and LossScaler; skipped steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def loss_of(params: list[Tensor], step: int, rank: int = 0, overflows: bool = False) -> Tensor:
-    """Gradients are whole numbers; with ``overflows`` they are infinite."""
+    """Returns a loss with whole-number gradients, or with infinite ones if ``overflows``."""
     factor = float("inf") if overflows else float(step % 3 + 1)
     return sum((param.float() * factor).sum() for param in params) * (rank + 1)  # type: ignore[return-value]
 
@@ -43,7 +43,7 @@ def all_equal(first: list[Tensor], second: list[Tensor]) -> bool:
     clip=[True, False],
 )
 def test_a_loss_scaler_skips_what_overflows_on_any_rank(worlds, world, options, clip):
-    """A scaled step is the step without the scaler, and every rank has the same scale."""
+    """A scaled step equals the step without a scaler, and every rank has the same scale."""
 
     def work(comm):
         params = weights()
@@ -77,7 +77,7 @@ def test_a_loss_scaler_skips_what_overflows_on_any_rank(worlds, world, options, 
 
 @covering(strength=1, dtype=[torch.float16, torch.bfloat16], world=[2, 1])
 def test_16_bit_gradients_overflow_and_recover(worlds, world, dtype):
-    """A gradient of 1 overflows float16 at the scale 2^16, and not at 2^15."""
+    """A gradient of 1 overflows float16 at a scale of 2^16, but not at 2^15."""
 
     def work(comm):
         params = weights(dtype)
@@ -127,7 +127,7 @@ def test_without_a_check_an_infinite_gradient_is_taken_as_torch_takes_it():
 
 
 def steps_of(scaler, optimizer, params, rank=0, last=0, unscale=False):
-    """Drives a GradScaler; returns the scale after each step."""
+    """Steps with a GradScaler; returns the scale after each step."""
     seen = []
     for step in range(8):
         optimizer.zero_grad()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of the whole gradient: torch's value, the same bits in every world; and clipping."""
+"""The norm of the whole gradient equals torch's, with the same bits in every world; clipping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUM = replace(SMALL_BUCKETS, reduce="sum")
 
 
 def wild(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor:
-    """Rank 0 has a gradient of many magnitudes, the others none: the sum is the same everywhere."""
+    """Gives rank 0 a gradient of many magnitudes and others zeros, so all worlds sum the same."""
     whole = values(shape, 100 * step + index) * 10.0 ** values(shape, 500 + index)
     return whole if rank == 0 else torch.zeros(shape)
 
@@ -45,7 +45,7 @@ def words_of(grad: Tensor, kind: str) -> Tensor:
 
 
 def exact_norm(grad: Tensor, kind: str) -> float:
-    """Correctly rounded sums of the very numbers."""
+    """Returns the norm from exact rational sums."""
     numbers = [Fraction(number) for number in grad.double().tolist()]
     if kind == "inf":
         return float(max(abs(number) for number in numbers))
@@ -83,7 +83,7 @@ def test_buckets_combine_to_the_norm_of_all(kind):
 
 
 def clipped(comm, problem, options, max_norm, norm_type, steps=3):
-    """Norms and final parameters."""
+    """Takes clipped steps; returns the norms and the final parameters."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     norms = []
@@ -106,7 +106,7 @@ def test_every_world_has_the_same_norm_and_clips_alike(worlds, norm_type, dtype)
 
 @covering(strength=1, norm_type=[2.0, 1.0, math.inf], max_norm=[0.7, 0.0, 1e6])
 def test_it_clips_as_torch_does(norm_type, max_norm):
-    # torch knows no largest element of nothing.
+    # torch cannot take the largest element of an empty tensor.
     problem = replace(WILD, shapes=tuple(shape for shape in SHAPES if 0 not in shape))
     params, theirs = problem.params(), problem.params()
     optimizer, reference = problem.ours(params, None), problem.torch(theirs)
@@ -122,7 +122,7 @@ def test_it_clips_as_torch_does(norm_type, max_norm):
             torch.testing.assert_close(mine, param, rtol=1e-5, atol=1e-6, msg=str(index))
 
 
-# No empty parameter: torch knows no largest element of nothing.
+# No empty parameter: torch cannot take the largest element of an empty tensor.
 SGD_PROBLEM = replace(
     WILD,
     shapes=tuple(shape for shape in SHAPES if 0 not in shape),
@@ -144,7 +144,7 @@ MIXED = [
 
 @dataclass
 class Clipping:
-    """Clips with ringcomm, or with torch where there is no optimizer."""
+    """Clips with ringcomm, or with torch if there is no optimizer."""
 
     params: list[Tensor]
     optimizer: ShardedOptimizer | None
@@ -172,7 +172,7 @@ class Clipping:
 
 
 def clipped_by(comm, clip, options=SUM, problem=SGD_PROBLEM):
-    """What the clipping returned, and final parameters."""
+    """Returns the results of the clip calls, and the final parameters."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     told = []
@@ -193,7 +193,7 @@ def test_values_and_parts_are_clipped_as_by_torch_in_every_world(worlds, clip):
         torchs += [each for each in clip(Clipping(theirs, None)) if each is not None]
         reference.step()
     torch.testing.assert_close(told, torchs, rtol=1e-5, atol=0.0)
-    # A norm that differs in its last bit scales otherwise; values are clipped to the bit.
+    # A norm may differ in its last bit, which changes the scaling; clipping by value is exact.
     rtol, atol = (1e-5, 1e-6) if told else (0.0, 0.0)
     torch.testing.assert_close(expected, theirs, rtol=rtol, atol=atol)
     for world in (1, 3):
@@ -205,7 +205,7 @@ def test_values_and_parts_are_clipped_as_by_torch_in_every_world(worlds, clip):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_scaled_gradient_is_clipped_by_its_unscaled_value(worlds, world, dtype):
-    """What overflows is skipped although clipping makes it finite."""
+    """A step that overflows is skipped, although clipping would make it finite."""
 
     def work(comm):
         weight = torch.zeros(700, dtype=dtype).requires_grad_()
@@ -284,7 +284,7 @@ def test_ranks_that_clip_differently_are_told_so_and_nothing_is_changed(worlds):
                 assert optimizer.clip_grad_norm_(1e9).isfinite()
             for first, other in combinations(calls, 2):
                 if reduced_before and optimizer.step in (first, other):
-                    continue  # such a step sends nothing before it changes parameters
+                    continue  # sends nothing before it changes parameters
                 with pytest.raises(MismatchError, match="Option "):
                     (other if comm.rank else first)()
         optimizer.step()
@@ -333,7 +333,7 @@ def test_a_gradient_that_is_not_finite_has_no_norm(worlds, world, bad, norm_type
 
 
 def test_the_norm_does_not_depend_on_the_buckets():
-    """Tiles of 512 elements are cut elsewhere, so sums round elsewhere, in double precision."""
+    """Other buckets have other tiles of 512 elements, so sums in double round differently."""
     norms = []
     for elems in (512, 4096, 32 << 20):
         options = AdamWOptions(bucket_elems=elems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's calls in errors and traces: what they reduce, to what, and no root."""
+"""Errors and traces describe the optimizer's calls by the dtypes reduced, without a root."""
 
 import re
 
@@ -56,7 +56,7 @@ def test_a_mismatch_describes_them_as_the_records_do():
         optimizer.step()
         sharded = optimizer.sharded_step()
         bucket, words = sharded.buckets[0], torch.zeros(24, dtype=torch.int64)
-        # What the optimizer compares first would differ, too.
+        # Calls the plan directly: the optimizer itself would find a difference before.
         with pytest.raises(MismatchError) as raised:
             if comm.rank:
                 sharded.plan.reduce_norm(bucket, "l2", words)

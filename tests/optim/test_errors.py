@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is refused before anything changes; ranks that differ are told so; faults tear."""
+"""Bad input is refused before any change; errors name ranks that differ; faults fail all ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_optimizers_that_triton_has_not_are_refused(worlds, kind):
     worlds(2).run(work)
 
 
-# Those of other classes, and the shape of the parameter.
+# Cases of other classes, and the shape of the parameter.
 BAD: dict[str, tuple[Any, tuple[int, ...], dict[str, Any], str]] = {
     "SGD lr": (SGD, (3,), {"lr": -1.0}, "lr: expected a number >= 0"),
     "SGD momentum": (SGD, (3,), {"momentum": -0.5}, "momentum: expected a number >= 0"),
@@ -209,7 +209,7 @@ def frozen_gradient(param: Tensor) -> None:
 
 def wide_gradient(param: Tensor) -> None:
     param.grad = None
-    param.grad_dtype = torch.float64  # torch's own leave for a gradient of another dtype
+    param.grad_dtype = torch.float64  # torch's permission for a gradient of another dtype
     param.grad = torch.ones(3, dtype=torch.float64)
 
 
@@ -236,7 +236,7 @@ def test_a_bad_gradient_changes_nothing(name, clip):
         optimizer.clip_grad_norm_(1.0) if clip else optimizer.step()
     assert_same_state(optimizer.full_state_dict(), before[0])
     assert torch.equal(good, before[1])
-    # The other's gradient is still there.
+    # The other parameter's gradient still exists.
     bad.grad = None
     optimizer.step()
     assert optimizer.steps_taken.item() == 2
@@ -254,7 +254,7 @@ def sgd(**settings: Any) -> Callable[..., Any]:
     return lambda params, **rest: SGD(params, **settings, **rest)
 
 
-# The classes of ranks 0 and 1, and what the error says.
+# The classes of ranks 0 and 1, and the pattern of the error.
 OTHER_CLASSES: dict[str, tuple[Any, Any, str]] = {
     "momentum": (sgd(momentum=0.5), sgd(momentum=0.75), "momentum"),
     "Lion": (partial(Lion, lr=0.1), sgd(lr=0.1), r"betas.* on rank 0 and .*momentum"),
@@ -305,7 +305,7 @@ def test_ranks_that_differ_are_both_named_on_every_rank(worlds, name):
         with pytest.raises(MismatchError, match=message):
             optimizer.prepare()
         assert [param.data_ptr() for param in params] == before
-        # The communicator is whole, and so are the parameters.
+        # The communicator still works, and the parameters are unchanged.
         tensor = torch.ones(3)
         comm.all_reduce(tensor)
         return tensor[0].item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose hyper-parameters differ learn it at the step, before anything changes."""
+"""If hyper-parameters differ between ranks, the step raises before anything changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.covering import covering, in_test_all
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
-# So that each of three ranks has a shard.
+# Wide enough that each of three ranks has a shard.
 WIDTH = 64
 BEFORE: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_a_change_on_one_rank_is_refused_and_can_be_mended(worlds, change, clips
 
 
 def test_without_the_comparison_shards_are_stepped_differently(worlds):
-    """The negative control: with ``unused="zero"`` there is no all-reduce that could carry it."""
+    """Negative control: with ``unused="zero"`` no all-reduce can carry the comparison."""
     wanted = worlds(3).run(train, {}, False, False)[0]
     found = worlds(3).run(train, CHANGES["maximize"], False, False)[0]
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
@@ -110,7 +110,7 @@ def clip_by(bound: dict[str, Any], optimizer: Any) -> None:
     optimizer.clip_grad_norm_(**{"max_norm": 0.1, **bound})
 
 
-# What rank 1 does in place of clip_grad_norm_(0.1), and the error that all ranks raise.
+# Rank 1's call in place of clip_grad_norm_(0.1), and the error that all ranks raise.
 OTHER_CLIPS: dict[str, tuple[Any, type[Exception], str]] = {
     "max_norm": (partial(clip_by, {"max_norm": 0.2}), MismatchError, r"max_norm is 0\.1 .* 0\.2"),
     "norm_type": (partial(clip_by, {"norm_type": math.inf}), MismatchError, r"norm_type is \"l2\""),
@@ -133,7 +133,7 @@ OTHER_CLIPS: dict[str, tuple[Any, type[Exception], str]] = {
     strength=1,
     how=[0, 1, 2, 3, "unused", "written"],
     clip=[*OTHER_CLIPS],
-    # A mere step asks nothing of the others where no all-reduce would carry the digest.
+    # A plain step does not wait for other ranks if no all-reduce would carry the digest.
     valid=lambda case: case.get("clip") != "none" or case.get("how") not in ("unused", "written"),
 )
 def test_another_bound_on_one_rank_is_refused(worlds, how, clip):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of parameters: round trips, alignment, chunks, descriptions, and agreement."""
+"""The layout of parameters: round trips, alignment, chunks, descriptions and agreement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS = st.builds(
 
 
 def numbered(layout: ShardLayout) -> list[torch.Tensor]:
-    """A tensor per parameter, no two elements of which are equal in float32."""
+    """Returns a tensor per parameter; all elements differ, in float32."""
     made, first = [], 1
     for spec in layout.params:
         made.append(torch.arange(first, first + spec.elems, dtype=torch.float32).view(spec.shape))
@@ -92,7 +92,7 @@ def test_a_description_survives_json(layout):
 
 
 def test_the_layout_does_not_know_the_world():
-    # Its only inputs are the parameters and the size of a bucket; the table is what kernels read.
+    # A layout depends only on the parameters and the bucket size; kernels read this table.
     specs = [ParamSpec((100,), torch.float32), ParamSpec((7, 3), torch.float32, group=1)]
     layout = ShardLayout.assign(specs)
     assert layout.buckets[0].segment_table().tolist() == [[0, 100, 0], [128, 149, 1]]

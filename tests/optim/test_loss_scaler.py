@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss scale moves as told, on the device, and survives a checkpoint."""
+"""The loss scale follows its options, stays on the device, and survives a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLEAN, OVERFLOW = torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0, dtyp
 
 
 def scales(options: LossScaleOptions, steps: str) -> list[float]:
-    """The scale after each step; "o" is an overflow."""
+    """Returns the scale after each step; "o" is an overflow."""
     scaler, seen = LossScaler(options), []
     for step in steps:
         scaler.update(OVERFLOW if step == "o" else CLEAN)
@@ -46,7 +46,7 @@ def test_an_overflow_starts_the_count_of_clean_steps_anew():
 
 def test_hysteresis_lets_overflows_pass_until_its_credit_is_spent():
     options = LossScaleOptions(init_scale=8.0, growth_interval=2, hysteresis=3)
-    # Spent, each further one lowers the scale; growth gives the credit back.
+    # After the credit is spent, each overflow lowers the scale; growth restores the credit.
     assert scales(options, "ooooo") == [8, 8, 4, 2, 1]
     assert scales(options, "ooo..oo") == [8, 8, 4, 4, 8, 8, 8]
     assert scales(options, "o.o.o") == [8, 8, 8, 8, 4]

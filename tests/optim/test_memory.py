@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, gradients and sums of gradients in the buckets, and that their memory comes back."""
+"""Parameters, gradients and sums of gradients are in buckets, whose memory is freed later."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_masters_follow_parameters_when_told():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_sums_in_fp32_keep_what_bfloat16_loses(worlds, world):
-    """256 + 1 is 256 in bfloat16."""
+    """In bfloat16, 256 + 1 is 256."""
 
     def work(comm, options):
         weight = torch.zeros(600, dtype=torch.bfloat16).requires_grad_()
@@ -183,7 +183,7 @@ def test_it_takes_the_memory_that_it_says(worlds, world, dtype, options, heap_by
 
 
 def test_the_memory_comes_back(worlds):
-    world = worlds(2)  # its own memory stays
+    world = worlds(2)  # keeps its own memory
     before = settled_heap_bytes()
 
     def work(comm):

@@ -19,7 +19,7 @@ from tests.support.meshes import mesh_of, mesh_of_stages
 from tests.support.rank_pool import same
 
 Tensor = torch.Tensor
-# By stage, shapes and how they lie on the axis "tp"; None is a plain tensor.
+# Per stage, shapes and their placement on the axis "tp"; None means a plain tensor.
 STAGES: list[list[tuple[tuple[int, ...], Placement | None]]] = [
     [((6, 40), Shard(0)), ((17,), None), ((5, 30), Shard(0)), ((33,), Replicate())],
     [((7, 9), None), ((40, 6), Shard(1))],
@@ -29,13 +29,13 @@ STAGES: list[list[tuple[tuple[int, ...], Placement | None]]] = [
 
 
 def gradient(stage: int, number: int, rank: int) -> Tensor:
-    """Small even whole numbers, whose means over 2 ranks are whole."""
+    """Returns small even whole numbers, whose means over 2 ranks are whole."""
     draw = torch.Generator().manual_seed(100 * stage + 10 * number + rank)
     return 2.0 * torch.randint(-9, 10, STAGES[stage][number][0], generator=draw)
 
 
 def stage_on(mesh: DeviceMesh, stage: int) -> list[Any]:
-    """A stage's parameters, with gradients of this rank's data."""
+    """Returns a stage's parameters, with gradients of this rank's data."""
     params = []
     for number, (shape, at) in enumerate(STAGES[stage]):
         grad = gradient(stage, number, mesh.get_local_rank("dp"))
@@ -48,7 +48,7 @@ def stage_on(mesh: DeviceMesh, stage: int) -> list[Any]:
 
 
 def norm_of_whole(stages: tuple[int, int], kind: float) -> Tensor:
-    """The norm of one process that has all stages, and the mean gradient of two ranks."""
+    """Returns one process's norm over all stages, of the mean gradient of two ranks."""
     means = [
         (gradient(stage, number, 0) + gradient(stage, number, 1)) / 2
         for stage in stages
@@ -61,10 +61,10 @@ def norm_of_whole(stages: tuple[int, int], kind: float) -> Tensor:
 
 
 def norms(rank: int, world_size: int) -> None:
-    """Over "pp" every stage counts, one without parameters too; over "tp" a replica counts once."""
+    """Over "pp" every stage counts, even without parameters; over "tp" a replica counts once."""
     mesh = mesh_of_stages(2, 2, 2)
     number = mesh.get_local_rank("pp")
-    # DTensors on all stages, on one alone, and a stage that has no parameters.
+    # DTensors on all stages, on only one, and a stage without parameters.
     for stages in ((0, 1), (2, 0), (1, 3)):
         optimizer = AdamW(stage_on(mesh, stages[number]), mesh=mesh)
         for kind in (2.0, 1.0, math.inf):
@@ -98,9 +98,9 @@ def an_overflow_of_one_rank_skips_all_stages(rank: int, world_size: int) -> None
         assert scaler.current == 2.0**15
         driver = GradScaler("cpu", init_scale=4.0, comm=mesh["dp"])
         driven = AdamW(poisoned(stages), mesh=mesh)
-        if number == 1:  # the last stage alone has a loss
+        if number == 1:  # only the last stage has a loss
             driver.scale(torch.ones(()))
-        if rank % 2:  # a rank may look at its gradients, or not
+        if rank % 2:  # reading gradients on some ranks only is allowed
             driver.unscale_(driven)
         driver.step(driven)
         driver.update()
@@ -132,7 +132,7 @@ def refusals(rank: int, world_size: int) -> None:
 
 
 def ranks_of_a_stage_are_compared(rank: int, world_size: int) -> None:
-    """Over "tp" too, where a stage has no DTensors; ranks of other stages do not wait in vain."""
+    """Ranks of "tp" are compared even without DTensors; ranks of other stages do not hang."""
     mesh = mesh_of_stages(2, 2, 2)
     number, part = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     other = [nn.Parameter(torch.zeros(12))] if part else stage_on(mesh, 2)

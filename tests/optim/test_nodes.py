@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW over several nodes, which here are threads that say that they are on some."""
+"""AdamW over several nodes, which are simulated by threads here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.optim.problems import Problem, assert_same_state, values
 
 
 def gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> torch.Tensor:
-    """Numbers whose sum depends on its order."""
+    """Returns numbers whose sum depends on its order."""
     return values(shape, 1000 * step + 10 * index + rank)
 
 
@@ -41,7 +41,7 @@ PROBLEMS = (
 
 
 def step(comm: Communicator, problem: Problem, options: AdamWOptions) -> Any:
-    """Takes steps with and without clipping, and goes on from a saved shard in another optimizer.
+    """Takes steps with and without clipping, and resumes from a saved shard in another optimizer.
 
     Returns:
         The parameters, the norm and the full state.
@@ -80,7 +80,7 @@ def step(comm: Communicator, problem: Problem, options: AdamWOptions) -> Any:
     ("nodes", "sum_group_size", "states"),
     [
         ([2, 2], 2, ("world", "node")),
-        # (r0 + r1) + r2 as on one node.
+        # The sum is (r0 + r1) + r2, as on one node.
         ([2, 1], 0, ("world",)),
     ],
 )
@@ -115,5 +115,5 @@ def test_each_node_has_all_shards_of_the_state_that_it_has_a_copy_of():
         *((0, 2), (1, 2)),
         *((0, 2), (1, 2)),
     ]
-    # Those of one node are a world's.
+    # The shards of one node form the state of a whole world.
     assert len(reshard(shards[2:], 3)) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that depend on no order: a warp's sums, and exact addition."""
+"""Norms that do not depend on the order of summation: a warp's sums, and exact addition."""
 
 import subprocess
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options are checked where they are made, and say what they are in JSON."""
+"""Options are checked at construction, and can be written as JSON."""
 
 from __future__ import annotations
 

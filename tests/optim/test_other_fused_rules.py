@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused rules besides AdamW: torch's bits, in every world, dtype and form; their states."""
+"""The fused rules other than AdamW: torch's bits in every world, dtype and form; their states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROBLEMS = {
 
 
 def sometimes(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor | None:
-    """Noise, and for one parameter nothing at first, so that its first step is a later one."""
+    """Returns noise, but no gradient for parameter 1 in the first step, so that it starts later."""
     return None if index == 1 and step == 0 else noise(shape, index, step, rank)
 
 
@@ -80,7 +80,7 @@ def test_steps_have_the_bits_of_torch(worlds, name, world):
 
 @pytest.mark.parametrize("name", ["momentum", "Lion"])
 def test_16_bit_parameters_are_the_rounded_masters_that_fp32_has(worlds, name):
-    """The masters start from the rounded parameters, and take the same gradients."""
+    """Masters start from the rounded parameters, and take the same gradients as FP32 parameters."""
     problem = replace(PROBLEMS[name], dtype=torch.bfloat16)
     wide = [param.detach().float().requires_grad_() for param in problem.params()]
     reference = problem.torch(wide)
@@ -123,7 +123,7 @@ def test_states_of_other_optimizers_are_refused():
         optimizer.load_torch_state_dict(damaged)
 
 
-# ---- lists of the fused rules that other tests keep ---------------------------------------------
+# ---- lists of the fused rules in other tests are complete ---------------------------------------
 
 FUSED = {
     each
@@ -139,7 +139,7 @@ def classes(makers: Iterable[Any]) -> set[Any]:
 
 
 def rules(base: type[FusedRule] = FusedRule) -> Iterator[type[FusedRule]]:
-    """Yields the fused rules that an optimizer can have."""
+    """Yields the fused rules that an optimizer can use."""
     for each in base.__subclasses__():
         if not each.__abstractmethods__:
             yield each
@@ -147,7 +147,7 @@ def rules(base: type[FusedRule] = FusedRule) -> Iterator[type[FusedRule]]:
 
 
 def test_every_fused_optimizer_is_in_the_lists_of_the_tests():
-    adam = {Adam, AdamW, AdamW8bit}  # in test_adamw.py and test_quantized_moments.py
+    adam = {Adam, AdamW, AdamW8bit}  # tested in test_adamw.py and test_quantized_moments.py
     lists = {
         "OURS of tests/optim/problems.py": set(OURS.values()),
         "PROBLEMS of this file": {OURS[each.torch_class] for each in PROBLEMS.values()} | adam,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers whose parameters have owners, Muon and Adafactor: torch's bits in every world."""
+"""Muon and Adafactor, which assign each parameter to a rank: torch's bits in every world."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.covering import covering
 
 Tensor = torch.Tensor
 STEPS = 3
-# Tall, wide and square ones, some over several buckets' chunks, and what AdamW steps.
+# Tall, wide and square matrices, some across chunks of several buckets; and AdamW's parameters.
 MATRICES = ((40, 33), (7, 64), (16, 16), (96, 20))
 OTHERS = ((33,), (), (5, 3, 2), (12, 4))
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}
-# With such hyper-parameters all branches of Adafactor are taken.
+# These hyper-parameters reach all branches of Adafactor.
 ADAFACTOR: tuple[dict[str, Any], ...] = (
     {"lr": 0.02, "weight_decay": 0.1},
     {"lr": 0.5, "eps": (1e-6, 1e-2), "d": 1.5, "beta2_decay": -0.6, "maximize": True},
@@ -60,7 +60,7 @@ def muon_in_torch(params: list[Tensor], **more: Any) -> list[torch.optim.Optimiz
 
 
 def give(params: list[Tensor], step: int, ranks: range) -> None:
-    """The mean of noise of ranks; the second parameter has no gradient in the first step."""
+    """Sets the mean of ranks' noise; parameter 1 has no gradient in the first step."""
     for index, param in enumerate(params):
         total = sum(noise(tuple(param.shape), index % 4, step, rank) for rank in ranks)
         param.grad = (total / len(ranks)).to(param.dtype)
@@ -70,14 +70,14 @@ def give(params: list[Tensor], step: int, ranks: range) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer of ringcomm, and what it is compared with.
+    """An optimizer of ringcomm, and the optimizers of torch that it is compared with.
 
     Attributes:
-        make: its class.
-        shapes: of parameters within one chunk and over several, more of them than ranks.
-        groups: returns param groups, in the parameters' order.
-        in_torch: returns optimizers of torch that together step as it does.
-        exact: how many of the first parameters have torch's bits.
+        make: the optimizer's class.
+        shapes: shapes of more parameters than ranks, within one chunk and across several.
+        groups: function that returns param groups, in the order of the parameters.
+        in_torch: function that returns optimizers of torch that together take the same steps.
+        exact: how many parameters, from the first, have torch's bits.
     """
 
     make: Any
@@ -121,7 +121,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
-# ---- what both promise --------------------------------------------------------------------------
+# ---- promises of both optimizers ----------------------------------------------------------------
 
 
 @pytest.mark.skipif(not SAME_LOOPS, reason="torch's loops have other multiply-adds here")
@@ -148,7 +148,7 @@ def test_bits_are_those_of_torch(worlds, how, world):
         for index, (mine, other) in enumerate(zip(params, theirs, strict=True)):
             if index < kind.exact:
                 assert torch.equal(mine, other), index
-            # AdamW's own promise is in test_adamw.py.
+            # AdamW itself is compared more closely in test_adamw.py.
             assert_close(mine, other, rtol=1e-5, atol=1e-6)
         for index, state in wanted.items():
             assert full["state"][index].keys() == state.keys()
@@ -219,7 +219,7 @@ def test_states_go_on_in_another_world_and_in_torchs_format(worlds, kind):
         optimizer.step()
         return saved, full, then, [param.detach().clone() for param in params]
 
-    # A power of two, whose mean of equal gradients is that of one rank.
+    # Four ranks, because the mean of 2^n equal gradients is exactly one rank's gradient.
     results = worlds(4).run(save)
     shards = [each[0] for each in results]
     _, full, then, wanted = results[0]
@@ -313,7 +313,7 @@ def test_groups_of_a_module():
 
 @pytest.mark.parametrize("sizes", [(512, 1 << 20), (1 << 20, 512)])
 def test_a_state_fits_other_buckets(sizes):
-    """Small buckets have parameters of one algorithm alone, and large ones those of both."""
+    """Small buckets hold parameters of one algorithm only; large buckets hold those of both."""
 
     def made(elems: int) -> Muon:
         params = [torch.ones(shape, requires_grad=True) for shape in ((600,), (40, 33), (700,))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with 8-bit moments: the values, and steps with the bits of the reference in torch."""
+"""AdamW with 8-bit moments: the number format, and steps with the bits of a torch reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.covering import covering
 
 Tensor = torch.Tensor
 STEPS = 4
-#: Exponents of blocks as they are stored: the smallest, some in between, the largest finite one.
+#: Block exponents as stored: the smallest, some in between, and the largest finite one.
 EXPONENTS = (0, 1, 90, 91, 218)
 PROBLEM = Problem(
     torch_class=AdamW8bit,
@@ -39,13 +39,13 @@ PROBLEM = Problem(
         {"eps": 1e-3, "lr": 0.1},
     ),
     gradient=noise,
-    # Fewer elements than a block, some whole blocks, and parameters that chunks cut.
+    # Fewer elements than a block, some whole blocks, and parameters that cross chunks.
     shapes=((3, 5), (700,), (), (0, 4), (33, 40), (64,), (1,), (1500,)),
 )
 
 
 def blocks(numbers: Tensor) -> Tensor:
-    """[blocks, MOMENT_BLOCK], padded with zeros."""
+    """Returns numbers as [blocks, MOMENT_BLOCK], padded with zeros."""
     flat = numbers.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
 
@@ -53,9 +53,9 @@ def blocks(numbers: Tensor) -> Tensor:
 @pytest.mark.parametrize("moment", MOMENT_FORMATS)
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_numbers_are_kept_whatever_bits_they_are_rounded_by(moment, exponent):
-    """So a state that is dequantized and quantized is the same, with any exponent below it."""
+    """Dequantizing and quantizing again changes no state, at any exponent and any random bits."""
     moment_format = MOMENT_FORMATS[moment]
-    # A block for each pair of a value and a smaller one, so that the exponents found differ, too.
+    # One block per pair of a value and a smaller value, so that the block exponents differ.
     largest = torch.arange(256, dtype=torch.uint8)
     values = torch.cat([largest[:, None], torch.arange(256).view(4, 64).repeat(64, 1)[:, 1:]], 1)
     values = values.to(torch.uint8)
@@ -81,7 +81,7 @@ def test_values_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
     assert numbers[0] == 0.0 and numbers[-1] == 1.875
     steps = numbers.diff()
     assert (steps > 0).all()
-    # A normal number is from a sixteenth to an eighth below the next one, relative to itself.
+    # The spacing at a normal number is between 1/16 and 1/8 of the number.
     normal = numbers[8:-1]
     assert (steps[8:] <= normal / 8).all() and (steps[8:] > normal / 16).all()
     assert torch.equal(steps[:8], steps[:1].expand(8)) and steps[0] == 2.0 ** -(
@@ -91,13 +91,13 @@ def test_values_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
 
 @pytest.mark.parametrize("moment", MOMENT_FORMATS)
 def test_the_expectation_of_a_rounded_number_is_the_number(moment):
-    """Over all random bits there are: as many round up as there are parts of the spacing left."""
+    """Over all random bits, the share that rounds up equals the position between two numbers."""
     moment_format = MOMENT_FORMATS[moment]
     generator = torch.Generator().manual_seed(3)
     random = torch.arange(1 << 20, dtype=torch.int32).view(-1, MOMENT_BLOCK)
     for number in (*torch.rand(3, generator=generator).tolist(), 2.0**-9, 3e-5):
         numbers = torch.full(random.shape, number)
-        numbers[:, 0] = 1.0  # the block's largest, whose bits are left out
+        numbers[:, 0] = 1.0  # each block's largest element, which is left out below
         rounded = moment_format.dequantize(*moment_format.quantize(numbers, random))[:, 1:].double()
         low, high = rounded.min(), rounded.max()
         exact = torch.tensor(number, dtype=torch.float32).double()
@@ -129,7 +129,7 @@ def test_a_block_without_a_finite_exponent_is_not_a_number(moment, bad):
 
 
 class Reference:
-    """The same training with FP32 kernels, whose moments are rounded in torch after each step."""
+    """Trains with FP32 kernels and rounds the moments in torch after each step."""
 
     def __init__(self, problem: Problem, options: AdamWOptions) -> None:
         self.problem, self.seed = problem, options.seed
@@ -157,13 +157,13 @@ class Reference:
         take_state(sharded, tensors)
 
     def params_active(self, step: int, param: int) -> bool:
-        """Whether the parameter took the step; by its position among the optimizer's."""
+        """True if a parameter took the step; ``param`` is its position in the optimizer."""
         flat = [p for group in self.optimizer.param_groups for p in group["params"]]
         return flat[param].grad is not None
 
 
 def sometimes(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor | None:
-    """Noise of scales that differ in a block and fall; one parameter has none at times."""
+    """Returns noise whose scale varies in a block and falls by step; sometimes no gradient."""
     if index == 4 and step == 1:
         return None
     scale = torch.logspace(-6, 0, max(1, shape[-1] if shape else 1)) * 10.0 ** (-3 * step)
@@ -262,7 +262,7 @@ def test_adamw_goes_on_from_the_state_and_the_other_way_round():
                 : len(given)
             ]
             assert torch.equal(entry[name].reshape(-1), rounded)
-            # At most half a spacing off, where the block's largest is not far above.
+            # The error is at most half a spacing unless the block's largest number is much larger.
             near = blocks(given).abs() > blocks(given).abs().amax(1, keepdim=True) * 2.0**-13
             error = (blocks(rounded) - blocks(given)).abs()
             assert (error <= blocks(given).abs() / 16)[near].all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' quotients and roots without branches round as IEEE's do (quotients_test.cpp)."""
+"""The kernels' branch-free quotients and roots round as IEEE's do (see quotients_test.cpp)."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 
 pytestmark = NEEDS_COMPILER
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
-# Of all 2^23 mantissas of divisors, make test takes one of so many.
+# `make test` tests one of this many mantissas of divisors; there are 2^23.
 EVERY = 1 if EVERYTHING else 512
 QUOTIENTS, RULES = "kernels/cuda/quotients.h", "kernels/cuda/update_rules.h"
 

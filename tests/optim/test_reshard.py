@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State cut for one world and another is the same state, whatever the parameters are."""
+"""State resharded from one world to another stays the same state, for any parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def whole_state(layout: ShardLayout) -> list[Tensor]:
-    """Makes numbers for each bucket that tell all positions apart, and zeros in the padding."""
+    """Numbers all elements of the buckets consecutively, with zeros in the padding."""
     flats, first = [], 1
     for bucket in layout.buckets:
         flat = torch.zeros(bucket.elems)
@@ -29,7 +29,7 @@ def whole_state(layout: ShardLayout) -> list[Tensor]:
 
 
 def shards_of(layout: ShardLayout, world: int) -> list[dict[str, Any]]:
-    """Returns the parts that the ranks of a world save."""
+    """Returns the shards that the ranks of a world save."""
     flats = whole_state(layout)
     shards = []
     for rank in range(world):

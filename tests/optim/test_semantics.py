@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop may do with these optimizers what it may do with torch's."""
+"""Training loops may use these optimizers as they use torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP32_SUMS = AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32)
 
 
 def follows(net: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Two trainings that rounded alike but for the last places."""
+    """Asserts that two models' parameters differ by rounding only."""
     for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
@@ -31,7 +31,7 @@ def follows(net: torch.nn.Module, other: torch.nn.Module) -> None:
     zeroed=["to none", "to zero", "by the model"],
 )
 def test_a_training_loop_goes_as_with_torch(worlds, world, options, zeroed):
-    """Also where a step ends a sum in FP32, since the model's zero_grad() does not know of it."""
+    """Covers FP32 sums, which only the step resets: the model's zero_grad() does not know them."""
     theirs = model()
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for step in range(8):
@@ -149,7 +149,7 @@ def test_hooks_are_called():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_parameter_without_gradient_takes_no_step(worlds, world):
-    """Used on the last rank only it steps with that gradient; on none it does not."""
+    """Used on the last rank only, it steps with that rank's gradient; used nowhere, it does not."""
 
     def gradient(shape, index, step, rank):
         if index == 1 or (index == 4 and step == 1):
@@ -172,7 +172,7 @@ def test_a_parameter_without_gradient_takes_no_step(worlds, world):
     reference = problem.ours(expected, None)
     for step in range(3):
         problem.give_mean(expected, step, world)
-        if world == 2:  # the mean counts the rank that has none
+        if world == 2:  # the mean also counts the rank without a gradient
             expected[5].grad = torch.full((64,), 2.0)
         reference.step()
     for params, state in worlds(world).run(work):
@@ -262,7 +262,7 @@ def test_torchs_arguments_are_taken():
 
 
 def test_a_skipped_step_and_the_models_zero_grad_end_a_clip():
-    """The usual "skip steps that are not finite": a clip that is not stepped must not linger."""
+    """The loop skips steps whose norm is not finite; their clip must not affect later steps."""
     mine, torchs = model(), model()
     optimizer = AdamW(mine.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(torchs.parameters(), lr=1e-2)
@@ -316,13 +316,13 @@ def test_torchs_checkpoint_changes_nothing():
     loss_of(net, 0).backward()
     optimizer.step()
     before = [each.detach().clone() for each in net.parameters()]
-    # Torch looks for the parameter that our state's first entry would be, were it torch's.
+    # Torch takes the first key of our state for a parameter, and looks for that parameter.
     with pytest.raises(KeyError) as raised:
         get_optimizer_state_dict(net, optimizer)
     assert raised.value.args == (next(iter(optimizer.state_dict()["state"])),) == ("step",)
     assert optimizer.steps_taken == 1
     assert all(map(torch.equal, net.parameters(), before))
-    # The negative control: with one of torch's it raises nothing.
+    # Negative control: an optimizer of torch raises no error.
     reference = torch.optim.AdamW(net.parameters())
     reference.step()
     assert (

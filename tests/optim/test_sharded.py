@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any elementwise optimizer, sharded: the bits of its class in one process, in any world."""
+"""A sharded elementwise optimizer has the bits of its class in one process, in any world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 5
 
 
 class Lion(torch.optim.Optimizer):
-    """A class as users write them: Chen et al., "Symbolic Discovery of Optimization Algorithms"."""
+    """Lion as users write it: Chen et al., "Symbolic Discovery of Optimization Algorithms"."""
 
     def __init__(self, params: Any, lr: float = 1e-2, betas: Any = (0.9, 0.99), decay: float = 0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
@@ -40,12 +40,12 @@ class Lion(torch.optim.Optimizer):
                 param.mul_(1.0 - group["lr"] * group["decay"])
                 update = state["exp_avg"].mul(near).add_(param.grad, alpha=1.0 - near).sign_()
                 param.add_(update, alpha=-group["lr"])
-                # A new tensor each step, and a gradient that is spoilt.
+                # Replaces the state tensor in each step, and overwrites the gradient.
                 state["exp_avg"] = state["exp_avg"] * far + param.grad.mul_(1.0 - far)
 
 
 def gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor | None:
-    """Numbers of 20 bits that divide by 2 and 3; none for parameter 1 at odd steps."""
+    """Returns 20-bit numbers divisible by 2 and 3; parameter 1 has no gradient at odd steps."""
     if index == 1 and step % 2:
         return None
     generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
@@ -92,7 +92,7 @@ def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
 
 
 def reference(problem: Problem, world: int, steps: int = STEPS) -> tuple[list[Tensor], Any]:
-    """Parameters, and torch's optimizer after steps with the mean gradient, on FP32 parameters."""
+    """Takes torch's steps on FP32 parameters with the mean gradient; returns parameters too."""
     params = [param.detach().float().requires_grad_() for param in problem.params()]
     optimizer = problem.torch(params)
     schedule = halved(optimizer)
@@ -106,7 +106,7 @@ def reference(problem: Problem, world: int, steps: int = STEPS) -> tuple[list[Te
 
 
 def stepped(comm: Any, problem: Problem, options: AdamWOptions, steps: int = STEPS) -> Any:
-    """Parameters and the optimizer after steps on one rank."""
+    """Takes steps on one rank; returns the parameters and the optimizer."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     schedule = halved(optimizer)
@@ -194,7 +194,7 @@ def test_a_clipped_gradient_is_scaled_once(worlds, name, world):
 
 @covering(strength=1, name=["Lion", "NAdam"], world=[1, 2])
 def test_a_scaled_step_that_overflows_changes_nothing(worlds, name, world):
-    """The scale is a power of two, so it changes no bit of the others."""
+    """The scale is a power of two, so it changes no bit of the other steps."""
     problem = PROBLEMS[name]
     wanted, theirs = reference(problem, world, 2)
 
@@ -240,7 +240,7 @@ def test_a_grad_scaler_of_all_ranks_drives_it(worlds):
 
 @pytest.mark.parametrize("name", thinned(PROBLEMS, 2))
 def test_torchs_state_goes_both_ways(worlds, name):
-    """Torch goes on from what was gathered, and ringcomm from what torch then has."""
+    """Torch continues from the gathered state, and ringcomm from torch's next state."""
     problem = PROBLEMS[name]
 
     def work(comm):
@@ -266,7 +266,7 @@ def test_torchs_state_goes_both_ways(worlds, name):
 
 
 def test_hyper_parameters_of_a_new_kind_are_tried_and_bring_state(worlds, monkeypatch):
-    """Momentum comes and goes; a schedule of numbers costs no trial."""
+    """Momentum appears and disappears; a schedule that only changes numbers needs no trial."""
     tried: list[float] = []
     real = elementwise.try_class
 
@@ -283,7 +283,7 @@ def test_hyper_parameters_of_a_new_kind_are_tried_and_bring_state(worlds, monkey
         for step, momentum in enumerate((0.0, 0.0, 0.9, 0.8, 0.0, 0.7)):
             for each in (optimizer, other):
                 each.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1))
-            if step == 5:  # after the kind that keeps no state
+            if step == 5:  # follows the steps without momentum, which keep no state
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer = sgd.ours(params, comm)
                 optimizer.load_state_dict(saved)
@@ -299,7 +299,7 @@ def test_hyper_parameters_of_a_new_kind_are_tried_and_bring_state(worlds, monkey
 
 
 class Normalized(torch.optim.SGD):
-    """Divides by the norm of the whole gradient, as LAMB and others do."""
+    """Divides by the norm of the whole gradient, as LAMB does."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -310,7 +310,7 @@ class Normalized(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Counts steps outside of its parameters' state."""
+    """Counts its steps outside the parameters' state."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
@@ -336,7 +336,7 @@ class Half(torch.optim.SGD):
 
 
 class Spread(torch.optim.SGD):
-    """Decays matrices alone, as a recipe that tells them from vectors by their shape."""
+    """Decays only matrices, which it tells from vectors by their shape."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of shards: in their own world, in any other, and what is refused."""
+"""Checkpoints of shards: loaded in the same world, in other worlds, or refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STEPS = 3
 
 
 def saved(comm, problem, options=SMALL_BUCKETS):
-    """A checkpoint of model and optimizer, through torch.save, and where training would end."""
+    """Saves model and optimizer with torch.save, and returns how the training would end."""
     params, optimizer = started(comm, problem, options)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -58,7 +58,7 @@ def saved(comm, problem, options=SMALL_BUCKETS):
 
 
 def resumed(comm, problem, shards, kept, options=SMALL_BUCKETS):
-    """Training from a checkpoint, to the same end."""
+    """Trains from a checkpoint to the same end."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def read(data: bytes) -> dict:
     valid=lambda case: case.get("options") != "remainder" or case.get("name") in (None, "bf16"),
 )
 def test_a_shard_continues_in_its_own_world_and_all_in_any_other(worlds, ranks, name, options):
-    """And the whole state does in both."""
+    """The whole state continues in both worlds as well."""
     problem = PROBLEMS[name]
     before, after = ranks
     runs = worlds(before).run(saved, problem, options)

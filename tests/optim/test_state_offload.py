@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State on a disk: the bits of state in memory, the bytes that move, and a disk that fails."""
+"""State on a disk: the same bits as in memory, the bytes that are moved, and failing disks."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from tests.optim.problems import values
 from tests.support.covering import covering, in_test_all
 
 Tensor = torch.Tensor
-# Several buckets, parameters that lie in several pieces and chunks, one without elements, a scalar.
+# Several buckets; parameters across pieces and chunks, an empty parameter, and a scalar.
 SHAPES = ((40, 70), (90,), (33, 40), (0, 4), ())
 PIECE = 512
 
 
 def by_algorithm(params: list[Tensor]) -> list[dict[str, Any]]:
-    """Param groups of Muon: its own are matrices."""
+    """Returns Muon's param groups: non-empty matrices for Muon, the others for AdamW."""
     matrices = [param for param in params if param.dim() == 2 and param.numel()]
     others = [param for param in params if param.dim() != 2 or not param.numel()]
     return [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
 
 
 def offload_of(optimizer: Any) -> Any:
-    """Returns the offload of an optimizer, whose storage counts and may be broken."""
+    """Returns an optimizer's offload, whose storage counts bytes and can be made to fail."""
     offload = optimizer.sharded_step().offload
     assert isinstance(offload, state_offload.PiecedOffload)
     return offload
@@ -68,7 +68,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-# With swap units of each form; tests/zero/test_same_bits.py offloads with other optimizers, too.
+# Covers every form of swap unit; tests/zero/test_same_bits.py offloads other optimizers as well.
 OFFLOADED = ["AdamW", "AdamW8bit", "SGD without momentum", "Adagrad", "Muon"]
 OFFLOADED += in_test_all(*(kind for kind in KINDS if kind not in OFFLOADED))
 
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disk(folder: Path, resident_bytes: int = 0, elems: int = PIECE) -> Disk:
-    """A disk with pieces of so many elements."""
+    """Returns a disk with pieces of ``elems`` elements."""
     buffer_bytes = state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * elems
     return Disk(folder, buffer_bytes=buffer_bytes, resident_bytes=resident_bytes)
 
@@ -89,7 +89,7 @@ def params_of(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def give(params: list[Tensor], step: int, rank: int) -> None:
-    """Gradients of a step; parameters 1 and 2 have none in step 2, so that whole pieces rest."""
+    """Sets a step's gradients; parameters 1 and 2 have none in step 2, so whole pieces rest."""
     for index, param in enumerate(params):
         rests = step == 2 and index in (1, 2)
         grad = values(tuple(param.shape), 100 * step + 10 * index + rank).to(param.dtype)
@@ -97,7 +97,7 @@ def give(params: list[Tensor], step: int, rank: int) -> None:
 
 
 def flattened(params: list[Tensor], optimizer: Any) -> Iterator[Tensor]:
-    """Everything that training has changed."""
+    """Yields every tensor that training has changed."""
     yield from (param.detach() for param in params)
     full = optimizer.full_state_dict()
     for entry in full["state"].values():
@@ -115,7 +115,7 @@ def trained(comm: Any, kind: str, options: AdamWOptions, dtype: torch.dtype, **h
     params = params_of(dtype)
     scaler = LossScaler() if how.get("skips") else None
     optimizer = KINDS[kind](params, comm=comm, options=options, loss_scaler=scaler)
-    after_steps: list[Tensor] = []  # what the next step would make good shows here
+    after_steps: list[Tensor] = []  # after each step, since a later step could hide an error
     for step in range(4):
         give(params, step, comm.rank)
         if how.get("skips") and step == 1 and comm.rank == 0:
@@ -129,7 +129,7 @@ def trained(comm: Any, kind: str, options: AdamWOptions, dtype: torch.dtype, **h
 
 @pytest.fixture
 def new_memory_is_nan() -> Iterator[None]:
-    """Memory that nobody has written to differs from what lay there before."""
+    """Fills new memory with NaN, so that no test relies on its old contents."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -138,7 +138,7 @@ def new_memory_is_nan() -> Iterator[None]:
 @pytest.mark.usefixtures("new_memory_is_nan")
 @covering(strength=1, kind=OFFLOADED, resident_bytes=[0, 20_000, 1 << 20], world=[1, 3])
 def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
-    """All precisions; clipping and skipped steps are dealt to the numbers of resident bytes."""
+    """All precisions; each number of resident bytes also covers clipping or skipped steps."""
     how = {0: {}, 20_000: {"clips": True}, 1 << 20: {"skips": True}}[resident_bytes]
     fused = kind in ("AdamW", "AdamW8bit", "Lion")
     precisions: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}]
@@ -165,7 +165,7 @@ def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
 )
 @pytest.mark.parametrize("resident", [0, 3])
 def test_a_step_moves_each_swap_unit_once(folder, dtype, master, elem_bytes, resident):
-    """Twice 8, 12 and 10 bytes an element, without those of resident pieces."""
+    """Moves 8, 12 or 10 bytes per element, each way, except for resident pieces."""
     elems, count = 4096, 24
     param = torch.zeros(elems * count, dtype=dtype).requires_grad_()
     target = disk(folder, resident * elems * elem_bytes, elems)
@@ -182,14 +182,14 @@ def test_a_step_moves_each_swap_unit_once(folder, dtype, master, elem_bytes, res
         return offload.storage.bytes_read - before[0], offload.storage.bytes_written - before[1]
 
     step(), step()
-    # wait() writes what buffers hold, which steps one after the other would do as well.
+    # wait() writes the buffers' contents, as the next steps would do.
     assert step() == (elem_bytes * elems * (count - resident),) * 2
     offload_of(optimizer).wait()
     before = offload_of(optimizer).storage.bytes_read
     other = torch.zeros(5).requires_grad_()
     optimizer.add_param_group({"params": [other]})
     offload_of(optimizer).wait()
-    for _ in range(3):  # what has no gradient stays where it is
+    for _ in range(3):  # a parameter without gradient stays where it is
         param.grad, other.grad = None, torch.ones(5)
         optimizer.step()
     offload_of(optimizer).wait()
@@ -197,7 +197,7 @@ def test_a_step_moves_each_swap_unit_once(folder, dtype, master, elem_bytes, res
 
 
 def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
-    """Of 64 pieces, as many are in memory as the buffers and the resident bytes hold."""
+    """Of 64 pieces, only as many are in memory as the buffers and the resident bytes hold."""
     elems = 64 * PIECE
     param = torch.zeros(elems).requires_grad_()
     target = disk(folder, resident_bytes=2 * 8 * PIECE)
@@ -225,7 +225,7 @@ def test_pieces_divide_a_chunk(count):
 
 
 def test_offloaded_state_goes_on_in_memory_and_another_world(worlds, folder):
-    """A state dict of a disk is one of memory, and the other way round; kinds come later."""
+    """State dicts of disk and memory can be exchanged, also when new groups come later."""
     options = [
         AdamWOptions(bucket_elems=2048),
         AdamWOptions(bucket_elems=2048, offload_state=disk(folder)),
@@ -256,7 +256,7 @@ def test_offloaded_state_goes_on_in_memory_and_another_world(worlds, folder):
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_group_that_comes_later_leaves_accumulators_alone(folder, offloaded):
-    """Adagrad begins with an accumulator of its own, which one that has begun must keep."""
+    """A new Adagrad parameter gets its initial accumulator; older accumulators stay unchanged."""
 
     def run(make: Any) -> list[Tensor]:
         params = [values((3000,), 1).requires_grad_(), values((700,), 2).requires_grad_()]
@@ -278,7 +278,7 @@ def test_a_group_that_comes_later_leaves_accumulators_alone(folder, offloaded):
 
 
 class Broken:
-    """Makes transfer number ``at`` of one rank fail as it is waited for."""
+    """Makes the wait for transfer number ``at`` of one rank fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         self.at, self.count = -1, 0
@@ -295,7 +295,7 @@ class Broken:
 
 
 def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_step(worlds, folder, monkeypatch):
-    """None waits for a rank whose disk fails; the optimizer is partly updated on all of them."""
+    """No rank waits for the failing rank; the optimizer is partly updated on all ranks."""
     broken = Broken(monkeypatch, rank=1)
     options = AdamWOptions(bucket_elems=2048, offload_state=disk(folder))
 
@@ -328,7 +328,7 @@ def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_step(worlds, folder, m
 def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_preparation(
     worlds, folder, monkeypatch, kind
 ):
-    """Masters of 16-bit parameters, and accumulators of Adagrad, are written there."""
+    """Preparation writes masters of 16-bit parameters, and Adagrad's accumulators."""
     broken = Broken(monkeypatch, rank=1)
     options = AdamWOptions(bucket_elems=2048, offload_state=disk(folder))
     dtype = torch.bfloat16 if kind == "AdamW" else torch.float32
@@ -368,7 +368,7 @@ def test_a_rank_waits_half_as_long_for_its_disk_as_others_for_it(worlds, folder)
 
 
 def test_state_that_a_disk_has_lost_is_found(worlds, folder):
-    """A file that is cut, as no call of ours does: the checkpoint and the step both say so."""
+    """A truncated file, which only a foreign call causes, fails the checkpoint and the step."""
 
     def work(comm):
         param = values((20_000,), 1).requires_grad_()
@@ -391,7 +391,7 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_disk_that_has_no_room_is_told_at_preparation(worlds, folder, monkeypatch, dtype):
-    """On all ranks, before masters are written, and nothing has been stepped."""
+    """All ranks raise before masters are written, and no step was taken."""
     add = scratch.ScratchFile.add_extent
 
     def full(self, size_bytes):

@@ -50,7 +50,7 @@ RULES = {
         [1e-3, 0.4, 0.9, 1e-8, 1e-1, FLAGS["quantized_state"] | FLAGS["l2"]],
     ],
 }
-# How many moments the update of a rule has; it must not touch the others.
+# Number of moments that each rule updates; it must not change the others.
 MOMENTS = {"adamw": 3, "sgd": 0, "momentum": 1, "lion": 1, "adamw8bit": 2}
 
 
@@ -64,12 +64,12 @@ class Shard:
     world: int = 1
     kind: str = "master"  # or "remainder", "stochastic"
     in_heap: bool = False
-    elems_before: int = 0  # in the parameters' memory
+    elems_before: int = 0  # elements before it in the parameters' memory
     rule: str = "adamw"
 
     def __post_init__(self) -> None:
         cut = max(self.elems // 3, 1)
-        # With 8-bit moments parameters begin at whole quantization blocks.
+        # With 8-bit moments, parameters begin at multiples of a quantization block.
         after = -(-cut // 64) * 64 if self.rule == "adamw8bit" else cut + 7
         rows = [[0, cut, 0], [min(after, self.elems), self.elems, 1]]
         self.segments = torch.tensor([row for row in rows if row[0] < row[1]], dtype=torch.int64)
@@ -125,7 +125,7 @@ class Shard:
 
 def gradient(elems: int, dtype: torch.dtype, rank: int, turn: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * turn + rank)
-    # Some so small that their squares are subnormal, or nothing.
+    # Some are so small that their squares are subnormal or zero.
     return (torch.randn(elems, generator=generator) * 10.0 ** (-(turn * 8))).to(dtype)
 
 
@@ -164,7 +164,7 @@ def test_every_instruction_set_gives_the_same_bits(isa, dtype, kind, rule):
 
 
 def in_torch(rule: str, row: list[float], param: torch.Tensor) -> torch.optim.Optimizer:
-    """torch's own optimizer for a group of ``RULES``."""
+    """Makes torch's optimizer for a group of ``RULES``."""
     lr, beta1, beta2, _, decay, flags = row
     maximize = bool(int(flags) & FLAGS["maximize"])
     if rule == "lion":
@@ -203,7 +203,7 @@ def test_updates_with_one_moment_have_the_bits_of_torch(rule):
 
 
 class Step:
-    """A step of one rank in one of its forms; ``step_bytes`` of all its buckets."""
+    """A step of one rank in one of its forms; ``step_bytes`` is the size of all buckets."""
 
     def __init__(
         self, comm, shard: Shard, grads: torch.Tensor, algorithm: str, step_bytes: int = 0
@@ -306,7 +306,7 @@ def test_one_pass_two_passes_and_separate_kernels_give_the_same_bits(world_size,
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "adamw"])
 def test_forms_of_other_updates_give_the_same_bits(rule):
-    """The forms know nothing of what the update does: a world and a mix of dtypes stand for all."""
+    """The forms do not depend on the update rule, so one world and one mix of dtypes are enough."""
     with ringcomm.local_world(3, timeout=60) as world:
         results = [
             params
@@ -318,7 +318,7 @@ def test_forms_of_other_updates_give_the_same_bits(rule):
 
 @covering(form=["one_pass", "two_passes"], algorithm=ALGORITHMS, dtypes=MIXES)
 def test_stores_past_the_caches_give_the_same_bits(form, algorithm, dtypes):
-    """A bucket of a large step, whose first and last elements lie in no whole vector."""
+    """A bucket of a large step, whose first and last elements do not fill a vector."""
     with ringcomm.local_world(3, timeout=60) as world:
         for elems in (1, 9 * TILE + 3):
             (small, words), *_ = world.run(train, form, elems, dtypes, algorithm)
@@ -351,7 +351,7 @@ def test_sums_are_the_same_with_and_without_a_norm(algorithm, step_bytes):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_rank_alone_in_a_step_names_the_other(algorithm):
-    """And its bucket's memory stays until the other cannot store into it any more."""
+    """The bucket's memory stays allocated until the other rank can no longer store into it."""
     world = ringcomm.local_world(2, timeout=0.5)
     used_bytes = settled_heap_bytes()
     shard = Shard(4 * TILE, torch.float32, 0, 2, in_heap=True)
@@ -363,7 +363,7 @@ def test_a_rank_alone_in_a_step_names_the_other(algorithm):
     del shard, step, grads
     gc.collect()
     held = ringcomm.heap_stats()["used_bytes"] - used_bytes
-    assert (held > 0) == (algorithm == "one_shot")  # the ring's peers store in no bucket
+    assert (held > 0) == (algorithm == "one_shot")  # the ring's peers do not store into buckets
     world.close()
     assert ringcomm.heap_stats()["used_bytes"] < used_bytes
 

@@ -28,7 +28,7 @@ from tests.support.rank_pool import same
 
 Tensor = torch.Tensor
 ROWS, COLUMNS = Shard(0), Shard(1)
-# A shape, and how it lies on the mesh; None is a plain tensor. 5 and 1 do not divide by 2.
+# A shape and its placement on the mesh; None means a plain tensor. 5 and 1 do not divide by 2.
 KINDS: list[tuple[tuple[int, ...], Placement | None]] = [
     ((6, 40), ROWS),
     ((40, 6), COLUMNS),
@@ -42,12 +42,12 @@ SMALL = AdamWOptions(bucket_elems=1024)
 
 
 def whole_leaves(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Whole parameters, the same on each rank."""
+    """Returns whole parameters, the same on each rank."""
     return [nn.Parameter(values(shape, n).to(dtype)) for n, (shape, _) in enumerate(KINDS)]
 
 
 def distributed(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """The same parameters, as DTensors on ``mesh``."""
+    """Returns the same parameters as DTensors on ``mesh``."""
     return [
         nn.Parameter(distribute_tensor(whole.detach(), mesh, [at])) if at else whole
         for whole, (_, at) in zip(whole_leaves(dtype), KINDS, strict=True)
@@ -55,13 +55,13 @@ def distributed(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> list[An
 
 
 def gradients(step: int, rank: int) -> list[Tensor]:
-    """Multiples of 4, whose sums and means over 2 ranks are exact."""
+    """Returns multiples of 4, whose sums and means over 2 ranks are exact."""
     draw = torch.Generator().manual_seed(100 * step + rank)
     return [4.0 * torch.randint(-9, 10, shape, generator=draw) for shape, _ in KINDS]
 
 
 def give(params: list[Any], whole: list[Tensor]) -> None:
-    """Sets gradients; each DTensor's with other placements than the parameter has, by turns."""
+    """Sets gradients; each DTensor's gradient has another placement than its parameter, in turn."""
     for number, (param, grad) in enumerate(zip(params, whole, strict=True)):
         grad = grad.to(param.dtype)
         if not isinstance(param, DTensor):
@@ -69,7 +69,7 @@ def give(params: list[Any], whole: list[Tensor]) -> None:
             continue
         mesh = param.device_mesh
         if number % 3 == 0:
-            # A sum to come: one rank has three quarters of it, and the other has one.
+            # A partial sum: rank 0 holds three quarters of the gradient, rank 1 a quarter.
             part = grad * (0.75 if mesh.get_local_rank() == 0 else 0.25)
             param.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
         elif number % 3 == 1:
@@ -79,7 +79,7 @@ def give(params: list[Any], whole: list[Tensor]) -> None:
 
 
 def as_param(param: Any, grad: Tensor) -> Tensor:
-    """A gradient that lies on the ranks as its parameter does."""
+    """Returns a gradient with its parameter's placement."""
     if not isinstance(param, DTensor):
         return grad.clone()
     return distribute_tensor(grad, param.device_mesh, param.placements)
@@ -98,11 +98,11 @@ def mean(step: int) -> list[Tensor]:
     return [(a + b) / 2 for a, b in zip(gradients(step, 0), gradients(step, 1), strict=True)]
 
 
-# In processes of a RankPool.
+# These functions run in processes of a RankPool.
 
 
 def steps_equal_one_process(rank, world_size):
-    """Parameters, norms and state are those of one process with whole parameters, to the bit."""
+    """Parameters, norms and state equal one process with whole parameters, bit for bit."""
     mesh = mesh_of(2, 2)
     for dtype in (torch.float32, torch.bfloat16):
         params, alone = distributed(mesh["tp"], dtype), whole_leaves(dtype)
@@ -137,7 +137,7 @@ def steps_equal_one_process(rank, world_size):
 
 
 def on_a_mesh_of_one(rank, world_size):
-    """Along an axis of one rank all is as with plain tensors, stochastic rounding included."""
+    """A mesh axis of one rank acts like plain tensors, also with stochastic rounding."""
     mesh = mesh_of(4, 1)
     options = AdamWOptions(bucket_elems=1024, master="none", rounding="stochastic", seed=5)
     results = []
@@ -158,7 +158,7 @@ def on_a_mesh_of_one(rank, world_size):
 
 
 def backwards_add_up(rank, world_size):
-    """Autograd's gradients of two backwards, of which one is a sum to come; in FP32 sums, too."""
+    """Gradients of two backwards add up, one of them a partial sum; also in FP32 sums."""
     mesh = mesh_of(2, 2)
     tp, data_rank = mesh["tp"], mesh.get_local_rank("dp")
     x = torch.randint(-3, 4, (4, 6), generator=torch.Generator().manual_seed(data_rank)).float()
@@ -168,7 +168,7 @@ def backwards_add_up(rank, world_size):
         up = nn.Parameter(distribute_tensor(torch.ones(10, 6), tp, [ROWS]))
         optimizer = AdamW([scale, up], lr=0.5, comm=mesh["dp"], options=options)
         for _ in range(2):
-            # The batch is sharded, so that the scale's gradient is a sum to come.
+            # The batch is sharded, so the gradient of ``scale`` is a partial sum.
             scaled: Any = distribute_tensor(x, tp, [ROWS]) * scale
             scaled.sum().full_tensor().backward()
             rows: Any = nn.functional.linear(distribute_tensor(x, tp, [Replicate()]), up)
@@ -180,7 +180,7 @@ def backwards_add_up(rank, world_size):
             torch.randint(-3, 4, (4, 6), generator=torch.Generator().manual_seed(n)).float().sum(0)
             for n in range(2)
         ]
-        expected = both[0] + both[1]  # two backwards, the mean of two ranks
+        expected = both[0] + both[1]  # two backwards; the mean of two ranks
         moments = full_state(optimizer)
         assert norm == expected.abs().max(), (norm, expected)
         for got, wanted in ((moments[0], expected), (moments[1], expected.expand(10, 6))):
@@ -192,7 +192,7 @@ def backwards_add_up(rank, world_size):
 
 
 def poisoned(params: list[Any], rank: int) -> None:
-    """Sets gradients, of which the last rank has an infinity in its part of the first one."""
+    """Sets gradients; the last rank has an infinity in its part of the first gradient."""
     for number, (param, grad) in enumerate(zip(params, gradients(0, 0), strict=True)):
         param.grad = as_param(param, grad)
         if number == 0 and rank == 3:
@@ -200,7 +200,7 @@ def poisoned(params: list[Any], rank: int) -> None:
 
 
 def overflow_scales_the_loss_down(rank, world_size):
-    """An infinity in one rank's part has all ranks skip the step."""
+    """If one rank's part has an infinity, all ranks skip the step."""
     mesh = mesh_of(2, 2)
     params, scaler = distributed(mesh["tp"]), LossScaler()
     optimizer = AdamW(params, lr=0.1, comm=mesh["dp"], loss_scaler=scaler)
@@ -215,7 +215,7 @@ def overflow_scales_the_loss_down(rank, world_size):
 
 
 def overflow_under_a_grad_scaler(rank, world_size):
-    """The same with a GradScaler; and what it unscales are plain tensors and DTensors together."""
+    """The same with a GradScaler, which then unscales plain tensors and DTensors together."""
     mesh = mesh_of(2, 2)
     params, alone = distributed(mesh["tp"]), whole_leaves()
     scaler = GradScaler("cpu", init_scale=4.0, comm=mesh["dp"])
@@ -239,7 +239,7 @@ def overflow_under_a_grad_scaler(rank, world_size):
 
 
 def state_moves(rank, world_size):
-    """State goes back into the same shards, and whole or distributed state into any."""
+    """Shards load into the same shards; whole or distributed state loads into any shards."""
     mesh = mesh_of(2, 2)
     params = distributed(mesh["tp"])
     optimizer = AdamW(params, lr=0.1, comm=mesh["dp"], options=SMALL)
@@ -280,7 +280,7 @@ def refusals(rank, world_size):
     partial = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()], run_check=False)
     with pytest.raises(ArgumentError, match=r"parameter 0: expected a DTensor that is sharded"):
         AdamW([nn.Parameter(partial)], comm=mesh["dp"])
-    # Without shape= each rank guesses a shape of the whole from its own part.
+    # Without shape= each rank infers the whole shape from its own part.
     guessed = DTensor.from_local(torch.ones(2 + rank % 2), mesh["tp"], [ROWS], run_check=False)
     with pytest.raises(MismatchError, match=r"ranks of the mesh.*\(4,\).*rank 0.*\(6,\)"):
         AdamW([nn.Parameter(guessed)], comm=mesh["dp"]).prepare()
@@ -308,7 +308,7 @@ def refusals(rank, world_size):
 
 
 def in_shards_alone(rank, world_size):
-    """Without a data-parallel axis a rank steps its own shards, and norms are of all."""
+    """Without a data-parallel axis a rank steps its own shards; norms cover all shards."""
     mesh = mesh_of(1, 4)["tp"]
     params, alone = distributed(mesh), whole_leaves()
     ours = AdamW(params, lr=0.1, comm="alone")
@@ -324,7 +324,7 @@ def in_shards_alone(rank, world_size):
 
 
 def on_two_dimensions(rank, world_size):
-    """Norms count once what one dimension of a mesh divides and the other replicates."""
+    """Norms count a parameter once if one mesh dimension shards it and another replicates it."""
     mesh = mesh_of(2, 2)
     placed: list[list[Placement]] = [
         [ROWS, Replicate()],
@@ -351,7 +351,7 @@ def on_two_dimensions(rank, world_size):
 
 
 def writes_are_followed(rank, world_size):
-    """Masters follow what is written to a DTensor, or to its local tensor, between two steps."""
+    """Masters follow writes to a DTensor or to its local tensor between two steps."""
     mesh = mesh_of(2, 2)
     for write in (lambda p: p.fill_(3.0), lambda p: p.to_local().fill_(3.0)):
         params = distributed(mesh["tp"], torch.bfloat16)
@@ -367,7 +367,7 @@ def writes_are_followed(rank, world_size):
 
 
 def any_optimizer_equals_one_process(rank, world_size):
-    """Torch's class on shards of parameters, some of which are empty, and on whole ones."""
+    """Torch's class on shards, some of them empty, equals torch on whole parameters."""
     mesh = mesh_of(2, 2)
     params, alone = distributed(mesh["tp"]), whole_leaves()
     ours = Sharded(torch.optim.NAdam, params, lr=0.1, comm=mesh["dp"], options=SMALL)

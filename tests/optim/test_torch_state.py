@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state in torch's format: both ways with every bit, and what is refused."""
+"""State in torch's format: both ways with every bit, and the states that are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 3
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", ["fp32", "amsgrad"])
 def test_torchs_state_goes_both_ways_with_every_bit(worlds, name, world):
-    """ringcomm, torch, ringcomm; the moments stay torch's at each change."""
+    """ringcomm, torch, ringcomm: the moments equal torch's after each change."""
     problem = PROBLEMS[name]
 
     def work(comm):
@@ -137,6 +137,6 @@ def test_state_that_torch_has_not_made_yet_starts_at_zero():
     reference.step()
     _, optimizer = started(None, problem)
     optimizer.load_torch_state_dict(reference.state_dict())
-    # The first of the second group, which comes after the four of the first.
+    # Index 4 is the first parameter of the second group; the first group has four.
     assert 4 not in optimizer.full_state_dict()["state"]
     assert optimizer.state_dict()["state"]["step"].tolist() == [1, 1, 1, 1, 0, 1, 1]
