@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""parallelize(): a model of which ranks have parts gives what one process gives, and trains so."""
+"""parallelize(): a model sharded over ranks has one process's results, and trains the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PLAN = {
 
 
 class Block(nn.Module):
-    """A weight of its own that all ranks have, and two layers."""
+    """A replicated weight, and two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Whole numbers, for which all sums of a forward and a backward are exact."""
+    """Whole-number parameters, for which all sums of a forward and a backward are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_values_are_those_of_the_first_rank(rank_pools):
 
 
 def trains_at_every_stage(rank: int, world_size: int) -> None:
-    """On 2 x 2 ranks all stages end with the same bits, those of a model that is not divided."""
+    """On 2 x 2 ranks all stages have the same bits, those of a model that is not sharded."""
     mesh = mesh_of(2, 2)
     ends = []
     for stage in (0, 1, 2, 3):
@@ -157,7 +157,7 @@ def trains_at_every_stage(rank: int, world_size: int) -> None:
         same(ends[-1], ends[0])
     serial = Model()
     zero.shard(serial, 1, comm=mesh["dp"])
-    # Whole numbers make the first step's gradients exact; norms are of the whole model.
+    # Whole numbers make the first step's gradients exact; norms cover the whole model.
     assert train(serial, mesh.get_local_rank("dp"))[0] == ends[0][0]
 
 
@@ -239,8 +239,8 @@ ATTENTION_PLAN = {
     "attention.value": COLUMN,
     "attention.out": ROW,
 }
-# An element is made of some hundred operations on numbers below 10, each of which rounds by at most
-# 2^-53 of its result.
+# An element results from some hundred operations on numbers below 10; each operation rounds by at
+# most 2^-53 of its result.
 FLOAT64_ERROR = 100 * 10 * 2.0**-53
 
 
@@ -332,7 +332,7 @@ def test_refusals(rank_pools):
 
 
 def what_one_rank_alone_has(rank: int, world_size: int) -> None:
-    """All ranks are told, and go on."""
+    """A mistake on one rank raises on all ranks, and the ranks can continue."""
     mesh = mesh_of(1, world_size)["tp"]
 
     def told(says: str, error: type[Exception], **of_last: Any) -> None:
@@ -368,7 +368,7 @@ def test_what_one_rank_alone_has(rank_pools):
 
 
 def what_a_forward_finds(rank: int, world_size: int) -> None:
-    """Plans that only a forward can tell to be wrong, which would go on with wrong gradients."""
+    """Plans that only a forward can recognise as wrong; their gradients would be wrong."""
     mesh = mesh_of(1, world_size)["tp"]
     rows = {name: kind for name, kind in PLAN.items() if not name.endswith("down")}
     with pytest.raises(
@@ -393,7 +393,7 @@ def what_a_forward_finds(rank: int, world_size: int) -> None:
         with_norm(WHOLE)(batch())
     model = with_norm(SEQUENCE)
     model(batch())
-    # As many tokens as a rank had before: a forward knows nothing of the one before.
+    # This is a rank's former number of tokens; a forward does not remember the last one.
     model(batch()[:, :2])
 
 
@@ -402,7 +402,7 @@ def test_what_a_forward_finds(rank_pools):
 
 
 def a_copy_goes_its_own_way(rank: int, world_size: int) -> None:
-    """As that of an average of the weights does; it shares the communicator alone."""
+    """A copy, for example of averaged weights, shares only the communicator."""
     model = parallelize(Model(), PLAN, mesh_of(1, world_size)["tp"])
     copied = copy.deepcopy(model)
     before = copied(batch())

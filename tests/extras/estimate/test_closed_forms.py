@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed forms against the papers' figures, counts by hand, and what they refuse."""
+"""Closed formulas match the papers' figures and manual counts, and refuse bad input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PURE = AdamWOptions(master="none", rounding="stochastic")
 # Rajbhandari et al., "ZeRO": FP16 throughout, with FP32 masters and moments.
 BOOK = ZeroOptions(Precision(param=torch.float16, reduce=torch.float16))
 BF16 = ZeroOptions(Precision(param=torch.bfloat16))
-# Table 1 of the paper, 7.5 B parameters: GB by ranks, for stages 1, 2 and 3.
+# Table 1 of the paper, for 7.5 B parameters: GB by number of ranks, at stages 1, 2 and 3.
 TABLE_1 = {
     1: ("120", "120", "120"),
     4: ("52.5", "41.3", "30"),
@@ -74,7 +74,7 @@ def test_table_1_of_the_paper_to_the_printed_digit(ranks):
     for stage, printed in enumerate(TABLE_1[ranks], start=1):
         digits = len(printed.partition(".")[2])
         size_gb = Fraction(total(stage, ranks, BOOK), 10**9)
-        # The paper rounds halves up: 41.25 is printed as 41.3.
+        # The paper rounds halves up: it prints 41.25 as 41.3.
         assert int(size_gb * 10**digits + Fraction(1, 2)) == Fraction(printed) * 10**digits
 
 
@@ -107,7 +107,7 @@ def test_model_state_by_hand(options, more, sizes):
 
 
 def test_8_bit_moments_have_exponents():
-    """A block of 64 elements has a byte of each moment's."""
+    """For each moment, a block of 64 elements has one exponent byte."""
     training = Training(ModelElems(1000), 1, options=BF16, quantized_state=True)
     assert training.state(0).state == 1000 * (4 + 2) + 2 * 16
 
@@ -120,7 +120,7 @@ def test_the_fullest_rank_of_an_uneven_world():
 
 @given(MODELS, WORLDS, TRAININGS)
 def test_more_ranks_and_higher_stages_need_no_more(model, ranks, options):
-    """But for gradients that stages 2 and 3 widen to FP32."""
+    """More ranks need no more memory, nor do higher stages, except for gradients in FP32."""
     one, more = (Training(model, n, options=options) for n in (ranks, ranks + 1))
     sizes = [sum(one.state(stage)) for stage in STAGES]
     assert all(sum(more.state(stage)) <= size for stage, size in enumerate(sizes))
@@ -136,7 +136,7 @@ def test_more_ranks_and_higher_stages_need_no_more(model, ranks, options):
 
 
 class Tied(nn.Module):
-    """An embedding whose matrix is the output layer's, around two odd layers."""
+    """An embedding tied to the output layer, around two layers of an odd size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Tied(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The shape that ``Transformer`` counts, out of torch's own parts."""
+    """The model that ``Transformer`` counts, built from torch's own modules."""
 
     def __init__(self, shape: Transformer) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_units_may_be_named():
 
 
 def test_known_models():
-    """The sizes of OpenAI's checkpoints."""
+    """OpenAI's published checkpoints have these sizes."""
     assert GPT2.model.trainable == 124_439_808
     assert GPT2_XL.model.trainable == 1_557_611_200
 
@@ -231,7 +231,7 @@ def test_working_buffers_as_options_say():
 
     assert buffers(2).buckets == 2 * 2 * 4000, "a bucket ends where its unit does"
     assert buffers(2, bucket_elems=1024, in_flight=3).buckets == 2 * 3 * 1024
-    assert buffers(2, in_flight=9).buckets == 2 * 3 * 4000, "10 000 elements fill three of 4000"
+    assert buffers(2, in_flight=9).buckets == 2 * 3 * 4000, "10 000 elements fill three buckets"
     mostly_frozen = ModelElems(9, frozen=9991, units=(10_000,))
     told = Training(mostly_frozen, 4, options=BF16).buffers(2)
     assert told.buckets == 2 * 9, "frozen parameters have no bucket"
@@ -241,7 +241,7 @@ def test_working_buffers_as_options_say():
     assert buffers(1, two_passes=True).grad_shard == 4 * 2500
     assert buffers(1, two_passes=True, precision=BOOK.precision).grad_shard == 2 * 2500
     assert sum(buffers(1, ranks=1, two_passes=True)) == 0, "nothing to reduce"
-    assert buffers(2, two_passes=True) == buffers(2), "its shard is model state"
+    assert buffers(2, two_passes=True) == buffers(2), "the gradient shard is model state"
 
 
 @pytest.mark.parametrize("elems", [0, 1, 9, 5000, 10**10])
@@ -263,7 +263,7 @@ def test_equation_1_of_korthikanti():
 
 @pytest.mark.parametrize(("shape", "per_34"), [(GPT3, 80), (MT_NLG, 64)])
 def test_the_attention_core_of_large_models(shape, per_34):
-    """5 a s / h is 80 for GPT-3 and 64 for MT-NLG (section 5)."""
+    """5 a s / h is 80 for GPT-3 and 64 for MT-NLG (section 5 of the paper)."""
     core = shape.attention_core_bytes(1)
     assert core * 34 == (shape.layer_bytes(1) - core) * per_34
 
@@ -308,7 +308,7 @@ def test_activations_on_a_disk_by_hand():
 
 
 def moved_by_hand(sizes: list[int], disk: Disk) -> tuple[int, int, int]:
-    """What the third step reads, by following the buffers."""
+    """Returns the bytes that the third step reads, by simulating the buffers."""
     left, pieces = disk.resident_bytes, list(sizes)
     while pieces and 0 < pieces[-1] <= left:
         left -= pieces.pop()
@@ -359,7 +359,7 @@ def on_disk(elems: int, ranks: int, disk: Disk, **more: Any) -> Training:
     ],
 )
 def test_bytes_of_an_element_and_step(more, moved):
-    """A step reads and writes them: DeepSpeed's ZeRO-Infinity moves 32."""
+    """A step reads and writes each element; DeepSpeed's ZeRO-Infinity moves 32 bytes of it."""
     elems = 1 << 30
     told = on_disk(elems, 4, Disk("x"), **more).offloaded_state(3)
     assert told.stored * 4 / elems == moved / 2
@@ -369,7 +369,7 @@ def test_bytes_of_an_element_and_step(more, moved):
 
 
 def test_pages_widen_the_swap_units_of_small_chunks():
-    """Of 2 Mi elements 64 ranks have 32 Ki each, whose 8-bit moments take 8 pages and 512 B."""
+    """64 ranks hold 32 Ki of 2 Mi elements each; their 8-bit moments take 8 pages and 512 B."""
     told = on_disk(64 << 25, 64, Disk("x"), quantized_state=True).offloaded_state(1)
     assert told.stored == (1 << 10) * 2 * 9 * scratch.PAGE_BYTES
 
@@ -415,7 +415,7 @@ def test_times_of_a_disk_by_hand():
 
 
 def test_volumes_of_the_paper():
-    """2 P, 2 P, 2 P, 3 P elements (ZeRO, section 7), of which a rank sends all but its chunk."""
+    """2 P, 2 P, 2 P, 3 P elements (ZeRO, section 7); a rank sends all but its own chunk."""
     training = Training(ModelElems(1000), 8, options=BOOK)
     moved = [training.traffic(stage) for stage in STAGES]
     assert [sum(elems for elems, _ in each) for each in moved] == [2000, 2000, 2000, 3000]
@@ -432,7 +432,7 @@ def test_frozen_parameters_are_unsharded_at_stage_3_only():
 
 
 def test_gradients_move_in_their_own_dtype_and_sums_in_theirs():
-    """Only stage 0 moves sums."""
+    """Only stage 0 moves sums of gradients."""
     wide = AdamWOptions(accumulate_dtype=FP32)
     for optimizer, sizes in (
         (AdamWOptions(), [600, 400, 400, 600]),
@@ -444,7 +444,7 @@ def test_gradients_move_in_their_own_dtype_and_sums_in_theirs():
 
 
 def test_what_leaves_a_node_by_hand():
-    """Half of gradients and parameters, of sums where nodes have copies, and two unshardings."""
+    """Half of gradients and parameters, of sums if nodes have copies, and of two unshardings."""
     model = ModelElems(1000, frozen=300, root=100)
 
     def leaving(stage: int, **options: Any) -> int:
@@ -463,14 +463,14 @@ def test_what_leaves_a_node_by_hand():
 
 
 def test_times_by_hand():
-    """6e12 operations, 3e9 x 3 / 4 elements of 2 bytes; over nodes also calls and the network."""
+    """6e12 operations; 3e9 x 3 / 4 elements of 2 bytes; over nodes also calls and the network."""
     training = Training(ModelElems(10**9), 4, options=BF16)
     assert training.flops(1000) == 6 * 10**12
     assert training.flops(1000, recompute=True) == 8 * 10**12
     assert training.communication_s(3, 25.0) == pytest.approx(0.18)
     over_nodes = Training(ModelElems(10**9), 4, 2, BF16)
     within_s = 3e9 / 2 * 2 / 450e9
-    # 477 buckets of 2 Mi elements, with a call each way, of one message to the other node.
+    # 477 buckets of 2 Mi elements, each with a call per direction, of one message per call.
     calls_s = 2 * 477 * (14.3 + 1.0) / 1e6
     network_s = (4 + 2) * 10**9 / 2 / (2 * 50e9)
     told = over_nodes.communication_s(3, 450.0, 50.0)
@@ -490,10 +490,10 @@ def layer(
 
 
 def test_a_group_within_a_node_sends_gradients_alone():
-    """Of experts on both nodes each node has a copy, whose gradients cross and no tokens."""
+    """If both nodes have all experts, their gradients cross between nodes, and tokens do not."""
     within, over, half = layer(2, 4), layer(2, 8), layer(2, 2)
     assert sum(within.between_nodes()) == 0
-    # 2 experts here, of 1000 elements: half of their gradients as FP32, and of their parameters.
+    # 2 experts here, of 1000 elements: half of their gradients in FP32, and of their parameters.
     assert within.training(BF16).leaving_node_bytes(2) == 2 * 1000 * (4 + 2) // 2
     assert over.training(BF16).leaving_node_bytes(2) == 0
     training = half.training(BF16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates against what training holds, sends, reads and writes, byte by byte."""
+"""Estimates equal the bytes that training holds, sends, reads and writes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_stage_1_is_what_the_optimizer_holds(dtype, options):
-    """Models of sizes that need no padding: chunks are multiples of 512 elements."""
+    """The models need no padding: chunks are multiples of 512 elements."""
 
     def work(comm):
         params = [torch.zeros(64, 64, dtype=dtype), torch.zeros(1024, dtype=dtype)]
@@ -73,7 +73,7 @@ def test_stage_1_is_what_the_optimizer_holds(dtype, options):
 
 
 class Net(nn.Module):
-    """Sizes need no padding: a unit's trained and frozen parts are multiples of width^2."""
+    """Needs no padding: a unit's trained and frozen parts are multiples of width^2."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class Net(nn.Module):
 
 
 def storage_bytes(bucket):
-    """Returns the bytes that a rank has of a bucket's parameters now, unsharded ones included."""
+    """Returns the bytes that a rank holds of a bucket: its shard, and unsharded memory."""
     if isinstance(bucket, ShardedBucket):
         return bucket.kept.nbytes, bucket.flat.untyped_storage().nbytes()
     return bucket.flat.nbytes, 0
 
 
 def train(comm, stage, training, width=32):
-    """Three steps; the parts of the model state, and the most that was unsharded at a time."""
+    """Trains three steps; returns the parts of the model state, and the peak of unsharded bytes."""
     torch.manual_seed(0)
     net = shard(Net(width), stage, comm=comm, options=training.options)
     engine = engine_of(net, "test")
@@ -166,7 +166,7 @@ def test_model_state_is_what_training_holds(stage, kept, overlap):
     ],
 )
 def test_over_nodes_it_is_what_their_ranks_share(stage, shared):
-    """Chunks of four ranks are whole tiles of 512 elements with a width of 64."""
+    """With a width of 64, the chunks of four ranks are whole tiles of 512 elements."""
     options = ZeroOptions(Precision(param=BF16), bucket_elems=2048, **shared)
     training = Training(ModelElems.of_module(Net(64)), 4, 2, options)
     told = training.state(stage)
@@ -178,7 +178,7 @@ def test_over_nodes_it_is_what_their_ranks_share(stage, shared):
 
 # ---- state and parameters on a disk ----------------------------
 
-# By precision: the optimizer, its options, the parameters' dtype.
+# By precision: the optimizer, its options, and the parameters' dtype.
 KINDS: dict[str, tuple[type, AdamWOptions, torch.dtype]] = {
     "fp32": (AdamW, AdamWOptions(), FP32),
     "masters": (AdamW, AdamWOptions(), BF16),
@@ -189,12 +189,12 @@ KINDS: dict[str, tuple[type, AdamWOptions, torch.dtype]] = {
 
 
 def buffers_for(elems: int) -> int:
-    """Buffers with which pieces have so many elements."""
+    """Returns the buffer size for which pieces have ``elems`` elements."""
     return state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * elems
 
 
 def held_by(step: Any) -> tuple[int, int, int]:
-    """The bytes of offloaded state in shared buffers, in resident ones, and in the file."""
+    """Returns the bytes of offloaded state in shared buffers, in resident ones, in the file."""
     offload, seen = step.offload, set()
     for piece in offload._pieces():
         seen.add(piece.buffer)
@@ -204,7 +204,7 @@ def held_by(step: Any) -> tuple[int, int, int]:
 
 
 class Count:
-    """Counts the bytes of the transfers that are submitted: (read, written)."""
+    """Counts the bytes of the submitted transfers: (read, written)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[tuple[int, str], int] = {}
@@ -224,7 +224,7 @@ class Count:
 
 @covering(strength=1, resident=[0, 3, 9, 13, 16], kind=[*KINDS])
 def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind, resident):
-    """To the byte, for pieces that all move, of which some move, and of which none does."""
+    """Covers runs in which all pieces move, some pieces move, and none moves."""
     made, chosen, dtype = KINDS[kind]
     count, elems = Count(monkeypatch), 4096
     param = torch.zeros(15 * elems + 512, dtype=dtype).requires_grad_()
@@ -252,13 +252,13 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
     assert (after[0] - before[0], after[1] - before[1]) == (told.read, told.written)
     disk: Any = estimated.optimizer.offload_state
     assert held[0] <= disk.buffer_bytes and held[1] <= disk.resident_bytes
-    # Pages are not counted there.
+    # The estimate does not count page rounding.
     assert held[0] + held[1] <= estimated.state(0).state + 16 * 4 * PAGE_BYTES
 
 
 @pytest.mark.parametrize(("resident", "buffers"), [(0, 2), (2, 2), (0, 6), (6, 1), (5, 1)])
 def test_parameters_of_a_run_take_and_move_what_the_estimate_says(folder, resident, buffers):
-    """Six chunks of a page; what buffers keep from one pass to the next is not read."""
+    """Six chunks of a page; chunks that stay in the buffers between passes are not read again."""
     disk = Disk(folder, buffers * PAGE_BYTES, resident * PAGE_BYTES)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     options = ZeroOptions(bucket_elems=1024, offload_params=disk)
@@ -293,7 +293,7 @@ class Square(nn.Module):
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_ranks_hold_what_the_estimate_says_at_every_stage(folder, clips):
-    """The file, the buffers and the gradient shard that a step of one pass stores."""
+    """The file, the buffers, and the gradient shard that a one-pass step keeps."""
     width = 128
     chosen = AdamWOptions(offload_state=Disk(folder, buffer_bytes=buffers_for(1024)))
     model = ModelElems.of_module(Square(width))
@@ -334,7 +334,7 @@ MICRO_BATCH = 2
 
 
 class Layer(nn.Module):
-    """The layer that Korthikanti et al. draw in figure 2, with its three dropouts."""
+    """The layer in figure 2 of Korthikanti et al., with its three dropouts."""
 
     def __init__(self, shape: Transformer) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Layer(nn.Module):
 
 
 def dropout(x: torch.Tensor) -> torch.Tensor:
-    """With a mask of one byte per element, as on a GPU."""
+    """Applies dropout with a mask of one byte per element, as on a GPU."""
     return torch.native_dropout(x, 0.1, train=True)[0]
 
 
@@ -387,7 +387,7 @@ def test_a_layer_is_what_autograd_saves(dtype):
 
 
 def test_what_a_disk_has_of_them_is_what_runs_move(tmp_path):
-    """Layers whose tensors are of whole pages: bytes written and read, and memory's bound."""
+    """With tensors of whole pages: bytes written and read, and the limit of memory."""
     shape = Transformer(layers=3, width=64, heads=4, context=64, vocab=1)
     disk = Disk(skip_unless_disk(tmp_path), buffer_bytes=1 << 18)
     model = nn.Sequential(*(Layer(shape) for _ in range(shape.layers)))
@@ -419,7 +419,7 @@ EXPERTS, HIDDEN = 8, 256
 @pytest.mark.parametrize(("k", "compression"), [(2, None), (3, "fp8"), (1, "int8")])
 @pytest.mark.parametrize("nodes", [(2, 2), (1, 1, 1, 1)], ids=str)
 def test_it_counts_what_crosses(k, compression, nodes, monkeypatch):
-    """Tokens of all sets of experts are what equal chances are on average, to the byte."""
+    """The estimate for random routing equals the average over all sets of experts."""
     sent: dict[int, int] = dict.fromkeys(range(4), 0)
     found = ringcomm.Communicator.all_to_all_single
 

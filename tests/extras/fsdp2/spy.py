@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees which collectives FSDP2 makes on ringcomm, and refuses those that it makes elsewhere."""
+"""Records the collectives that FSDP2 makes on ringcomm, and refuses those that torch makes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 @dataclass(frozen=True)
 class Seen:
-    """One collective: its name, the size of its world, and whether both tensors are in the heap."""
+    """A collective: its name, the size of its world, and whether both tensors are in the heap."""
 
     name: str
     world_size: int
@@ -31,16 +31,16 @@ class Seen:
 
 
 def in_heap(tensor: torch.Tensor) -> bool:
-    """Also of one without elements, which is nowhere."""
+    """True if a tensor is in the heap, or has no elements and so no memory."""
     return not tensor.numel() or process_heap().contains(tensor.data_ptr(), tensor.nbytes)
 
 
 @contextmanager
 def collectives(of_torch: bool = False) -> Iterator[list[Seen]]:
-    """The collectives that communicators make meanwhile.
+    """Records the collectives that communicators make in the context.
 
     Args:
-        of_torch: whether FSDP2's own are allowed.
+        of_torch: whether torch's own collectives are allowed.
     """
     seen: list[Seen] = []
 

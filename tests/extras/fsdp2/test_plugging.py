@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plug() and unplug(): what they accept, return and refuse."""
+"""plug() and unplug(): the arguments that they accept and refuse, and what they return."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ from tests.support.rank_pool import default_group
 
 
 def unplugged(rank, world_size):
-    """The model is as before, and what was built is gone."""
+    """Unplugging restores the model, and frees all that was built for it."""
     before_bytes = settled_heap_bytes(dist.barrier)
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
@@ -45,7 +45,7 @@ def unplugged(rank, world_size):
 
 
 def dropped(rank, world_size):
-    """A model that is gone has taken along what was built for it."""
+    """Dropping a model frees all that was built for it."""
     before_bytes = settled_heap_bytes(dist.barrier)
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
@@ -97,7 +97,7 @@ def no_growth(rank, world_size):
 
 
 def on_a_group_of_ringcomm(rank, world_size):
-    """The group's communicator serves, stays, and has its own options."""
+    """plug() uses the group's communicator and its options, and leaves it open."""
     mesh = init_device_mesh("cpu", (world_size,))
     net = sharded(mesh)
     before_bytes = settled_heap_bytes(dist.barrier)
@@ -155,7 +155,7 @@ def refusals(rank, world_size):
 
 
 def on_several_machines(rank, world_size):
-    """The model trains over nodes as on one."""
+    """The model trains over several nodes as on one node."""
     host, boot, namespace = handles.machine_identity()
     elsewhere = (host, f"{boot}-{rank}", namespace)
     net = sharded(init_device_mesh("cpu", (world_size,)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugged FSDP2 trains as it does without, and as one process does, to the bit."""
+"""Plugged FSDP2 trains bit for bit like unplugged FSDP2, and like one process."""
 
 import time
 from functools import partial
@@ -26,11 +26,11 @@ REPLICATED = ("replicate", "shard")
 
 
 def exact(rank, world_size, *, shape=None, worlds=None, steps=2, **options):
-    """Trains plugged, and compares with one process.
+    """Trains with plugged FSDP2, and compares with one process.
 
     Args:
-        shape: of the mesh; by default one axis.
-        worlds: sizes of the groups whose collectives must have been seen.
+        shape: shape of the mesh; by default one axis.
+        worlds: sizes of the groups that must have made collectives.
     """
     shape = shape or (world_size,)
     net = sharded(
@@ -65,7 +65,7 @@ def accumulated(rank, world_size):
 
 
 def divided(rank, world_size):
-    """The ops that FSDP2 makes of divide factors: PREMUL_SUM, and sums that it divides itself."""
+    """Divide factors give the ops PREMUL_SUM, or sums that FSDP2 divides itself."""
     for forced in (False, True):
         net = sharded(init_device_mesh("cpu", (world_size,)))
         for module in (net, net[0]):
@@ -80,7 +80,7 @@ def divided(rank, world_size):
 
 
 def as_without(rank, world_size, **options):
-    """AdamW with clipping on any numbers: sums of two commute, so the order does not matter."""
+    """AdamW with clipping on any numbers: with two ranks the order of a sum does not matter."""
     mesh = init_device_mesh("cpu", (world_size,))
     usual = test_fsdp.train(test_fsdp.shard(mesh, **options), rank)
     net = test_fsdp.shard(mesh, **options)
@@ -93,14 +93,14 @@ def as_without(rank, world_size, **options):
 
 
 def unsharded_ahead(rank, world_size):
-    """FSDP2 waits for the work that an asynchronous all-gather gives it."""
+    """FSDP2 waits for the work object that an asynchronous all-gather returns."""
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=whole_numbers.LEARNING_RATE)
     with spy.collectives() as seen:
         for step in range(2):
             optimizer.zero_grad()
-            if rank == 1:  # so that the other's gather is under way when it comes to wait
+            if rank == 1:  # keeps rank 0's gather under way when rank 0 begins to wait
                 time.sleep(0.1)
             net[0].unshard(async_op=True).wait()
             loss_of(net, rank, step).backward()

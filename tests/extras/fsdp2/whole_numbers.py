@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training whose sums are exact, so that every world, order and backend gives the same bits.
+"""A training with exact sums, so that every world, order and backend gives the same bits.
 
-Weights, inputs and targets are small integers, the learning rate and the worlds are powers of two,
-and the loss is linear in the output. In two steps no gradient or weight needs more than the 24 bits
-of FP32, and in one not more than the 8 of bfloat16. The reference is computed in FP64.
+Weights, inputs and targets are small integers, the learning rate and the world sizes are powers of
+two, and the loss is linear in the output. In two steps gradients and weights fit the 24 bits of
+FP32, and in one step the 8 bits of bfloat16. The reference is computed in FP64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = 4
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Two layers whose rows are no multiple of a world of four."""
+    """Two layers with numbers of rows that four ranks do not divide."""
     net = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 5)).to(dtype)
     numbers = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -31,7 +31,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> Any:
-    """The model, an FSDPModule, with its first layer in one of its own."""
+    """Returns the model as an FSDPModule, whose first layer is a separate FSDPModule."""
     net = model()
     fully_shard(net[0], mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
@@ -47,7 +47,7 @@ def loss_of(net: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train(net: nn.Module, rank: int, steps: int = 2) -> None:
-    """Steps with the gradients' mean over the ranks; leaves those of the last step in place."""
+    """Steps with the mean gradient over the ranks; keeps the gradients of the last step."""
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def train(net: nn.Module, rank: int, steps: int = 2) -> None:
 
 
 def reference(world_size: int, steps: int = 2) -> list[torch.Tensor]:
-    """The parameters (FP64) of one process that takes the batches of all ranks."""
+    """Returns the FP64 parameters of one process that trains on the batches of all ranks."""
     net = model(torch.float64)
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
@@ -78,7 +78,7 @@ def assert_trained(net: nn.Module, world_size: int, steps: int = 2) -> None:
 
 
 def assert_gradients(net: nn.Module, alone: nn.Module) -> None:
-    """Asserts that a sharded model's parameters equal those of ``alone``."""
+    """Asserts that a sharded model's gradients equal those of ``alone``."""
     for parameter, expected in zip(net.parameters(), alone.parameters(), strict=True):
         assert expected.grad is not None
         assert torch.equal(whole(parameter.grad).double(), expected.grad)

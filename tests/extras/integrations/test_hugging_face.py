@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer and Accelerate on ringcomm.zero: the bits of a loop of torch, and of one that resumed."""
+"""Trainer and Accelerate on ringcomm.zero train bit for bit like a loop, resumed runs included."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def ranks():
 
 
 class Net(nn.Module):
-    """A model that knows its loss, as the Trainer wants it."""
+    """A model that returns its loss, as the Trainer requires."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def samples():
-    """As many as the steps take, in order."""
+    """Returns exactly the samples that the steps use, in order."""
     x = torch.randn(2 * BATCH * ACCUMULATED * STEPS, 8, generator=torch.Generator().manual_seed(1))
     return x, x.sin().sum(dim=1, keepdim=True)
 
@@ -67,7 +67,7 @@ def decaying(net):
 
 
 def sharded(stage, options, seed=0):
-    """A sharded model with its optimizer and a schedule."""
+    """Returns a sharded model with its optimizer and a schedule."""
     from transformers import get_linear_schedule_with_warmup
 
     net = zero.shard(Net(seed), stage, options=options)
@@ -76,7 +76,7 @@ def sharded(stage, options, seed=0):
 
 
 def by_hand(stage, options, rank):
-    """The weights after the loop that the libraries shall do."""
+    """Returns the weights after the loop that the libraries must reproduce."""
     net, optimizer, schedule = sharded(stage, options)
     batches = list(zip(*(each.split(BATCH) for each in samples()), strict=True))[rank::2]
     for number, (x, labels) in enumerate(batches, 1):
@@ -101,7 +101,7 @@ IDS = ["1", "3", "2-bf16"]
 
 
 def forget_accelerators():
-    """Forgets what a process keeps of its first accelerator, and its checks must not share."""
+    """Resets Accelerate's process-wide state, which separate checks must not share."""
     from accelerate import state
 
     state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -116,7 +116,7 @@ def make_accelerator(**settings):
 
 
 def run_loop(accelerator, things, folder=None):
-    """Runs the rest of the steps, or with a folder some, and saves there."""
+    """Trains the remaining steps, or the first ones with a folder, in which it saves."""
     net, optimizer, schedule, data = things
     begin = 0 if folder is not None else SAVED
     batches = list(data)[begin * ACCUMULATED : (SAVED if folder else STEPS) * ACCUMULATED]
@@ -131,13 +131,13 @@ def run_loop(accelerator, things, folder=None):
             optimizer.zero_grad()
     if folder is not None:
         accelerator.save_state(folder)
-        accelerator.save_state(folder)  # once more, to the same place
+        accelerator.save_state(folder)  # saves once more to the same place
 
 
 def accelerate(stage, options, folder, rank, world_size):
     expected = by_hand(stage, options, rank)
     for seed in (0, 5):
-        # Else Accelerate would step the schedule once for each rank.
+        # Otherwise Accelerate would step the schedule once per rank.
         accelerator = make_accelerator(step_scheduler_with_optimizer=False)
         data = DataLoader(TensorDataset(*samples()), batch_size=BATCH)
         net, optimizer, schedule = sharded(stage, options, seed)
@@ -175,7 +175,7 @@ def accelerate_refusals(rank, world_size):
     net, optimizer = accelerator.prepare(net, optimizer)
     with pytest.raises(ArgumentError, match="got 1 that do not belong to one optimizer"):
         accelerator.clip_grad_norm_(torch.ones(2, requires_grad=True, device="cpu"), 1.0)
-    # A part of the parameters, and single elements.
+    # Sets gradients of some parameters, and of single elements.
     optimizer.optimizer.prepare()
     accelerator.backward(net(torch.ones(2, 8), torch.ones(2, 1))["loss"])
     whole = zero.get_gradient(dict(net.named_parameters())["layers.2.weight"])
@@ -184,7 +184,7 @@ def accelerate_refusals(rank, world_size):
     clipped = zero.get_gradient(dict(net.named_parameters())["layers.2.weight"])
     same(clipped, whole.clamp(-0.01, 0.01))
     assert norm >= whole.norm() > 0
-    # A module without gradients is prepared as ever.
+    # A module without gradients is prepared as by Accelerate alone.
     assert accelerator.prepare(Net().requires_grad_(False)).layers
 
 
@@ -249,7 +249,7 @@ def test_trainer_as_the_loop_of_torch(ranks, tmp_path, stage, options):
 
 
 def compiled_trainer(folder, rank, world_size):
-    """Trainer clears the gradients of what torch.compile() returned, and takes the norm of all."""
+    """Trainer clears the gradients of a compiled module, and logs the norm of all gradients."""
     settings = {"torch_compile": True, "torch_compile_backend": "eager", "logging_steps": 1}
     settings |= {"logging_strategy": "steps", "save_strategy": "no"}
     norms = []
@@ -290,9 +290,9 @@ def llama(folder, rank, world_size):
     made.train()
     best = LlamaForCausalLM.from_pretrained(made.state.best_model_checkpoint)
     same(dict(best.state_dict()), zero.full_state_dict(made.model))
-    # Shards are sharded once: the next training goes on with the model and a new optimizer.
+    # The model stays sharded: the next training uses it with a new optimizer.
     made.train()
-    # A model that is sharded already stays where it is when Trainer moves it to its device.
+    # Moving a model to its device, as Trainer does, leaves a sharded model in place.
     placed = zero.shard(Net(), 1)
     for _ in range(2):
         optimizer = SGD(placed.parameters(), lr=0.01)
@@ -321,7 +321,7 @@ def program(number, folder, rank, world_size):
 
 
 def printed_losses(name):
-    """The losses that this rank's run of an example prints, in the group that there is."""
+    """Returns the losses that an example prints on this rank, run in the present group."""
     printed = io.StringIO()
     with (
         mock.patch.object(dist, "init_process_group"),
@@ -335,7 +335,7 @@ def printed_losses(name):
 
 
 def losses_of_one_process(example):
-    """Those of one process that averages the gradients of the two ranks' batches itself."""
+    """Returns the losses of one process that averages the gradients of two ranks' batches."""
     model, found = example["make_model"](), []
     optimizer = AdamW(model.parameters(), lr=example["LEARNING_RATE"], comm="alone")
     for step in range(example["STEPS"]):

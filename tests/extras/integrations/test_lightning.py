@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's Trainer on ringcomm.zero: the bits of a loop of torch, and of one that resumed."""
+"""Lightning's Trainer on ringcomm.zero trains bit for bit like a loop, resumed runs included."""
 
 import functools
 import logging
@@ -48,7 +48,7 @@ def make_data():
 
 
 def make_module(seed=0, **changes):
-    """A LightningModule; ``changes`` are methods in the place of its own."""
+    """Makes a LightningModule; ``changes`` replace its methods."""
     from lightning.pytorch import LightningModule
 
     class Regression(LightningModule):
@@ -99,17 +99,17 @@ def make_trainer(strategy, folder, epochs=EPOCHS, **settings):
 
 def fit(trainer, module, **more):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of how many workers a loader may have
+        warnings.simplefilter("ignore")  # about the number of loader workers
         trainer.fit(module, DataLoader(make_data(), batch_size=BATCH), **more)
 
 
 def looped(stage, options, rank):
-    """The weights after the loop that the Trainer shall do."""
+    """Returns the weights after the loop that the Trainer must reproduce."""
     net = make_net()
     zero.shard(net, stage, options=options)
     optimizer = AdamW(net.parameters(), lr=0.01)
     schedule = StepLR(optimizer, 1, gamma=0.5)
-    # Lightning puts in such a sampler, which shuffles.
+    # Lightning inserts this sampler, which shuffles.
     sampler: DistributedSampler = DistributedSampler(make_data(), 2, rank)
     batches = DataLoader(make_data(), batch_size=BATCH, sampler=sampler)
     for epoch in range(EPOCHS):
@@ -129,7 +129,7 @@ def looped(stage, options, rank):
 
 
 def weights_of(module):
-    """The whole weights of its net, by their names there."""
+    """Returns the whole weights of the module's net, by their names in the net."""
     with zero.unsharded(list(module.parameters())):
         return {name: value.clone() for name, value in module.net.state_dict().items()}
 
@@ -146,7 +146,7 @@ def train(stage, settings, folder, rank, world_size):
     found = trainer.predict(module, DataLoader(make_data(), batch_size=SAMPLES))
     assert len(found) == 1 and found[0].shape == (SAMPLES // 2, 1)
 
-    # Two epochs, saved twice at one place, then the third from there, with another module.
+    # Trains two epochs, saved twice in one place; then resumes the third with another module.
     first = make_module()
     trainer = make_trainer(strategy(), folder, epochs=2, enable_checkpointing=False)
     fit(trainer, first)
@@ -185,12 +185,12 @@ def full_file(folder, rank, world_size):
     trainer = make_trainer(RingcommStrategy(3), folder, callbacks=calls)
     fit(trainer, module, val_dataloaders=DataLoader(make_data(), batch_size=BATCH))
     saved = torch.load(folder / "best.ckpt", weights_only=True)
-    # An optimizer of torch's own, and a module without ringcomm, read it.
+    # torch's own optimizer and a module without ringcomm can load the file.
     alone = make_module(seed=4)
     alone.load_state_dict(saved["state_dict"])
     torch.optim.AdamW(alone.parameters()).load_state_dict(saved["optimizer_states"][0])
     same({k.removeprefix("net."): v for k, v in saved["state_dict"].items()}, weights_of(module))
-    # The module is sharded; it is fitted again, and sharded anew.
+    # Fitting the sharded module once more shards it again.
     trainer = make_trainer(RingcommStrategy(2), folder, callbacks=[], epochs=1)
     fit(trainer, module)
     zero.remove_sharding(module)
@@ -231,7 +231,7 @@ def test_steps_by_hand(ranks, tmp_path):
 
 
 def norms_of(strategy, folder):
-    """The norms that Lightning's own function takes before each step."""
+    """Returns the norms that Lightning's own function computes before each step."""
     from lightning.pytorch.utilities import grad_norm
 
     found = []
@@ -254,7 +254,7 @@ def logged_norms(folder, rank, world_size):
     from ringcomm.extras.lightning import RingcommStrategy
 
     wanted = norms_of("ddp", folder)
-    assert len(wanted[0]) == 7  # of each parameter, and of all
+    assert len(wanted[0]) == 7  # one norm per parameter, and the norm of all
     for stage in (0, 1, 2, 3):
         torch.testing.assert_close(norms_of(RingcommStrategy(stage), folder), wanted)
 

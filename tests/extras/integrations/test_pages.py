@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of integrations that need no other library: loops, notebooks, and manifests."""
+"""Integration pages that need no other library: loops, notebooks and manifests."""
 
 import ast
 import contextlib
@@ -20,12 +20,12 @@ PAGES = DOCS / "integrations"
 
 
 def lines_of(folder, tp):
-    """What a rank's run of the loop prints, in the group that there is."""
+    """Returns the lines that a rank's run of the loop prints, in the present group."""
     printed, examples = io.StringIO(), DOCS / "examples"
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
-        # As an interpreter does that runs a file: what lies beside it can be imported.
+        # A script can import files in its folder; the interpreter sets this path.
         mock.patch.object(sys, "path", [str(examples), *sys.path]),
         contextlib.redirect_stdout(printed),
     ):
@@ -38,7 +38,7 @@ def lines_of(folder, tp):
 
 def loop(folder, rank, world_size):
     lines, resumed = lines_of(folder, 2), lines_of(folder, 2)
-    # The second run began with the checkpoint of the first.
+    # The second run resumed from the first run's checkpoint.
     assert resumed == lines[len(lines) // 2 :]
     if rank == 0:
         losses = [float(line.split()[-1]) for line in lines]
@@ -51,7 +51,7 @@ def test_a_loop_in_the_manner_of_torchtitan(rank_pools, tmp_path):
 
 
 def shown(cell, names):
-    """What a notebook shows of a cell: what it prints, and the value of its last line."""
+    """Returns a notebook's output of a cell: the printed text, and the value of its last line."""
     tree, printed = ast.parse(cell), io.StringIO()
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
@@ -59,7 +59,7 @@ def shown(cell, names):
         if last is not None:
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
             if value is not None:
-                pprint.pp(value, width=79)  # as IPython breaks the lines of lists
+                pprint.pp(value, width=79)  # as IPython wraps lists
     return printed.getvalue()
 
 
@@ -69,14 +69,14 @@ def test_the_cells_of_the_notebook_show_what_the_page_says():
     names, compared = {"__name__": "__main__"}, 0
     for cell in cells:
         found = shown(cell.text, names)
-        # An output stands below its cell, with an empty line between.
+        # An output follows its cell after an empty line.
         told = outputs.get(cell.line + cell.text.count("\n") + 3)
         assert found.splitlines() == (told.text.splitlines() if told else []), cell
         compared += told is not None
     assert compared == len(outputs) >= 4
 
 
-# What launchers set in the containers of the manifests: of these, torchrun reads PET_*.
+# Variables that launchers set in the manifests' containers; torchrun reads PET_*.
 TORCHRUN = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR"}
 TORCHRUN |= {"PET_MASTER_PORT", "PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_ID"}
 
@@ -107,7 +107,7 @@ def test_the_manifests_name_what_there_is():
             for variable in each.get("env", ()):
                 name = variable["name"]
                 assert name in TORCHRUN or f"`{name}`" in options, name
-    # The pods find the first of them by the service's name, and the command's node rank is theirs.
+    # Pods find the first pod by the service's name, and pass their own node rank to the command.
     job = found["Job"]["spec"]
     pod = job["template"]["spec"]
     assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == 2

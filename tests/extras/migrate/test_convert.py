@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of DeepSpeed and of torch go on in ringcomm; pickles that want to run do not.
+"""Checkpoints of DeepSpeed and torch resume in ringcomm; pickles that run code are refused.
 
-``deepspeed_checkpoints.zip`` has what DeepSpeed 0.19 wrote on 2 CPU ranks after 3 steps of
-:func:`model` by ``torch.optim.AdamW``, whose groups are those of :func:`groups`, at stages 1 to 3
+``deepspeed_checkpoints.zip`` has checkpoints that DeepSpeed 0.19 wrote on 2 CPU ranks after 3 steps
+of :func:`model` with ``torch.optim.AdamW`` and the groups of :func:`groups`, at stages 1 to 3
 (``sub_group_size`` 10).
 """
 
@@ -66,7 +66,7 @@ def loss_of(module: nn.Module, step: int, rank: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[dict[str, Tensor]]:
-    """The weights after each step of one process on both ranks' batches."""
+    """Returns the weights after each step of one process on both ranks' batches."""
     module, found = model(), []
     optimizer = torch.optim.AdamW(groups(module), lr=1e-2)
     for step in range(ALL):
@@ -89,7 +89,7 @@ def saved(tmp_path_factory: Any) -> Path:
 def go_on(
     comm: Any, root: Path, stage: int, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], zero.Loaded]:
-    """The weights as they are loaded, and after two more steps."""
+    """Loads a checkpoint; returns the weights as loaded, and after two more steps."""
     module = model()
     precision = zero.Precision(param=dtype, buffer=dtype)
     options = zero.ZeroOptions(precision=precision, bucket_elems=512)
@@ -107,7 +107,7 @@ def go_on(
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], step_size: float) -> None:
-    """Within rounding of each step: of the loops of another CPU, or of 16-bit weights."""
+    """Allows rounding per step, by another CPU's loops or by 16-bit weights."""
     assert found.keys() == wanted.keys()
     for name, each in wanted.items():
         torch.testing.assert_close(found[name].float(), each, rtol=step_size, atol=step_size)
@@ -125,9 +125,9 @@ def test_fp32_checkpoints_of_deepspeed_go_on(worlds, saved, wanted, tmp_path, na
 
 
 def test_bfloat16_checkpoints_of_deepspeed_go_on(worlds, saved, wanted, tmp_path):
-    """Their FP32 masters are kept, and become the weights of an FP32 model."""
+    """The FP32 masters are kept, and become the weights of an FP32 model."""
     zero.convert(saved / "stage1-bf16", tmp_path)
-    # A step of lr 1e-2 goes where noise of bfloat16 takes it; most are far nearer.
+    # bfloat16 noise can turn a step of lr 1e-2 around; most steps are far closer.
     for first, last, _ in worlds(2).run(go_on, tmp_path, 3, torch.bfloat16):
         assert_near(first, wanted[STEPS - 1], 1e-2)
         assert_near(last, wanted[ALL - 1], 1e-2)
@@ -137,7 +137,7 @@ def test_bfloat16_checkpoints_of_deepspeed_go_on(worlds, saved, wanted, tmp_path
 
 
 def test_one_conversion_fits_every_precision(worlds, saved, wanted, tmp_path):
-    """FP32 parameters among 16-bit ones, FP32 buffers, and masters that no rounding touched."""
+    """FP32 parameters among 16-bit ones, FP32 buffers, and masters without any rounding."""
     zero.convert(saved / "stage2-fp32", tmp_path)
     narrow = torch.bfloat16
     precisions = [
@@ -255,7 +255,7 @@ def test_checkpoints_that_lack_something_are_refused(saved, tmp_path):
 
 
 class Evil:
-    """What a pickle may do to who unpickles it."""
+    """A pickle that would run code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return exec, ("raise SystemExit('it ran')",)
@@ -297,7 +297,7 @@ def test_tensors_are_read_as_torch_reads_them(tmp_path):
 
 
 def test_damage_is_found_wherever_it_is(tmp_path):
-    """Each cut and each flipped byte ends in a CheckpointError, or changes values alone."""
+    """Each cut or flipped byte raises a CheckpointError, or changes only values."""
     out = io.BytesIO()
     torch.save({"a": torch.arange(4.0), "b": [1, {"c": "d"}]}, out)
     whole = out.getvalue()

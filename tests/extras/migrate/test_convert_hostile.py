@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that want memory, disk, time or a crash from ``convert()`` get a CheckpointError.
+"""convert() refuses checkpoints that would exhaust memory, disk or time, or crash it.
 
-The peak of memory, as tracemalloc counts it, is at most in proportion to the bytes of the files.
+The peak of memory, as tracemalloc counts it, is at most proportional to the files' bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringcomm.errors import CheckpointError
 from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, read_pickle
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-# Bytes of memory for each byte of a file, and for the reader itself.
+# Allowed bytes of memory per byte of a file, and for the reader itself.
 MOST_PER_BYTE, CONSTANT = 300, 4 << 20
 
 
@@ -79,7 +79,7 @@ def saved(body: bytes, elems: int = 1) -> bytes:
 
 
 def dcp(folder: Path, raw: bytes, size: tuple[int, ...] = (1,), **info: Any) -> None:
-    """Writes a checkpoint of one tensor of one chunk."""
+    """Writes a checkpoint of one tensor with one chunk."""
     stored = {"relative_path": "x.distcp", "offset": 0, "length": len(raw), **info}
     described = dcp_metadata.TensorStorageMetadata(
         dcp_metadata.TensorProperties(dtype=torch.float32), torch.Size(size), []
@@ -123,12 +123,12 @@ MANY = 10_000
 SET = called("builtins", "set") + b"q\x00"
 LONG_LIST = b"]q\x01(" + b"N" * MANY + b"e"
 NESTED = called("torch._tensor", "_rebuild_from_type_v2") + b"q\x000"
-# Two references to the one before, thirty times: 2^30 values as a tree.
+# Thirty times, a list of two references to the list before: 2^30 values as a tree.
 DOUBLED = b"]q\x00" + b"".join(b"(h%ch%clq%c" % (n, n, n + 1) for n in range(30))
 
 
 def again(kind: bytes, argument: bytes) -> bytes:
-    """A list of 4000 calls with one argument."""
+    """Returns a list of 4000 calls with one argument."""
     return kind + b"q\x00" + argument + b"\x85q\x020(" + b"h\x00h\x02R" * 4000 + b"l"
 
 
@@ -190,7 +190,7 @@ PICKLES: dict[str, bytes] = {
 @pytest.mark.parametrize("name", PICKLES)
 @pytest.mark.parametrize("where", ["metadata", "chunk", "optimizer"])
 def test_pickles(folder, name, where):
-    """In each of the files where a pickle is."""
+    """Puts each pickle into each of the files that hold pickles."""
     if where == "metadata":
         (folder / ".metadata").write_bytes(b"\x80\x02" + PICKLES[name] + b".")
     elif where == "chunk":
@@ -201,7 +201,7 @@ def test_pickles(folder, name, where):
 
 
 def test_keys_have_hashes_that_nobody_can_choose():
-    """Integers a multiple of 2^61 - 1 apart have one hash, and tuples of small ones as well."""
+    """Integers a multiple of 2^61 - 1 apart have equal hashes, as do tuples of small integers."""
     keys = [n * (2**61 - 1) for n in range(1, 100)] + [1 << 16, -1, 0.5, (1, 2), b"x"]
     found = read_pickle(pickle.dumps(dict.fromkeys(keys)), "keys")
     assert list(found) == [str(key) for key in keys]
@@ -272,7 +272,7 @@ def test_places_of_chunks(folder, info):
 
 
 def test_chunks_that_share_bytes(folder):
-    """Else a small description makes many pieces of one."""
+    """Otherwise a small description would turn one piece of a file into many."""
     raw = saved(tensor())
     dcp(folder, raw)
     described = dcp_metadata.TensorStorageMetadata(
@@ -354,7 +354,7 @@ def test_members_of_an_archive_share_nothing(folder):
     def renamed(raw: bytearray, at: int) -> None:
         raw[at + 46 : at + 46 + 16] = b"another/data.pkl"
 
-    # Both members have names of as many characters.
+    # Both members have names of the same length.
     whole = archive({"data.pkl": b"\x80\x02" + tensor() + b".", "data/000": bytes(4)})
     for change in (to_first, larger, renamed):
         (folder / OPTIMIZER).write_bytes(directory(whole, change))
@@ -373,7 +373,7 @@ def test_two_tensors_of_one_name(folder):
 
 
 def test_the_work_grows_with_the_bytes(monkeypatch, tmp_path):
-    """Twice the pickle costs no more than about twice the memory, whatever its instructions are."""
+    """Twice the pickle needs at most about twice the memory, for any instructions."""
     bodies = (
         b"]",
         b"}",
@@ -399,7 +399,7 @@ def test_the_work_grows_with_the_bytes(monkeypatch, tmp_path):
                 tracemalloc.stop()
             assert peaks[-1] < CONSTANT + MOST_PER_BYTE * len(raw), body
         assert peaks[1] < 2.6 * peaks[0] + CONSTANT
-    # Each tensor is at most as many objects as its instructions have room for.
+    # The number of tensors is limited by the bytes of the instructions that make them.
     args = b"(" + storage() + number(0) + sequence(number(1)) * 2 + b"\x89N" + b"tq\x02"
     many = (
         called("torch._utils", "_rebuild_tensor_v2")
@@ -420,7 +420,7 @@ def test_inert_objects_say_what_they_are():
 
 
 class Foreign:
-    """Some class of another library."""
+    """A class of another library."""
 
     def __init__(self) -> None:
         self.number = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's configurations: what is read of them, what is refused, and training by them."""
+"""DeepSpeed's configurations: the keys that are read, those refused, and training with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(world_size: int = 2, **config: Any) -> Any:
 
 
 def train(comm, base: torch.nn.Module, setup: Any, by_hand: Any = None) -> dict[str, Tensor]:
-    """Trains by a setup, or with what ``by_hand`` builds in its place: options and optimizer."""
+    """Trains with a setup, or with the options and optimizer of ``by_hand`` in its place."""
     module: Any = deepcopy(base)
     options, build = by_hand or (setup.options, None)
     zero.shard(module, setup.stage, comm=comm, options=options)
@@ -67,7 +67,7 @@ def train(comm, base: torch.nn.Module, setup: Any, by_hand: Any = None) -> dict[
 def _bf16_by_hand(params: Any) -> Any:
     adds = AdamWOptions(check_finite=True, accumulate_dtype=None)
     optimizer = AdamW(params, lr=1e-2, weight_decay=0.1, options=adds)
-    # To 1e-2 in a line of 4 steps, from DeepSpeed's iteration 0 on, which is torch's epoch 1.
+    # A linear warmup to 1e-2 in 4 steps; DeepSpeed's iteration 0 is torch's epoch 1.
     rates = (0.0, 0.0, 0.25, 0.5, 0.75)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rates[epoch])
 
@@ -505,9 +505,9 @@ def test_the_table_is_whole():
     for section, kinds in (("scheduler", SCHEDULERS.values()), ("optimizer", optimizers)):
         names = [name for params in kinds for name in params]
         assert all(DEEPSPEED_KEYS[f"{section}.params.{name}"].fate == MAPPED for name in names)
-    # An alias stands for a key, or for a section of keys.
+    # An alias names a key, or a section of keys.
     for name in ALIASES.values():
         assert any(known == name or known.startswith(f"{name}.") for known in DEEPSPEED_KEYS)
-    # No section is both one key and several.
+    # No section is also a key.
     for name in DEEPSPEED_KEYS:
         assert not any(known.startswith(f"{name}.") for known in DEEPSPEED_KEYS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of FSDP2's fully_shard, and the page about migration."""
+"""The arguments of FSDP2's fully_shard, and the docs' page about migration."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_training_is_that_of_options_written_by_hand(worlds):
 
     setup = zero.from_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     options = zero.ZeroOptions(precision=zero.Precision(torch.bfloat16))
-    # The angles of the model are FP32 buffers, as both leave them.
+    # The model's angles are FP32 buffers; both conversions leave them in FP32.
     base.bfloat16()
     wanted = worlds(2).run(work, options)
     for found, state in zip(worlds(2).run(work, setup.options), wanted, strict=True):
@@ -95,7 +95,7 @@ def test_what_is_not_there_is_named_at_once():
 
 
 def test_nested_calls_become_units(worlds):
-    """A call without a policy stays FP32 beside one that has it, as in FSDP2."""
+    """A call without a policy stays FP32 next to a call with a policy, as in FSDP2."""
     setup = zero.from_fsdp2().with_nested(
         {
             "0": {"reshard_after_forward": False},
@@ -146,7 +146,7 @@ def test_arguments_of_other_types_are_refused(arguments):
 
 
 def test_every_argument_of_torch_has_a_row():
-    """Torch 2.11 has fewer arguments, and a later one may have more, which must be looked at."""
+    """Torch 2.11 has fewer arguments. A later torch may have more, which need a row then."""
     theirs = set(inspect.signature(fully_shard).parameters)
     policy = set(inspect.signature(MixedPrecisionPolicy).parameters)
     known = {name.partition(".")[0] for name in FSDP2_KEYS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's learning rates, to the last bit, as its 0.19.6 sets them on an AdamW of lr 2e-3."""
+"""Learning rates equal those that DeepSpeed 0.19.6 sets on an AdamW of lr 2e-3, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.extras.migrate.settings import make_schedule
 from ringcomm.optim import AdamW
 
-# Numbers of steps taken, at which the rates below are those of the next step.
+# Numbers of steps taken; the rates below are those of the next step.
 AT = (0, 1, 2, 5, 8, 12, 24)
 CYCLE = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_first_step_size": 7}
 # The scheduler, its parameters, and the rates at AT.
@@ -161,13 +161,13 @@ MOMENTA = (
 
 
 def adamw(groups: int = 1) -> Any:
-    """An optimizer whose step does nothing, with param groups of one element."""
+    """Makes an optimizer with param groups of one element, whose steps change nothing."""
     params = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(groups)]
     return AdamW(params, lr=2e-3, comm="alone")
 
 
 def walk(kind: str, params: dict[str, Any]) -> list[tuple[float, float]]:
-    """The rate and first beta at AT."""
+    """Returns the rates and first betas at AT."""
     optimizer = adamw()
     scheduler = make_schedule(kind, params).build(optimizer)
     (group,) = optimizer.param_groups

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and routes of several ranks, and what experts and sums make of them without ranks."""
+"""Tokens and routes of several ranks, and reference results of dispatch and combine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def case(
     experts: int = 8,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Tokens of a rank, whose experts are random and distinct, and now and then none."""
+    """Returns tokens of a rank with random distinct experts; some slots have no expert (-1)."""
     seed = seeded(100 * rank + k)
     x = torch.randn(tokens, hidden, generator=seed).to(dtype)
     order = [torch.randperm(experts, generator=seed)[:k] for _ in range(tokens)]
@@ -45,7 +45,7 @@ def case(
 
 
 def listed(cases: Sequence[Case], experts: int) -> list[list[tuple[int, int, int]]]:
-    """By expert the (rank, token, j) of its rows, in their order."""
+    """Returns for each expert the (rank, token, j) of its rows, in order."""
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(experts)]
     for rank, each in enumerate(cases):
         for token, chosen in enumerate(each.idx.tolist()):
@@ -56,7 +56,7 @@ def listed(cases: Sequence[Case], experts: int) -> list[list[tuple[int, int, int
 
 
 def dispatched(cases: Sequence[Case], experts: int) -> list[Tensor]:
-    """By expert, its rows."""
+    """Returns the rows of each expert."""
     return [
         torch.stack([cases[rank].x[token] for rank, token, _ in rows])
         if rows
@@ -66,7 +66,7 @@ def dispatched(cases: Sequence[Case], experts: int) -> list[Tensor]:
 
 
 def combined(cases: Sequence[Case], ys: Sequence[Tensor], rank: int) -> Tensor:
-    """The weighted sums of a rank's tokens, of what each expert made of its rows."""
+    """Returns the weighted sums of the experts' outputs for a rank's tokens."""
     mine = cases[rank]
     at: dict[tuple[int, int], Tensor] = {}
     for expert, rows in enumerate(listed(cases, len(ys))):
@@ -89,7 +89,7 @@ def combined(cases: Sequence[Case], ys: Sequence[Tensor], rank: int) -> Tensor:
 
 
 def joined(cases: Sequence[Case]) -> Case:
-    """All ranks' tokens as one rank's, in the order of ranks."""
+    """Returns all ranks' tokens as those of one rank, in rank order."""
     weights = [each.weights for each in cases if each.weights is not None]
     return Case(
         torch.cat([each.x for each in cases]),
@@ -99,7 +99,7 @@ def joined(cases: Sequence[Case]) -> Case:
 
 
 class Learned(NamedTuple):
-    """What a layer makes of tokens, and the gradients of all that it depends on."""
+    """A layer's output for tokens, and the gradients of its inputs and weights."""
 
     out: Tensor
     of_x: Tensor
@@ -113,7 +113,7 @@ def learn(
     experts: Tensor,
     target: Tensor,
 ) -> Learned:
-    """Forward and backward of a layer whose experts are matrices [experts, hidden, hidden]."""
+    """Runs forward and backward of a layer with expert matrices [experts, hidden, hidden]."""
     x = given.x.clone().requires_grad_()
     weights = None if given.weights is None else given.weights.clone().requires_grad_()
     here = len(experts) // comm.world_size
@@ -131,6 +131,6 @@ def learn(
 
 
 def dense(given: Case, experts: Tensor, target: Tensor) -> Learned:
-    """The same on one rank."""
+    """Runs the layer on one rank."""
     with ringcomm.local_world(1) as alone:
         return learn(alone[0], given, experts, target)

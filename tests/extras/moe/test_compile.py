@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled graphs, with rows of a size that the graph knows, make what eager calls make."""
+"""Compiled graphs with a fixed number of rows give the same results as eager calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_compiled_layer_is_the_eager_one(comm):
 
 
 def test_the_operators_are_what_they_say(comm):
-    """Their shapes without data, and that nothing is written that is an input."""
+    """The operators' shapes without data are right, and they write to no input."""
     given = case(0, 2)
     key = ringcomm.functional.collectives.key_of(comm)
     ops = torch.ops.ringcomm

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows come in their order, sums have their bits, and gradients are those of one rank."""
+"""Rows arrive in order, and sums and gradients have the bits of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.covering import EVERY_CASE, covering, in_test_all
 Tensor = torch.Tensor
 EXPERTS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Results of so many bytes are stored past the caches (kStreamingMinBytes).
+# Results of this size bypass the caches when stored (kStreamingMinBytes).
 STREAMED_BYTES = 16 << 20
 
 
@@ -28,7 +28,7 @@ NODES = ((1,), (2,), (4,), (1, 1), (2, 2), (1, 3))
 
 @pytest.fixture(scope="module", params=[(2,), (1, 3), *in_test_all(*NODES)], ids=str)
 def world(request) -> Iterator[LocalWorld]:
-    """Ranks of one node and of several."""
+    """Worlds of one node and of several nodes."""
     with ringcomm.local_world(
         sum(request.param), nodes=request.param, options=CommOptions(timeout=60)
     ) as made:
@@ -36,7 +36,7 @@ def world(request) -> Iterator[LocalWorld]:
 
 
 def cases_of(world: LocalWorld, k: int, dtype: torch.dtype = torch.float32) -> list[Case]:
-    """Ranks with different numbers of tokens; of several the last has none."""
+    """Returns ranks' cases with different numbers of tokens; the last of several ranks has none."""
     last = len(world) - 1
     sizes = [0 if rank == last and last else 9 + 5 * rank for rank in range(len(world))]
     return [case(rank, k, tokens, dtype=dtype) for rank, tokens in enumerate(sizes)]
@@ -61,7 +61,7 @@ def test_rows_and_sums_have_the_bits_of_loops(world, k, dtype):
         assert torch.equal(rows, torch.cat(expected))
         y = torch.cat(own(ys, comm))
         assert torch.equal(moe.combine(y, handle), combined(cases, ys, comm.rank))
-        # A handle serves again, and memory of the heap is read where it lies.
+        # A handle can be used again, and heap memory is read in place.
         again = ringcomm.empty(y.shape, dtype=dtype).copy_(y)
         assert torch.equal(moe.combine(again, handle), combined(cases, ys, comm.rank))
 
@@ -70,7 +70,7 @@ def test_rows_and_sums_have_the_bits_of_loops(world, k, dtype):
 
 @covering(strength=1, indirect=["world"], world=NODES, weighted=[True, False], k=[1, 2, 8])
 def test_ranks_learn_what_one_rank_learns(world, k, weighted):
-    """Bits of the result, and of all gradients, for any number of ranks."""
+    """The result and all gradients have one rank's bits, for any number of ranks."""
     cases = cases_of(world, k)
     if not weighted:
         cases = [each._replace(weights=None) for each in cases]
@@ -91,7 +91,7 @@ def test_ranks_learn_what_one_rank_learns(world, k, weighted):
 
 
 def test_the_gradients_of_one_rank_are_autograds():
-    """Against torch's own gradients of the same sums."""
+    """Compares with torch's own gradients of the same sums."""
     given = case(0, 2)
     x = given.x.clone().requires_grad_()
     weights = given.weights.clone().requires_grad_()
@@ -126,7 +126,7 @@ def test_weights_of_16_bits_have_gradients_of_16_bits(world, dtype):
 
 
 def test_memory_of_the_heap_is_free_once_a_call_ends(world):
-    """A rank overwrites what it lent once the call is over, and peers have read it by then."""
+    """A rank may overwrite lent memory after the call, because all peers have read it by then."""
 
     def body(comm):
         mine = case(comm.rank, 2)
@@ -143,7 +143,7 @@ def test_memory_of_the_heap_is_free_once_a_call_ends(world):
 
 
 def test_outboxes_are_written_by_turns(world):
-    """Calls follow each other without a collective at their ends, with rows of growing size."""
+    """Consecutive calls without a final collective, with rows of growing size."""
 
     def body(comm):
         for turn in range(30 if EVERY_CASE else 12):
@@ -187,7 +187,7 @@ def test_all_tokens_to_one_expert(world):
 
 
 def test_no_experts_at_all(world):
-    """Neither a token nor a row: zeros, and gradients that are zeros."""
+    """Without any expert, outputs and gradients are zeros."""
 
     def body(comm):
         x = torch.randn(5, 40).requires_grad_()
@@ -218,7 +218,7 @@ def test_nan_weights_flow(world):
 
 
 def test_another_size_comes_back(world):
-    """Experts may give rows of another size, and of another dtype."""
+    """Experts may return rows of another size and another dtype."""
 
     def body(comm):
         mine = case(comm.rank, 2)
@@ -231,7 +231,7 @@ def test_another_size_comes_back(world):
 
 @covering(strength=1, indirect=["world"], world=NODES, dtype=DTYPES, compression=[*COMPRESSIONS])
 def test_rows_travel_quantized(world, compression, dtype):
-    """Each row comes quantized and dequantized by itself, and gradients come as they are."""
+    """Each row is quantized and dequantized separately; gradients are not quantized."""
     from tests.comm.test_quantization import dequantized
 
     cases = [case(rank, 2, hidden=200, dtype=dtype) for rank in range(len(world))]
@@ -258,7 +258,7 @@ def test_rows_travel_quantized(world, compression, dtype):
 
 
 def test_room_for_more_rows(world):
-    """Rows behind the last are zeros, whatever experts make of them, and have no gradients."""
+    """Rows after the last one are zeros, even if experts return NaN, and have no gradients."""
     cases = cases_of(world, 2)
 
     def body(comm):
@@ -295,7 +295,7 @@ def test_second_gradients_are_refused(world):
 
 @pytest.mark.parametrize("compression", [None, "fp8"])
 def test_a_token_crosses_to_a_node_once(compression, monkeypatch):
-    """However many of its experts are there; and not at all where none is."""
+    """A token crosses once per node that has its experts, and not to other nodes."""
     sent: dict[int, list[int]] = {}
     found = ringcomm.Communicator.all_to_all_single
 
@@ -307,7 +307,7 @@ def test_a_token_crosses_to_a_node_once(compression, monkeypatch):
     monkeypatch.setattr(ringcomm.Communicator, "all_to_all_single", recording)
 
     def body(comm):
-        # The experts of ranks 2 and 3, on the other node than ranks 0 and 1, are 4 to 7.
+        # Ranks 2 and 3, on the other node than ranks 0 and 1, hold experts 4 to 7.
         idx = torch.tensor([[0, 4, 5, 7], [4, 5, 6, 7], [0, 1, 2, 3], [-1, 4, -1, -1]])
         moe.dispatch(torch.zeros(4, 256), idx, None, EXPERTS, comm, compression=compression)
         quantized_bytes = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], 256)
@@ -319,7 +319,7 @@ def test_a_token_crosses_to_a_node_once(compression, monkeypatch):
 
 
 def large(dtype: torch.dtype) -> Case:
-    """Rows of more than one block of numbers, and enough of them to be stored past the caches."""
+    """Returns rows of several blocks of numbers, enough of them to bypass the caches."""
     tokens, hidden = 4300, 2050
     given = case(0, 2, tokens, hidden, dtype=dtype)
     return given._replace(idx=given.idx.clamp(min=0))
@@ -340,7 +340,7 @@ def test_large_rows(dtype):
     first, second = weights.detach().unbind(1)
     expected = first[:, None] * wide + second[:, None] * wide
     assert torch.equal(out, expected.to(dtype))
-    # The gradient of each row is rounded, and the sum of a token's two is, too.
+    # Each row's gradient is rounded, and so is the sum of a token's two gradients.
     parts = [(each[:, None] * wide).to(dtype).float() for each in (first, second)]
     assert x.grad is not None
     assert torch.equal(x.grad, (parts[0] + parts[1]).to(dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of experts: what it computes, how it keeps experts busy, and that it trains."""
+"""The layer of experts: its results, how it balances the load of experts, and that it trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world(request) -> Iterator[LocalWorld]:
 
 
 def expert(number: int) -> nn.Module:
-    """A small network, of values that its number decides."""
+    """Makes a small network, with values that depend on its number."""
     made = nn.Sequential(nn.Linear(HIDDEN, 32), nn.GELU(), nn.Linear(32, HIDDEN))
     return filled(made, number)
 
@@ -65,7 +65,7 @@ OPTIONS = {
 
 
 def expected_of(x: Tensor, made: Any, experts: list[nn.Module]) -> Tensor:
-    """The layer's definition: every expert sees every token."""
+    """Returns the layer's definition, in which every expert computes every token."""
     logits = made.router(x)
     scores = logits.softmax(-1) if made.options.scores == "softmax" else logits.sigmoid()
     weights, idx = scores.topk(made.options.top_k, -1)
@@ -78,7 +78,7 @@ def expected_of(x: Tensor, made: Any, experts: list[nn.Module]) -> Tensor:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_is_what_it_is_defined_as(world, name):
-    """Against all experts on one rank; and its bits are those of the layer in a world of one."""
+    """Compares with all experts on one rank; the bits equal those of a layer with one rank."""
 
     def body(comm):
         made = layer(comm, OPTIONS[name])
@@ -103,7 +103,7 @@ def test_it_is_what_it_is_defined_as(world, name):
 
 
 def test_the_auxiliary_loss_is_that_of_switch_transformers(world):
-    """E times the sum of share and mean probability; smallest where all are alike."""
+    """The loss is E times the sum of share x mean probability, smallest if all are equal."""
 
     def body(comm):
         made = layer(comm)
@@ -126,7 +126,7 @@ def test_the_auxiliary_loss_is_that_of_switch_transformers(world):
 
 
 def test_shares_of_all_tokens_make_the_loss_of_all(world):
-    """Ranks with unlike numbers of tokens: the mean of their losses is that of one with all."""
+    """With different numbers of tokens, the ranks' mean loss is the loss of all tokens."""
     ranks = len(world)
     whole = torch.cat([tokens(rank, 5 + 4 * rank) for rank in range(ranks)])
     with ringcomm.local_world(1) as one:
@@ -147,7 +147,7 @@ def test_shares_of_all_tokens_make_the_loss_of_all(world):
         torch.testing.assert_close(total, expected)
         torch.testing.assert_close(grad, of_router)
         assert torch.equal(here, counts)
-        # What this rank alone does not decide has no gradient: the shares are numbers.
+        # The shares are constants: only the probabilities have gradients.
         again = layer(comm, counted_over=comm)
         x = tokens(comm.rank, 5 + 4 * comm.rank)
         again(x)
@@ -158,7 +158,7 @@ def test_shares_of_all_tokens_make_the_loss_of_all(world):
 
 
 def test_a_bias_counts_over_the_ranks_that_it_is_told():
-    """Groups of two ranks each: counted over all ranks, the biases agree."""
+    """Groups of two ranks: the biases agree only if tokens are counted over all ranks."""
 
     def body(comm):
         group = comm.split(comm.rank // 2)
@@ -178,7 +178,7 @@ def test_a_bias_counts_over_the_ranks_that_it_is_told():
 
 
 def test_a_bias_evens_out_the_experts(world):
-    """All ranks have the same bias, it changes who is chosen and no weight, and load evens out."""
+    """The bias is equal on all ranks, changes the choice but no weight, and evens out the load."""
 
     def body(comm):
         options = moe.RoutingOptions(top_k=1, normalized=False, balance_bias=0.02)
@@ -206,7 +206,7 @@ def test_a_bias_evens_out_the_experts(world):
 
 
 class Grouped(nn.Module):
-    """Experts as one matrix each, in one module."""
+    """Several experts in one module, each one matrix."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_room_for_rows_behind(world):
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_one_rank_has_more_experts(counted):
-    """Its router has no scores for them: it says so, and no rank waits for it."""
+    """Its router has no scores for the extra expert: it raises, and no rank waits for it."""
 
     def body(comm):
         here = EXPERTS // comm.world_size + (comm.rank == 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts on meshes: beside replicas, tensor parallelism and stages of a pipeline."""
+"""Layers of experts on meshes with replicas, tensor parallelism and pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tests.support.covering import in_test_all
 Tensor = torch.Tensor
 PLAN: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 CLIP, STEPS, MICRO_BATCHES = 1.0, 3, 2
-# A rounding error e of a gradient changes an update by up to lr * e / eps. With the default, 1e-8,
-# a gradient that is nothing but rounding would move its parameter by lr; here by 10 e.
+# A rounding error e of a gradient changes an update by up to lr * e / eps. With the default eps,
+# 1e-8, a gradient of rounding errors only would move its parameter by lr; here by 10 e.
 EPS = 1e-3
 
 
 def mesh_of(**axes: Any) -> DeviceMesh:
-    _clear_sharding_prop_cache()  # it remembers equal meshes, whose groups are gone
+    _clear_sharding_prop_cache()  # the cache knows equal meshes, whose groups are gone
     return ringcomm.Mesh(**axes)
 
 
 def first(group: Any, tp: DeviceMesh | None = None, experts_too: bool = False) -> nn.Module:
-    """A network whose layers ``tp`` divides, and experts, whose matrices it may divide as well."""
+    """Returns a network whose layers ``tp`` shards, and experts that ``tp`` may shard as well."""
     mlp = filled(nn.Sequential(nn.Linear(HIDDEN, 32), nn.Tanh(), nn.Linear(32, HIDDEN)), seed=40)
     size, rank = (1, 0) if group is None else (group.size(), group.get_local_rank())
     here = EXPERTS // size
@@ -70,7 +70,7 @@ def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def of_one_process(ranks: int, *modules: nn.Module) -> list[tuple[float, float]]:
-    """Losses and norms of modules one after the other, for some ranks' data."""
+    """Returns one process's losses and norms for modules in sequence, on some ranks' data."""
     model = nn.Sequential(*modules)
     optimizer = AdamW(model.parameters(), lr=0.01, eps=EPS, comm="alone")
     found = []
@@ -90,7 +90,7 @@ def close(found: list[tuple[float, float]], expected: list[tuple[float, float]])
 
 
 def trained(model: nn.Module, optimizer: moe.Optimizer, number: int, mesh: Any) -> list[Any]:
-    """Losses, the means over ranks with other data, and norms."""
+    """Trains; returns the losses, averaged over ranks with other data, and the norms."""
     found = []
     for step in range(STEPS):
         x, target = data(step, number)
@@ -111,7 +111,7 @@ def adamw(params: list[Tensor]) -> AdamW:
 
 
 def beside_replicas(rank: int, world_size: int) -> None:
-    """A mesh of (dp, ep): the state of experts is sharded over dp, all else over both."""
+    """On a mesh of (dp, ep), experts' state is sharded over dp, all other state over both."""
     mesh = mesh_of(dp=2, ep=2)
     expected = of_one_process(4, first(None), second())
     for stage in (*in_test_all(1), 3):
@@ -128,7 +128,7 @@ def beside_replicas(rank: int, world_size: int) -> None:
 
 
 def beside_tensor_parallelism(folder: Path, rank: int, world_size: int) -> None:
-    """A mesh of (ep, tp): ranks of tp have the same tokens, and experts whole or in parts."""
+    """On a mesh of (ep, tp), ranks of tp have the same tokens; experts are whole or sharded."""
     mesh = mesh_of(ep=2, tp=2)
     expected = of_one_process(2, first(None), second())
     number = mesh.get_local_rank("ep")
@@ -148,7 +148,7 @@ def beside_tensor_parallelism(folder: Path, rank: int, world_size: int) -> None:
 
 
 def within_stages(rank: int, world_size: int) -> None:
-    """A mesh of (pp, ep): one stage has the experts, or both have some."""
+    """On a mesh of (pp, ep), one stage has the experts, or both stages have some."""
     mesh = mesh_of(pp=2, ep=2)
     number, expert_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     for both in (False, True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad arguments are told to all ranks, of which none waits, and the group is as good as before."""
+"""Bad arguments raise on all ranks, no rank waits, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EXPERTS = 8
 
 @pytest.fixture(scope="module", params=[(3,), (1, 2)], ids=str)
 def world(request) -> Iterator[LocalWorld]:
-    """Ranks of one node and of several."""
+    """Worlds of one node and of several nodes."""
     with ringcomm.local_world(3, nodes=request.param, options=CommOptions(timeout=60)) as made:
         yield made
 
 
 def arguments(rank: int, **others: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Those of a good dispatch, but for ``others``."""
+    """Returns the arguments of a valid dispatch, changed by ``others``."""
     given = case(rank, 2, experts=6)
     options: dict[str, Any] = {
         name: others.pop(name) for name in ("compression", "max_rows") if name in others
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "compression: expected None, 'int8' or 'fp8', got 'int4'",
     ),
     "negative room": ({"max_rows": -5}, "max_rows: expected a number >= 0"),
-    # What the operator takes for None.
+    # The operator takes -1 as None.
     "room of -1": ({"max_rows": -1}, "max_rows: expected a number >= 0"),
 }
 
@@ -108,7 +108,7 @@ def test_ranks_differ(world, name):
 
 
 def test_too_little_room(world):
-    """One rank's experts get all tokens: every rank says which, and nothing was copied."""
+    """One rank's experts get all tokens: every rank names that rank, and no row is copied."""
 
     def body(comm):
         idx = torch.full((13, 2), 5)
@@ -174,7 +174,7 @@ def test_what_is_no_tensor(world, call: Callable[..., object], message: str):
 
 @pytest.mark.parametrize("nodes", [(3,), (1, 2)], ids=str)
 def test_an_error_amid_a_call_ends_it_on_all_ranks(nodes, monkeypatch):
-    """A rank that cannot go on says so: its peers do not wait for their timeout."""
+    """A rank that fails in a call tells its peers, so that they do not wait for the timeout."""
     found = rows.new_rows
 
     def body(comm):
@@ -191,7 +191,7 @@ def test_an_error_amid_a_call_ends_it_on_all_ranks(nodes, monkeypatch):
             monkeypatch.setattr(rows, "new_rows", fail)
         kind = MemoryError if comm.rank == 1 else ringcomm.AbortedError
         with pytest.raises(kind, match="no room"):
-            # Ranks that lend meet at the end of the call, and all at the next one.
+            # Ranks that lend memory meet at the end of a call; all ranks meet in the next call.
             for _ in range(2):
                 moe.dispatch(x, given.idx, given.weights, 6, comm)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of modules with experts: all layers sharded, stepped, clipped and saved as one model."""
+"""Modules with experts: all layers are sharded, stepped, clipped and saved as one model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def of_four(body: Any) -> list[Any]:
-    """What a function of a communicator and one of pairs returns on four ranks."""
+    """Runs a function of a world communicator and a communicator of pairs, on four ranks."""
     with ringcomm.local_world(RANKS, options=CommOptions(timeout=60)) as world:
         return world.run(lambda comm: body(comm, comm.split(comm.rank // GROUP)))
 
@@ -53,7 +53,7 @@ def adamw(params: list[Tensor], **options: Any) -> AdamW:
 
 
 def backward(model: nn.Module, step: int, ranks: Any, share: float = 1.0) -> float:
-    """The loss of some ranks' tokens of a step; gradients are those of its mean."""
+    """Returns the loss of some ranks' tokens in a step; gradients are those of the mean."""
     on = next(model.parameters()).device
     x = torch.cat([tokens(10 * step + rank) for rank in ranks]).to(on)
     loss = (model(x) - x.sum(-1)).square().mean()
@@ -62,7 +62,7 @@ def backward(model: nn.Module, step: int, ranks: Any, share: float = 1.0) -> flo
 
 
 def told(model: nn.Module, optimizer: Any, ranks: Any, share: float = 1.0) -> list[float]:
-    """The losses and norms of three steps, each clipped to half of what it is."""
+    """Returns losses and norms of three steps, each clipped to a norm of 2."""
     found = []
     for step in range(STEPS):
         loss = backward(model, step, ranks, share)
@@ -74,7 +74,7 @@ def told(model: nn.Module, optimizer: Any, ranks: Any, share: float = 1.0) -> li
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's parameters: all of the dense layers, and its experts."""
+    """Returns this rank's parameters: all of the dense layers, and its own experts."""
     experts = groups_of(model, "test").experts
     assert experts is not None
     with zero.unsharded(model), zero.unsharded(experts):
@@ -86,13 +86,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def add_by_hand(param: nn.Parameter, value: float) -> None:
-    """Adds to the gradient of a parameter, on all ranks, what the step then reduces."""
+    """Sets a parameter's gradient on all ranks, which the step then reduces."""
     param.grad = torch.full_like(param, value)
 
 
 @pytest.fixture(scope="module")
 def dense() -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of one rank with all tokens, and its parameters in the end."""
+    """Returns losses and norms of one rank with all tokens, and its final parameters."""
     with ringcomm.local_world(1) as one:
         model = zero.shard(Model(one[0]), 1, comm=one[0], options=OPTIONS)
         found = told(model, AdamW(model.parameters(), lr=0.01), range(RANKS))
@@ -101,7 +101,7 @@ def dense() -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("reduce", ["avg", "sum"])
 def test_it_trains_as_the_dense_model_does(dense, reduce):
-    """Experts over 2 of 4 ranks: losses, norms over all layers, and parameters, at all stages."""
+    """Experts on 2 of 4 ranks: equal losses, norms over all layers and parameters, any stage."""
     expected, params = dense
     options = zero.ZeroOptions(bucket_elems=512, reduce=reduce)
     stages = (0, 1, 2, 3) if reduce == "avg" else (2,)
@@ -134,11 +134,11 @@ def test_it_trains_as_the_dense_model_does(dense, reduce):
         for numbers, mine in found[1:]:
             assert torch.equal(numbers, found[0][0])
             assert same(mine, found[0][1])
-    assert min(expected[1::2]) > 2  # so that all steps are clipped
+    assert min(expected[1::2]) > 2  # so that every step is clipped
 
 
 def test_a_step_is_skipped_for_both_parts_or_none():
-    """An expert's gradient overflows on one rank: nothing changes anywhere."""
+    """If an expert's gradient overflows on one rank, no parameter changes on any rank."""
 
     def body(comm, group):
         model: Any = moe.shard(Model(group), 2, comm=comm, options=OPTIONS)
@@ -189,7 +189,7 @@ def test_a_bad_learning_rate_on_one_rank_changes_nothing():
 
 
 def test_it_goes_on_from_a_checkpoint(tmp_path):
-    """At another stage, with the same bits; also where a later save was cut off."""
+    """Resumes at another stage with the same bits, also after a later save that was cut off."""
 
     def body(comm, group):
         def made(stage: int) -> tuple[Any, moe.Optimizer]:
@@ -201,7 +201,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path):
         moe.save(tmp_path, 3, model, optimizer, data={"seen": 3})
         experts = groups_of(model, "test").experts
         assert experts is not None
-        # A save that is cut off has saved experts, on some ranks.
+        # A save that is cut off has saved only experts, and only on some ranks.
         if group.rank == 0:
             zero.save(tmp_path / "experts-00000-of-00002", 6, experts, optimizer.experts)
         told(model, optimizer, [comm.rank])
@@ -210,7 +210,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path):
         assert (loaded.step, loaded.data) == (3, {"seen": 3})
         told(again, its_optimizer, [comm.rank])
         assert same(values(again), values(model))
-        # Experts are not loaded without the dense layers, whose checkpoint is damaged.
+        # If the dense layers' checkpoint is damaged, the experts are not loaded either.
         manifest = tmp_path / "dense" / "step-00000003" / "checkpoint.json"
         comm.barrier()
         sound = manifest.read_text()
@@ -298,7 +298,7 @@ def test_the_block_of_the_document_runs(capsys):
 
 
 def test_a_group_of_all_ranks():
-    """Experts that no other rank has, beside reductions over the same ranks."""
+    """Each rank has experts that no other rank has, with reductions over the same ranks."""
 
     def body(comm, group):
         model = moe.shard(Model(comm), 3, comm=comm, options=OPTIONS)
