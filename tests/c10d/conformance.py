@@ -209,11 +209,11 @@ torch's C++ code treats a group that is implemented in Python differently:
 * Profilers record no events for the group's collectives, `CommDebugMode` counts only its functional
   collectives, and the flight recorder of torch 2.15 does not record the group. A few tests look at
   profiler events, but only for the backends in torch's own list.
-* `DistributedDataParallel._register_builtin_comm_hook(FP16_COMPRESS)`, a private hook in C++,
-  needs a future of a C++ list, which Python cannot create. The public hook in Python,
-  `default_hooks.fp16_compress_hook`, works.
-* Up to torch 2.14 `torch.ops._c10d_functional.all_gather_into_tensor_out` raises; the form
-  without `out`, which compiled code calls, works.
+* `DistributedDataParallel._register_builtin_comm_hook(FP16_COMPRESS)` fails. It registers a
+  private hook in C++, which needs a future of a C++ list from the group; Python cannot create
+  such a future. The public hook in Python, `default_hooks.fp16_compress_hook`, works.
+* Up to torch 2.14 `torch.ops._c10d_functional.all_gather_into_tensor_out` raises an error. The
+  form without `out` works, and compiled code calls only this form.
 """
 
 
@@ -228,7 +228,7 @@ def report(outcomes: dict[System, Outcomes], torch_version: str) -> str:
         f"one machine without a GPU, with torch {torch_version} and 3 ranks (4 or 8 for tests that",
         "need more). ringcomm runs every test that exists for Gloo. All systems also run the",
         "all-to-all tests that torch runs only for MPI. With 2 nodes the ranks are processes with",
-        "different values of `RINGCOMM_NODE_ID`; 3 ranks are one node of 2 and one of 1.",
+        "different values of `RINGCOMM_NODE_ID`; 3 ranks are a node of 2 and a node of 1 rank.",
         "`make c10d-conformance` writes this page.",
         "",
         "| system | " + " | ".join(kinds) + " |",
