@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test, and the order in which the workers of pytest-xdist take the files."""
+"""Settings of all tests, and the order in which the workers of pytest-xdist run the test files."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from tests import proofs
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
 
-# A thread that wakes up takes the processor from none that runs. Else Gloo's, woken by a message,
-# often interrupts the thread that holds the lock which it wants, and asks for it over and over for
-# the milliseconds of its turn: a quarter of the CPU seconds of tests over nodes. All processes and
-# threads that tests start inherit it.
-with suppress(OSError):  # a sandbox may deny it, and it is about time only
+# With SCHED_BATCH, a thread that wakes up does not preempt a running thread. Otherwise Gloo's
+# thread, woken by a message, often preempts the thread that holds the lock which it needs, and then
+# polls the lock for a time slice of milliseconds. This polling was a quarter of the CPU time of
+# tests over nodes. All processes and threads that tests start inherit the policy.
+with suppress(OSError):  # a sandbox may refuse it; the tests are then only slower
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# Worlds are larger than the machine: one compute thread per rank, in spawned ranks too.
+# Tests have more ranks than the machine has cores: each rank gets one compute thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# On a GPU, ranks that are threads have more streams than the driver has queues by default, and the
-# message of one would hold back what that of another waits for (docs/cuda.md, "Traps").
+# On a GPU, ranks that are threads have more streams than the driver has queues by default; one
+# rank's message could then block the work that another rank waits for (docs/cuda.md, "Traps").
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-# No test looks at how torch's compiler writes loops. In every process that calls it, it would try
-# the instructions of this processor, with a C++ compiler and an interpreter for each kind.
+# No test depends on how torch's compiler vectorizes loops. By default each process that uses this
+# compiler compiles and runs a test program for each instruction set of the processor.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
-# Faults that tests provoke leave no traces; the tests of traces choose a folder of their own.
+# Faults that tests provoke write no traces. The tests of traces set a folder of their own.
 os.environ["RINGCOMM_TRACE_DIR"] = "off"
 
-# No test asserts a time, and a failure in CI must be the same failure elsewhere.
+# Hypothesis: no time limit per example, and the same examples on every machine, also in CI.
 settings.register_profile("ringcomm", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ringcomm")
 
-# A test that compiles may get little of the machine for as long as the others run.
+# A compiling test may be slow while other tests use the cores.
 COMPILES_LIMIT_S = 900
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Shells start jobs in the background with SIGINT ignored, and all processes would inherit that.
+    # Shells start background jobs with SIGINT ignored, which the tests' processes would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(proofs.Gate(config), "proofs")
 
 
 def _turn(item: pytest.Item) -> int:
-    """Files are begun in this order: the longest first, so that none is left alone at the end."""
+    """Sorts long files first, so that no long file is left alone at the end."""
     if item.get_closest_marker("deadlines"):
         return 0
     is_long = item.get_closest_marker("compiles") or item.get_closest_marker("long")
@@ -65,7 +65,7 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Collects no garbage meanwhile: what collection makes stays until the end."""
+    """Turns garbage collection off during pytest's collection: its objects stay to the end."""
     gc.disable()
     try:
         _import_from_another_one_on(session)
@@ -75,11 +75,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _import_from_another_one_on(session: pytest.Session) -> None:
-    """Each worker of ``make test`` imports the files from another one on, before it collects them.
+    """Has each worker of ``make test`` import the test files in an order of its own, then collects.
 
-    Where nothing is compiled yet, all would otherwise rewrite the assertions of the same file at
-    the same time. So each does its share, and finds the byte code of the others. What an import
-    raises shows when the file is collected.
+    If no byte code exists yet, all workers would otherwise rewrite the assertions of the same file
+    at once. Here each worker starts at another file, and later finds the byte code that the others
+    wrote. An error in an import is ignored here, since collecting the file reports it.
     """
     config = session.config
     worker = getattr(config, "workerinput", None)
@@ -107,10 +107,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what stands after collection out of every later garbage collection.
+    """Excludes all objects that exist after collection from every later garbage collection.
 
-    The collected tests and torch's modules are some million objects. The tests call
-    ``gc.collect()`` often, which would look at each of them: a third of the time in tests/zero.
+    The collected tests and torch's modules are about a million objects. Tests often call
+    ``gc.collect()``, which would scan all of them: a third of the time of tests/zero.
     """
     gc.collect()
     gc.freeze()
@@ -118,7 +118,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Builds the emulated driver before the workers begin: no test's deadline has to cover it."""
+    """Builds the emulated driver before the workers start, outside of any test's timeout."""
     from tests.support import emulated_driver
 
     if emulated_driver.COMPILER is not None:
@@ -127,7 +127,7 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """``rank_pools(n)`` is n processes, kept for the whole run, that run checks as ranks."""
+    """Gives ``rank_pools(n)``: n processes that run checks as ranks, kept for the whole run."""
     from tests.support.rank_pool import RankPool
 
     with ExitStack() as stack:

@@ -12,11 +12,11 @@ CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None  # as .c
 
 
 def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:
-    """Tells whether a missing tool is a failure: with CI=true, where it could be installed."""
+    """True if a missing tool must fail the test: CI=true is set, and CI could install it."""
     return environment.get("CI") == "true" and can_install
 
 
 def together(unit: Path, sources: Iterable[Path]) -> Path:
-    """Writes one translation unit that includes the sources: their headers are read only once."""
+    """Writes one translation unit that includes all sources, to parse their headers only once."""
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
     return unit

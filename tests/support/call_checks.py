@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a communicator, on the host or a device, whose results are known to the bit."""
+"""Calls of a communicator on the host or on a device, with checks of every bit of the results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.device_worlds import LL_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 
 MEANS = ("SUM", "AVG", "PREMUL_SUM")
-# What the emulator has kernels for; see its kernels_*.cpp. Each costs a second of compilation:
-# every dtype and every operator are there, and of their pairs those that tests want.
+# The ops and dtypes that the emulator has kernels for; see its kernels_*.cpp. Each pair takes a
+# second to compile: every dtype and every op occurs, but only the pairs that tests use.
 EMULATED = {
     torch.float32: (*MEANS, "PRODUCT", "MIN", "MAX"),
     torch.float64: (*MEANS, "MAX"),
@@ -37,7 +37,7 @@ UNSIGNED_AS_SIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def ops_on_device(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of the ops that a GPU reduces ``dtype`` by."""
+    """Returns the names of the ops that a GPU can reduce ``dtype`` with."""
     if dtype in UNSIGNED_AS_SIGNED:
         return ("SUM", "PRODUCT", "BAND", "BOR", "BXOR")
     return MEANS if dtype.is_complex else ops_for(dtype)
@@ -45,7 +45,7 @@ def ops_on_device(dtype: torch.dtype) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A call: ``count`` elements are the smallest part of it that one rank handles."""
+    """A call; ``count`` is the number of elements in the smallest part that one rank handles."""
 
     count: int
     dtype: torch.dtype = torch.float32
@@ -58,7 +58,7 @@ class Case:
 
 
 def _algorithm(case: Case, comm: Communicator) -> str:
-    """The case's, where it can be used: LL messages are small."""
+    """Returns the case's algorithm, or "auto" if the data does not fit into LL messages."""
     fits = 0 < case.count * case.dtype.itemsize <= LL_BYTES and comm.world_size > 1
     return "auto" if case.algorithm == "ll" and not fits else case.algorithm
 
@@ -73,7 +73,7 @@ def _operands(case: Case, count: int, world: int) -> list[torch.Tensor]:
 
 
 def _expect(comm: Communicator, case: Case, holds: bool) -> None:
-    """Asserts it. A kernel that gave up leaves wrong values, and its fault says more than they."""
+    """Asserts ``holds``. Raises a fault first: a kernel that gave up leaves wrong values."""
     if not holds:
         comm.engine.raise_if_unusable("the check")
     assert holds, case
@@ -117,7 +117,7 @@ def check_reduce_scatter(comm: Communicator, case: Case) -> None:
 
 
 def check_reduce_scatter_list(comm: Communicator, case: Case) -> None:
-    """Counts that differ, the first of them zero."""
+    """Checks a list of chunks with different counts, the first of them zero."""
     world, rank = comm.world_size, comm.rank
     counts = [case.count * each // 2 for each in range(world)]
 
@@ -148,7 +148,7 @@ def check_all_gather(comm: Communicator, case: Case) -> None:
 
 
 def check_all_gather_list(comm: Communicator, case: Case) -> None:
-    """Counts that differ, one of them zero."""
+    """Checks a list of chunks with different counts, one of them zero."""
     counts = [case.count * (rank % 3) // 2 for rank in range(comm.world_size)]
     parts = [pattern(n, rank, case.dtype) for rank, n in enumerate(counts)]
     outputs = [room(comm, n, case.dtype, case.memory, turn) for turn, n in enumerate(counts)]
@@ -182,7 +182,7 @@ def _rows(sender: int, receiver: int) -> int:
 
 
 def check_all_to_all(comm: Communicator, case: Case) -> None:
-    """Lists of counts that differ from pair to pair, some of them zero."""
+    """Checks lists whose counts differ between pairs of ranks, some of them zero."""
     me, ranks = comm.rank, range(comm.world_size)
 
     def piece(sender: int, receiver: int) -> torch.Tensor:
@@ -198,7 +198,7 @@ def check_all_to_all(comm: Communicator, case: Case) -> None:
 
 
 def check_all_to_all_single(comm: Communicator, case: Case) -> None:
-    """Equal pieces; in place of that (there is no in-place form) pieces of several rows."""
+    """Equal pieces; "in place" (which this call does not have): pieces of several rows."""
     me, world, dtype = comm.rank, comm.world_size, case.dtype
     sent = [_rows(me, peer) if case.in_place else 1 for peer in range(world)]
     received = [_rows(peer, me) if case.in_place else 1 for peer in range(world)]
@@ -220,7 +220,7 @@ def check_all_to_all_single(comm: Communicator, case: Case) -> None:
 
 
 def check_messages(comm: Communicator, case: Case) -> None:
-    """Around the ring of ranks, all at the same time."""
+    """Checks messages that all ranks send around a ring at the same time."""
     if comm.world_size == 1:
         return
     ahead, behind = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size

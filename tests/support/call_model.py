@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wait of each rank when one fails, from the steps of calls in kernels/include.
+"""Predicts where each rank waits after one rank fails, from the steps of calls in kernels/include.
 
-The calls are staged, native calls on the host. No rank's events depend on the order in which ranks
-come, so the schedule alone decides where each rank stops.
+The calls are staged native calls on the host. The events of a rank do not depend on the order in
+which ranks arrive, so the schedule alone decides where each rank stops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.fault_schedules import Call, Schedule
 ELEM_BYTES = 4
 LINE_BYTES = 64
 SLOTS = CommOptions().slots
-# kOneHopBytes (kernels/host/comm.cpp); kLookahead and kZeroCopyMinBytes (endpoint.h).
+# The values of kOneHopBytes (kernels/host/comm.cpp), kLookahead and kZeroCopyMinBytes (endpoint.h).
 ONE_HOP_BYTES, LOOKAHEAD, ZERO_COPY_BYTES = 32768, 1, 16384
 PAIR, SHARED = "pair", "shared"
 PUBLISH, ACKNOWLEDGE, AWAIT_READY, AWAIT_CONSUMED = range(4)
@@ -26,7 +26,7 @@ PUBLISH, ACKNOWLEDGE, AWAIT_READY, AWAIT_CONSUMED = range(4)
 
 @dataclass(frozen=True)
 class Step:
-    """One of the things that ranks do to each other: with an item of a stream to or from a peer."""
+    """A step of a rank: publishes, acknowledges or awaits an item of a stream to or from a peer."""
 
     what: int
     stream: str
@@ -39,7 +39,7 @@ Steps = Iterator[Step]
 
 @dataclass(frozen=True)
 class WaitPoint:
-    """The wait of a rank: for whom, and at which item of the call."""
+    """Where a rank waits: the peer that it waits for, and the item of the call."""
 
     peer: int
     item: int
@@ -51,7 +51,7 @@ def _items(size_bytes: int, item_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank in a world that cuts its buffers into segments."""
+    """A rank of a world that cuts buffers into segments."""
 
     rank: int
     world: int
@@ -104,7 +104,7 @@ class Rank:
                 yield from self._collects(turn - 2 * LOOKAHEAD, pieces)
 
     def gather(self, pieces: list[int]) -> Steps:
-        """share_one_shot, of all ranks."""
+        """Returns the steps of share_one_shot on all ranks."""
         for turn in range(max(pieces) + LOOKAHEAD):
             if turn < pieces[self.rank]:
                 yield from self._shares(turn)
@@ -113,7 +113,7 @@ class Rank:
                 yield from self._collects(turn - LOOKAHEAD, pieces)
 
     def scatter(self, pieces: list[int]) -> Steps:
-        """reduce_scatter_one_shot, of chunks of one size."""
+        """Returns the steps of reduce_scatter_one_shot with chunks of equal size."""
         for turn in range(pieces[0] + LOOKAHEAD):
             for peer in self.peers if turn < pieces[0] else ():
                 yield Step(AWAIT_CONSUMED, PAIR, peer, turn)
@@ -124,7 +124,7 @@ class Rank:
                 yield from (Step(ACKNOWLEDGE, PAIR, peer, mine) for peer in self.peers)
 
     def ring(self, rounds: int, gathers: bool) -> Steps:
-        """reduce_scatter_ring, or all_gather_ring, which waits for its slot last."""
+        """Steps of reduce_scatter_ring, or of all_gather_ring, which awaits its slot last."""
         hops = self.world - 1
         ahead, behind = (self.rank + 1) % self.world, (self.rank - 1) % self.world
         for turn in range(rounds):
@@ -139,7 +139,7 @@ class Rank:
                     yield Step(ACKNOWLEDGE, PAIR, behind, item - 1)
 
     def phases(self, call: Call) -> list[Steps]:
-        """The parts of a call, each of which counts its items from 0."""
+        """Returns the parts of a call; each part counts its items from 0."""
         ring = call.algorithm == "ring"
         size_bytes = call.elems * ELEM_BYTES
         if call.kind != "all_reduce":
@@ -157,7 +157,7 @@ class Rank:
 
 
 def is_modelled(call: Call) -> bool:
-    """Tells whether :func:`wait_points` knows the steps of a call."""
+    """True if :func:`wait_points` knows the steps of the call."""
     return (
         call.kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
         and call.kernels == "native"
@@ -166,14 +166,14 @@ def is_modelled(call: Call) -> bool:
 
 
 def steps_of(rank: Rank, call: Call) -> list[Step]:
-    """All steps of one call, as many as ``_native.fault_passages()`` counts."""
+    """Returns all steps of one call; ``_native.fault_passages()`` counts the same number."""
     return [step for phase in rank.phases(call) for step in phase]
 
 
 @dataclass
 class _Walk:
-    """One rank on its way through calls; ``words`` are shared: how many items were published or
-    acknowledged, by stream, writer and reader of the word.
+    """One rank's progress through calls. All ranks share ``words``: how many items were published
+    or acknowledged, by kind of step, stream, writer and reader.
     """
 
     rank: Rank
@@ -182,7 +182,7 @@ class _Walk:
     now: tuple[Step, int] | None = None
 
     def goes_on(self) -> bool:
-        """Takes all steps up to one that must wait; whether there were any."""
+        """Takes steps until one must wait; returns whether it took any."""
         moved = False
         while self.now is not None and self._takes(*self.now):
             self.now = next(self.ways, None)
@@ -199,7 +199,7 @@ class _Walk:
 
 
 def _ways(rank: Rank, calls: Sequence[Call]) -> Iterator[tuple[Step, int]]:
-    """The steps of calls, with the count that must be reached of a step that waits."""
+    """Yields the steps of the calls; each waiting step with the count that its word must reach."""
     done: Counter[tuple[int, str, int]] = Counter()
     for phase in (phase for call in calls for phase in rank.phases(call)):
         base = done.copy()
@@ -215,12 +215,12 @@ def _ways(rank: Rank, calls: Sequence[Call]) -> Iterator[tuple[Step, int]]:
 
 
 def wait_points(schedule: Schedule, calls: Sequence[Call], before: int) -> dict[int, WaitPoint]:
-    """Returns the waits in which the survivors of a fatal fault stop.
+    """Returns where the survivors of a fatal fault stop waiting.
 
     Args:
-        schedule: world, segments and the rank that fails.
+        schedule: the world size, the segment size and the rank that fails.
         calls: all calls of the communicator, in order.
-        before: the failing rank's steps until its fault, counted over all calls.
+        before: how many steps the failing rank takes before its fault, counted over all calls.
     """
     words: Counter[tuple[int, str, int, int]] = Counter()
     walks = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ programs of tests, at low priority: other tests have deadlines."""
+"""Compiles the C++ programs of tests, at low priority since other tests have timeouts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from tests.support import ROOT
 
-# `make aarch64-check` sets the variable: then programs are compiled for that machine and run under
-# qemu. Sanitizers do not run there, so the programs show wrong results and not races.
+# `make aarch64-check` sets this variable: programs are then compiled for that machine and run under
+# qemu. Sanitizers do not run there, so the programs find wrong results but no races.
 _MACHINE = os.environ.get("RINGCOMM_TEST_MACHINE")
 EMULATOR = f"qemu-{_MACHINE}-static" if _MACHINE else None
 COMPILER = (
@@ -26,11 +26,11 @@ COMPILER = (
 LOW_PRIORITY = ("nice", "-n", "10")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
-# -g1 has the lines that reports name; more takes a fifth of the compilation.
+# -g1 has the line numbers that sanitizers report; full debug information takes a fifth longer.
 _USUAL = ("-std=c++20", "-g1", "-ffp-contract=off", "-pthread", f"-I{ROOT}")
 OPTIMISED = (*_USUAL, "-O1")
 _RACES = ("-fsanitize=thread", "-Wno-tsan")
-# Most programs are compiled for longer than they run.
+# Most programs take longer to compile than to run.
 UNOPTIMISED = (*_USUAL, "-O0")
 THREAD_SANITIZER: tuple[str, ...] = (*UNOPTIMISED, *_RACES)
 ADDRESS_SANITIZER: tuple[str, ...] = (
@@ -48,14 +48,14 @@ def compile_to(
     flags: Sequence[str] = THREAD_SANITIZER,
     extra: Sequence[str] = (),
 ) -> Path:
-    """Compiles and links the sources, or with ``-c`` among the ``extra`` flags only compiles.
+    """Compiles and links the sources; with ``-c`` among the ``extra`` flags it only compiles.
 
     Args:
         output: the file to make.
         include: the folder of ringcomm's headers.
         sources: C++ files, and objects to link.
-        flags: of all programs of a kind.
-        extra: flags that go before those, such as other folders to find headers in first.
+        flags: the flags of all programs of a kind.
+        extra: flags placed before ``flags``, such as folders whose headers take precedence.
     """
     program = EMULATOR is not None and "-c" not in extra
     made = output.with_name(f"{output.name}.elf") if program else output
@@ -74,9 +74,9 @@ def compile_to(
 def shared_by_workers(
     factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]
 ) -> Path:
-    """Returns a folder that ``make`` fills once in a run, whichever worker comes to it first."""
+    """Returns a folder that the first worker to need it fills, by ``make``, once per test run."""
     own = factory.getbasetemp()
-    # A worker's own folder lies in that of the run (pytest-xdist).
+    # With pytest-xdist, a worker's own temporary folder is inside the folder of the test run.
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -89,7 +89,7 @@ def shared_by_workers(
 
 
 def skip_without_sanitizer(folder: Path, flags: Sequence[str] = THREAD_SANITIZER) -> None:
-    """Skips the test where a program that is compiled so does not run."""
+    """Skips the test if a program compiled with these flags does not run here."""
     (folder / "probe.cpp").write_text("int main() { return 0; }\n")
     include = ROOT / "kernels/include"
     probe = compile_to(folder / "probe", include, folder / "probe.cpp", flags=flags)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covering arrays: a few cases that have each pair of values, in place of the product of all.
+"""Covering arrays: a few cases that contain each pair of values, instead of all combinations.
 
 ``@covering(stage=STAGES, dtype=DTYPES)`` parametrizes a test so that each pair of values of two
-parameters occurs in a case; with ``strength=1`` each value does. ``make test-all`` sets
-RINGCOMM_TEST_CASES=all: it runs the whole product, and what :func:`in_test_all` has.
+parameters occurs in a case; with ``strength=1``, each single value. ``make test-all`` sets
+RINGCOMM_TEST_CASES=all, which runs all combinations and the values given to :func:`in_test_all`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, TypeAlias
 import pytest
 
 Case: TypeAlias = dict[str, Any]
-#: Takes some or all parameters of a case by name. False: no other values can make it valid.
+#: Takes some or all parameters of a case. False: no further values make the case valid.
 Valid: TypeAlias = Callable[[Mapping[str, Any]], bool]
 
 EVERY_CASE = os.environ.get("RINGCOMM_TEST_CASES") == "all"
 
-_Chosen: TypeAlias = dict[str, int]  # the number of a value, by axis
+_Chosen: TypeAlias = dict[str, int]  # by axis, the index of the value
 
 
 def in_test_all(*values: Any) -> tuple[Any, ...]:
-    """Returns the values in ``make test-all``, and none elsewhere."""
+    """Returns the values in ``make test-all``, otherwise nothing."""
     return values if EVERY_CASE else ()
 
 
 def thinned(values: Iterable[Any], step: int) -> list[Any]:
-    """Returns every ``step``-th value, the first one included, and in ``make test-all`` all."""
+    """Returns every ``step``-th value, starting with the first; in ``make test-all`` all values."""
     return list(values)[:: 1 if EVERY_CASE else step]
 
 
@@ -41,14 +41,14 @@ def is_valid(case: Mapping[str, Any]) -> bool:
 
 
 class _Array:
-    """The construction of one covering array, a case at a time."""
+    """Builds a covering array case by case."""
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], valid: Valid, strength: int) -> None:
         self._axes = axes
         self._valid = valid
         self._strength = strength
         self._uses: Counter[tuple[str, int]] = Counter()
-        # An ordered set, so that the array is the same in every process.
+        # A dict is an ordered set, so the array is the same in every process.
         self._open = dict.fromkeys(self._tuples({name: len(axes[name]) for name in axes}))
 
     def _tuples(self, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -57,11 +57,11 @@ class _Array:
                 yield tuple(zip(names, numbers, strict=True))
 
     def case_of(self, chosen: _Chosen) -> Case:
-        """Returns the values of these numbers, in the order of the axes."""
+        """Returns the values at these indices, in the order of the axes."""
         return {name: self._axes[name][chosen[name]] for name in self._axes if name in chosen}
 
     def _completed(self, chosen: _Chosen, left: Sequence[str]) -> _Chosen | None:
-        """Returns a valid case that has these values, or None if there is none."""
+        """Returns a valid case that contains these values, or None."""
         if not self._valid(self.case_of(chosen)):
             return None
         if not left:
@@ -73,7 +73,7 @@ class _Array:
         return None
 
     def _gain(self, chosen: _Chosen, name: str, number: int) -> int:
-        """Returns how many open tuples a value closes with those that are there."""
+        """Returns how many open tuples this value completes together with the chosen values."""
         order = list(self._axes)
         closed = 0
         for others in combinations(chosen, self._strength - 1):
@@ -82,7 +82,7 @@ class _Array:
         return closed
 
     def _extended(self, chosen: _Chosen) -> _Chosen:
-        """Gives each axis the value that closes most tuples, of equals the one least used."""
+        """Gives each axis the value that completes most tuples; of equal ones the least used."""
         for name in sorted(self._axes, key=lambda name: -len(self._axes[name])):
             if name in chosen:
                 continue
@@ -98,7 +98,7 @@ class _Array:
         return chosen
 
     def cases(self) -> Iterator[Case]:
-        """Yields cases until each tuple that a valid case has occurs in one."""
+        """Yields cases until each tuple that a valid case can contain has occurred."""
         while self._open:
             first = next(iter(self._open))
             left = [name for name in self._axes if name not in dict(first)]
@@ -119,7 +119,7 @@ def covering_array(
 
     Args:
         axes: the values of each parameter.
-        valid: refuses cases; it is asked of partial ones, too.
+        valid: returns False for invalid cases; also called with incomplete cases.
         strength: 2 covers pairs of values of two parameters, and 1 values.
     """
     return list(_Array(axes, valid, min(strength, len(axes))).cases())
@@ -132,7 +132,7 @@ def product_of(axes: Mapping[str, Sequence[Any]], valid: Valid = is_valid) -> li
 
 
 def name_of(value: Any) -> str:
-    """Returns the part of a test's name that stands for a value."""
+    """Returns the part of a test's name that represents a value."""
     if isinstance(value, (tuple, list)):
         return "+".join(map(name_of, value))
     return str(getattr(value, "__name__", value)).removeprefix("torch.").replace(" ", "_")
@@ -144,13 +144,13 @@ def covering(
     indirect: bool | Sequence[str] = False,
     **axes: Sequence[Any] | Mapping[str, Any],
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with a covering array of its parameters, or in test-all with all cases.
+    """Parametrizes a test with a covering array of its parameters, in test-all with all cases.
 
     Args:
         strength: see :func:`covering_array`.
-        valid: refuses cases; of an axis with names it is given the name.
-        indirect: the parameters that fixtures take, as of ``parametrize``.
-        axes: the values of each parameter, or a mapping that names them.
+        valid: returns False for invalid cases; gets the name of a value if the axis has names.
+        indirect: the parameters that fixtures receive, as in ``parametrize``.
+        axes: the values of each parameter, or a mapping from names to values.
     """
     named: dict[str, dict[str, Any]] = {}
     for axis, values in axes.items():

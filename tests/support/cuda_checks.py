@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the code of compiled kernels. Each rule returns what violates it, in words."""
+"""Rules for the code of compiled kernels. Each rule returns the violations as texts."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from dataclasses import dataclass
 
 from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
 
-# Of a multiprocessor of compute capability 9.0. A kernel that runs with more registers than this,
-# times its threads, does not launch. Of shared memory each block takes 1 KiB beside its own.
+# Resources of a multiprocessor of compute capability 9.0. A kernel whose registers times threads
+# exceed the first does not launch. Each block takes 1 KiB of shared memory besides its own.
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR, SYSTEM_BYTES_PER_BLOCK = 228 << 10, 1 << 10
 THREADS_PER_MULTIPROCESSOR, BLOCKS_PER_MULTIPROCESSOR = 2048, 32
-# The parameter bytes of a launch with lists, the most on every architecture, and of a launch
-# without lists (kernels/cuda/args.h).
+# The most parameter bytes of a launch with lists, on every architecture, and of a launch without
+# lists (kernels/cuda/args.h).
 MOST_LIST_BYTES, MOST_PARAMETER_BYTES = 4096, 640
-# Loads that must be under way in a loop before it waits for the first: what hides the latency.
+# A loop must issue this many loads before it waits for the first, to hide the latency.
 LOADS_IN_FLIGHT = 4
 
-# The way out of a wait, and what it leaves behind: not where the protocol moves data.
+# Functions that end a wait with a fault and report it. The protocol moves no data in them.
 GIVING_UP = re.compile(r"fail|give_up|slowly|mismatch|raise_fault|fill_fault")
 
 _PTX_MEMORY = re.compile(r"(?<![.\w])(?:ld|ldu|st|atom|red|fence|membar)\.[\w.:]+")
 _NARROW_SCOPE = re.compile(r"\.(?:cta|cluster|gpu|gl)\b")
-# These have a scope always: the GPU's where they name none.
+# These instructions always have a scope: the GPU's if they name none.
 _SCOPED = re.compile(r"^(?:atom|red|fence|membar)\b(?!.*\.sys\b)")
 _NO_SCOPE_NEEDED = re.compile(r"\.(?:shared|param|local|const)\b")
-# Between two addresses of the same memory. Of it ptxas makes a barrier of the GPU's scope and one
-# of the system's, of which the driver chooses one.
+# Orders accesses to the same memory by two addresses. ptxas emits a barrier of the GPU's scope and
+# a barrier of the system's scope; the driver chooses one of them.
 ALIAS_FENCE = "fence.proxy.alias"
 _SASS_MEMORY = re.compile(r"^(?:LDG?|LDGMC|STG?|ATOMG?|RED|MEMBAR)\b")
 _SUM_OF_16_BYTES = re.compile(r"LDGMC\.E\.\w+\.(?:F32x4|BF16x8|F16x8)\.RN\.STRONG\.SYS$")
 _MOVES = re.compile(r"^(?:MOV|IMAD\.MOV)\b")
 _CALLED = re.compile(r"`\((\$[^)]+)\)")
-# What ptxas makes of a division of 64 bits: the one subroutine for divisors of more than 32 bits
-# stands beside every fast path.
+# ptxas emits a subroutine for 64-bit divisions; only divisors of more than 32 bits reach it, since
+# each division also has a fast path.
 _LONG_DIVISION = re.compile(r"_(?:div|rem)_[us]64$")
 
 
 def local_memory(binary: Binary) -> list[str]:
-    """Tables in local memory, and what the innermost loops that move data read from it.
+    """Returns tables in local memory, and local memory that innermost data-moving loops read.
 
-    A function that moves data may put away its caller's registers once, before and behind them:
-    with fewer vectors under way instead, an all-reduce of 256 MiB took 1.2 times as long on an
-    H100 (bench/results/gpu/variants-2026-11-26.csv).
+    A function that moves data may save its caller's registers once, outside its loops. Keeping
+    fewer vectors in flight instead made an all-reduce of 256 MiB take 1.2 times as long on an H100
+    (bench/results/gpu/variants-2026-11-26.csv).
     """
     found = []
     for kernel in binary.kernels.values():
-        # Registers that are put away lie at constant offsets of the stack.
+        # Saved registers are at constant offsets of the stack, unlike elements of tables.
         tables = [i for i in kernel.instructions if _is_local(i) and "[R1" not in i.operands]
         if tables:
             found.append(f"{kernel.name}: a table in local memory: {tables[0]}")
@@ -75,7 +75,7 @@ def _moves_vectors(instruction: Instruction) -> bool:
 
 
 def launch_bounds(binary: Binary) -> list[str]:
-    """Kernels that do not say how many threads they run with, or need too many registers for it."""
+    """Returns the kernels without a declared thread count, or with too many registers for it."""
     found = []
     for name, threads in binary.thread_bounds.items():
         registers = binary.resources[name].registers
@@ -87,7 +87,7 @@ def launch_bounds(binary: Binary) -> list[str]:
 
 
 def parameters(binary: Binary) -> list[str]:
-    """The driver copies all parameters of a kernel at each launch, so only lists take many."""
+    """Kernels with too many parameter bytes: the driver copies them all. Lists may take many."""
     return [
         f"{name}: {found} bytes of parameters"
         for name, found in binary.params_bytes.items()
@@ -96,12 +96,12 @@ def parameters(binary: Binary) -> list[str]:
 
 
 def blocks_per_multiprocessor(binary: Binary, name: str) -> int:
-    """Returns how many blocks of a kernel a multiprocessor runs at once."""
+    """Returns how many blocks of a kernel a multiprocessor runs at the same time."""
     threads, used = binary.thread_bounds[name], binary.resources[name]
     assert threads is not None and used.registers is not None
     shared_bytes = -(-used.shared_bytes // 128) * 128 + SYSTEM_BYTES_PER_BLOCK
     return min(
-        # The hardware hands them out to a warp in units of 8 per thread.
+        # The hardware allocates registers to a warp in units of 8 per thread.
         REGISTERS_PER_MULTIPROCESSOR // (-(-used.registers // 8) * 8 * threads),
         SHARED_BYTES_PER_MULTIPROCESSOR // shared_bytes,
         THREADS_PER_MULTIPROCESSOR // threads,
@@ -110,7 +110,7 @@ def blocks_per_multiprocessor(binary: Binary, name: str) -> int:
 
 
 def understated(binary: Binary, figures: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Returns the kernels that take more than ``figures`` say: registers and bytes, by name."""
+    """Returns the kernels that use more registers or bytes than ``figures`` states, by name."""
     found = []
     for name, (registers, shared_bytes) in figures.items():
         used = binary.resources[name]
@@ -122,7 +122,7 @@ def understated(binary: Binary, figures: Mapping[str, tuple[int, int]]) -> list[
 
 
 def memory_orders(binary: Binary) -> list[str]:
-    """Orders of another scope than the system, and loads that may return what was there before."""
+    """Returns accesses not of the system's scope, and loads that may return stale values."""
     found = []
     for name, text in binary.functions.items():
         for access in _PTX_MEMORY.findall(text):
@@ -157,7 +157,7 @@ def _wrong_in_sass(kernel: str, instruction: Instruction) -> Iterator[str]:
 
 
 def long_divisions(kernel: Kernel) -> list[str]:
-    """Loops that divide integers of 64 bits, themselves or in a function that they call."""
+    """Returns loops that divide 64-bit integers, directly or in a function that they call."""
     functions = sorted((at, name) for name, at in kernel.labels.items() if name.startswith("$"))
     ends = [*functions[1:], (len(kernel.instructions), "")]
     bodies = {
@@ -177,7 +177,7 @@ def called_by(code: Sequence[Instruction]) -> set[str]:
 
 
 def protocol(binary: Binary, kernel: str) -> list[str]:
-    """Returns what a kernel lacks that publishes and awaits items."""
+    """Returns the accesses missing from a kernel that publishes and awaits items."""
     texts = binary.reachable(kernel)
     text = "\n".join(body for name, body in texts.items() if not GIVING_UP.search(name))
     wanted = ("ld.acquire.sys.global.u32", "st.release.sys.global.u32")
@@ -185,7 +185,7 @@ def protocol(binary: Binary, kernel: str) -> list[str]:
 
 
 def ll_protocol(binary: Binary, kernel: str) -> list[str]:
-    """Returns what a kernel lacks whose flags travel beside the data: each must be one access."""
+    """Returns the accesses missing from an LL kernel: data and flags must be one access."""
     text = "\n".join(binary.reachable(kernel).values())
     wanted = ("ld.relaxed.sys.global.v2.u64", "st.relaxed.sys.global.v2.u64")
     found = [f"{kernel}: no {access}" for access in wanted if access not in text]
@@ -198,12 +198,12 @@ def ll_protocol(binary: Binary, kernel: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The accesses of a loop to data, LL packets left aside."""
+    """The data accesses of a loop, without those to LL packets."""
 
-    in_flight: int  # 16-byte loads issued before the first use of one of them
+    in_flight: int  # 16-byte loads issued before the first use of their data
     stores: int  # of 16 bytes
-    narrow: tuple[str, ...]  # smaller accesses to global memory
-    computes: bool  # something is done with what was loaded
+    narrow: tuple[str, ...]  # global memory accesses of less than 16 bytes
+    computes: bool  # an instruction other than a move or store uses loaded data
 
     @property
     def fast(self) -> bool:
@@ -211,7 +211,7 @@ class Traffic:
 
 
 def traffic(loop: Loop) -> Traffic:
-    """Reads a loop from its beginning to its end, as if no branch in it were taken."""
+    """Reads a loop from beginning to end, as if it took no branch."""
     code = [instruction for instruction in loop.code if ".STRONG" not in instruction.opcode]
     pending: set[int] = set()
     under_way = most = stores = 0
@@ -235,7 +235,7 @@ def traffic(loop: Loop) -> Traffic:
 def _computes(code: Sequence[Instruction]) -> bool:
     """True when an instruction other than a move or a store uses data that the loop loads."""
     data: set[int] = set()
-    for instruction in [*code, *code]:  # What one turn loads, the next may use.
+    for instruction in [*code, *code]:  # One turn's loads may be used in the next.
         target = instruction.target
         if instruction.loaded:
             data |= instruction.loaded
@@ -252,7 +252,7 @@ def _computes(code: Sequence[Instruction]) -> bool:
 
 
 def data_loops(kernel: Kernel) -> list[Loop]:
-    """The loops that load 16 bytes at a time, LL packets left aside."""
+    """Returns the loops that load 16 bytes at a time, except loops over LL packets."""
 
     def loads_data(loop: Loop) -> bool:
         return any(i.loaded and ".STRONG" not in i.opcode for i in loop.code)
@@ -265,7 +265,7 @@ def innermost(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def copy_loop(kernel: Kernel) -> list[str]:
-    """Returns what the loop lacks that copies."""
+    """Returns the defects of the copying loop."""
     found = [traffic(loop) for loop in innermost(data_loops(kernel))]
     if any(each.fast and each.stores >= LOADS_IN_FLIGHT for each in found):
         return []
@@ -291,7 +291,7 @@ def reduce_loop(kernel: Kernel) -> list[str]:
 
 
 def multicast_loop(kernel: Kernel) -> list[str]:
-    """Returns what the loop lacks that loads sums of all ranks' memory and stores to all of it."""
+    """Returns the defects of the loop that loads sums over all ranks and stores to all ranks."""
     for loop in kernel.loops():
         stores = [i for i in loop.code if i.opcode == "STG.E.128.STRONG.SYS"]
         pending: set[int] = set()
@@ -309,7 +309,7 @@ def multicast_loop(kernel: Kernel) -> list[str]:
 
 
 def update_loop(kernel: Kernel) -> list[str]:
-    """Returns what the loop lacks that updates the optimizer's state, three arrays."""
+    """Returns the defects of the loop that updates the optimizer's state (three arrays)."""
     found = [traffic(loop) for loop in data_loops(kernel)]
     if any(each.in_flight >= 7 and each.stores >= 6 and not each.narrow for each in found):
         return []

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA kernels compiled with no GPU and no driver, and what the compilers and their reports say.
+"""Compiles CUDA kernels without a GPU or driver, and parses the compilers' code and reports.
 
-SASS is the machine code, PTX what it is made from. Loops are found in SASS by their backward
-branches.
+SASS is the machine code; ptxas makes it from PTX. Loops in SASS are found by backward branches.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _PTX_FUNCTION = re.compile(
 
 
 def tool(name: str) -> Path | None:
-    """``nvdisasm`` or ``cuobjdump`` of NVIDIA's Python packages, else of a toolkit."""
+    """Returns ``nvdisasm`` or ``cuobjdump`` of NVIDIA's Python packages, else of a CUDA toolkit."""
     found = nvrtc.nvidia_files(f"*/bin/{name}")
     elsewhere = shutil.which(name)
     return found[-1] if found else Path(elsewhere) if elsewhere else None
@@ -51,7 +50,7 @@ def have_tools() -> bool:
 
 
 def output_of(*command: object, cwd: Path | None = None) -> str:
-    """Returns the output of a command that succeeds, on both streams."""
+    """Returns stdout and stderr of a command; fails if the command fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, text=True, capture_output=True)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
@@ -60,31 +59,31 @@ def output_of(*command: object, cwd: Path | None = None) -> str:
 
 @dataclass(frozen=True)
 class Instruction:
-    """``LDG.E.128 R4, desc[UR8][R2.64]``, without its predicate."""
+    """A SASS instruction such as ``LDG.E.128 R4, desc[UR8][R2.64]``, without its predicate."""
 
     opcode: str
     operands: str
 
     @cached_property
     def registers(self) -> frozenset[int]:
-        """The registers that it names; of a pair or a quad, the first."""
+        """The registers in the operands; of a pair or quad only the first."""
         return frozenset(int(number) for number in _REGISTER.findall(self.operands))
 
     @cached_property
     def target(self) -> frozenset[int]:
-        """The register that it writes; of several, the first."""
+        """The register that is written; of a pair or quad the first."""
         match = re.match(r"R(\d+)\b", self.operands)
         return frozenset([int(match[1])] if match else [])
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """The registers that it reads; of several, the first."""
+        """The registers that are read; of each pair or quad the first."""
         read = self.operands.partition(",")[2] if self.target else self.operands
         return frozenset(int(number) for number in _REGISTER.findall(read))
 
     @cached_property
     def loaded(self) -> frozenset[int]:
-        """The registers that a 16-byte load from global memory fills."""
+        """The registers that are filled, if this is a 16-byte load from global memory."""
         if not (self.opcode.startswith("LDG.") and ".128" in self.opcode):
             return frozenset()
         return frozenset(first + offset for first in self.target for offset in range(4))
@@ -92,14 +91,14 @@ class Instruction:
 
 @dataclass
 class Kernel:
-    """The SASS of one kernel, with the functions that it calls."""
+    """The SASS of one kernel, including the functions that it calls."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
     def loops(self) -> list[Loop]:
-        """The code from each label to the last branch back to it."""
+        """Returns a loop per label that is branched back to: up to the last such branch."""
         ends: dict[int, int] = {}
         for index, instruction in enumerate(self.instructions):
             target = re.search(r"`\(([^)]+)\)", instruction.operands)
@@ -112,7 +111,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions ``begin`` to ``end`` of a kernel, which are run over and over."""
+    """Instructions ``begin`` to ``end`` (exclusive) of a kernel, which form a loop."""
 
     begin: int
     end: int
@@ -125,9 +124,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class Resources:
-    """ptxas' figures of one function. ``registers`` is None for functions that kernels call.
+    """The resources of one function, as ptxas reports them; ``registers`` is None if kernels call
+    it.
 
-    ``shared_bytes`` are those of a block that are known when it is compiled.
+    ``shared_bytes`` is the static shared memory of a block.
     """
 
     stack_bytes: int
@@ -146,17 +146,17 @@ class Binary:
 
     @cached_property
     def resources(self) -> Mapping[str, Resources]:
-        """By function, from the log of ``ptxas -v`` or of ``cuobjdump -res-usage``."""
+        """Resources by function, from the log of ``ptxas -v`` or ``cuobjdump -res-usage``."""
         return _resources(self.log)
 
     @cached_property
     def functions(self) -> Mapping[str, str]:
-        """PTX texts of all functions, kernels among them, by name."""
+        """PTX texts of all functions, including kernels, by name."""
         return {match[2]: match[3] for match in _PTX_FUNCTION.finditer(self.ptx)}
 
     @cached_property
     def thread_bounds(self) -> Mapping[str, int | None]:
-        """Threads per block that each kernel is compiled for; None where it does not say."""
+        """Threads per block that each kernel is compiled for; None if it declares none."""
         bounds = {}
         for entry in re.finditer(r"\.entry\s+([\w$]+)\((.*?)\{", self.ptx, re.DOTALL):
             bound = re.search(r"\.maxntid\s+(\d+)", entry[2])
@@ -165,7 +165,7 @@ class Binary:
 
     @cached_property
     def params_bytes(self) -> Mapping[str, int]:
-        """By kernel, the bytes of its parameters, without what aligns them."""
+        """Bytes of parameters by kernel, without padding."""
         return {
             entry[1]: sum(
                 int(param[2] or int(param[1]) // 8) for param in _PARAMETER.finditer(entry[2])
@@ -182,7 +182,7 @@ class Binary:
             return _kernels(output_of(tool("nvdisasm"), "-c", file.name))
 
     def reachable(self, kernel: str) -> Mapping[str, str]:
-        """PTX texts of a kernel and of all functions that it may call, by name."""
+        """Returns the PTX texts of a kernel and of all functions that it may call, by name."""
         found: dict[str, str] = {}
         waiting = [kernel]
         while waiting:
@@ -248,8 +248,8 @@ def compile_text(
         nvrtc.destroyProgram(program)
 
 
-# The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
-# one of those that move.
+# The lines of kernels.cu that define the kernels of one operator or of one parameter dtype, or one
+# kernel that moves data.
 _SUBUNIT = re.compile(
     r"^RC_(?:(?:REDUCE|ADAMW|NORM|QUANT)_KERNELS\(|(?:LIST_|DATA_)?KERNEL\(rc_(?=\w*move,))"
     r"(\w+),.*\n",
@@ -257,18 +257,18 @@ _SUBUNIT = re.compile(
 )
 
 
-# "adamw_float16/step_float32": of an optimizer's kernels those of one form alone.
+# "adamw_float16/step_float32" names the optimizer's kernels of one form only.
 _FORM = re.compile(r"/(shard|step|many|ring)_")
 
 
 def _only(form: str, text: str) -> str:
-    """The text of a unit without the optimizer's kernels of other forms."""
+    """Returns the text of a unit without the optimizer's kernels of other forms."""
     other = rf" *\\\n *RC_KERNEL\w*\([^\n]*rc_adamw_(?!{form}_)\w+_##name,[^\\\n]*"
     return re.sub(other, "", text)
 
 
 def kernels_of(name: str) -> set[str]:
-    """Returns the kernels that :func:`compile_unit` makes of ``name``."""
+    """Returns the names of the kernels that ``compile_unit(name)`` makes."""
     if form := _FORM.search(name):
         all_forms = kernels_of(_FORM.sub("/", name))
         return {k for k in all_forms if f"_{form[1]}_" in k or k == "rc_adamw_prepare"}
@@ -277,7 +277,7 @@ def kernels_of(name: str) -> set[str]:
     kernels = units.UNITS[unit].kernels
     if not subunit:
         return set(kernels)
-    # By the longest: rc_ll_move is of the subunit ll_move.
+    # The longest suffix decides: rc_ll_move belongs to the subunit ll_move, not to move.
     of = {
         k: max((p for p in subunits if k.endswith(f"_{p}")), key=len, default=subunit)
         for k in kernels
@@ -286,14 +286,14 @@ def kernels_of(name: str) -> set[str]:
 
 
 def unit_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, str], list[str]]:
-    """Returns the text of a unit, its headers by name, and the options that make it that unit.
+    """Returns the text of a unit, its headers by name, and the compiler options of the unit.
 
     Args:
-        name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
-            ``adamw_float16/float32``, with one dtype of parameters alone, or of that one form,
-            ``adamw_float16/shard_float32``, or ``adamw_float16/norm``, or ``move/ll_move``, or
-            ``quantize_int8/float32``, with one dtype of numbers alone.
-        loops: of :func:`ringcomm.cuda.units.chosen_loops`.
+        name: of a unit, or of a part of one: ``reduce_float16/min`` (one operator),
+            ``adamw_float16/float32`` (one dtype of parameters), ``adamw_float16/shard_float32``
+            (this dtype in one form), ``adamw_float16/norm``, ``move/ll_move``, or
+            ``quantize_int8/float32`` (one dtype of numbers).
+        loops: as :func:`ringcomm.cuda.units.chosen_loops` returns it.
     """
     if form := _FORM.search(name):
         text, headers, macros = unit_source(_FORM.sub("/", name), loops)
@@ -307,17 +307,17 @@ def unit_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, s
 
 
 def packets_source(name: str, loops: str = units.BATCHED) -> tuple[str, dict[str, str], list[str]]:
-    """Returns :func:`unit_source` with the kernels of packets alone."""
+    """Returns :func:`unit_source` reduced to the kernels of LL packets."""
     text, headers, macros = unit_source(name, loops)
     others = r"^  RC_(?:LIST_|DATA_)?KERNEL\(rc_(?!ll_).*\n"
     return re.sub(others, "", text, flags=re.MULTILINE), headers, macros
 
 
 def compile_unit(name: str, target: str, loops: str = units.BATCHED) -> Binary:
-    """Compiles one unit of the kernels, or a subunit, with NVRTC.
+    """Compiles one unit or subunit of the kernels with NVRTC.
 
     Args:
-        name, loops: as of :func:`unit_source`.
+        name, loops: as in :func:`unit_source`.
         target: ``sm_90a``, for example.
     """
     text, headers, macros = unit_source(name, loops)

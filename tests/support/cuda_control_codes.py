@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control codes of machine code: what an instruction waits for, and what waits for it.
+"""The control codes of machine code: which instructions wait for which others.
 
-An instruction of Volta and later takes 16 bytes. ptxas schedules it ahead of time, and writes into
-bits 105 to 121 how: after how many cycles the next one may follow, which of six *scoreboards* it
-raises until it has written its registers (or has read them), and which ones must be down before it
-begins. A scoreboard counts: an instruction that waits for it waits for all who raised it.
+Since Volta an instruction has 16 bytes. ptxas schedules it at compile time, and encodes in bits 105
+to 121: after how many cycles the next instruction may follow, which of six *scoreboards* it raises
+until it has written its results (or read its operands), and which must be down before it begins. A
+scoreboard is a counter: who waits for it waits for all instructions that raised it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.support.cuda_code import Binary
 INSTRUCTION_BYTES = 16
 SCOREBOARDS = 6
 _NO_SCOREBOARD = 7
-# Bit numbers in the upper half of an instruction.
+# Bit positions in the upper half of an instruction.
 _STALL, _YIELD, _WRITE, _READ, _WAITS = 41, 45, 46, 49, 52
-# Offsets of the section table and its length in a 64-bit ELF header, and an entry of the table.
+# Offsets of the section table's address and length in a 64-bit ELF header, and an entry's format.
 _TABLE_AT, _COUNT_AT = 40, 58
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 
@@ -31,8 +31,8 @@ class Control:
     Attributes:
         stall: cycles until the warp's next instruction.
         yields: the bit that says whether another warp may go first.
-        write_scoreboard: is up until the results are in their registers; None for no scoreboard.
-        read_scoreboard: is up until the operands have been read; None for no scoreboard.
+        write_scoreboard: stays up until the results are in their registers; None: no scoreboard.
+        read_scoreboard: stays up until the operands have been read; None: no scoreboard.
         waits: the scoreboards that must be down before the instruction begins.
     """
 
@@ -44,7 +44,7 @@ class Control:
 
 
 def decode(upper: int) -> Control:
-    """Reads the control code from the upper 8 bytes of an instruction."""
+    """Decodes the control code in the upper 8 bytes of an instruction."""
     waits = frozenset(bar for bar in range(SCOREBOARDS) if upper >> (_WAITS + bar) & 1)
     return Control(
         upper >> _STALL & 15,
@@ -69,7 +69,7 @@ def controls(binary: Binary, kernel: str) -> list[Control]:
 
 
 def _section(elf: bytes, name: str) -> bytes:
-    """Returns the bytes of a section of an ELF file."""
+    """Returns the contents of a section of an ELF file."""
     (table,) = struct.unpack_from("<Q", elf, _TABLE_AT)
     entry_bytes, count, names_index = struct.unpack_from("<HHH", elf, _COUNT_AT)
     sections = [_SECTION.unpack_from(elf, table + i * entry_bytes) for i in range(count)]

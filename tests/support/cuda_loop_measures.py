@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the loops of kernels that predict how fast they are, read from machine code.
+"""Measures of kernels' loops that predict their speed, computed from machine code.
 
-A warp is walked through several turns of a loop: each 16-byte load is in flight until an
-instruction waits for its scoreboard. Loops run as if no forward branch in them were taken.
+The model runs a warp through several turns of a loop: each 16-byte load is in flight until an
+instruction waits for its scoreboard. It takes no forward branch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.support.cuda_code import Binary, Instruction, Loop
 from tests.support.cuda_control_codes import Control, controls
 
 WARP, LOAD_BYTES, KIB = 32, 16, 1024
-# Turns until a loop has reached its steady state, and turns that are then looked at.
+# Turns until a loop reaches its steady state, and further turns that are measured.
 _FIRST_TURNS, _MORE_TURNS = 4, 4
 _DEPBAR = re.compile(r"SB(\d), 0x([0-9a-f]+)")
 _GENERIC = re.compile(r"^(?:LD|ST|ATOM)(?:\.|$)")
 
 
 def is_load(instruction: Instruction) -> bool:
-    """True of a 16-byte load of data from global memory, LL packets left aside."""
+    """True for a 16-byte load of data from global memory; loads of LL packets do not count."""
     return bool(instruction.loaded) and ".STRONG" not in instruction.opcode
 
 
@@ -39,11 +39,11 @@ class Turn:
 
 
 def turn(binary: Binary, kernel: str, loop: Loop, inner_turns: int = 1) -> Turn:
-    """Returns a turn of ``loop``, with the loops in it that load data run ``inner_turns`` times."""
+    """Returns a turn of ``loop`` whose inner loops that load data run ``inner_turns`` times."""
     codes = controls(binary, kernel)
     steps = list(zip(loop.code, codes[loop.begin : loop.end], strict=True))
     loading = [each for each in data_loops(binary.kernels[kernel]) if loop.encloses(each)]
-    # From the last, so that the places of the others stay as they are.
+    # Last loop first, so that the positions of the earlier loops stay valid.
     for inner in sorted(innermost(loading), key=lambda each: -each.begin):
         begin, end = inner.begin - loop.begin, inner.end - loop.begin
         steps[begin:end] = steps[begin:end] * inner_turns
@@ -51,7 +51,7 @@ def turn(binary: Binary, kernel: str, loop: Loop, inner_turns: int = 1) -> Turn:
 
 
 def steady_loops(binary: Binary, kernel: str) -> list[Loop]:
-    """Returns the innermost loops that load data, with the most loads a turn first."""
+    """Returns the innermost loops that load data, sorted by loads per turn, most first."""
     loops = innermost(data_loops(binary.kernels[kernel]))
     return sorted(loops, key=lambda loop: -sum(map(is_load, loop.code)))
 
@@ -59,27 +59,27 @@ def steady_loops(binary: Binary, kernel: str) -> list[Loop]:
 def steady_loop(
     binary: Binary, kernel: str, where: Callable[[Loop], bool] = lambda loop: True
 ) -> Loop:
-    """Returns the innermost loop with the most 16-byte loads a turn among those ``where`` takes."""
+    """Returns the innermost loop with the most 16-byte loads per turn that ``where`` accepts."""
     found = [loop for loop in steady_loops(binary, kernel) if where(loop)]
     assert found, f"{kernel}: no such loop loads data"
     return found[0]
 
 
 def around(binary: Binary, kernel: str, inner: Loop) -> Loop:
-    """Returns the smallest loop around ``inner``."""
+    """Returns the smallest loop that encloses ``inner``."""
     outer = [loop for loop in binary.kernels[kernel].loops() if loop.encloses(inner)]
     return min(outer, key=lambda loop: len(loop.code))
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """A wait for loads, or the issue of a load.
+    """An event of the walk: a wait for loads, or the issue of a load.
 
     Attributes:
-        turn: its number.
-        waits: True if loads are waited for.
-        left: loads in flight behind it.
-        time: in latencies of a load, all else taking none.
+        turn: the number of the turn.
+        waits: True for a wait.
+        left: loads in flight after the event.
+        time: in latencies of one load; other instructions take no time.
     """
 
     turn: int
@@ -89,7 +89,7 @@ class _Moment:
 
 
 def _walk(one: Turn) -> Iterator[_Moment]:
-    # By scoreboard, when each load under way returns; at the earliest one latency later.
+    # By scoreboard, the times at which loads in flight return: one latency after their issue.
     flying: dict[int, list[float]] = {}
     now = 0.0
     for number in range(_FIRST_TURNS + _MORE_TURNS):
@@ -112,7 +112,7 @@ def _walk(one: Turn) -> Iterator[_Moment]:
 
 
 def _land(flying: list[float], may_fly: int) -> list[float]:
-    """Takes out the loads of a scoreboard but for the last ``may_fly``, and returns them."""
+    """Removes and returns a scoreboard's loads, except the last ``may_fly``."""
     landed = flying[: len(flying) - may_fly]
     del flying[: len(landed)]
     return landed
@@ -123,9 +123,9 @@ def _steady(one: Turn) -> list[_Moment]:
 
 
 def loads_left_at_waits(one: Turn) -> int:
-    """Returns the fewest 16-byte loads still in flight behind a wait for such loads.
+    """Returns the fewest 16-byte loads still in flight after a wait for such loads.
 
-    With none left, memory idles until the loop has issued the next.
+    If none is left, memory idles until the loop issues the next load.
     """
     return min(moment.left for moment in _steady(one) if moment.waits)
 
@@ -136,10 +136,10 @@ def most_loads_in_flight(one: Turn) -> int:
 
 
 def waits_in_series(one: Turn) -> float:
-    """Returns how many latencies of a load a turn takes at least, all else taking no time.
+    """Returns the least time of a turn in load latencies; other instructions take no time.
 
-    Loads that are issued together take one; each that is issued behind a wait for others takes one
-    more.
+    Loads that are issued together take one latency. A load that is issued after a wait for other
+    loads adds one latency.
     """
     ends = dict.fromkeys(range(_FIRST_TURNS + _MORE_TURNS), 0.0)
     ends |= {moment.turn: moment.time for moment in _walk(one)}
@@ -148,12 +148,12 @@ def waits_in_series(one: Turn) -> float:
 
 
 def kib_in_flight(binary: Binary, kernel: str, one: Turn, most_blocks: int = 1) -> float:
-    """Returns the KiB that a multiprocessor has in flight at most.
+    """Returns the most KiB that a multiprocessor has in flight.
 
     Args:
         binary, kernel: where the loop is.
         one: a turn of the loop.
-        most_blocks: blocks that a launch gives a multiprocessor, if its registers hold as many.
+        most_blocks: the blocks that a launch gives a multiprocessor, if their registers fit.
     """
     threads = binary.thread_bounds[kernel]
     assert threads is not None
@@ -172,5 +172,5 @@ def opcodes_in(loop: Loop, *names: str) -> int:
 
 
 def generic_accesses(loop: Loop) -> list[str]:
-    """Accesses that find out at run time whether an address is of global or of shared memory."""
+    """Returns accesses that decide at run time whether an address is in global or shared memory."""
     return [i.opcode for i in loop.code if _GENERIC.match(i.opcode)]

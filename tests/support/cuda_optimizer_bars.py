@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of the optimizer's kernels, by their machine code: each check returns what is below one."""
+"""Limits for the machine code of the optimizer's kernels; each check returns the violations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.support.cuda_code import Binary, Loop
 
 # Elements per lane and turn.
 TURN_ELEMS = 8
-# Instructions at which the lanes of a warp wait for each other, or a lane for its own stack.
+# Instructions where the lanes of a warp wait for each other, or a lane for its own stack.
 _BRANCHES = ("FCHK", "BSSY", "CALL", "LDL", "STL")
 
 
 @dataclass(frozen=True)
 class LoopBar:
-    """The bar of a loop.
+    """The limits of a loop.
 
     Attributes:
         loads: 16-byte loads per turn; identifies the loop.
@@ -29,10 +29,10 @@ class LoopBar:
     instructions: int
 
 
-# Steps with bfloat16 gradients: moments and masters are 6 loads, and each source is one load.
+# Steps with bfloat16 gradients: moments and masters take 6 loads, and each source one load.
 PAIR = LoopBar(8, 84, 45 * TURN_ELEMS)
 MANY = LoopBar(14, 84, 512)
-STEP_REGISTERS = 80  # the most for blocks of 768 threads
+STEP_REGISTERS = 80  # the maximum for blocks of 768 threads
 # For sm_100a ptxas uses more registers, so blocks have 640 threads there.
 PAIR_OF_SM100, STEP_REGISTERS_OF_SM100 = LoopBar(8, 80, 45 * TURN_ELEMS), 96
 
@@ -56,7 +56,7 @@ def step_loop(binary: Binary, kernel: str, bar: LoopBar) -> list[str]:
 
 
 def norm_loops(binary: Binary, kernel: str, kib: float, blocks: int) -> list[str]:
-    """Returns the defects of the loops that sum tiles, those with 8 or more loads per turn."""
+    """Returns the defects of the loops that sum tiles: those with 8 or more loads per turn."""
     loops = [
         loop
         for loop in measures.steady_loops(binary, kernel)

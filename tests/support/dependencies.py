@@ -13,7 +13,7 @@ from pathlib import Path
 def imported_names(source: str, package: str) -> tuple[tuple[int, str], ...]:
     """Returns line and dotted name of each import in `source`, a module of `package`.
 
-    A name that is put together at run time is given by its beginning: "a.b.*".
+    If a name is put together at run time, its constant beginning is returned: "a.b.*".
     """
     return tuple(_imported_names(source, package))
 
@@ -49,7 +49,7 @@ def _imported_by_call(call: ast.Call, package: str) -> Iterator[str]:
 
 
 def module_of(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module in `from module import ...`, in a module of `package`."""
+    """Returns the absolute module name of `from module import ...` in a module of `package`."""
     base = package.split(".")[: len(package.split(".")) - node.level + 1]
     stem = ".".join(base) if node.level else ""
     return ".".join(part for part in (stem, node.module) if part)
@@ -62,9 +62,9 @@ def beginning_of(text: ast.JoinedStr) -> str:
 
 
 def strings_of(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of the strings of a source and of the parts of its f-strings.
+    """Yields line and text of the strings of a source and of the constant parts of its f-strings.
 
-    Strings that stand alone, docstrings among them, are left out.
+    Strings that are statements, such as docstrings, are left out.
     """
     tree = ast.parse(source)
     alone = {
@@ -78,7 +78,7 @@ def strings_of(source: str) -> Iterator[tuple[int, str]]:
 
 
 def modules_below(root: Path, top: str) -> dict[str, Path]:
-    """The modules of the package `top` by their dotted names, without those behind a link."""
+    """Returns the modules of the package `top` by dotted name, except those in linked folders."""
     found = {}
     for path in sorted((root / top).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -87,5 +87,5 @@ def modules_below(root: Path, top: str) -> dict[str, Path]:
 
 
 def package_name(path: Path, root: Path) -> str:
-    """The dotted name of the package that a source belongs to."""
+    """Returns the dotted name of the package that a source belongs to."""
     return ".".join(path.relative_to(root).parent.parts)

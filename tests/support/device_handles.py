@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the ranks of a test tell each other where their device heaps are."""
+"""Lets the ranks of a test exchange the handles of their device heaps."""
 
 from __future__ import annotations
 

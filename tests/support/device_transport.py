@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport for emulated devices: Gloo in the place of NCCL, in the order of streams."""
+"""A transport for emulated devices: Gloo in place of NCCL, in stream order like NCCL."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ringcomm.comm.nodes.transport import break_up, gloo
 from ringcomm.cuda.runtime import Event
 from tests.support.emulator import EmulatedRuntime
 
-# What waits is ended by :meth:`StreamOrderedGloo.abort`, as NCCL's kernels are.
+# Long, because :meth:`StreamOrderedGloo.abort` ends what waits, as abort does with NCCL.
 PATIENCE = timedelta(minutes=1)
 
 
 class _Enqueued:
-    """A Work as NCCL's: its wait makes the current stream wait, and the host goes on."""
+    """A Work like NCCL's: its wait() makes the current stream wait, and the host continues."""
 
     def __init__(self, runtime: EmulatedRuntime, device: int, done: Event) -> None:
         self._device_ref, self._done = (runtime, device), done
@@ -32,11 +32,11 @@ class _Enqueued:
 
 
 class StreamOrderedGloo:
-    """A process group that does what it is asked to on a stream of its own, as NCCL does.
+    """A process group that runs its operations on a stream of its own, as NCCL does.
 
-    Emulated devices have the host's memory, so Gloo can move it. As with NCCL, the first operation
-    connects, and what fails stalls until an abort, which leaves any bytes behind and raises
-    nothing.
+    The memory of emulated devices is host memory, so Gloo can send it. As with NCCL, the first
+    operation connects. A failed operation stalls until an abort, which leaves arbitrary bytes in
+    the output and raises nothing.
     """
 
     def __init__(self, store: Store, node: int, num_nodes: int) -> None:
@@ -84,5 +84,5 @@ class StreamOrderedGloo:
 
 
 def emulated_nccl(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
-    """The transport, for ``CommOptions(transport=)``."""
+    """Makes the transport for ``CommOptions(transport=)``."""
     return StreamOrderedGloo(store, node, num_nodes)

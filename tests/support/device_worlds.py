@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on devices, emulated or real, under one interface, and where their tensors lie."""
+"""Ranks on emulated or real devices under one interface, and the memory of their tensors."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from tests.support.emulator import EmulatedRuntime
 
 T = TypeVar("T")
 Tensor = torch.Tensor
-# Of the worlds that are kept. Each has three streams, there is one for each world, the default one
-# and some of the tests' own: more of them would share hardware queues, of which there are 32.
+# The most ranks of the cached worlds. A rank has three streams, a world one, and there are the
+# default stream and some of tests. A device has 32 hardware queues, which more would share.
 KEPT_RANKS = 8
 MEMORIES = ("plain", "heap", "mixed", "unaligned")
 LL_BYTES = 1024
-# Small, so that tens of kilobytes go several times around all slots of both channels.
+# Small segments, so that tens of kilobytes use every slot of both channels several times.
 OPTIONS = CommOptions(
     timeout=20.0, segment_bytes=1024, channels=2, ll_bytes=LL_BYTES, copy_engine_bytes=4096
 )
-# Elements of 4 bytes with which every channel has more to move than fits into its slots.
+# So many 4-byte elements that every channel moves more data than fits into its slots.
 MANY = 20_011
 
 
 def emulated_runtime(**settings: Any) -> EmulatedRuntime:
-    """Devices on which eight ranks of two channels fit, with as few threads as teams can have.
+    """Makes devices that fit eight ranks of two channels, with as few threads as teams can have.
 
-    So do the messages of the worlds that :class:`Devices` keeps. The streams of eight ranks are
-    more than the driver's usual hardware queues (see tests/conftest.py).
+    The messages of the worlds that :class:`Devices` caches fit, too. Eight ranks have more streams
+    than the driver's default number of hardware queues (see tests/conftest.py).
     """
     usual = {"devices": 2, "multiprocessors": 64, "threads": 2, "memory_bytes": 256 << 20}
     usual["hardware_queues"] = 32
@@ -49,12 +49,11 @@ def emulated_runtime(**settings: Any) -> EmulatedRuntime:
 
 
 class Devices:
-    """The devices of this process, and worlds of ranks that are threads of it.
+    """The devices of this process, and worlds whose ranks are threads of this process.
 
     Args:
-        kind: "emulated": devices that are the process's from here to :meth:`close`; "cuda": its
-            real ones.
-        settings: of emulated ones.
+        kind: "emulated": emulated devices, which exist until :meth:`close`; "cuda": real devices.
+        settings: of emulated devices.
     """
 
     def __init__(self, kind: str, **settings: Any) -> None:
@@ -67,9 +66,9 @@ class Devices:
     def world(
         self, ranks: int, on: Sequence[int] = (0,), options: CommOptions = OPTIONS
     ) -> LocalWorld:
-        """``ranks`` ranks, as many on each of the devices ``on``; kept for later tests.
+        """Returns a world of ``ranks`` ranks, evenly spread over the devices ``on``; caches it.
 
-        The oldest are closed where all would have more than ``KEPT_RANKS``.
+        Closes the oldest worlds while all together would have more than ``KEPT_RANKS`` ranks.
         """
         key = (ranks, tuple(on), options)
         world = self._worlds.pop(key, None)
@@ -77,7 +76,7 @@ class Devices:
             world = None
             while ranks + sum(key[0] for key in self._worlds) > KEPT_RANKS and self._worlds:
                 self._worlds.pop(next(iter(self._worlds))).close()
-                gc.collect()  # their streams are to be used again
+                gc.collect()  # so that their streams can be reused
             world = self.new_world(ranks, on, options)
         self._worlds[key] = world
         return world
@@ -85,14 +84,14 @@ class Devices:
     def new_world(
         self, ranks: int, on: Sequence[int] = (0,), options: CommOptions = OPTIONS
     ) -> LocalWorld:
-        """Builds a world as :meth:`world` does, for one test alone, which closes it."""
+        """Builds a world like :meth:`world`, but for a single test, which closes it."""
         per_device = -(-ranks // len(on))
         devices = [f"cuda:{on[rank // per_device]}" for rank in range(ranks)]
         # Two communicators of 8 ranks must fit on the device side by side.
         return ringcomm.local_world(ranks, device=devices, options=options)
 
     def run(self, world: LocalWorld, fn: Callable[..., T], *args: Any) -> list[T]:
-        """``world.run``, in which tensors can be used as on a GPU; see :meth:`as_on_gpu`."""
+        """Calls ``world.run``; ``fn`` can use tensors as on a GPU, see :meth:`as_on_gpu`."""
 
         def body(comm: Communicator) -> T:
             with self.as_on_gpu(comm):
@@ -102,10 +101,10 @@ class Devices:
 
     @contextmanager
     def as_on_gpu(self, comm: Communicator | None = None) -> Iterator[None]:
-        """Inside, torch's operations of this thread are in stream order.
+        """Inside, torch's operations of this thread run in stream order.
 
-        And plain tensors are the device's of ``comm``, if given; else the thread acts for the ranks
-        of all devices.
+        With ``comm``, plain tensors count as tensors of its device. Without it, the thread acts for
+        the ranks of all devices.
         """
         if self.emulated is None:
             yield
@@ -116,11 +115,11 @@ class Devices:
             yield
 
     def host_tensors(self) -> AbstractContextManager[None]:
-        """Inside, new plain tensors are the host's."""
+        """Inside, new plain tensors count as host tensors."""
         return nullcontext() if self.emulated is None else self.emulated.assuming(None)
 
     def _heaps_used(self) -> list[int]:
-        """Bytes in use on each device, without the heap's own allocation."""
+        """Returns the bytes in use in each device's heap, without the heap's own allocation."""
         devices = range(self.runtime.device_count())
         heaps = [device_heap.existing_heap(device) for device in devices]
         return [
@@ -129,13 +128,13 @@ class Devices:
         ]
 
     def close(self) -> None:
-        """Closes the worlds; what they had must have come back."""
+        """Closes the worlds, and checks that they returned all their memory."""
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
         gc.collect()
         for device in range(self.runtime.device_count()):
-            self.runtime.synchronize(device)  # space is kept until its streams are idle
+            self.runtime.synchronize(device)  # memory is free only when its streams are idle
         lifecycle.reclaim()
         used_bytes, allocated = self._heaps_used(), []
         if self.emulated is not None:
@@ -158,10 +157,10 @@ def heap_of(comm: Communicator) -> str:
 
 
 def room(comm: Communicator, count: int, dtype: torch.dtype, memory: str, turn: int = 0) -> Tensor:
-    """An uninitialised tensor of ``count`` elements on the device of ``comm``, at ``memory``.
+    """Returns an uninitialised tensor of ``count`` elements on the device of ``comm``.
 
-    "mixed" is the heap where the rank and ``turn`` make an odd number, "unaligned" begins one
-    element into its memory, which lies in the heap where they make an even one.
+    ``memory``: "mixed" takes the heap if rank plus ``turn`` is odd. "unaligned" begins one element
+    after the start of its allocation, which is in the heap if rank plus ``turn`` is even.
     """
     odd = (comm.rank + turn) % 2 == 1
     skip = 1 if memory == "unaligned" else 0
@@ -173,29 +172,29 @@ def room(comm: Communicator, count: int, dtype: torch.dtype, memory: str, turn: 
 
 
 def put(comm: Communicator, tensor: Tensor, memory: str, turn: int = 0) -> Tensor:
-    """A copy of ``tensor`` (of the host, one dimension) as :func:`room` allocates it."""
+    """Returns a copy of ``tensor`` (on the host, one dimension), allocated by :func:`room`."""
     target = room(comm, tensor.numel(), tensor.dtype, memory, turn)
     if tensor.numel():
-        # As bytes: not every dtype has a copy kernel.
+        # Copied as bytes, since some dtypes have no copy kernel.
         target.view(torch.uint8).copy_(tensor.view(torch.uint8))
     return target
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor's values, once they are there."""
+    """Returns the tensor's values on the host, once the device has computed them."""
     return tensor.cpu() if tensor.is_cuda else tensor.clone()
 
 
 # ---- words of the protocol ----------------------------------------------------------------------
 
-# As layout.h has them: lines of 64 bytes behind the control page, one per stream, channel and
-# peer, first the signals, then the sleep flags, then the epochs; at last one per channel.
+# As in layout.h: after the control page, lines of 64 bytes, one per stream, channel and peer: first
+# the signals, then the sleep flags, then the epochs; last one line per channel.
 _PAGE_BYTES, _LINE_BYTES, _STREAMS = 4096, 64, 3
 _SEQUENCE_BYTES = 8
 
 
 class Stream(IntEnum):
-    """Of collectives; as in layout.h."""
+    """The streams of collectives, as in layout.h."""
 
     PAIR = 0
     SHARED = 1
@@ -213,7 +212,7 @@ def _links(comm: Communicator) -> int:
 
 
 def set_epochs(comm: Communicator, epoch: int) -> None:
-    """Puts the signals where ``epoch`` items each way would have; between calls, on all ranks."""
+    """Sets the signals as after ``epoch`` items each way; all ranks call it, between calls."""
     links = _links(comm)
     for link in range(links):
         _write(comm, _PAGE_BYTES + link * _LINE_BYTES, epoch, epoch)
@@ -221,7 +220,7 @@ def set_epochs(comm: Communicator, epoch: int) -> None:
 
 
 def ready_word(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> int:
-    """The address of the word with which ``peer`` publishes on the first channel."""
+    """Returns the address of the word by which ``peer`` publishes items on the first channel."""
     core = cast(DeviceCallEngine, comm.engine).device_core
     link = int(stream) * core.native.channels * comm.world_size + peer
     address: int = core._allocation.ptr + _PAGE_BYTES + link * _LINE_BYTES
@@ -229,15 +228,15 @@ def ready_word(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> i
 
 
 def items_read(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> int:
-    """How many items ``peer`` has read of the first channel, on an emulated device.
+    """Returns how many items of the first channel ``peer`` has read, on an emulated device.
 
-    The look tells no kernel anything, as one through the runtime would.
+    Kernels do not notice this look at the word; they might notice a read through the runtime.
     """
     return ctypes.c_uint32.from_address(ready_word(comm, peer, stream) + 4).value
 
 
 def set_ll_epoch(comm: Communicator, epoch: int) -> None:
-    """Puts the LL words where ``epoch`` calls would have; between calls, on all ranks."""
+    """Sets the LL words as after ``epoch`` calls; all ranks call it, between collectives."""
     links = _links(comm)
     for channel in range(links // (_STREAMS * comm.world_size)):
         line = _PAGE_BYTES + (3 * links + channel) * _LINE_BYTES
@@ -245,16 +244,16 @@ def set_ll_epoch(comm: Communicator, epoch: int) -> None:
 
 
 def ll_flags(comm: Communicator) -> set[int]:
-    """The flags of all memories for LL packets; between calls."""
+    """Returns the flags in all memory for LL packets, between calls."""
     core = cast(DeviceCallEngine, comm.engine).device_core
     lines = 3 * _links(comm) + core.native.channels
     begin = _PAGE_BYTES + -(-lines * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
     size_bytes = core.native.words_bytes - begin
     words = memoryview(core.runtime.read(core.device, core._allocation.ptr + begin, size_bytes))
-    # An LL packet is payload, flag, payload, flag; what rounds the words up to a page stays zero.
+    # An LL packet is payload, flag, payload, flag. The padding at the end of the page stays zero.
     return set(words.cast("I")[1::2])
 
 
 def with_options(**changes: Any) -> CommOptions:
-    """The options of these tests, with changes."""
+    """Returns the options of these tests with changes."""
     return replace(OPTIONS, **changes)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the emulated driver: ``python -m tests.support.emulated_driver`` before the tests begin.
 
-It takes a compiler and nothing that is installed, so ``make test`` does it while pip installs.
+It needs a compiler but no installed package, so ``make test`` runs it while pip installs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DRIVER = ("device", "driver", "graph", "memory", "multicast", "ptx_kernels", "t
 LIBRARY = SharedLibrary(
     "driver",
     FOLDER,
-    # To optimise the kernels takes longer than all their calls in the tests.
+    # Optimising the kernels takes longer than all their calls in the tests.
     {
         "integers": Unit("-O0", ("kernels_integer.cpp",)),
         "floats": Unit("-O0", tuple(f"{name}.cpp" for name in _FLOATS)),
@@ -34,7 +34,7 @@ LIBRARY = SharedLibrary(
 
 
 def library_path() -> Path:
-    """Returns the emulated driver's library, and builds it first where it is missing."""
+    """Returns the path of the emulated driver's library; builds a missing library first."""
     return LIBRARY.path
 
 

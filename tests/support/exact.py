@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs whose reductions are exact in every dtype and any order, and their references."""
+"""Inputs whose reductions are exact in every dtype and order, and the expected results."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ MOVABLE = (*REDUCIBLE, *MOVED_ONLY)
 OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PREMUL_FACTOR = 2.0
 
-# A rank alone, a pair, odd and even ones, powers of two, and the largest. The schedule's arithmetic
-# is proved for all of 1 to 16 in schedule_test.cpp.
+# A single rank, a pair, odd and even numbers, powers of two, and the maximum. schedule_test.cpp
+# checks the schedule's arithmetic for all of 1 to 16.
 WORLD_SIZES = (1, 2, 3, 4, 5, 8, 16)
 
 
 def op_of(name: str) -> object:
-    """The op object that a caller passes."""
+    """Returns the op object that a caller passes."""
     return ringcomm.premul_sum(PREMUL_FACTOR) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
 
 
 def ops_for(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of the ops that make sense for ``dtype``."""
+    """Returns the names of the ops that ``dtype`` supports."""
     if dtype in MOVED_ONLY:
         return ()
     if dtype.is_complex:
@@ -61,20 +61,20 @@ def ops_for(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The elements as bytes, which compare for every dtype, NaN included."""
+    """Returns the elements as bytes, which are comparable for every dtype, including NaN."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bits."""
+    """True if dtype, shape and bits are equal."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and values; zeros of either sign are equal where numbers are reduced."""
+    """True if dtype, shape and values are equal; for reducible dtypes 0 equals -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    # torch.equal() has neither float8 nor every complex dtype.
+    # torch.equal() supports neither float8 nor every complex dtype.
     if a.dtype in MOVED_ONLY:
         return torch.equal(raw_bytes(a), raw_bytes(b))
     if a.dtype.is_complex:
@@ -82,8 +82,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-# What follows repeats itself, so that the 64-bit remainders of a short piece, computed once, do for
-# tensors of any length.
+# The values below are periodic, so the 64-bit remainders are computed once, for a short piece that
+# is repeated to any length.
 
 
 def _repeated(period: Tensor, count: int) -> Tensor:
@@ -96,7 +96,7 @@ def _codes(rank: int, most: int) -> Tensor:
 
 
 def pattern(count: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Elements that tell ranks and positions apart; any bits do for data that is only moved."""
+    """Elements that differ by rank and position; any bits if data of the dtype is only moved."""
     period = _codes(rank, 2 if dtype is torch.bool else 251)
     return _repeated(period, count * dtype.itemsize).view(dtype)
 
@@ -105,11 +105,11 @@ def pattern(count: int, rank: int, dtype: torch.dtype) -> Tensor:
 def _integers(rank: int, world: int, op: str, *, signed: bool) -> Tensor:
     positions = torch.arange(4 * 3 * 61, dtype=torch.int64)
     if op == "PRODUCT":
-        # At most four ranks contribute a 2, so that 16 ranks stay within an int8.
+        # At most four ranks contribute 2, so that the result of 16 ranks fits into an int8.
         wide = (positions + rank) % 2 + 1 if rank % 4 == 0 else torch.ones_like(positions)
         return wide * (1 - 2 * ((positions + rank) % 3 == 0).long()) if signed else wide
     if op == "AVG":
-        # Multiples of the world, so that the mean is whole; few, so that sums fit into an int8.
+        # Multiples of the world size: the mean is whole. Few of them: sums fit into an int8.
         return ((positions + rank) % 3 == 0) * world
     if op in ("BAND", "BOR", "BXOR", "MIN", "MAX"):
         return (positions * 7 + rank * 13) % 61 - (30 if signed else 0)
@@ -117,7 +117,7 @@ def _integers(rank: int, world: int, op: str, *, signed: bool) -> Tensor:
 
 
 def operand(count: int, rank: int, world: int, dtype: torch.dtype, op: str) -> Tensor:
-    """Rank ``rank``'s input of ``count`` elements for a reduction by ``op``.
+    """Returns rank ``rank``'s input of ``count`` elements for a reduction by ``op``.
 
     With up to 16 ranks every partial result is a whole number that the dtype holds exactly.
     """
@@ -133,7 +133,7 @@ def operand(count: int, rank: int, world: int, dtype: torch.dtype, op: str) -> T
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Widened to where torch has every operator."""
+    """Widens to a dtype for which torch has every operator."""
     if tensor.dtype is torch.bool or tensor.dtype.is_complex:
         return tensor.to(torch.complex128) if tensor.dtype.is_complex else tensor.long()
     return tensor.double() if tensor.dtype.is_floating_point else tensor.long()
@@ -153,7 +153,7 @@ def _fold(wide: Tensor, op: str) -> Tensor:
 
 
 def reduced(inputs: list[Tensor], op: str) -> Tensor:
-    """Returns the exact result of reducing ``inputs``, bit by bit."""
+    """Returns the exact result of reducing ``inputs``, equal in every bit."""
     dtype = inputs[0].dtype
     wide = _fold(torch.stack([_whole(each) for each in inputs]), op)
     if op == "PREMUL_SUM":

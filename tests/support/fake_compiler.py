@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA compiler that takes no time, and a tree of sources to give it."""
+"""A CUDA compiler that takes no time, and a tree of sources for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def make_tree(root: Path) -> Path:
 
 
 class FakeCompiler:
-    """Its machine code says what it was made of. Each compilation is a line of ``log``.
+    """A compiler whose machine code names its sources; each compilation adds a line to ``log``.
 
     Attributes:
-        error: raised by the next compilations, if set.
+        error: if set, the next compilations raise it.
     """
 
     def __init__(self, log: Path, identity: str = "fake 1.0", takes_s: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class FakeCompiler:
     def compile(
         self, text: str, name: str, headers: Mapping[str, str], options: Sequence[str]
     ) -> bytes:
-        # One write of one line, appended: processes that compile at once do not mix theirs.
+        # Appended by a single write, so that lines of concurrent processes do not mix.
         with open(self.log, "ab", buffering=0) as log:
             log.write(f"{os.getpid()} {name} {' '.join(options)}\n".encode())
         time.sleep(self.takes_s)
@@ -59,5 +59,5 @@ class FakeCompiler:
 
 
 def builder_for(root: Path, compiler: FakeCompiler, folder: Path | None) -> KernelBuilder:
-    """Makes a builder as another process would have one: nothing but the folder is shared."""
+    """Returns a builder as another process would have it: only the folder is shared."""
     return KernelBuilder(root, None, lambda: compiler, KernelCache(folder))

@@ -13,7 +13,7 @@ from ringcomm import Communicator
 from tests.support.fault_schedules import Call
 
 Tensor = torch.Tensor
-ROOT = 0  # of calls that have one; any rank can be the one that fails
+ROOT = 0  # of calls that have one; any rank, this one included, can fail
 
 
 def value(count: int, rank: int, turn: int) -> Tensor:
@@ -52,7 +52,7 @@ class Turn:
         return {"algorithm": self.call.algorithm, "kernels": self.call.kernels}
 
 
-# The call, and what it must have given when it returns: pairs of result and expectation.
+# A call's results when it returns: pairs of actual and expected tensor.
 Pairs = list[tuple[Tensor, Tensor]]
 Wait = Callable[[object], None]
 
@@ -119,7 +119,7 @@ def _barrier(turn: Turn, wait: Wait) -> Pairs:
 
 
 def _messages(turn: Turn, wait: Wait) -> Pairs:
-    """To the right, and from the left."""
+    """Sends to the right neighbour, and receives from the left neighbour."""
     comm, count = turn.comm, turn.call.elems
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     given, got = turn.mine(count), turn.empty(count)
@@ -152,7 +152,7 @@ def _wait(work: object) -> None:
 
 
 def make(comm: Communicator, call: Call, number: int) -> str:
-    """Makes a call with inputs that depend on ``number``; "" or which element is wrong.
+    """Makes a call with inputs that depend on ``number``; returns "" or the first wrong element.
 
     Raises:
         RingcommError: a fault.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs plans of faults, and says which promises of docs/reliability.md they broke."""
+"""Runs plans of faults, and returns which promises of docs/reliability.md were broken."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.support.fault_schedules import Chain, Schedule, is_chain
 from tests.support.faults import shared_memory_files
 from tests.support.ranks import Outcome, Ranks, RanksFailed
 
-# Far beyond what any chain takes, on a busy machine too: who is not through by then hangs.
+# Much longer than any chain takes, even on a busy machine: a rank still running then hangs.
 DEADLINE_S = 90.0
-# How late a timeout may be noticed: a busy machine, and the trace that the error names.
+# How much later than its timeout a call may raise: the machine may be busy, and it writes a trace.
 GRACE_S = 5.0
-# What survivors raise in the first call that cannot complete.
+# The error of survivors in the first call that cannot complete.
 FIRST_ERROR = {"kill": "PeerLost", "stop": "CollectiveTimeout"}
 LATER_ERROR = "AbortedError"
-# Calls that issue others say which one failed.
+# Some calls issue other calls; an error then names one of these.
 NAMES = {"messages": ("isend", "irecv", "recv")}
-# Who gave up, after how long, and where: of a lost peer and of a timeout.
+# Which rank gave up, after how long, and at which item: for a lost peer, and for a timeout.
 WAITED = (
     re.compile(r"rank (\d+) in .* \(noticed after ([\d.]+) s at item (\d+)\)"),
     re.compile(r"rank (\d+) in .* waited ([\d.]+) s, .* \(item (\d+), epoch"),
@@ -44,7 +44,7 @@ WAITED = (
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait that ended in an error, from its text."""
+    """The wait that ended in an error, parsed from the error's text."""
 
     rank: int
     waited_s: float
@@ -52,7 +52,7 @@ class Wait:
 
     @classmethod
     def of(cls, text: str) -> Wait | None:
-        """None: the text says nothing of a wait."""
+        """Parses the text; returns None if it mentions no wait."""
         told = text.partition(": ")[2]
         found = next(filter(None, (form.match(told) for form in WAITED)), None)
         if found is None:
@@ -64,7 +64,7 @@ class Wait:
 def run_chain(
     chain: Chain, player: type[Player] = Player, deadline_s: float = DEADLINE_S
 ) -> list[str]:
-    """Plays the chain with processes as ranks; what was broken, nothing if all is well."""
+    """Plays the chain with processes as ranks; returns what was broken, or an empty list."""
     assert is_chain(chain), chain
     before = shared_memory_files()
     found: list[str] = []
@@ -84,7 +84,7 @@ def run_chain(
 
 
 def violations(chain: Chain, outcomes: list[Outcome], folder: Path) -> list[str]:
-    """Returns what the ranks' reports say against the promises."""
+    """Returns the violations in the ranks' reports."""
     members = list(range(len(outcomes)))
     found = []
     for number, schedule in enumerate(chain):
@@ -105,7 +105,7 @@ def violations(chain: Chain, outcomes: list[Outcome], folder: Path) -> list[str]
 
 
 def check_report(schedule: Schedule, report: Report) -> Iterator[str]:
-    """Returns what one survivor's report of one schedule says against the promises."""
+    """Yields the violations in one survivor's report of one schedule."""
     fault = schedule.fault
     for text in report.leaks:
         yield f"left behind: {text}"
@@ -154,7 +154,7 @@ def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
 
 
 def check_deadline(text: str, rank: int, elapsed_s: float, timeout_s: float) -> Iterator[str]:
-    """Checks that the timeout of ``rank``, after ``elapsed_s`` in the call, came in time."""
+    """Checks that ``rank`` timed out in time; it raised after ``elapsed_s`` in the call."""
     wait = Wait.of(text)
     if wait is None:
         yield f"the error does not say how long was waited: {text}"
@@ -168,18 +168,18 @@ def check_deadline(text: str, rank: int, elapsed_s: float, timeout_s: float) -> 
 
 
 def expected_waits(schedule: Schedule) -> dict[int, WaitPoint] | None:
-    """By rank, where a survivor can notice the loss of the one that fails; None: not known."""
+    """Returns by rank where survivors can notice the loss of the failing rank; None: unknown."""
     fault = schedule.fault
     if not all(map(is_modelled, schedule.calls)):
         return None
-    # The call that fails is made twice: to count its steps, and to fail.
+    # The ranks make the failing call twice: once to count its steps, and once to fail in it.
     earlier = schedule.calls[: fault.call + 1]
     calls = (*earlier, *schedule.calls[fault.call :], LAST)
     failing = Rank(fault.rank, schedule.world_size, schedule.segment_bytes)
     counts = [len(steps_of(failing, call)) for call in earlier]
     found = wait_points(schedule, calls, sum(counts) + fault.step % counts[-1])
-    # Who waits for a survivor learns it from others when a peer has died, and by time when it has
-    # stopped, and then names the rank that all wait for.
+    # A rank that waits for a survivor: if a peer has died, it learns of the death from other ranks;
+    # if a rank has stopped, it times out, and names the stopped rank that all wait for.
     if fault.action == "stop":
         return {rank: WaitPoint(fault.rank, point.item) for rank, point in found.items()}
     return {rank: point for rank, point in found.items() if point.peer == fault.rank}

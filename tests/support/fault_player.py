@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays plans of faults: each rank makes the calls, and reports how each ended and what it left."""
+"""Plays plans of faults: each rank makes the calls, and reports their ends and any leaks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from tests.support.fault_calls import make
 from tests.support.fault_schedules import Call, Chain, Schedule
 from tests.support.faults import is_stopped
 
-# Nobody waits so long, unless a rank hangs; one that is only slow gets through.
+# Only a hanging rank exceeds this; a slow rank does not.
 TIMEOUT_S = 60.0
-# Peers of a stopped rank wait this long. A call keeps the timeout with which it began.
+# The timeout of a stopped rank's peers. A call keeps the timeout that was set when it began.
 STOPPED_TIMEOUT_S = {"native": 1.0, "triton": 8.0}
 # The timeout of a native call that begins before the rank has stopped.
 UNSTOPPED_TIMEOUT_S = 8.0
 POLL_S = 0.005
-# Of all ranks, after a schedule's own calls: none is left that has not learnt of a fault.
+# Made by all ranks after a schedule's own calls, so that every rank learns of a fault.
 LAST = Call("all_reduce", 3)
 EXACT, WRONG = "exact", "wrong"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one call on one rank: EXACT, WRONG, or the class of the error; and its text."""
+    """How one call ended on one rank: EXACT, WRONG or the class of the error, and a text."""
 
     kind: str
     outcome: str
@@ -55,10 +55,10 @@ class Report:
 
     Attributes:
         rank: in the schedule's communicator.
-        ended: the calls, in order, up to LAST.
+        ended: the ends of the calls, in order, up to LAST.
         steps: of the disturbed call, on the rank that is to fail; else 0.
         fresh: the call on a new communicator of the survivors; None when all survive.
-        leaks: what was left behind.
+        leaks: resources that were not released.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Report:
 
 @dataclass
 class Held:
-    """The resources of this process that a communicator could leave behind."""
+    """The resources of this process that a communicator could leak."""
 
     descriptors: Counter[str] = field(default_factory=Counter)
     threads: int = 0
@@ -79,13 +79,13 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
-        # An error's traceback, its frames and the communicator that keeps it refer to each other.
+        # An error's traceback, its frames and the communicator that keeps the error form a cycle.
         gc.collect()
-        # Building a communicator takes back what retired ones left.
+        # Building a communicator frees what closed communicators have left.
         Communicator.from_store(HashStore(), 0, 1, name="alone").close()
         held = cls()
         for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 held.descriptors[os.readlink(entry).partition(":[")[0]] += 1
         held.threads = len(list(Path("/proc/self/task").iterdir()))
         held.heap_bytes = ringcomm.heap_stats()["used_bytes"]
@@ -94,7 +94,7 @@ class Held:
         return held
 
     def leaks(self, settle_s: float) -> tuple[str, ...]:
-        """Returns what is held beyond this, when all had time to go."""
+        """Returns what is held now in addition to this, after time to release it."""
         deadline = time.monotonic() + settle_s
         while (found := self._beyond(Held.now())) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -110,7 +110,7 @@ class Held:
 
 
 class Player:
-    """One rank of a chain. Tests of the checks override what it does."""
+    """One rank of a chain. Tests of the checks override methods."""
 
     settle_s = 30.0
 
@@ -126,7 +126,7 @@ class Player:
             before = Held.now()
             report = self.play_one(f"{number}", schedule)
             report = replace(report, leaks=before.leaks(self.settle_s))
-            # Not what the process returns: it may be the next to be killed.
+            # Written to a file, not returned by the process: the rank may be killed next.
             report_path(folder, number, self.me).write_bytes(pickle.dumps(report))
 
     def connect(self, name: str, segment_bytes: int) -> Communicator:
@@ -153,7 +153,7 @@ class Player:
         steps = 0
         for number, call in enumerate(schedule.calls):
             if number == fault.call:
-                # Once undisturbed, to count the steps.
+                # First without the fault, to count the steps.
                 _native.arm_fault("none")
                 ended.append(self.attempt(comm, call, number))
                 steps = sum(_native.fault_passages().values())
@@ -168,7 +168,7 @@ class Player:
         return ended, steps if comm.rank == fault.rank else 0
 
     def expect_stop(self, comm: Communicator, call: Call, rank: int) -> None:
-        """Sets the timeout for the call in which ``rank`` stops: a short one if it has stopped."""
+        """Sets the timeout of the call in which ``rank`` stops; after the stop, a short one."""
         pid = int(self.store.get(f"pid/{self.members[rank]}"))
 
         def hasten() -> None:
@@ -191,7 +191,7 @@ class Player:
         return Ended(call.kind, WRONG if wrong else EXACT, wrong)
 
     def bury(self, name: str, schedule: Schedule) -> None:
-        """Takes leave of the rank that failed; ends it, if it is only stopped."""
+        """Removes the failed rank from the members; kills it if it is only stopped."""
         gone = self.members.pop(schedule.fault.rank)
         if schedule.fault.action != "stop":
             return
@@ -204,16 +204,16 @@ class Player:
 
 
 def report_path(folder: Path, number: int, rank: int) -> Path:
-    """Returns the file for a rank's report of a schedule; ranks count in the first one."""
+    """Returns the file for a rank's report of a schedule; ranks as in the first schedule."""
     return folder / f"{number}-{rank}"
 
 
 def play(
     store: Any, rank: int, world_size: int, chain: Chain, folder: Path, player: type[Player]
 ) -> None:
-    """One rank; ends before it returns if it is one to be killed."""
+    """Plays a chain as one rank; if the chain kills this rank, does not return."""
     torch.set_num_threads(1)
-    gc.freeze()  # what the server had loaded: collections need not look through it
+    gc.freeze()  # garbage collections skip the modules that the server loaded
     if any(call.kernels == "triton" for schedule in chain for call in schedule.calls):
         os.environ["TRITON_INTERPRET"] = "1"
     player(store, rank, world_size).play(chain, folder)

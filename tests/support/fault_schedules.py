@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of faults: what a world of ranks calls, and which rank fails where; drawn from a seed."""
+"""Plans of faults, drawn from a seed: the calls of a world, and which rank fails where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 FATAL = ("kill", "stop")
 HARMLESS = ("delay", "slow")
 
-# What can be called, with the algorithms that it has; see fault_calls.py.
+# The kinds of calls, with their algorithms; see fault_calls.py.
 KINDS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("auto", "two_shot", "ring"),
     "reduce_scatter_tensor": ("auto", "one_shot", "ring"),
@@ -23,11 +23,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "barrier": ("auto",),
     "messages": ("auto",),
 }
-# Those that run in Triton's interpreter as well.
+# The kinds that Triton's interpreter can run as well.
 INTERPRETED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-# From one element to several segments each of which is several lines long.
+# From one element to several segments of several cache lines each.
 ELEMS = (1, 7, 64, 500, 3000)
-# A zero-copy item is one from this many bytes on (kZeroCopyMinBytes, for chunks of three ranks).
+# Enough bytes for zero-copy: kZeroCopyMinBytes, in chunks of three ranks.
 ZERO_COPY_ELEMS = 20_000
 SEGMENT_BYTES = (256, 1024, 4096)
 
@@ -40,7 +40,7 @@ class Call:
         kind: a key of KINDS.
         elems: FP32 elements of a rank's part.
         algorithm: one of the kind's.
-        heap: the buffers lie in the heap.
+        heap: the buffers are in the heap.
         async_op: issued as an asynchronous operation.
         kernels: "native" or "triton".
     """
@@ -59,10 +59,10 @@ class Fault:
 
     Attributes:
         action: "kill", "stop", "delay" or "slow".
-        rank: whose.
-        call: in which call of the schedule.
-        step: before which of the call's publications, acknowledgements and waits, from 0; modulo
-            how many the call has on that rank.
+        rank: the rank that fails.
+        call: the index of the call in the schedule.
+        step: the fault happens before this step of the call; steps are the rank's publications,
+            acknowledgements and waits, from 0; modulo their number.
         seconds: of a delay, or of each step from there on.
     """
 
@@ -87,17 +87,17 @@ class Schedule:
     fault: Fault
 
 
-# Schedules that the same processes play one after the other: after a fatal one the survivors go on.
+# Schedules that the same processes play in turn; after a fatal fault the survivors continue.
 Chain = tuple[Schedule, ...]
 
 
 def survivors(schedule: Schedule) -> int:
-    """The number of ranks that are left."""
+    """Returns the number of ranks that are left."""
     return schedule.world_size - schedule.fault.is_fatal
 
 
 def is_chain(chain: Chain) -> bool:
-    """Tells whether each schedule takes the ranks that the one before it left."""
+    """True if each schedule has as many ranks as the schedule before it left."""
     return all(after.world_size == survivors(before) for before, after in pairwise(chain))
 
 
@@ -115,7 +115,7 @@ def _call(draw: Random) -> Call:
 
 
 def _fault(draw: Random, world_size: int, calls: int, fatal: bool) -> Fault:
-    # A stopped rank costs its peers their timeout; a killed one is noticed at once.
+    # Few stops: peers of a stopped rank wait for their timeout, but notice a killed rank at once.
     action = draw.choices(FATAL, (9, 1))[0] if fatal else draw.choice(HARMLESS)
     seconds = {"delay": 0.02, "slow": 0.0002}.get(action, 0.0)
     rank, call = draw.randrange(world_size), draw.randrange(calls)
@@ -123,7 +123,7 @@ def _fault(draw: Random, world_size: int, calls: int, fatal: bool) -> Fault:
 
 
 def draw_chain(seed: int, world_size: int = 4) -> Chain:
-    """A chain that ends with two ranks, drawn from ``seed``: about four schedules, all different.
+    """Draws a chain from ``seed`` that ends with two ranks: about four different schedules.
 
     Args:
         seed: equal seeds give equal chains.
@@ -140,7 +140,7 @@ def draw_chain(seed: int, world_size: int = 4) -> Chain:
 
 
 def interpreted(chain: Chain) -> Chain:
-    """The chain with those calls in the interpreter that can be; the others stay native."""
+    """Returns the chain with calls in the interpreter where possible; others stay native."""
     return tuple(
         replace(
             schedule,

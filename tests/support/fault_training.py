@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs that lose a rank, and go on from their last checkpoint: nothing is lost."""
+"""Training runs that lose a rank and continue from their last checkpoint without a loss."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class TrainingFault:
 
     Attributes:
         stage: of ZeRO.
-        world_size: ranks that begin.
-        rank: who is killed.
-        turn: in which turn, after the first save.
-        step: before which publication, acknowledgement or wait of the turn, modulo their number.
+        world_size: of the run before the fault.
+        rank: the rank that is killed.
+        turn: the turn in which it is killed, after the first save.
+        step: it is killed before this publication, acknowledgement or wait, modulo their number.
     """
 
     stage: int
@@ -45,7 +45,7 @@ class TrainingFault:
 
 
 def draw_training(seed: int) -> TrainingFault:
-    """Equal seeds give equal plans."""
+    """Draws a plan; equal seeds give equal plans."""
     draw = Random(seed)
     world_size = draw.choice((2, 3))
     turn = draw.randrange(SAVE_EVERY, TURNS)
@@ -54,7 +54,7 @@ def draw_training(seed: int) -> TrainingFault:
 
 
 class TrainingRank:
-    """The work of a rank; tests of the checks override it."""
+    """The work of one rank; tests of the checks override methods."""
 
     def __init__(self, fault: TrainingFault, root: Path) -> None:
         self.fault = fault
@@ -62,7 +62,7 @@ class TrainingRank:
 
     @cached_property
     def base(self) -> Any:
-        """To be made where no other thread draws random numbers."""
+        """The model. Make it while no other thread draws random numbers."""
         return new_model(MODEL)
 
     def job(self, comm: Communicator) -> Job:
@@ -75,17 +75,17 @@ class TrainingRank:
                 job.save(self.root)
 
     def resume(self, comm: Communicator) -> tuple[int, State]:
-        """Returns the step at which a run goes on, and the state at its end."""
+        """Resumes a run; returns the step at which it resumed, and its final state."""
         job = self.job(comm)
         begun = job.load(self.root).step
         self.train(job, TURNS, save=False)
         return begun, job.state()
 
     def lose_a_rank(self, comm: Communicator) -> str:
-        """Loses a rank, and returns the text of the error that a survivor gets."""
+        """Trains until a rank is killed; returns the text of a survivor's error."""
         fault, job = self.fault, self.job(comm)
         fails = comm.rank == fault.rank
-        # Turns that save, and others, pass as many points as the last one of their kind.
+        # A turn takes as many steps as the turn SAVE_EVERY before it, which also saves or does not.
         self.train(job, fault.turn - SAVE_EVERY, save=True)
         _native.arm_fault("none")
         self.train(job, fault.turn - SAVE_EVERY + 1, save=True)
@@ -120,9 +120,9 @@ def _restart(store: Any, rank: int, world_size: int, trainer: TrainingRank) -> A
 
 
 def _undisturbed(fault: TrainingFault, world_size: int, root: Path, step: int | None) -> State:
-    """The end of a run from ``step`` (None: the beginning) that loses nobody, ranks as threads."""
+    """Returns the final state of a run from ``step`` (None: the beginning) that loses no rank."""
     trainer = TrainingRank(fault, root)
-    assert trainer.base is not None  # made before the threads
+    assert trainer.base is not None  # made before the threads start
 
     def run(comm: Communicator) -> State:
         job = trainer.job(comm)
@@ -144,8 +144,9 @@ def _differences(what: str, state: State, wanted: State) -> list[str]:
 
 
 def run_training(fault: TrainingFault, trainer: type[TrainingRank] = TrainingRank) -> list[str]:
-    """Loses a rank and goes on, with the survivors and with as many ranks as at first; what was
-    broken, nothing if all is well."""
+    """Loses a rank, continues with the survivors and with the first world size; returns what was
+    broken, or an empty list.
+    """
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         acting = trainer(fault, root)

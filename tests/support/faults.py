@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault injection, and proof that nothing is left behind."""
+"""Fault injection, and checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def die() -> None:
-    """Ends this process as the OOM killer would."""
+    """Kills this process as the kernel's OOM killer would."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def shared_memory_files() -> set[str]:
-    """Names in /dev/shm that could be ringcomm's: all but those of other libraries' semaphores."""
+    """Returns the names in /dev/shm that may be ringcomm's: all but other libraries' semaphores."""
     return {entry.name for entry in SHARED_MEMORY.iterdir() if "ringcomm" in entry.name}
 
 
 def is_stopped(pid: int) -> bool:
-    """True when the process is stopped by a signal."""
+    """True if a signal has stopped the process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def until_stopped(pid: int) -> None:
-    """Waits until the process is stopped: a signal takes its time on a busy machine."""
+    """Waits until the process is stopped; on a busy machine a signal takes time."""
     deadline = time.monotonic() + 60.0
     while not is_stopped(pid):
         assert time.monotonic() < deadline, "it was not stopped"
@@ -39,7 +39,7 @@ def until_stopped(pid: int) -> None:
 
 
 def wait_for_all(store: Any, name: str, n: int) -> None:
-    """Returns in ``n`` processes at about the same time, whatever the machine's load."""
+    """A barrier: returns when ``n`` processes have called it, however busy the machine is."""
     store.add(f"met/{name}", 1)
     deadline = time.monotonic() + 60.0
     while int(store.add(f"met/{name}", 0)) < n:
@@ -48,9 +48,9 @@ def wait_for_all(store: Any, name: str, n: int) -> None:
 
 
 def until_rank_threads_have_ended(*ranks: int) -> None:
-    """Waits until these ranks of a local world have raised or returned, so that they did so first.
+    """Waits until the threads of these ranks of a local world have ended by an error or a return.
 
-    They must have begun; called by another rank's thread.
+    These threads must have begun; the caller is the thread of another rank.
     """
     names = {f"ringcomm-rank-{rank}" for rank in ranks}
     deadline = time.monotonic() + 60.0
@@ -60,9 +60,9 @@ def until_rank_threads_have_ended(*ranks: int) -> None:
 
 
 def leaving_together(body: Callable[[Any], T], ranks: int) -> Callable[[Any], T]:
-    """Returns a function for ``LocalWorld.run`` in which no rank returns before all have done.
+    """Wraps a function for ``LocalWorld.run`` so that no rank returns before all have finished.
 
-    A rank that returned would be told apart from one that is late.
+    Otherwise a rank's error could depend on whether another rank has returned or is only late.
     """
     barrier = threading.Barrier(ranks)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that tells its peers what no rank of ringcomm would: they must notice."""
+"""A rank that sends its peers data that no rank of ringcomm sends; the peers must notice."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SEND = 10
 
 @dataclass(frozen=True)
 class Region:
-    """One rank's region as mapped in this process."""
+    """One rank's region, mapped in this process."""
 
     base_ptr: int
     sizes: tuple[int, int, int, int]
 
     @classmethod
     def of(cls, comm: Communicator, rank: int | None = None) -> Region:
-        """The region of ``rank`` (default: its own) of ``comm``."""
+        """Returns the region of ``rank`` (default: the communicator's own) of ``comm``."""
         core: Any = comm.engine.core
         table = core.rank_table(0)
         offset = _native.STRUCTURES["table.regions"] + 8 * (comm.rank if rank is None else rank)
@@ -62,7 +62,7 @@ class Region:
 def header(
     collective: int, dtype: str, size_bytes: int, match_bytes: int, /, **changes: Any
 ) -> bytes:
-    """A staged header of a communicator's first call, with ``changes`` to it."""
+    """Returns the staged header of a communicator's first call, with ``changes``."""
     values: dict[str, Any] = dict.fromkeys(FIELDS, 0)
     values |= {
         "sequence": 1,
@@ -89,5 +89,5 @@ def publish(comm: Communicator, reader: int, stream: int, raw: bytes) -> None:
 
 
 def heap_end() -> int:
-    """The size of this process's heap, which is an offset right behind it."""
+    """Returns the size of this process's heap, which is the first offset after its end."""
     return process_heap().capacity_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that this process uses in its heap, with nothing left that only waits to be freed."""
+"""The bytes that this process uses in its heap, after everything that can be freed is freed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import ringcomm
 
 
 def settled_heap_bytes(barrier: Callable[[], None] | None = None) -> int:
-    """Returns the used bytes of this process' heap without what earlier tests have left there.
+    """Returns the used bytes of this process's heap, without remains of earlier tests.
 
-    A difference of two such numbers tells of what happened between them, and of nothing before:
-    the garbage of earlier tests is collected at times that depend on which tests ran before.
+    The difference of two such numbers then depends only on what happened between them. Without
+    this, garbage of earlier tests is collected at times that depend on which tests ran before.
 
-    ``barrier`` is one of all processes whose communicators reached this heap, if there are several.
+    ``barrier`` is a barrier of all processes whose communicators reached this heap, if any.
     """
-    # Modules refer to themselves, and a cycle through an object of C++ is one only after that has
-    # gone. All of it must go before the barrier, since a rank keeps a closed communicator's memory
-    # until its peers have closed theirs.
+    # Several rounds: modules are in reference cycles, and a cycle through a C++ object can be
+    # collected only after this object. All must be done before the barrier, since a rank keeps a
+    # closed communicator's memory until its peers have closed theirs.
     while gc.collect():
         pass
     if barrier is not None:
         barrier()
-    # A communicator that is made or closed frees what earlier ones kept until their peers left.
+    # Making or closing a communicator frees what earlier ones kept until their peers left.
     ringcomm.Communicator.from_store(dist.HashStore(), 0, 1).close()
     return int(ringcomm.heap_stats()["used_bytes"])

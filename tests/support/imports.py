@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the tree that importing modules reads, found in their sources without importing."""
+"""Finds the files that an import of modules reads, by parsing their sources."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import ringcomm
 from tests.support import ROOT
 
-# An entry point makes `import torch` import the backend.
+# `import torch` imports this module, through an entry point.
 IMPORTED_BY_TORCH = "ringcomm.c10d"
 
 
 def files_imported(modules: Iterable[str], root: Path = ROOT) -> set[str]:
     """Returns the files, relative to the root, that importing modules by dotted name reads.
 
-    It follows what runs at import: no bodies of functions, and nothing under ``TYPE_CHECKING``.
+    It follows only code that runs at import: neither function bodies nor ``TYPE_CHECKING`` blocks.
     """
     found: dict[str, str] = {}
     open_names = {part for name in modules for part in _with_parents(name)}
@@ -112,10 +112,10 @@ class _AtImport(ast.NodeVisitor):
 
 
 def _also_imported(name: str) -> Iterator[str]:
-    """Yields what an import of a name loads besides the module of this name."""
+    """Yields modules that an import of a name loads in addition to the module of this name."""
     if name.partition(".")[0] == "torch":
         yield IMPORTED_BY_TORCH
     if name.startswith("ringcomm."):
-        home = ringcomm._HOME_OF.get(name.split(".")[1])  # the package loads public names at use
+        home = ringcomm._HOME_OF.get(name.split(".")[1])  # loaded at the name's first use
         if home is not None:
             yield home

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several nodes on one machine: network namespaces that a bridge joins, with ranks in them.
+"""Several nodes on one machine: network namespaces, joined by a bridge, with ranks in them.
 
 A node has its own network, processes, System V and POSIX shared memory, host name, mounts and boot
-id; nodes share files, as over a file system of a cluster. Each node's interface ``eth0`` leads to a
-port of a bridge, which lies in a namespace of its own: the host's network is not touched. A token
-bucket (``tbf``) at each end of that link limits its rate, each way.
+id; nodes share files, as clusters do by a shared file system. Each node's interface ``eth0`` leads
+to a port of a bridge in a further namespace, so the host's network is not changed. A token bucket
+(``tbf``) at each end of the link limits its rate in each direction.
 
-What holds a node is a process, the first of its process namespace. It dies with the process that
-made the lab, however that ends, by the kernel's PR_SET_PDEATHSIG; every process of the node dies
-with it, and with them the namespaces, which have no names on disk.
+A node exists as long as its holder, the first process of its process namespace. By the kernel's
+PR_SET_PDEATHSIG the holder dies with the process that made the lab, however that process ends. With
+the holder die all processes of the node, and then its namespaces, which have no names on disk.
 
-Processes of a node are started by ``fork_server`` (torch is imported already), and are children of
-the process that made the lab. A pool of ranks stays up and runs one function after another; other
-commands (launchers, say) run beside it.
+``fork_server`` starts the processes of a node (with torch imported) as children of the process that
+made the lab. A pool of ranks stays up and runs one function after another; other commands, such as
+launchers, run beside it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Check = Callable[..., Any] | str
 INTERFACE = "eth0"
 MAX_NODES = 16
 SLOWEST_GBPS, FASTEST_GBPS = 0.001, 100.0
-QUEUE_MS = 50  # how long a packet may wait for a link before the next ones are dropped
+QUEUE_MS = 50  # longest wait of a packet for the link; then packets are dropped
 FIRST_PORT = 29500
 START_S, END_S = 60.0, 60.0
-# After one rank has failed, the others are most likely stuck in what it does not do any more.
+# After one rank has failed, the others most likely wait for its part of a call.
 GRACE_S = 3.0
 SHOWN_CHARACTERS = 4000
-STACKS_S = 0.3  # a process writes the stacks of its threads in this time
+STACKS_S = 0.3  # enough time for a process to write the stacks of its threads
 
 _NEW_MOUNTS, _NEW_HOST_NAME, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_PROCESSES, _NEW_NETWORK = 0x20000000, 0x40000000
@@ -63,7 +63,7 @@ NODE_KINDS = _NEW_MOUNTS | _NEW_HOST_NAME | _NEW_IPC | _NEW_PROCESSES | _NEW_NET
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
 
 TOOLS = ("ip", "tc", "unshare")
-# Everything that a lab asks of the kernel, in namespaces that end with it.
+# Tries everything that a lab needs from the kernel, in namespaces that end with the command.
 PROBE = """
 ip link add bridge0 type bridge
 ip link add port type veth peer name eth0
@@ -72,18 +72,18 @@ tc qdisc add dev port root tbf rate 1gbit burst 128kb latency 50ms
 
 
 class LabError(RuntimeError):
-    """A lab could not be made, changed or taken down."""
+    """A lab could not be made, changed or closed."""
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """The tools that a lab needs and that are not installed."""
+    """Returns the missing tools that a lab needs."""
     return tuple(tool for tool in TOOLS if shutil.which(tool) is None)
 
 
 @cache
 def refusal() -> str:
-    """Returns why this machine cannot hold a lab, "" if it can."""
+    """Returns why this machine cannot run a lab, or "" if it can."""
     if os.geteuid() != 0:
         return "a lab of several nodes needs root"
     if lacking():
@@ -96,8 +96,8 @@ def refusal() -> str:
 
 
 def require() -> None:
-    """Skips a test where no lab can be made; fails it where CI could have installed the tools."""
-    import pytest  # here only: ranks import this module
+    """Skips a test if no lab can be made; fails it if CI could have installed the tools."""
+    import pytest  # only here: ranks import this module, too
 
     if lacking() and must_not_skip(os.environ, CAN_INSTALL):
         pytest.fail(refusal())
@@ -106,15 +106,15 @@ def require() -> None:
 
 
 def burst_bytes(gbps: float) -> int:
-    """How much a link of this rate lets pass at once after it was idle: a millisecond's worth.
+    """Returns how many bytes an idle link lets pass at once: those of a millisecond.
 
-    But two of the largest packets at least, which the bucket would otherwise cut.
+    It is at least two packets of the largest size, because the bucket would drop larger ones.
     """
     return max(2 * 65536, round(gbps * 1e9 / 8 / 1000))
 
 
 class NodePopen(Popen):
-    """``subprocess.Popen`` of any command in namespaces, those of a node for example."""
+    """``subprocess.Popen`` of any command in namespaces, such as those of a node."""
 
     def __init__(self, namespaces: Namespaces, command: Sequence[str], **how: Any) -> None:
         self.namespaces = namespaces
@@ -122,16 +122,16 @@ class NodePopen(Popen):
 
 
 class Lab:
-    """Nodes that stand until the context ends.
+    """Nodes that exist until the context ends.
 
     Args:
         nodes: how many, up to 16.
-        gbps: the rate of each node's link, each way, in 10^9 bits per second with all headers;
-            None is as fast as the machine is.
+        gbps: the rate of each node's link in each direction, in 10^9 bits per second with all
+            headers; None: unlimited.
         mtu: of the links, in bytes.
 
     Raises:
-        LabError: the kernel or a tool refuses; what was there already is taken down.
+        LabError: the kernel or a tool refuses; the part that exists is taken down.
         ValueError: an argument is out of bounds.
     """
 
@@ -172,15 +172,15 @@ class Lab:
 
     @property
     def holders(self) -> list[int]:
-        """The processes that hold the nodes and, the last, the bridge."""
+        """The ids of the processes that hold the nodes and, last, the bridge."""
         return [holder.pid for holder in self._holders]
 
     def namespace(self, node: int, kind: str) -> str:
-        """The name of a namespace of a node, as /proc shows it; ``kind`` is net, pid and so on."""
+        """The name of a node's namespace, as in /proc; ``kind`` is "net", "pid" and so on."""
         return os.readlink(f"/proc/{self._holders[node].pid}/ns/{kind}")
 
     def _hold(self) -> None:
-        """Starts the process that holds each node, and one for the bridge."""
+        """Starts a process that holds each node, and one for the bridge."""
         names = [f"node{node}" for node in range(self.nodes)]
         hosts = "".join(f"{self.address(node)} {name}\n" for node, name in enumerate(names))
         for name in (*names, "switch"):
@@ -205,7 +205,7 @@ class Lab:
                 raise LabError(f"{name}: {(line + output.read()).decode()}")
 
     def _wire(self) -> None:
-        """Joins the nodes by a bridge, and limits the rates."""
+        """Joins the nodes by a bridge, and limits the rates of the links."""
         links = ["link set lo up", "link add bridge0 type bridge mcast_snooping 0"]
         links += ["link set bridge0 addrgenmode none", "link set bridge0 up"]
         limits = []
@@ -214,7 +214,7 @@ class Lab:
             links += [
                 f"link add {port} mtu {self.mtu} type veth"
                 f" peer name {INTERFACE} mtu {self.mtu} netns {pid}",
-                f"link set {port} addrgenmode none",  # no traffic but that of the ranks
+                f"link set {port} addrgenmode none",  # no traffic other than the ranks'
                 f"link set {port} master bridge0",
                 f"link set {port} up",
             ]
@@ -263,18 +263,18 @@ class Lab:
         return int(line.split(":")[1].split()[8])
 
     def mark(self) -> None:
-        """Counts :meth:`wire_bytes` from here on."""
+        """Makes :meth:`wire_bytes` count from now on."""
         self._marks = [self._sent_bytes(node) for node in range(self.nodes)]
 
     def wire_bytes(self) -> list[int]:
-        """The bytes that each node's interface has sent since the mark, headers among them.
+        """Returns the bytes, with headers, that each node's interface has sent since the mark.
 
-        A packet of several segments (offloaded segmentation) counts the headers of one.
+        A packet of several segments (offloaded segmentation) counts the headers of one segment.
         """
         return [self._sent_bytes(node) - self._marks[node] for node in range(self.nodes)]
 
     def cut(self, node: int) -> None:
-        """Takes a node's link down, as a pulled cable would: nothing that it sends arrives."""
+        """Takes a node's link down, like a pulled cable: no packet from or to it arrives."""
         self._tool(self._switch, "ip", [f"link set node{node} down"])
 
     def mend(self, node: int) -> None:
@@ -284,7 +284,7 @@ class Lab:
     # ---- processes ------------------------------------------------------------------------------
 
     def environment(self, node: int) -> dict[str, str]:
-        """The variables of a process of ``node``: this process's, and how the nodes connect."""
+        """The environment of a process of ``node``: this process's, and network settings."""
         network = {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(self._port),
@@ -301,11 +301,11 @@ class Lab:
         env: Mapping[str, str] | None = None,
         **how: Any,
     ) -> NodePopen:
-        """Starts any command in a node, as ``subprocess.Popen`` would with the words in ``how``.
+        """Starts any command in a node; ``how`` are further arguments of ``subprocess.Popen``.
 
-        Programs of this Python are forks that have torch, as ``fork_server`` tells. ``env`` is
-        added to :meth:`environment`. The process has an id of its own node, but is a child of this
-        process, to which it has the id ``popen().pid``.
+        Programs of this Python are forks that have torch, see ``fork_server``. ``env`` is added to
+        :meth:`environment`. The process has an id inside its node; this process, its parent, knows
+        it by the id ``popen().pid``.
         """
         if self._holders[node].poll() is not None:
             raise LabError(f"node {node} has ended")
@@ -329,7 +329,7 @@ class Lab:
         return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
 
     def ranks(self, ranks_per_node: Sequence[int]) -> LabRanks:
-        """The ranks of this shape, which stay up from one call to the next."""
+        """Returns the ranks of this shape, which stay up from one call to the next."""
         shape = tuple(ranks_per_node)
         if len(shape) != self.nodes or min(shape) < 0 or not sum(shape):
             raise ValueError(f"Lab.ranks: {self.nodes} nodes, got ranks_per_node={shape}")
@@ -344,15 +344,15 @@ class Lab:
         return self.ranks(ranks_per_node).run(fn, *args, timeout_s=timeout_s)
 
     def next_port(self) -> int:
-        """Returns a port of node 0 that no call has had before."""
+        """Returns a port of node 0 that no earlier call has used."""
         self._port += 1
         return self._port
 
     def kill(self, node: int, local_rank: int | None = None) -> None:
-        """Kills one rank of a node (of every pool), or all processes of the node; waits for it.
+        """Kills a rank of a node (in every pool), or all processes of the node; waits for the end.
 
-        The kernel closes the connections of what was killed, so that peers learn of it at once;
-        where they must not, :meth:`cut` the node before. The node itself stays, empty.
+        The kernel closes the connections of killed processes, so that peers notice at once. To
+        avoid this, :meth:`cut` the node first. The node itself stays, without processes.
         """
         if local_rank is not None:
             for pool in self._pools.values():
@@ -365,12 +365,12 @@ class Lab:
             pool.wait_for_end(node)
 
     def close(self) -> None:
-        """Ends every process of every node, and with them the network."""
+        """Ends every process of every node, and thereby the network."""
         for holder in self._holders:
             holder.kill()
         for pool in self._pools.values():
             pool.close()
-        # A holder ends last, when this process has taken leave of what it started in the node.
+        # A holder ends only after this process has waited for what it started in the node.
         for process in (*self._started, *self._holders):
             process.wait(END_S)
             for stream in (process.stdin, process.stdout, process.stderr):
@@ -381,7 +381,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """The numbers of a rank, as torchrun numbers it: nodes one after the other."""
+    """The numbers of a rank, as torchrun assigns them: node by node."""
 
     rank: int
     node: int
@@ -403,7 +403,7 @@ class RankNumbers:
 
 
 class _Rank:
-    """The process of one rank, the pipe to it, and a file of its output."""
+    """The process of one rank, the pipe to it, and a file for its output."""
 
     def __init__(self, lab: Lab, numbers: RankNumbers) -> None:
         self.numbers = numbers
@@ -423,11 +423,11 @@ class _Rank:
 
     def start(self, message: object) -> None:
         os.ftruncate(self._output, 0)
-        with contextlib.suppress(OSError):  # it is dead, which its outcome will say
+        with contextlib.suppress(OSError):  # it has died; outcome() will report this
             self.pipe.send(message)
 
     def outcome(self) -> Outcome:
-        """The answer that is there, or the end of the process."""
+        """Returns the rank's answer, which must be there, or else how its process ended."""
         outcome = Outcome(self.numbers.rank)
         try:
             outcome.read(self.pipe)
@@ -437,7 +437,7 @@ class _Rank:
         return self._with_output(outcome)
 
     def late(self) -> Outcome:
-        """Says where the threads of the process are."""
+        """Returns a timeout, with the stacks of the process's threads."""
         with contextlib.suppress(OSError):
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(STACKS_S)
@@ -464,8 +464,8 @@ class _Rank:
 class LabRanks:
     """Ranks on the nodes of a lab, which run one function after another.
 
-    A call for which a rank raised, died or did not answer, or whose outcomes nobody took, costs
-    these processes: the next call has new ones. Each call has a MASTER_PORT of its own.
+    If a rank raised, died or did not answer, or if a call's outcomes were not fetched, the
+    processes are replaced before the next call. Each call has its own MASTER_PORT.
     """
 
     def __init__(self, lab: Lab, shape: tuple[int, ...]) -> None:
@@ -475,28 +475,28 @@ class LabRanks:
 
     @property
     def pids(self) -> list[int]:
-        """The processes by rank, as this process knows them."""
+        """The process ids by rank, as this process sees them."""
         return [rank.process.pid for rank in self._ranks]
 
     def run(self, fn: Check, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Calls ``fn(*args)`` on every rank; its numbers are in the environment, as of torchrun.
+        """Calls ``fn(*args)`` on every rank, with torchrun's variables in the environment.
 
         Args:
             fn: a function of a module, or its dotted name.
-            args: what it is given; they are pickled.
+            args: the arguments; they are pickled.
             timeout_s: how long the slowest rank may take.
 
         Returns:
             The results by rank, which were pickled.
 
         Raises:
-            RanksFailed: a rank raised, died or did not answer; all that each said is shown.
+            RanksFailed: a rank raised, died or did not answer; shows the failed ranks' output.
         """
         self.start(fn, *args)
         return values_of(self.outcomes(timeout_s, GRACE_S))
 
     def start(self, fn: Check, *args: Any) -> None:
-        """Begins a call, whose end :meth:`outcomes` waits for."""
+        """Begins a call; :meth:`outcomes` waits for its end."""
         if self._is_called or any(rank.process.poll() is not None for rank in self._ranks):
             self.close()
         if not self._ranks:
@@ -507,11 +507,11 @@ class LabRanks:
             rank.start((fn, args, port))
 
     def outcomes(self, timeout_s: float = 60.0, grace_s: float | None = None) -> list[Outcome]:
-        """How the call ended on each rank.
+        """Waits for a call; returns how it ended on each rank.
 
         Args:
             timeout_s: how long to wait for the slowest rank.
-            grace_s: how long the others may take once one has failed; None: as long as ever.
+            grace_s: how long to wait for others once a rank has failed; None: until the timeout.
         """
         self._is_called = False
         outcomes = gather(
@@ -533,7 +533,7 @@ class LabRanks:
                 rank.process.wait(END_S)
 
     def wait_for_end(self, node: int) -> None:
-        """Waits for the end of the ranks of a node, which were killed."""
+        """Waits until the killed ranks of a node have ended."""
         for rank in self._ranks:
             if rank.numbers.node == node:
                 rank.process.wait(END_S)
@@ -555,15 +555,15 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
 
 
 def own_proc() -> None:
-    """Shows this process, the first of its process namespace, what is in there, and nobody else."""
+    """Mounts a /proc with only the processes of this process's namespace."""
     _mount("none", "/", flags=_RECURSIVE | _PRIVATE)
     _mount("proc", "/proc", "proc")
 
 
 def _hold(name: str, boot_id: str, hosts: str) -> None:
-    """Makes this process the first of a node, and ends with the lab: with it ends the node."""
+    """Makes this process the holder of a node; it ends with the lab, and the node with it."""
     end_with(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests, which share the terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests, in the same terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans leave no zombies
     socket.sethostname(name)
     own_proc()
@@ -576,11 +576,11 @@ def _hold(name: str, boot_id: str, hosts: str) -> None:
         _mount(str(own), path, flags=_BIND)
         own.unlink()
     print("ready", flush=True)
-    sys.stdin.read()  # ends when the lab's process has ended: also before prctl() above
+    sys.stdin.read()  # returns when the lab's process has ended, even before end_with()
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs the functions that a pool sends, until it ends."""
+    """Runs the functions that a pool sends, until the pool is closed."""
     faulthandler.register(signal.SIGUSR1)
     while True:
         try:

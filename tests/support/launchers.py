@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers in a lab: a remote shell between its nodes, and Slurm on all of them."""
+"""Launchers in a lab: a remote shell between its nodes, and Slurm on its nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.lab import Lab
 
 START_S = 60.0
 MOST_BYTES = 1 << 17
-# What a lab sets for its ranks, and what these launchers are to do without.
+# Variables that a lab sets for its ranks; these launchers must do without them.
 NOT_PASSED = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 SLURM_TOOLS = ("slurmctld", "slurmd", "srun")
 
-# What a launcher runs instead of ssh, and as the program of each rank. It has the test's process
-# start a command in a node, with the streams of this one, and ends as the command ends.
+# Launchers run this program instead of ssh, and as the program of each rank. It asks the test's
+# process to start a command in a node, with its own streams, and returns the command's status.
 AGENT = """#!{python} -IS
 import json, os, socket, sys
 
@@ -41,9 +41,9 @@ class RemoteShell:
     """Starts commands in the nodes of a lab for launchers that run there.
 
     Attributes:
-        path: a program: ``path HOST COMMAND`` is what ``ssh HOST COMMAND`` would be, and ``path
-            here PROGRAM WORDS`` is this Python with the words, in the caller's environment and
-            node, as a fork that has torch.
+        path: a program. ``path HOST COMMAND`` acts like ``ssh HOST COMMAND``. ``path here WORDS``
+            runs this Python with the words, in the caller's environment and node, as a fork that
+            has torch.
     """
 
     def __init__(self, lab: Lab, folder: Path) -> None:
@@ -59,11 +59,11 @@ class RemoteShell:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def rank(self, *words: str) -> list[str]:
-        """The command of a rank: this Python with ``words``."""
+        """Returns the command of a rank: this Python with ``words``."""
         return [str(self.path), "here", *words]
 
     def close(self) -> None:
-        """Takes no more callers."""
+        """Stops accepting callers."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -84,7 +84,7 @@ class RemoteShell:
                 host, command = name, [sys.executable, "-u", *command]
             else:
                 command, environment = ["sh", "-c", " ".join(command)], {}
-            # As after a login: only what the launcher passes on.
+            # As after a remote login: only the variables that the launcher passes.
             environment = {**dict.fromkeys(NOT_PASSED, ""), **environment}
             streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
             with self._guard:
@@ -96,7 +96,7 @@ class RemoteShell:
             caller.send(bytes([process.wait() & 255]))
 
 
-# Nobody is asked who he is, and nothing is limited: the nodes are the lab's, and end with it.
+# No authentication and no limits: the nodes belong to the lab, and end with it.
 SLURM = """
 ClusterName=lab
 SlurmctldHost=node0({address})
@@ -122,7 +122,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def start_slurm(lab: Lab, folder: Path) -> dict[str, str]:
-    """Starts Slurm's daemons on the nodes of a lab; returns what its commands need to be told."""
+    """Starts Slurm's daemons on the nodes of a lab; returns variables for its commands."""
     folder.mkdir()
     nodes = "\n".join(
         f"NodeName=node{node} NodeAddr={lab.address(node)} CPUs=4 State=UNKNOWN"

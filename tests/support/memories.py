@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memories for tensors: plain memory or the heap, aligned or not."""
+"""Kinds of memory for tensors: plain memory or the heap, aligned or not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MEMORIES = ("plain", "heap", "mixed", "unaligned")
 
 
 def room(count: int, dtype: torch.dtype, memory: str, rank: int = 0) -> Tensor:
-    """An uninitialised tensor of ``count`` elements at ``memory``.
+    """Returns an uninitialised tensor of ``count`` elements in a kind of memory.
 
-    "mixed" is the heap on odd ranks only; "unaligned" begins one element into its memory, which
-    lies in the heap on even ranks only.
+    "mixed" is the heap on odd ranks only. "unaligned" begins one element after the start of its
+    allocation, which is in the heap on even ranks only.
     """
     in_heap = memory == "heap" or (
         memory in ("mixed", "unaligned") and rank % 2 == (memory == "mixed")
@@ -35,17 +35,19 @@ def room(count: int, dtype: torch.dtype, memory: str, rank: int = 0) -> Tensor:
 
 
 def put(tensor: Tensor, memory: str, rank: int = 0) -> Tensor:
-    """A copy of ``tensor`` (one dimension) at ``memory``."""
+    """Returns a copy of ``tensor`` (one dimension) in a kind of memory."""
     target = room(tensor.numel(), tensor.dtype, memory, rank)
     if tensor.numel():
-        # As bytes: not every dtype has a copy kernel.
+        # Copied as bytes, since some dtypes have no copy kernel.
         target.view(torch.uint8).copy_(tensor.view(torch.uint8))
     return target
 
 
 def below_2_gib(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` whose address fits into an int32, as on a heap of a Python that is
-    linked at a fixed address."""
+    """Returns a copy of ``tensor`` at an address that fits into an int32.
+
+    A Python that is linked at a fixed address may have such addresses in its heap.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_32BIT
     memory = mmap.mmap(-1, max(1, tensor.nbytes), flags=flags)
     copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)

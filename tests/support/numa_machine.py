@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders like the kernel's of NUMA nodes, for machines that are not at hand."""
+"""Writes folders like the kernel's for NUMA nodes, to simulate other machines."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ def write_machine(
         folder: an empty folder.
         cpus: by node, the list of its CPUs; the nodes also are at distances 10 + 11 steps.
         online: the list of nodes that are online; "": all.
-        has_memory: the list of nodes with memory; None: those that are online.
+        has_memory: the list of nodes with memory; None: as ``online``.
     """
     online = online or ",".join(map(str, sorted(cpus)))
     (folder / "online").write_text(f"{online}\n")

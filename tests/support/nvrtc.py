@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVRTC of the ``nvidia-cuda-nvrtc`` package, with the functions that CuPy's module of it has.
+"""NVRTC of the ``nvidia-cuda-nvrtc`` package, with the same functions as CuPy's ``nvrtc`` module.
 
-The library reaches NVRTC through CuPy; this stands in for it on machines that have no CuPy. It is
-as strict as CuPy about what is ``str`` and what is ``bytes``.
+ringcomm calls NVRTC through CuPy; this module replaces CuPy where it is not installed. It is as
+strict as CuPy about ``str`` and ``bytes``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class NVRTCError(RuntimeError):
 
 
 def nvidia_files(pattern: str) -> list[Path]:
-    """Files that NVIDIA's Python packages installed, by a pattern below ``nvidia/``."""
+    """Returns files of NVIDIA's Python packages that match a pattern below ``nvidia/``."""
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations if spec else None
     return sorted(path for folder in folders or () for path in Path(folder).glob(pattern))
 
 
 def library_path() -> Path | None:
-    """The newest libnvrtc, if any is installed."""
+    """Returns the newest installed libnvrtc, or None."""
     return next(iter(reversed(nvidia_files("*/lib/libnvrtc.so.*"))), None)
 
 
@@ -112,7 +112,7 @@ def destroyProgram(program: int) -> None:
 
 
 def stand_in_for_cupy(patch: pytest.MonkeyPatch) -> None:
-    """Makes this module the ``nvrtc`` that the library imports; skips where there is no NVRTC."""
+    """Makes the library import this module as ``nvrtc``; skips the test if there is no NVRTC."""
     if library_path() is None:
         pytest.skip(NEEDS_NVRTC)
     libs = ModuleType("cupy_backends.cuda.libs")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a tree that processes open, whichever process it is: inotify(7) tells."""
+"""Records which files of a tree any process opens, by inotify(7)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from types import TracebackType
 
 _OPEN, _OVERFLOW, _IS_FOLDER = 0x20, 0x4000, 0x40000000
-_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name behind it
+_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Opened:
-    """A context in which every file of a tree that any process opens is noted.
+    """A context that records every file of a tree that any process opens.
 
-    Only folders that exist when the context is entered are watched. A compiler, a formatter and a
-    child of a child are seen as well as Python. A read of byte code in ``__pycache__`` counts as
-    one of its source.
+    It watches only folders that exist when the context is entered. It sees the files of compilers,
+    formatters and children of children as well. Byte code read from ``__pycache__`` counts as a
+    read of its source.
 
     Attributes:
-        files: names relative to the tree; complete when the context is left.
+        files: names relative to the tree; complete when the context has ended.
     """
 
     def __init__(self, tree: Path) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that a process imports before it forks ranks and programs, so that they need not.
+"""Modules that a process imports before it forks ranks and programs, so that they need not.
 
-A rank whose function stands in a file of tests imports that file, which imports pytest: half of
-what a rank takes. An optimizer of torch's imports torch's compiler, which takes as long as torch
-itself.
+A rank whose function is in a test file imports this file, which imports pytest: half of a rank's
+time. torch's optimizers import torch's compiler, which takes as long as torch itself.
 """
 
 from __future__ import annotations

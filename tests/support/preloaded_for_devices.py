@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules that a process imports before it forks jobs on emulated devices.
 
-As :mod:`tests.support.preloaded` for all tests, but without ZeRO and the differentiable
-collectives: the proofs of kernels would have to run whenever these change.
+As in :mod:`tests.support.preloaded`, but without ZeRO and the differentiable collectives: otherwise
+each change to these would make the proofs of kernels run again.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ _SENTENCE_END = re.compile(r"(?<=[.;:!?]) ")
 
 @dataclass(frozen=True)
 class Passage:
-    """A comment block, docstring, message or paragraph on one line of text."""
+    """A comment block, docstring, message or paragraph, joined to one line of text."""
 
     line: int
     text: str
 
     def sentence_at(self, offset: int) -> str:
-        """Returns the sentence or clause around a character."""
+        """Returns the sentence or clause that contains a character."""
         begin = 0
         for sentence in _SENTENCE_END.split(self.text):
             end = begin + len(sentence) + 1
@@ -38,7 +38,7 @@ class Passage:
 
 
 def passages(path: Path) -> Iterator[Passage]:
-    """Yields the prose of a file in no particular order."""
+    """Yields the prose of a file, in any order."""
     text = path.read_text()
     if path.suffix == ".md":
         yield from _paragraphs(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized values that a device makes and adds up, beside the host's, to the ends of runs."""
+"""Checks that a device quantizes, dequantizes and sums as the host does, to the ends of runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.comm.test_quantization import blocks_of_all_kinds, quantize, total
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Numbers of a run, and elements (of quantized values: bytes) by which it lies off any alignment.
-# Blocks of all kinds, whole and behind each other; others; and ends of all kinds.
+# (numbers in a run, offset of its start from any alignment in elements, or in bytes for quantized
+# values). They include all kinds of whole blocks, consecutive blocks, and partial blocks.
 CASES = ((64, 0), (301, 1), (255, 0), (191, 1), (2, 0), (1, 1), (2432, 0))
 _GUARD = 0xA5
 
 
 @dataclass(frozen=True)
 class QuantizationEnd:
-    """The quantization of a device.
+    """The quantization functions of a device.
 
     Attributes:
         quantize, sum: ``quantize`` and ``dequantize_and_sum`` of the native device communicator.
-        to_device: brings a tensor of the host to the device, where kernels may use it.
-        to_host: returns what is there once all calls are done.
+        to_device: copies a host tensor to the device, where kernels may use it.
+        to_host: copies a tensor back once all calls are done.
     """
 
     quantize: Callable[..., object]
@@ -37,7 +37,7 @@ class QuantizationEnd:
 
 
 def numbers_of(elems: int, dtype: torch.dtype) -> Tensor:
-    """Blocks of all kinds, as often as they are wanted."""
+    """Returns ``elems`` numbers: blocks of all kinds, repeated."""
     kinds = blocks_of_all_kinds().flatten()
     return kinds.repeat(-(-elems // kinds.numel()))[:elems].to(dtype)
 
@@ -48,7 +48,7 @@ def differences(
     dtype: torch.dtype,
     cases: Sequence[tuple[int, int]] = CASES,
 ) -> list[str]:
-    """Returns what is not as the host has it."""
+    """Returns how the device's results differ from the host's."""
     return list(each_difference(end, quant_format, dtype, cases))
 
 
@@ -58,7 +58,7 @@ def each_difference(
     dtype: torch.dtype,
     cases: Sequence[tuple[int, int]] = CASES,
 ) -> Iterator[str]:
-    """Yields what is not as the host has it, and makes no more than that takes."""
+    """Yields how the device's results differ from the host's; computes only as far as needed."""
     for elems, skip in cases:
         numbers = numbers_of(elems, dtype)
         for wrong in (_wrong_values, _wrong_sums):
@@ -103,7 +103,7 @@ def _wrong_sums(
 
 
 def _alike(found: Tensor, wanted: Tensor) -> bool:
-    """Equal bits, but any NaN for a NaN: its payload is the machine's."""
+    """True if the bits are equal, or both are NaN: the payload of a NaN depends on the machine."""
     bits = {4: torch.int32, 2: torch.int16}[found.element_size()]
     both_nan = found.isnan() & wanted.isnan()
     return bool(((found.view(bits) == wanted.view(bits)) | both_nan).all())

@@ -36,7 +36,7 @@ Surround = Callable[[str], AbstractContextManager[object]]
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 ANSWER_TIMEOUT_S = 120.0
-# After one rank has failed, the others are most likely stuck in a collective.
+# After one rank has failed, the others most likely wait in a collective.
 GRACE_S = 3.0
 
 
@@ -46,9 +46,9 @@ class Setting:
 
     Attributes:
         backend: of ``init_process_group``.
-        nodes: how many equal nodes the ranks say that they are on, in order; 1: they say nothing.
+        nodes: on how many equal nodes the ranks claim to be, in order; 1: they claim nothing.
         options: the group's ``pg_options``.
-        way: what serves groups of ringcomm, "python" or "native".
+        way: which implementation serves groups of ringcomm, "python" or "native".
     """
 
     backend: str
@@ -57,7 +57,7 @@ class Setting:
     way: str = "python"
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """The variables of a rank."""
+        """Returns the environment variables of a rank."""
         variables = {"RINGCOMM_BACKEND": self.way}
         if self.nodes > 1:
             variables["RINGCOMM_NODE_ID"] = f"node{rank * self.nodes // world_size}"
@@ -65,18 +65,18 @@ class Setting:
 
 
 def default_group() -> Any:
-    """The default group of this rank, of which each backend has methods of its own."""
+    """Returns this rank's default group, on which backends have methods of their own."""
     return dist.group.WORLD
 
 
 def group_communicator(rank: int, world_size: int, **settings: Any) -> ringcomm.Communicator:
-    """Builds a communicator of the ranks of a check, whatever the backend of their group."""
+    """Builds a communicator of a check's ranks, for any backend of their group."""
     store = dist.PrefixStore("communicator", dist.distributed_c10d._get_default_store())
     return ringcomm.Communicator.from_store(store, rank, world_size, **settings)
 
 
 def same(ours: Any, reference: Any) -> None:
-    """Asserts that two results are equal to the bit, tensor by tensor."""
+    """Asserts that two results are equal in every bit, tensor by tensor."""
     our_leaves, our_spec = pytree.tree_flatten(ours)
     leaves, spec = pytree.tree_flatten(reference)
     assert our_spec == spec, f"{our_spec} != {spec}"
@@ -88,14 +88,14 @@ def same(ours: Any, reference: Any) -> None:
             assert one == other, f"leaf {index}: {one!r} != {other!r}"
 
 
-# Gloo ends its threads when a group is freed. What a callback holds is freed on such a thread, and
-# if that is the last reference to the group, the thread joins itself and the process aborts. So
-# each group is kept until the next one is there.
+# Gloo ends its threads when a group is freed. If a callback holds the last reference to the group,
+# a thread of Gloo frees the group, joins itself, and the process aborts. So each group is kept
+# until the next group exists.
 _latest: list[Any] = []
 
 
 def in_group(setting: Setting, check: Check, rank: int, world_size: int, rendezvous: str) -> Any:
-    """Runs ``check`` in a new default group of this rank and returns its result."""
+    """Runs ``check`` in a new default group of this rank, and returns its result."""
     store = dist.FileStore(rendezvous, world_size)
     with mock.patch.dict(os.environ, setting.environment(rank, world_size)):
         dist.init_process_group(
@@ -133,23 +133,23 @@ def in_groups(
 
 
 def launched(check: Check, rank: int, world_size: int) -> Any:
-    """Runs ``check`` with the variables that torchrun sets.
+    """Runs ``check`` with the variables that torchrun sets, for the whole check.
 
-    Without them all along Lightning starts ranks itself: the program that it finds running.
+    Without them Lightning would start ranks itself, by running the current program again.
     """
     variables = {
         "TORCHELASTIC_RUN_ID": "none",
         **rank_variables(rank, world_size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # where nobody listens: the group is there already
+        "MASTER_PORT": "1",  # no server listens there: the group exists already
     }
     with mock.patch.dict(os.environ, variables):
         return check(rank, world_size)
 
 
 def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) -> None:
-    """Body of one process: takes (settings, check, rendezvous), and answers as a rank does."""
+    """Runs in a rank's process: receives (settings, check, rendezvous), and sends the outcome."""
     torch.set_num_threads(1)
     ringcomm.c10d.register()
     while True:
@@ -164,9 +164,9 @@ def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) 
 def fork_ranks(
     modules: Sequence[str], pipes: Sequence[Connection], world_size: int, surround: Surround
 ) -> None:
-    """Body of a process that imports modules once for all ranks, which are its forks.
+    """Runs in a process that imports modules once, and forks all ranks.
 
-    It ends with the first of them, and they end with it.
+    The process ends with the first rank that ends, and the ranks end with it.
     """
     for name in modules:
         importlib.import_module(name)
@@ -179,7 +179,7 @@ def fork_ranks(
         end_with(parent)
         for other in pipes:
             if other is not pipe:
-                other.close()  # else nobody would see its rank die
+                other.close()  # an open copy would hide the other rank's death
         rank_loop(pipe, rank, world_size, surround)
         os._exit(0)
     for pipe in pipes:
@@ -188,11 +188,11 @@ def fork_ranks(
 
 
 class RankPool:
-    """``world_size`` processes; a check that leaves them stuck costs only itself.
+    """``world_size`` processes; if a check leaves them stuck, only this check fails.
 
     Args:
         world_size: how many.
-        surround: entered in each process around a group of the backend that it is given.
+        surround: a context that each process enters around a group, given the group's backend.
         imports: modules that take long to import, and that all checks need.
     """
 
@@ -214,15 +214,15 @@ class RankPool:
         self._run((Setting(backend, way=way),), check)
 
     def compare(self, check: Check, way: str = "python") -> None:
-        """Runs ``check`` on ringcomm and on Gloo; its results must be equal to the bit."""
+        """Runs ``check`` on ringcomm and on Gloo; the results must be equal in every bit."""
         self._run((Setting("ringcomm", way=way), Setting("gloo")), check)
 
     def compare_nodes(self, check: Check, sum_group_size: int = 2) -> None:
-        """Runs ``check`` over two nodes and on one; the results must be equal to the bit.
+        """Runs ``check`` over two nodes and on one; the results must be equal in every bit.
 
         Args:
             check: as for :meth:`compare`.
-            sum_group_size: how many ranks of the one node are summed first.
+            sum_group_size: how many ranks of the single node are summed first.
         """
         one = Setting("ringcomm", options=CommOptions(sum_group_size=sum_group_size))
         self._run((Setting("ringcomm", nodes=2), one), check)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: start them, collect what they return or raise, leave none behind."""
+"""Runs ranks as processes: starts them, collects results and errors, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ringcomm.launch import describe_exit
 from tests.support import fork_server
 
 POLL_S = 0.01
-# How a process ended can be read once, and start() reads it of all processes. A thread that reads
-# it while another one does finds exit code 255.
+# A process's exit status can be read only once, and start() reads the status of all processes. A
+# thread that reads a status at the same time as another thread gets exit code 255.
 _READING = threading.Lock()
 
 
@@ -40,7 +40,7 @@ _READING = threading.Lock()
 class Outcome:
     """The end of one rank: a value, or an exception with its text, or only an exit code.
 
-    There is no exit code where a rank has answered and stays up.
+    There is no exit code if the rank has answered and stays up.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Outcome:
         return f"rank {self.rank}{end}: {self.trace or raised}"
 
     def read(self, answer: Connection) -> None:
-        """Takes what :func:`answer_of` has made, from the pipe that brings it."""
+        """Reads an answer of :func:`answer_of` from a pipe."""
         self.value, self.error, self.trace = pickle.loads(answer.recv_bytes())
 
 
@@ -68,7 +68,7 @@ class RanksFailed(AssertionError):
 
 
 def context(server: ForkServer = forkserver._forkserver) -> ForkServerContext:
-    """How ranks are started: the server has torch loaded, and a fork of it takes milliseconds."""
+    """Returns how ranks are started: as forks of a server that has torch, within milliseconds."""
     fork_server.start_multiprocessing(server)
     return multiprocessing.get_context("forkserver")
 
@@ -88,22 +88,22 @@ def _main(
 
 
 def answer_of(call: Callable[[], Any]) -> bytes:
-    """Runs a function of a rank; returns its value, error and trace, pickled."""
+    """Runs a rank's function; returns its value, error and traceback, pickled."""
     try:
-        # pickle itself: torch's own reductions would pass file descriptors of a process that ends.
+        # Plain pickle: torch's own reductions would pass file descriptors of a process that ends.
         return pickle.dumps((call(), None, ""))
     except BaseException as error:
         trace = traceback.format_exc()
         try:
             answer = pickle.dumps((None, error, trace))
-            pickle.loads(answer)  # some exceptions can be pickled, but not read again
+            pickle.loads(answer)  # some exceptions can be pickled but not unpickled
         except Exception:
             answer = pickle.dumps((None, RuntimeError(repr(error)), trace))
         return answer
 
 
 def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
-    """The results by rank; raises :class:`RanksFailed`, with all traces, where a rank has none."""
+    """Returns the results by rank; if a rank has none, raises RanksFailed with all traces."""
     failed = [outcome.describe() for outcome in outcomes if not outcome.ok]
     if failed:
         raise RanksFailed("\n".join(failed))
@@ -121,10 +121,10 @@ def gather(
 
     Args:
         pipes: to the ranks.
-        answered: the outcome of a rank from whose pipe an answer, or its end, can be read.
-        late: the outcome of a rank that did not answer in time.
+        answered: returns the outcome of a rank whose pipe has an answer, or was closed.
+        late: returns the outcome of a rank that did not answer in time.
         timeout_s: how long the slowest rank may take.
-        grace_s: how long the others may take once one has failed; None: as long as ever.
+        grace_s: how long to wait for the others once a rank has failed; None: until the timeout.
     """
     deadline = time.monotonic() + timeout_s
     outcomes: dict[int, Outcome] = {}
@@ -142,11 +142,11 @@ def gather(
 def join_nodes(
     store: Store, rank: int, world_size: int, nodes: Sequence[Sequence[int]], **settings: Any
 ) -> ringcomm.Communicator:
-    """Builds the communicator of processes that say that they are on several nodes.
+    """Builds the communicator of processes that claim to be on several nodes.
 
     Args:
-        store, rank, world_size: as :func:`run_ranks` gives them.
-        nodes: the ranks of each.
+        store, rank, world_size: as :func:`run_ranks` passes them.
+        nodes: the ranks of each node.
         settings: of ``Communicator.from_store``.
     """
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
@@ -170,9 +170,9 @@ def _join(process: BaseProcess, timeout_s: float | None = None) -> int | None:
 
 
 class Ranks:
-    """Started ranks; a context manager that kills those that are left."""
+    """Started ranks; a context manager that kills the remaining ranks."""
 
-    # Forks the ranks; a subclass may have one that imports more before.
+    # The server that forks the ranks; a subclass may use one that imports more modules first.
     server = forkserver._forkserver
 
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
@@ -182,9 +182,9 @@ class Ranks:
         store_path = self.store_path
         self._answers: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        # The server that forks them asks at once how they ended: only a file that stands for the
-        # process keeps a signal from another one that has got its pid since.
-        # None stands for a process that has ended before there was one.
+        # Descriptors (pidfd) of the processes. The server reads their statuses at once, so their
+        # ids may be reused; a signal by descriptor cannot hit another process. None: the process
+        # ended before its descriptor was opened.
         self._handles: list[int | None] = []
         for rank in range(world_size):
             mine, theirs = how.Pipe(duplex=False)
@@ -218,7 +218,7 @@ class Ranks:
 
     @property
     def store_path(self) -> str:
-        """The file of the store that the ranks are given."""
+        """The path of the store's file, which the ranks get."""
         return str(Path(self._directory.name) / "store")
 
     @property
@@ -232,7 +232,7 @@ class Ranks:
         signal.pidfd_send_signal(handle, number)
 
     def wait(self, timeout_s: float = 60.0, ranks: list[int] | None = None) -> list[Outcome]:
-        """The outcomes of ``ranks`` (default all); fails when one of them does not end in time."""
+        """Returns the outcomes of ``ranks`` (default all); fails if a rank does not end in time."""
         deadline = time.monotonic() + timeout_s
         return [self._outcome(rank, deadline) for rank in (ranks or range(len(self.processes)))]
 
@@ -244,7 +244,7 @@ class Ranks:
                 with contextlib.suppress(EOFError):  # it died
                     outcome.read(answer)
                 break
-            # It may have answered and ended since the look above.
+            # The process may have answered and ended since the poll above.
             if wait([process.sentinel], 0) and not answer.poll():
                 break
             if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a process between its imports and its first fork."""
+"""Prepares a process after its imports for its first fork."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 
 
 def settle() -> None:
-    """Forgets Triton, and keeps everything else that was imported out of garbage collections.
+    """Forgets Triton, and excludes all other imported objects from garbage collection.
 
-    torch's compiler imports Triton, which must not be there: whether its functions are defined for
-    its interpreter is decided when it is imported, by an environment variable that some ranks set.
+    torch's compiler imports Triton, but Triton must be imported later: at import it decides by an
+    environment variable, which some ranks set, whether to define its functions for its interpreter.
     """
-    # The compiled part cannot be loaded twice, and does not ask.
+    # The compiled part (triton._C) is kept: it cannot be loaded twice, and ignores the variable.
     for name in list(sys.modules):
         if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
-    # A rank that collects garbage would mark every object of these modules, and so copy their
-    # pages: a quarter of a second of each rank.
+    # A rank's garbage collection would mark every object of these modules, and so copy their pages,
+    # which takes a quarter of a second per rank.
     gc.collect()
     gc.freeze()

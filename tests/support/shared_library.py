@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared libraries of the tests' own C++, built under ``build/`` when their sources change."""
+"""Shared libraries from the tests' C++ sources, built under ``build/`` when the sources change."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _run(command: Sequence[str], target: Path) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """Sources that are compiled at once, so that the headers they share are read once.
+    """Sources that are compiled together, so that their common headers are parsed once.
 
     Attributes:
-        optimise: the compiler's option. To optimise may take longer than all calls in the tests.
+        optimise: the compiler's option. Optimising may take longer than all calls in the tests.
         sources: names below the folder of the library.
     """
 
@@ -48,11 +48,11 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class SharedLibrary:
-    """A library that is built when it is first asked for, unless these very sources have been.
+    """A library that is built at its first use, unless a build of the same sources exists.
 
     Attributes:
         name: of the file, before its digest.
-        folder: where its sources lie.
+        folder: the folder of its sources.
         units: by their names.
         headers: folders with all headers that the sources include.
         includes: folders that the compiler searches for headers.
@@ -68,7 +68,7 @@ class SharedLibrary:
 
     @cached_property
     def path(self) -> Path:
-        """The path of the library, which is built unless a build of the same sources exists.
+        """The path of the library; builds it unless a build of the same sources exists.
 
         Raises:
             RuntimeError: no compiler is installed, or the sources do not compile.
@@ -82,12 +82,12 @@ class SharedLibrary:
         FOLDER.mkdir(parents=True, exist_ok=True)
         target = FOLDER / f"{self.name}-{_digest(headers, *names, *texts)}.so"
         with (FOLDER / f"{self.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks start at once
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks may start at once
             if not target.exists():
                 with ThreadPoolExecutor(os.cpu_count()) as pool:
                     objects = list(pool.map(lambda unit: self._compile(unit, headers), self.units))
                 for older in FOLDER.glob(f"{self.name}-*.so"):
-                    older.unlink()  # whoever has loaded it keeps it
+                    older.unlink()  # processes that have loaded it keep it
                 own = ["-shared", "-pthread", f"-Wl,-soname,{target.name}", "-Wl,-rpath,$ORIGIN"]
                 _run([COMPILER, *own, *map(str, objects), *map(str, needed)], target)
         return target
@@ -103,7 +103,7 @@ class SharedLibrary:
         ).encode()
 
     def _compile(self, name: str, headers: bytes) -> Path:
-        """Returns the object file of a unit, made now unless one of these very sources exists."""
+        """Returns the object file of a unit; compiles it unless the same sources were compiled."""
         unit = self.units[name]
         one, *more = self._sources(unit)
         texts = [source.read_bytes() for source in (one, *more)]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""System calls that the kernel refuses this process, as a container's filter does (seccomp(2))."""
+"""Makes the kernel refuse system calls of this process, as a container's seccomp(2) filter does."""
 
 import ctypes
 import errno
 import os
 import platform
 
-# By the machine: the number of each call.
+# By machine type, the number of each call.
 NUMBERS = {
     "x86_64": {"mbind": 237, "set_mempolicy": 238, "process_vm_readv": 310},
     "aarch64": {"mbind": 235, "set_mempolicy": 237, "process_vm_readv": 270},
@@ -28,17 +28,17 @@ class _Program(ctypes.Structure):
 
 
 def forbid(name: str, error: int = errno.EPERM, first_argument: int | None = None) -> None:
-    """From here on the kernel refuses this process a system call.
+    """From now on the kernel refuses this process a system call.
 
     Args:
         name: of the call, one of ``NUMBERS``.
-        error: what the kernel answers.
-        first_argument: calls with another first argument are made; None: all are refused.
+        error: the errno of refused calls.
+        first_argument: only calls with this first argument are refused; None: all.
     """
     load, equal, answer = 0x20, 0x15, 0x06  # BPF_LD | BPF_W | BPF_ABS and so on
     argument = 0 if first_argument is None else first_argument
     steps = [
-        (load, 0, 0, 0),  # the number of the call
+        (load, 0, 0, 0),  # loads the number of the call
         (equal, 0, 3, NUMBERS[name]),
         (load, 0, 0, 16),  # its first argument
         (equal, 0, 1 if first_argument is not None else 0, argument),

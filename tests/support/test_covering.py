@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covering arrays have each pair that a case can have, and fewer cases than the product."""
+"""Covering arrays contain each pair that a case can have, with fewer cases than the product."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_value_is_in_a_case():
 
 
 def test_no_case_is_refused_and_each_pair_of_those_that_are_not_is_there():
-    """A pair may be valid with one value of a third axis only, or with no value of it."""
+    """Some pairs are valid only with one value of a third axis, others with no value of it."""
 
     def valid(case):
         if case.get("a") == 3 and case.get("b") == "x":

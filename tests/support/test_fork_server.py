@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program in a fork finds what one in an interpreter of its own finds."""
+"""A program in a fork sees the same environment as in an interpreter of its own."""
 
 import json
 import multiprocessing.forkserver
@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import ROOT, fork_server
 
-# What a program can see of how it was started.
+# Prints what a program can see of the way it was started.
 SHOWS = """
 import json, os, signal, sys
 seen = {
@@ -83,7 +83,7 @@ def test_it_begins_like_an_interpreter(tmp_path, kind, new_session):
             )
         assert (done.returncode, done.stderr) == (5, "also here\n")
         seen.append(json.loads(done.stdout))
-    # The fork has one file more, which leads to a server of its own.
+    # The fork has one more file, the connection to its own server.
     assert set(seen[1].pop("files")) <= set(seen[0].pop("files"))
     assert seen[0] == seen[1]
     assert seen[0]["parent"] == os.getpid() and seen[0]["input"] == "given"
@@ -137,7 +137,7 @@ def test_a_killed_fork_is_seen_and_takes_its_server_along():
     with fork_server.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
         assert int(process.stdout.readline()) == process.pid
         process.send_signal(signal.SIGKILL)
-        # It would last until its server, which has its output closed, has ended too.
+        # This would wait for the fork's server if the server had kept the output open.
         assert process.communicate()[0] == b""
     assert process.returncode == -signal.SIGKILL
 
@@ -173,12 +173,12 @@ def test_who_could_tell_gets_an_interpreter(command, how):
 
 
 def test_threads_that_start_multiprocessing_at_once_leave_it_as_it_was():
-    """One that came while another was inside would restore what that one had put there."""
+    """The second thread must not patch while the first does: it would restore the first's patch."""
     usual = multiprocessing.util.spawnv_passfds
     inside = threading.Barrier(2)
 
     def starts():
-        # The first waits for the second, if that one is let in.
+        # If the lock does not keep the second thread out, the first one meets it here.
         try:
             inside.wait(0.2)
         except threading.BrokenBarrierError:

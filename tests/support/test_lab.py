@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a lab are apart, their links have a rate, and nothing of them is left."""
+"""A lab's nodes are isolated, its links have a rate, and nothing of it is left behind."""
 
 import datetime
 import os
@@ -24,14 +24,14 @@ from tests.support.ranks import RanksFailed
 SHAPE = (2, 2)
 GBPS = 0.2
 SENT_BYTES = 4 << 20
-# Ethernet, IP and TCP headers with options are 66 bytes, at most one for each 1448 bytes; the
-# receiver acknowledges with packets of that size, at most one for each of the sender's.
+# Headers of Ethernet, IP and TCP with options take 66 bytes per 1448 bytes of data at most. The
+# receiver acknowledges with packets of 66 bytes, at most one per packet of the sender.
 MOST_HEADERS = 66 / 1448
-# Two buckets are full at the beginning, one at each end of the link; the rest waits for its turn.
+# Both token buckets, one at each end of the link, are full at first; the rest passes at the rate.
 LEAST_S = (SENT_BYTES - 2 * burst_bytes(GBPS)) * 8 / (GBPS * 1e9)
 LIMIT = datetime.timedelta(seconds=60)
 
-# A process that makes a lab with ranks in it, says which processes there are, and waits.
+# A process that makes a lab with ranks, prints the ids of its processes, and waits.
 MAKES = """
 import time
 from tests.support.lab import Lab
@@ -73,7 +73,7 @@ def test_bounds(arguments):
         Lab(**arguments)
 
 
-# ---- what is apart ------------------------------------------------------------------------------
+# ---- isolation ----------------------------------------------------------------------------------
 
 
 def seen_by_a_rank():
@@ -132,7 +132,7 @@ def test_a_process_is_not_seen_from_another_node(two_nodes):
     assert process.returncode == -signal.SIGKILL
 
 
-# ---- what is started ----------------------------------------------------------------------------
+# ---- started commands ---------------------------------------------------------------------------
 
 
 def fails_on(rank):
@@ -185,7 +185,7 @@ def test_programs_of_a_program_are_in_its_node(two_nodes):
 
 
 def transfer(size):
-    """Rank 0 sends that many bytes to rank 1, and returns the seconds until the last had come."""
+    """Rank 0 sends ``size`` to rank 1; returns the seconds until everything has arrived."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if os.environ["RANK"] == "0":
         with socket.create_server(address) as server:
@@ -222,7 +222,7 @@ def test_a_link_is_no_faster_than_its_rate_and_counts_what_it_sends(two_nodes):
 
 
 def test_without_a_limit_it_can_be_faster():
-    """The negative control of the rate: an unlimited link needs less time, at one try at least."""
+    """The negative control of the rate: without a limit at least one try takes less time."""
     lab.require()
     with Lab(2) as free:
         tries = (free.run(transfer, SENT_BYTES, ranks_per_node=(1, 1))[0] for _ in range(50))
@@ -238,7 +238,7 @@ def test_nothing_crosses_a_cut_link(two_nodes):
 
 
 def gloo_sum():
-    """A sum over a Gloo group that is not the default one."""
+    """Sums over a Gloo group that is not the default group."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, LIMIT
@@ -253,11 +253,11 @@ def test_gloo_connects_the_nodes(two_nodes):
     assert two_nodes.run(gloo_sum, ranks_per_node=SHAPE) == [[10.0] * 5] * 4
 
 
-# ---- what ends ----------------------------------------------------------------------------------
+# ---- ends ---------------------------------------------------------------------------------------
 
 
 def stranded():
-    """Starts a process of its own, in a session of its own, and waits with it."""
+    """Starts a child in a session of its own; both wait for a signal."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -272,11 +272,11 @@ def test_a_killed_rank_and_a_killed_node(two_nodes):
     assert len(ranks.outcomes()) == 3
     ranks.start(stranded)
     two_nodes.kill(1)
-    outcomes = ranks.outcomes(2.0)  # the first rank does not end
+    outcomes = ranks.outcomes(2.0)  # rank 0 does not end
     assert [outcome.exitcode for outcome in outcomes] == [None, -9, -9]
     assert "ended without an answer" in outcomes[2].describe()
     left = two_nodes.command(1, ["sh", "-c", "ls /proc | grep -c '^[0-9]'"]).stdout
-    assert int(left) <= 4  # the first process, the shell and its two commands
+    assert int(left) <= 4  # the holder, the shell and its two commands
     assert len(two_nodes.run("os.getpid", ranks_per_node=(1, 2))) == 3
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python objects of torch's operators, which dispatch modes are given."""
+"""Creates the Python objects of torch's operators, which dispatch modes receive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _making = threading.Lock()
 
 
 def make_operators() -> None:
-    """Makes the objects of all operators that are registered now.
+    """Creates the objects of all operators that are registered now.
 
-    Torch makes the object of an operator when a dispatch mode first meets the operator, and takes
-    no lock. Where two threads meet it at once each makes an object, and ``torch.ops`` keeps only
-    the later one: the earlier one is freed while the dispatch of its thread reads it (a
+    Torch creates the object of an operator without a lock when a dispatch mode first meets the
+    operator. If two threads meet it at the same time, each creates an object, and ``torch.ops``
+    keeps only the later one. The earlier one is freed while its thread's dispatch reads it (a
     segmentation fault in ``find_torch_dispatch_rule``; torch 2.13). A mode that several threads
-    enter calls this function before.
+    enter must call this function first.
     """
     global _made
     with _making:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for Triton's driver of a GPU: kernels compile as for one that need not be here."""
+"""Replacements for Triton's GPU driver: kernels compile as for a GPU, but no GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.emulator.library import LAUNCHED, library
 
 WARP = 32
 _devices = itertools.count()
-# By Triton's name of a parameter's type; pointers begin with a star.
+# By Triton's name of a parameter's type; names of pointer types begin with a star.
 _C_TYPES: dict[str, Any] = {
     "i1": ctypes.c_int8,
     "i8": ctypes.c_int8,
@@ -35,21 +35,21 @@ _C_TYPES: dict[str, Any] = {
     "fp64": ctypes.c_double,
 }
 _MAY_BECOME_ONE = re.compile(r"\b(add|sub|mul)\.f32\b")
-# Global and profile scratch memory, which kernels of ours do not use.
+# Global and profile scratch memory, which ringcomm's kernels do not use.
 _SCRATCH = ("u64", "u64")
 
 
 class StandIn:
-    """In the place of Triton's driver of a GPU: launches compile as there, and run nothing.
+    """Replaces Triton's GPU driver: launches compile as with a GPU, but run nothing.
 
     Attributes:
-        made: what was compiled, in this order.
+        made: the compiled kernels, in the order of their compilation.
         launched: the kernels' names, in the order of their launches.
     """
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, WARP)
-        self._device = next(_devices)  # a new one has no kernels yet
+        self._device = next(_devices)  # a new device, for which no kernel is loaded
         self.utils = self
         self.made: list[Any] = []
         self.launched: list[str] = []
@@ -76,17 +76,17 @@ class StandIn:
 
 
 class PtxLauncher(StandIn):
-    """Runs the PTX of what is launched, to its end, in the launching thread.
+    """Runs the PTX of launched kernels, to their end, in the launching thread.
 
-    That is the stream's thread on an emulated device, which calls what launches Triton's kernels,
-    so kernels of different streams run side by side. What a kernel does wrong is told by the device
-    that is asked next, and by :func:`ptx.failure`.
+    On an emulated device this is the stream's thread, so kernels of different streams run
+    concurrently. Errors of a kernel are reported by the device's next query, and by
+    :func:`ptx.failure`.
 
     Args:
-        schedule: of warps and lanes. That even blocks are late is for the first thread to launch.
-        text_of: returns the text that runs in place of a kernel's PTX, of which it may be a mutant.
-        warps: fewer of a block than the kernel was compiled for.
-        capability: what kernels are compiled for.
+        schedule: of warps and lanes. Its ``even_are_late`` applies to the first launching thread.
+        text_of: returns the text that runs in place of a kernel's PTX, possibly a mutant.
+        warps: per block, fewer than the kernel was compiled for.
+        capability: the compute capability that kernels are compiled for.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class PtxLauncher(StandIn):
         self._modules: dict[str, int] = {}
         self._lock = threading.Lock()
         self._threads: list[int] = []
-        # The types and the function of the kernel that this thread loads next.
+        # The parameter types and the function of the kernel that this thread loads next.
         self._loads = threading.local()
         self._functions: list[Any] = []
-        #: The kernels that were launched without Triton, in this order.
+        #: The kernels that were launched without Triton, in the order of their launches.
         self.passed_by: list[str] = []
-        #: The parameters of all launches, as the kernels found them.
+        #: The parameters of all launches, as kernels read them.
         self.parameters: list[bytes] = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
@@ -158,7 +158,7 @@ class PtxLauncher(StandIn):
         return int(library().emulated_kernel_of((ctypes.c_int * count)(*sizes), count, function))
 
     def _schedule_here(self) -> PtxSchedule:
-        """Ranks with a device each are told apart by the threads of their streams."""
+        """Makes only one rank's even blocks late; each rank's stream has a thread of its own."""
         made = PtxSchedule.from_buffer_copy(self._schedule)
         with self._lock:
             if threading.get_ident() not in self._threads:
@@ -167,23 +167,23 @@ class PtxLauncher(StandIn):
         return made
 
     def reached(self) -> dict[str, list[int]]:
-        """By kernels' hash, the lines of their texts that order memory and were come to."""
+        """By kernels' hash, the lines of their PTX that order memory and were executed."""
         return {digest: ptx.reached(module) for digest, module in self._modules.items()}
 
     def _module(self, metadata: Any) -> int:
         digest = metadata.hash
-        with self._lock:  # ranks may be the first to launch a kernel at the same time
+        with self._lock:  # several ranks may be the first to launch a kernel
             if digest not in self._modules:
                 text = next(each.asm["ptx"] for each in self.made if each.metadata.hash == digest)
                 if metadata.enable_fp_fusion:
-                    # Products and sums that may become one operation here do not.
+                    # Forbids fusing multiplications and additions, which ptxas may fuse here.
                     text = _MAY_BECOME_ONE.sub(r"\1.rn.f32", text)
                 self._modules[digest] = ptx.load(self._text_of(text))
             return self._modules[digest]
 
 
 def _leaves(values: Any) -> Iterator[Any]:
-    """The elements of nested tuples."""
+    """Yields the elements of nested tuples."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _leaves(value)
@@ -192,7 +192,7 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 
 def _laid_out(types: Sequence[str], values: Sequence[Any]) -> bytes:
-    """The parameters as a kernel finds them: each at a multiple of its size, no constants."""
+    """The parameters as a kernel reads them: each at a multiple of its size, no constants."""
     made = bytearray()
     given = [
         (kind, value) for kind, value in zip(types, values, strict=True) if kind != "constexpr"
@@ -208,12 +208,12 @@ def _laid_out(types: Sequence[str], values: Sequence[Any]) -> bytes:
 
 @contextmanager
 def in_place(gpu: StandIn) -> Iterator[None]:
-    """Inside, Triton's launches take place on ``gpu``."""
+    """Inside, ``gpu`` does Triton's launches."""
     compile_as_ever = triton.compiler.compile
     lock = threading.Lock()
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        with lock:  # ranks that launch the same kernel: the second one finds what the first made
+        with lock:  # if several ranks launch the same kernel, the first compiles it
             gpu.made.append(compile_as_ever(*args, **kwargs))
             return gpu.made[-1]
 
@@ -228,7 +228,7 @@ def in_place(gpu: StandIn) -> Iterator[None]:
 
 
 def _only_ptx(*pipeline: Any) -> tuple[str, str]:
-    """Triton's hook of a compilation: nothing assembles what the interpreter runs."""
+    """A hook for Triton's compilation that leaves out the assembler: the interpreter runs PTX."""
     if pipeline:
         _backend, stages, *_ = pipeline
         stages["cubin"] = lambda *_: b""
@@ -236,14 +236,14 @@ def _only_ptx(*pipeline: Any) -> tuple[str, str]:
 
 
 class _ReadError(Exception):
-    """Ends a compilation behind the front end."""
+    """Ends a compilation after the front end."""
 
 
 @contextmanager
 def only_front_end() -> Iterator[Callable[[], bool]]:
-    """Inside, a compilation ends when Triton has made its own language of a kernel.
+    """Inside, a compilation ends when Triton's front end has made TTIR of a kernel.
 
-    It ends what stands inside, too. Gives a function that says whether this has happened.
+    The end of a compilation also ends the block. Yields a function that says whether it happened.
     """
     read: list[None] = []
 
@@ -259,7 +259,7 @@ def only_front_end() -> Iterator[Callable[[], bool]]:
 
     knobs = triton.knobs
     with knobs.compilation.scope(), knobs.runtime.scope(), suppress(_ReadError):
-        # Triton 3.6 asks no hook before it takes a kernel from its cache.
+        # Triton 3.6 does not call the hook for a kernel from its cache.
         knobs.compilation.always_compile = True
         knobs.runtime.add_stages_inspection_hook = hook
         yield lambda: bool(read)
@@ -267,7 +267,7 @@ def only_front_end() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def executed(gpu: StandIn) -> Iterator[None]:
-    """Inside, Triton's launches take place on ``gpu``, as PTX that is kept under ``build/``."""
+    """Inside, ``gpu`` does Triton's launches, as PTX that is cached under ``build/``."""
     with triton.knobs.cache.scope(), triton.knobs.runtime.scope(), in_place(gpu):
         triton.knobs.cache.dir = str(ROOT / "build" / "triton")
         triton.knobs.runtime.add_stages_inspection_hook = _only_ptx

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Blocks as host threads: what kernels/cuda/team.h is on a GPU, with the same bodies inside.
+// Blocks as host threads: the counterpart of kernels/cuda/team.h, with the same kernel bodies.
 #pragma once
 
 #include <sched.h>
@@ -24,8 +24,8 @@ struct EmulatedTeam {
   static constexpr bool kShareWaits = true;
   static constexpr bool kReadsWhole = true;
   static constexpr bool kDealsTiles = true;
-  // A poll gives the core away, since the awaited thread may need it; for longer when it has not
-  // come, since there are many more threads than cores.
+  // A poll yields the core, since the awaited thread may need it. After kYields polls it sleeps
+  // instead, since there are many more threads than cores.
   static constexpr uint32_t kPollsPerLook = 64;
   static constexpr uint32_t kYields = 20;
 
@@ -49,7 +49,7 @@ struct EmulatedTeam {
         status);
   }
   bool pause(ringcomm::Pause& p) const {
-    // More blocks than cores wait at a time: those that wait longer leave the cores to the others.
+    // More blocks than cores wait at a time: long waiters sleep and leave the cores to others.
     if (p.polls < kYields) {
       sched_yield();
     } else {
@@ -80,7 +80,7 @@ struct EmulatedTeam {
   }
 };
 
-// Threads of a block that are emulated: enough for lanes to race and to wait for several peers at
+// The most emulated threads of a block: enough for lanes to race and to wait for several peers at
 // once. (tests/proof/races runs the same bodies with more, under ThreadSanitizer.)
 constexpr int kMostLanes = 2;
 
@@ -104,7 +104,7 @@ void run_blocks(const Params& params, int grid_x, int grid_y, int lanes, Body bo
   for (std::thread& t : threads) t.join();
 }
 
-// A kernel whose blocks run `body`, and whose parameters are ListParams.
+// Returns a kernel whose blocks run `body` and whose parameters are ListParams.
 template <class Body>
 EmulatedKernel list_kernel(Body body) {
   using ringcomm::device::ListParams;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a graph of an emulated device capture torch's operations, as a capture on a GPU does."""
+"""Lets a graph of an emulated device capture torch's operations, as a capture on a GPU does."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Tensor = torch.Tensor
 
 
 class CapturedOperations(TorchDispatchMode):
-    """Inside, operations are captured and not run; what they return is known at a replay only.
+    """Inside, operations are captured but not run; only a replay computes their results.
 
-    Until then it holds NaN, or the number farthest from 0, so that nothing which depends on it
-    comes out right. As on a GPU, an operation of a graph works on the addresses that its tensors
-    had, and memory that was allocated in the capture is the graph's until :meth:`forget`.
+    Until a replay a result holds NaN or the number farthest from 0, so that code that reads it too
+    early computes wrong values. As on a GPU, a captured operation uses the addresses that its
+    tensors had, and memory allocated in the capture belongs to the graph until :meth:`forget`.
 
     Args:
-        capture: captures a function, which every replay calls in its place.
-        known: tensors whose values the host may read. It may not read any other.
+        capture: captures a function; every replay calls the function.
+        known: the only tensors whose values the host may read.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CapturedOperations(TorchDispatchMode):
         self._operations: list[Callable[[], None]] = []
         self._pool: list[Any] = []
         self._resized: list[torch.UntypedStorage] = []
-        #: What operations have raised in replays, which is nowhere else to be seen.
+        #: Exceptions of operations in replays; no other code reports them.
         self.errors: list[BaseException] = []
 
     _should_skip_dynamo = InStreamOrder._should_skip_dynamo
@@ -83,12 +83,12 @@ class CapturedOperations(TorchDispatchMode):
         _captures().remove(self)
 
     def keep_memory(self, storage: torch.UntypedStorage) -> None:
-        """Has a storage keep the memory that it would give back, as the graph's pool does."""
+        """Makes a storage keep memory that it would release, as the graph's pool on a GPU does."""
         self._resized.append(storage)
         _memory_of_graphs[storage._cdata] = storage
 
     def forget(self) -> None:
-        """Lets go of all memory; the graph must not be replayed any more."""
+        """Releases all memory; the graph must not be replayed after this."""
         self._operations.clear()
         self._pool.clear()
         for each in self._resized:
@@ -96,7 +96,7 @@ class CapturedOperations(TorchDispatchMode):
         self._resized.clear()
 
     def _keep(self, operation: Callable[[], None]) -> None:
-        # The emulator keeps what it is to call for good, so that it must not hold the tensors.
+        # The emulator never releases a function, so the function must not hold the tensors.
         index = len(self._operations)
         self._operations.append(operation)
         self._capture(lambda: self._operations[index]())
@@ -112,7 +112,7 @@ class CapturedOperations(TorchDispatchMode):
 
 
 def _at_address(tensor: Tensor, keep: bool = False) -> Tensor:
-    """Returns another tensor at the address of one, which holds its memory only with ``keep``."""
+    """Returns a new tensor at the address of ``tensor``; it owns the memory only with ``keep``."""
     if keep or tensor.layout is not torch.strided:
         return tensor.detach()
     memory = tensor.untyped_storage()
@@ -124,17 +124,17 @@ def _at_address(tensor: Tensor, keep: bool = False) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(there, *place)
 
 
-# The captures that are under way in a thread, innermost last, and storages whose memory graphs use.
+# The captures in progress in a thread, innermost last, and the storages whose memory graphs use.
 _of_thread = threading.local()
 _memory_of_graphs: dict[int, torch.UntypedStorage] = {}
 _resize = torch.UntypedStorage.resize_
 
 
 def resized_in_graph(storage: torch.UntypedStorage, size_bytes: int) -> bool:
-    """Resizes a storage without waiting, if a capture is under way or a graph uses its memory.
+    """Resizes a storage without waiting, if a capture is in progress or a graph uses its memory.
 
-    On a GPU memory that a capture gives back stays in the graph's pool. Here it stays in the
-    storage, where whoever resizes it again finds it.
+    On a GPU, memory that a capture frees stays in the graph's pool. Here it stays in the storage,
+    and the next resize of the storage uses it again.
     """
     if storage._cdata in _memory_of_graphs:
         return True
@@ -159,7 +159,7 @@ def _spoil(tensor: Tensor) -> None:
 
 
 class TorchGraph:
-    """A graph with torch's operations in it."""
+    """A graph that can contain torch's operations."""
 
     def __init__(
         self, runtime: EmulatedRuntime, device: int, operations: CapturedOperations
@@ -180,7 +180,7 @@ class TorchGraph:
 def capture_on(
     runtime: EmulatedRuntime, stream: EmulatedStream, known: Iterable[Tensor]
 ) -> Iterator[TorchGraph]:
-    """Inside, the stream captures, torch's operations included."""
+    """Inside, the stream captures, including torch's operations."""
     device = stream.device
     operations = CapturedOperations(partial(runtime.run_on_stream, device, stream.handle), known)
     captured = TorchGraph(runtime, device, operations)
@@ -193,7 +193,7 @@ def capture_on(
 def graph_of(
     runtime: EmulatedRuntime, known: Iterable[Tensor], call: Callable[[], object]
 ) -> Iterator[Callable[[], None]]:
-    """Records a call, torch's operations in it included; gives what replays it, and waits."""
+    """Captures a call, including torch's operations; yields what replays it and waits."""
     with runtime.capture() as graph:
         capture = partial(runtime.run_on_stream, 0, runtime.current_stream(0))
         with CapturedOperations(capture, known) as operations:

@@ -17,8 +17,8 @@ void await(Lock& lock, const std::shared_ptr<Completion>& completion) {
   world().changed.wait(lock, [&] { return completion->done; });
 }
 
-// A stream's thread: its queue in order, each task when what it comes after is done and what was
-// issued before it to the same hardware queue has started.
+// The thread of a stream: runs the queue in order. A task starts when the tasks that it depends on
+// are done and the tasks issued earlier to the same hardware queue have started.
 void serve(Stream* stream) {
   Lock lock(world().mutex);
   for (;;) {
@@ -34,7 +34,7 @@ void serve(Stream* stream) {
     lock.unlock();
     if (task.joins) ptx_stream_waited();
     if (task.run && ptx_failure() == nullptr) task.run();
-    task.run = nullptr;  // what it holds goes before anyone hears that it is done
+    task.run = nullptr;  // destroy what it holds before others see that it is done
     lock.lock();
     --world().running;
     task.completion->done = true;
@@ -42,8 +42,8 @@ void serve(Stream* stream) {
   }
 }
 
-// After a kernel has failed, every later query returns its error, as on a GPU. No work runs any
-// more then: ranks react to the error by freeing tensors, which another stream may be using.
+// After a kernel has failed, every later query returns its error, as on a GPU. First all running
+// work must end: ranks react to the error by freeing tensors that another stream may be using.
 int outcome(Lock& lock) {
   if (ptx_failure() == nullptr) return kSuccess;
   world().changed.wait(lock, [] { return world().running == 0; });
@@ -55,8 +55,8 @@ int breaks(Graph& graph, int result) {
   return result;
 }
 
-// The mutex is held. An operation on the legacy stream comes after all that the blocking streams
-// have, and what they get later comes after it.
+// The mutex is held. An operation on the legacy stream waits for all earlier work of blocking
+// streams, and their later work waits for the operation.
 int order_with_legacy(const Stream& stream, Completions& after) {
   const Device& device = *stream.device;
   if (&stream == device.legacy) {
@@ -76,7 +76,7 @@ bool all_done(const Completions& completions) {
                      [](const auto& completion) { return completion->done; });
 }
 
-// Without `run` it is a mark in the stream, which an idle stream passes at once.
+// Without `run`, enqueues a mark, which completes at once if the stream is idle.
 int enqueue(Stream& stream, Work run, Completions after) {
   if (const int result = order_with_legacy(stream, after); result != kSuccess) return result;
   stream.joins |= !after.empty();
@@ -90,8 +90,8 @@ int enqueue(Stream& stream, Work run, Completions after) {
   return kSuccess;
 }
 
-// The mutex is held. Places as many of the blocks that have no multiprocessor yet as fit, on the
-// multiprocessors that have most free.
+// The mutex is held. Places as many of the remaining blocks as fit, each on the multiprocessor with
+// the most free resources.
 void assign(Device& device, int blocks, const Resources& each,
             std::vector<Resources*>& multiprocessors) {
   const auto less = [&](const Resources& a, const Resources& b) {
@@ -106,7 +106,7 @@ void assign(Device& device, int blocks, const Resources& each,
   }
 }
 
-// Rounded up to a multiple of `unit`.
+// Rounds up to a multiple of `unit`.
 int whole(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 // The mutex is held.
@@ -180,7 +180,7 @@ int record(Stream& stream, Event& event) {
 int wait_for(Stream& stream, const Event& event) {
   const Lock lock(world().mutex);
   if (!event.graph) {
-    // Work outside the graph cannot be waited for at replay.
+    // A replay cannot wait for work outside the graph.
     if (stream.capture) return breaks(*stream.capture, kCaptureIsolation);
     return enqueue(stream, nullptr, {event.completion});
   }

@@ -17,9 +17,9 @@ using CUstream = void*;
 namespace emulator {
 namespace {
 
-thread_local Device* current_device = nullptr;  // as a context, it belongs to the thread
+thread_local Device* current_device = nullptr;  // like a context, per thread
 
-// A stream handle of this thread's current device, or nullptr.
+// Returns the stream of a handle on this thread's current device, or nullptr.
 Stream* resolve(CUstream handle) {
   if (current_device == nullptr) return nullptr;
   if (handle == nullptr) return current_device->legacy;
@@ -32,7 +32,7 @@ struct Packed {
   const void* params;
   size_t bytes;
 
-  // False: it is no such list.
+  // Returns false if `extra` is not such a list.
   static bool read(void* const* extra, Packed& found) {
     constexpr uintptr_t kPointer = 1, kSize = 2;
     if (extra == nullptr || reinterpret_cast<uintptr_t>(extra[0]) != kPointer ||
@@ -43,13 +43,13 @@ struct Packed {
   }
 };
 
-// What a block of the kernel takes that a launch gives `dynamic_bytes` of shared memory.
+// The resources of a block of this kernel with `dynamic_bytes` of dynamic shared memory.
 Resources resources_of(const Device& device, const EmulatedKernel& kernel, int dynamic_bytes) {
   const int shared_bytes = kernel.shared_bytes + dynamic_bytes;
   return emulator::resources_of(device, Needs{kernel.registers, shared_bytes, kernel.threads});
 }
 
-// Returns the parameters of a kernel laid out as a structure: each at a multiple of its size.
+// Returns the kernel's parameters laid out as a structure: each at a multiple of its size.
 std::vector<char> laid_out(const EmulatedKernel& kernel, void** parameters) {
   std::vector<char> bytes;
   for (size_t i = 0; i < kernel.parameter_bytes.size(); ++i) {
@@ -114,7 +114,7 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
     return kInvalidValue;
   const int blocks = int(gridDimX * gridDimY);
   const auto* kernel = static_cast<const EmulatedKernel*>(f);
-  // So many threads a kernel was compiled for, at most.
+  // A launch may have at most the number of threads that the kernel was compiled for.
   if (kernel->run_with == nullptr && int(blockDimX) > kernel->threads) return kInvalidValue;
   Packed packed{};
   if (kernel->run_with != nullptr
@@ -123,8 +123,8 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
     return kInvalidValue;
   Device& device = *stream->device;
   const Resources each = resources_of(device, *kernel, int(sharedMemBytes));
-  // A GPU runs a grid in waves that do not fit at once; blocks that wait for each other would never
-  // end.
+  // A GPU runs the blocks of a large grid in waves; blocks that wait for blocks of a later wave
+  // would never end.
   const int at_once = kernel->waits ? blocks : 1;
   if (at_once > device.multiprocessors * blocks_each(device, each)) return kLaunchTooLarge;
   if (kernel->run_with != nullptr)
@@ -132,7 +132,7 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
       kernel->run_with(bytes.data(), int(bytes.size()), int(gridDimX), int(gridDimY),
                        int(blockDimX), int(sharedMemBytes));
     });
-  const auto params = std::make_shared<ringcomm::device::ListParams>();  // the longest there are
+  const auto params = std::make_shared<ringcomm::device::ListParams>();  // the longest kind
   std::memcpy(static_cast<void*>(params.get()), packed.params, packed.bytes);
   return submit(*stream, [=, &device, priority = stream->priority] {
     run_blocks(device, at_once, each, priority,
@@ -180,7 +180,7 @@ CUresult cuStreamWaitEvent(CUstream hStream, void* event, unsigned /*flags*/) {
   return stream == nullptr ? bad_stream() : wait_for(*stream, *static_cast<Event*>(event));
 }
 
-// Captures here forbid nothing to other threads.
+// A capture here restricts no other threads.
 CUresult cuThreadExchangeStreamCaptureMode(int* /*mode*/) { return kSuccess; }
 
 CUresult cuGetErrorString(CUresult error, const char** pStr) {
@@ -203,7 +203,7 @@ int emu_device_blocks_of(void* device, int registers, int shared_bytes, int thre
   const Device& on = *static_cast<Device*>(device);
   return blocks_each(on, resources_of(on, Needs{registers, shared_bytes, threads}));
 }
-// How many blocks fit now.
+// Returns how many blocks fit now.
 int emu_device_resident(void* device) {
   const Device& on = *static_cast<Device*>(device);
   const std::lock_guard lock(world().mutex);
@@ -244,7 +244,7 @@ int emu_event_query(void* event, int* done) {
   return result;
 }
 
-// Returns once a copy that is issued to the stream now would be done.
+// Returns when a copy that is issued to the stream now would be done.
 int emu_stream_pass(void* handle) {
   Stream* stream = resolve(handle);
   if (stream == nullptr) return bad_stream();

@@ -14,11 +14,11 @@ int Graph::add(Work run, std::vector<int> after) {
   return int(nodes.size()) - 1;
 }
 
-// Whether whoever waits for the nodes `end` has waited for those of `wanted`, too.
+// True if a wait for the nodes `end` includes the nodes `wanted`.
 bool Graph::covers(const std::vector<int>& end, const std::vector<int>& wanted) const {
   std::vector<bool> reached(nodes.size());
   for (const int node : end) reached[node] = true;
-  for (int node = int(nodes.size()) - 1; node >= 0; --node)  // a node comes after smaller ones only
+  for (int node = int(nodes.size()) - 1; node >= 0; --node)  // a node depends on smaller ones only
     if (reached[node])
       for (const int earlier : nodes[node].after) reached[earlier] = true;
   return std::all_of(wanted.begin(), wanted.end(), [&](int node) { return reached[node]; });
@@ -27,7 +27,7 @@ bool Graph::covers(const std::vector<int>& end, const std::vector<int>& wanted) 
 void Graph::run() const {
   std::vector<std::shared_ptr<Completion>> done;
   for (size_t i = 0; i < nodes.size(); ++i) done.push_back(std::make_shared<Completion>());
-  // A chain needs no threads; branches run side by side.
+  // A chain needs no threads; branches run concurrently.
   bool chain = true;
   for (size_t i = 0; i < nodes.size(); ++i)
     chain &= i == 0 ? nodes[i].after.empty() : nodes[i].after == std::vector<int>{int(i) - 1};
@@ -37,7 +37,7 @@ void Graph::run() const {
       for (const int earlier : nodes[i].after)
         world().changed.wait(lock, [&] { return done[earlier]->done; });
     }
-    if (!chain) ptx_stream_waited();  // a thread of its own knows of no stream
+    if (!chain) ptx_stream_waited();  // this thread does not belong to the stream
     nodes[i].run();
     const std::lock_guard lock(world().mutex);
     done[i]->done = true;

@@ -12,7 +12,7 @@ from tests.support.emulator.library import check, library
 
 
 class StreamPool:
-    """Streams of one device, kept for good: a handle stays usable when its object has died."""
+    """Streams of one device, never destroyed: a handle stays valid after its object has died."""
 
     def __init__(self, native_device: int) -> None:
         self._native_device = native_device
@@ -32,7 +32,7 @@ class StreamPool:
 
 
 class EmulatedStream:
-    """A stream; ``kind`` is whether it takes part in the legacy stream's order, and priority."""
+    """A stream; ``kind`` says whether it takes part in the legacy stream's order; a priority."""
 
     def __init__(self, device: int, pool: StreamPool, kind: tuple[bool, int]) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class EmulatedStream:
 
 
 class EmulatedEvent:
-    """A point in a stream, or a node in a graph under capture."""
+    """A point in a stream, or a node of a graph being captured."""
 
     def __init__(self) -> None:
         self.handle: int = library().emu_event_make()
@@ -62,7 +62,7 @@ class EmulatedEvent:
 
 
 class EmulatedGraph:
-    """The graph of a capture; ``handle`` is 0 until the capture has ended."""
+    """A captured graph; ``handle`` is 0 until the capture has ended."""
 
     def __init__(self) -> None:
         self.handle = 0
@@ -82,7 +82,7 @@ class EmulatedFunction:
 
 
 class PagePool:
-    """Pinned pages, which the driver gives by the slab and never gets back, as in CudaRuntime."""
+    """Pinned pages; as in CudaRuntime, the driver allocates slabs and never frees them."""
 
     PAGES = 256
 
@@ -90,7 +90,7 @@ class PagePool:
         self._idle: dict[int, deque[int]] = defaultdict(deque)
 
     def take(self, size_bytes: int, settle: Callable[[], None]) -> EmulatedPage:
-        """``settle``: waits for devices, as the driver may before it pins memory."""
+        """Returns a page; ``settle`` waits for devices, as the driver may before it pins memory."""
         idle = self._idle[size_bytes]
         try:
             ptr = idle.popleft()
@@ -103,7 +103,7 @@ class PagePool:
 
 
 class EmulatedPage:
-    """Memory of the host, which is where emulated devices live, too."""
+    """A page of host memory, which emulated devices use directly."""
 
     def __init__(self, ptr: int, size_bytes: int, pool: deque[int]) -> None:
         self.host_ptr = self.device_ptr = ptr

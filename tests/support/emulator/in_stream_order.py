@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives torch's operations on emulated devices the order that they have on a GPU."""
+"""Runs torch's operations on emulated devices in the order that they have on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALLOCATES = ("aten::empty", "aten::new_empty")
 
 
 def touches_data(function: Any) -> bool:
-    """False for views and for memory that is only handed out."""
+    """False for operations that only make views or allocate memory."""
     schema = function._schema
     views = [
         each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
@@ -26,11 +26,11 @@ def touches_data(function: Any) -> bool:
 
 
 class InStreamOrder(TorchDispatchMode):
-    """Inside, an operation waits for the thread's current streams, and then runs at once.
+    """Inside, an operation waits for the thread's current streams, and then runs immediately.
 
-    The tensors that operations return are kept until the end of the block: a GPU's caching
-    allocator would not reuse their memory before the kernels that use them, malloc would. Those in
-    memory that ``waits`` for its streams by itself are not kept.
+    Tensors that operations return are kept alive until the block ends: unlike a GPU's caching
+    allocator, malloc would reuse their memory before the kernels that use them. Tensors in memory
+    that itself waits for streams (according to ``waits``) are not kept.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class InStreamOrder(TorchDispatchMode):
         self._wait = wait
         self._waits = waits
         self._kept: list[torch.Tensor] = []
-        self._depth = 0  # of operations of ours that are under way
+        self._depth = 0  # nesting of ringcomm's operations
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Otherwise torch loads its compiler, for seconds, in each process that enters this."""
+        """Prevents torch from importing its compiler in each process, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "ringcomm":
-            # An operation of ringcomm waits for nothing, but those of torch inside it do.
+            # An operation of ringcomm does not wait here, but torch's operations inside it do.
             with self._nested():
                 return func.redispatch(_ON_CPU, *args, **(kwargs or {}))
         if touches_data(func):
@@ -78,9 +78,9 @@ class InStreamOrder(TorchDispatchMode):
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the thread's current streams, and forgets what operations have returned.
+        """Waits for the thread's current streams, and releases the operations' results.
 
-        Stage 3 looks for views of what it has unsharded: those that are kept here count.
+        Stage 3 looks for views of parameters that it has unsharded; kept results would count.
         """
         self._wait()
         self._kept.clear()

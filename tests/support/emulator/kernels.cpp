@@ -11,12 +11,12 @@ namespace {
 
 using ringcomm::device::kNormThreads;
 
-// Registers per thread on sm_90a, by how a kernel's name begins: the most of those that
-// tests/proof/compile/test_cuda_compile.py compiles, where it is held against them; and the threads
-// of a block.
+// The threads of a block, and the registers per thread on sm_90a, by the beginning of the kernel's
+// name: the maximum of these kernels in tests/proof/compile/test_cuda_compile.py, which checks the
+// numbers.
 struct Family {
   std::string_view begin;
-  int registers;  // 0: the kernel says both itself
+  int registers;  // 0: the kernel declares registers and threads
   bool waits = true;
   int threads = 256;
 };
@@ -64,7 +64,7 @@ KernelMap all_kernels() {
       ringcomm::device::ll_move_kernel(team, params, rank, w);
     });
   }};
-  // Multicast has no meaning on the host: these run as PTX alone.
+  // The host has no multicast: these kernels run only as PTX.
   for (const char* dtype : {"float32", "bfloat16", "float16"})
     kernels[std::string("multicast_") + dtype + "/rc_multicast_sum"] = {};
   add_float_kernels(kernels);
@@ -76,7 +76,7 @@ KernelMap all_kernels() {
   for (auto& [key, kernel] : kernels) {
     const std::string_view name = std::string_view(key).substr(key.find('/') + 1);
     const Family& family = family_of(name);
-    kernel.shared_bytes = int(sizeof(ringcomm::device::Workspace));  // the real ones' only variable
+    kernel.shared_bytes = int(sizeof(ringcomm::device::Workspace));  // their only variable
     kernel.waits = family.waits;
     if (family.registers == 0) continue;
     kernel.registers = family.registers;

@@ -23,11 +23,11 @@ COMPILER = emulated_driver.COMPILER
 
 SUCCESS = 0
 HOST_FUNCTION = CFUNCTYPE(None)
-# Parameters and their bytes, the grid, and threads and dynamic shared memory of a block.
+# Parameters and their bytes, grid x and y, threads and dynamic shared bytes of a block.
 LAUNCHED = CFUNCTYPE(None, c_void_p, c_int, c_int, c_int, c_int, c_int)
 
 
-# Result and arguments. c_int as a result is one of the driver's codes.
+# Types of the result and the arguments; a result c_int is a code of the driver API.
 _PROTOTYPES = {
     "cuLaunchKernel": (c_int, [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]),
     "cuMemcpyAsync": (c_int, [c_uint64, c_uint64, c_uint64, c_void_p]),
@@ -78,7 +78,7 @@ _PROTOTYPES = {
 
 
 class DriverError(RuntimeError):
-    """The emulated driver refused; ``code`` is the driver API's."""
+    """An error of the emulated driver; ``code`` is the driver API's."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"emulated driver: error {code}: {text}")
@@ -87,7 +87,7 @@ class DriverError(RuntimeError):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library, its functions typed."""
+    """Returns the loaded library; its functions have types."""
     loaded = ctypes.CDLL(str(emulated_driver.library_path()))
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(loaded, name)
@@ -96,7 +96,7 @@ def library() -> ctypes.CDLL:
 
 
 def check(code: int) -> None:
-    """Raises DriverError unless ``code`` is success."""
+    """Raises DriverError unless ``code`` means success."""
     if code != SUCCESS:
         text = c_char_p()
         library().cuGetErrorString(code, ctypes.byref(text))
@@ -104,7 +104,7 @@ def check(code: int) -> None:
 
 
 class Figures(NamedTuple):
-    """A kernel's resources as the emulator assumes them."""
+    """A kernel's resources in the emulator."""
 
     registers: int  # of a thread
     shared_bytes: int  # of a block

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Device memory of the emulated driver: files without a name, so that other processes can map them
-// through /proc/<pid>/fd as CUDA maps memory through IPC handles.
+// Device memory of the emulated driver: anonymous files, which other processes map through
+// /proc/<pid>/fd as CUDA maps memory through IPC handles.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -46,7 +46,7 @@ void* map_file(int fd, uint64_t bytes) {
   return ptr == MAP_FAILED ? nullptr : ptr;
 }
 
-// Ends a mapping of this process's own memory (own) or of another's.
+// Unmaps memory that this process allocated (own) or opened from another process.
 int drop(void* ptr, bool own) {
   const std::lock_guard lock(file_mappings_mutex());
   const auto found = file_mappings().find(ptr);
@@ -85,7 +85,7 @@ int emu_memory_export(void* ptr, char* handle) {
   return kSuccess;
 }
 
-// As CUDA, refuses a handle of this same process.
+// Like CUDA, refuses a handle of the calling process.
 int emu_memory_open(const char* handle, void** ptr) {
   Handle given;
   std::memcpy(&given, handle, sizeof(given));
@@ -102,7 +102,7 @@ int emu_memory_open(const char* handle, void** ptr) {
   return kSuccess;
 }
 
-// The memory of devices, this process's own and what it has opened, that an address lies in.
+// Finds the device memory that contains an address, allocated or opened by this process.
 int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
   const std::lock_guard lock(file_mappings_mutex());
   auto found = file_mappings().upper_bound(reinterpret_cast<void*>(address));

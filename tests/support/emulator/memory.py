@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of emulated devices: who owns it, how much there is, who maps it."""
+"""Memory of emulated devices: its owners, its amount, and who maps it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Allocation:
 class EmulatedMemory:
     """The memory half of an ``EmulatedRuntime``.
 
-    Calls that give, map or take memory wait for all the work of the device. CUDA's documentation
-    says so of cudaFree, and of device and pinned allocations that commands of two streams cannot
-    run side by side if one of these is made between them. That it holds for mappings, too
-    (cudaIpcOpenMemHandle and its end, peer access), is assumed, as the worst that a driver may do.
-    Of virtual memory (cuMemCreate, cuMemMap, cuMemSetAccess) the documentation says no such thing,
-    and torch's expandable segments call it while kernels run: it waits for nothing here.
+    Calls that allocate, map or free memory wait for all the work of the device. CUDA's
+    documentation says this of cudaFree; for device and pinned allocations it says that commands of
+    two streams cannot run concurrently if such a call is made between them. Mappings
+    (cudaIpcOpenMemHandle and its end, peer access) are assumed to wait, too, the worst that a
+    driver may do. Virtual memory (cuMemCreate, cuMemMap, cuMemSetAccess) does not wait here: the
+    documentation says nothing like this, and torch's expandable segments use it while kernels run.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class EmulatedMemory:
         raise NotImplementedError
 
     def pass_queue(self, device: int) -> None:
-        """Waits until a small copy, issued now, has had its turn."""
+        """Waits until a small copy that is issued now would have run."""
         raise NotImplementedError
 
     def owner_of(self, ptr: int) -> int | None:
-        """The device whose memory, or whose mapping, ``ptr`` lies in."""
+        """Returns the device whose memory or mapping contains ``ptr``."""
         with self._lock:
             for base, allocation in self._allocations.items():
                 if base <= ptr < base + allocation.size_bytes:
@@ -80,7 +80,7 @@ class EmulatedMemory:
         return int(ptr)
 
     def _leave_room(self, device: int) -> None:
-        """Leaves virtual memory what allocations have not taken."""
+        """Limits virtual memory to the bytes that allocations have left."""
         room_bytes = self._memory_bytes - self._allocated_bytes(device)
         library().emu_vmm_set_room(self._native_devices[device], room_bytes)
 
@@ -110,14 +110,14 @@ class EmulatedMemory:
             )
 
     def allocated(self) -> list[int]:
-        """Returns the addresses of the device memory that this process has allocated and not freed.
+        """Returns the addresses of device memory that this process has allocated but not freed.
 
-        Virtual memory is listed by the first address of its range.
+        A virtual memory range is listed by its first address.
         """
         return self._memory_that_is(opened=False)
 
     def opened(self) -> list[int]:
-        """Addresses of other processes' memory that is mapped now."""
+        """Returns the addresses at which other processes' memory is mapped now."""
         return self._memory_that_is(opened=True)
 
     def _memory_that_is(self, *, opened: bool) -> list[int]:

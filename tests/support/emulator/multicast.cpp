@@ -2,10 +2,10 @@
 
 // Virtual memory and multicast objects of the emulated driver, with the driver's names and rules.
 //
-// Memory is a file without a name, as in memory.cpp. So is a multicast object: its file says who
-// has bound what, and other processes, which have it by its descriptor, read the same. An emulated
-// switch stands behind it: at a multicast address lies no memory, and the multimem instructions of
-// the PTX interpreter ask emu_multicast_find() for all memory that is bound there.
+// Memory is an anonymous file, as in memory.cpp. A multicast object is one, too: its file says
+// which memory each device has bound, and other processes read it through its descriptor. There is
+// no memory at a multicast address: the PTX interpreter plays the switch, and its multimem
+// instructions get the memory that is bound there from emu_multicast_find().
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -30,15 +30,15 @@ namespace {
 
 constexpr uint64_t kGranularity = 2 << 20, kMulticastMagic = 0x52434d554c544943;
 constexpr int kMostDevices = 64, kDeviceMemory = 1, kDescriptor = 1, kReadWrite = 3;
-constexpr int kMostBound = 64;  // parts of an object that one device has bound
-// Attributes of a device.
+constexpr int kMostBound = 64;  // the most parts of an object that one device can bind
+// Device attributes.
 constexpr int kVirtualMemorySupported = 102, kDescriptorsSupported = 103, kMulticastSupported = 132;
 
 // Memory that a device has bound to a part of an object.
 struct Bound {
   int32_t pid, fd;
   uint64_t object_offset, memory_offset;
-  // 0: nothing is bound. Written last: other processes look while the device binds more.
+  // 0: nothing is bound. Written last, since other processes read while the device binds more.
   std::atomic<uint64_t> bytes;
 };
 struct ObjectFile {
@@ -50,24 +50,24 @@ struct ObjectFile {
 
 struct Allocation {
   int fd = -1;
-  int device = -1;  // of memory that this process has made
+  int device = -1;  // of memory that this process created
   uint64_t bytes = 0;
   ObjectFile* object = nullptr;  // of a multicast object
   std::map<int, int> slots;      // of devices that this process has added, by device
-  // What other processes have bound, as mapped here, with its size.
+  // Memory that other processes have bound: its mapping here, and its size.
   std::map<const Bound*, std::pair<void*, uint64_t>> others_bound;
-  // The memory that this process has bound; kept alive while it is bound.
+  // Memory that this process has bound, kept alive while it is bound.
   std::map<const Bound*, std::shared_ptr<Allocation>> own_bound;
   ~Allocation();
 };
 
-// A part of a range that something is mapped to, whole.
+// A part of a range, to which one allocation is mapped in full.
 struct Segment {
   uint64_t bytes;
   std::shared_ptr<Allocation> mapped;
-  int device = -1;  // that may use it first; -1: none may yet
+  int device = -1;  // the first device that may use it; -1: none yet
 };
-// A range of addresses that is reserved.
+// A reserved range of addresses.
 struct Range {
   uint64_t bytes = 0;
   std::map<uint64_t, Segment> segments{};  // by address
@@ -136,8 +136,8 @@ std::shared_ptr<Allocation> new_file(uint64_t bytes) {
 
 bool whole(uint64_t bytes) { return bytes > 0 && bytes % kGranularity == 0; }
 
-// Where this process has bound memory: as its owner has mapped it, if that is a rank of this
-// process, so that all know a byte by one address.
+// Returns the address of bound memory in this process. If a rank of this process owns the memory,
+// this is the owner's mapping, so that all ranks use one address per byte.
 char* memory_of(Allocation& object, const Bound& bound) {
   if (bound.pid == getpid())
     for (auto& [begin, range] : space().ranges)
@@ -155,7 +155,7 @@ char* memory_of(Allocation& object, const Bound& bound) {
   return static_cast<char*>(ptr);
 }
 
-// Returns the memory that a device has bound to all of these bytes of an object, or nullptr.
+// Returns the entry of memory that a device has bound to all of these bytes, or nullptr.
 Bound* bound_at(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
   for (Bound& each : object.bound[slot])
     if (each.bytes != 0 && each.object_offset <= offset &&
@@ -164,7 +164,7 @@ Bound* bound_at(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
   return nullptr;
 }
 
-// A place for something bound to these bytes; nullptr: some of them are bound, or there is none.
+// Returns a free entry for a binding to these bytes; nullptr if they overlap one or none is free.
 Bound* room_for(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
   Bound* room = nullptr;
   for (Bound& each : object.bound[slot]) {
@@ -176,7 +176,7 @@ Bound* room_for(ObjectFile& object, int slot, uint64_t offset, uint64_t bytes) {
   return room;
 }
 
-// The range that an address lies in, or nullptr.
+// Returns the range that contains the bytes, or nullptr.
 Range* range_at(uint64_t address, uint64_t bytes = 1) {
   auto found = space().ranges.upper_bound(address);
   if (found == space().ranges.begin()) return nullptr;
@@ -184,7 +184,7 @@ Range* range_at(uint64_t address, uint64_t bytes = 1) {
   return address + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
 }
 
-// Returns the segment of an address if a device may use it, else nullptr.
+// Returns the segment that contains an address if a device may use it, else nullptr.
 std::pair<const uint64_t, Segment>* segment_at(uint64_t address) {
   Range* const range = range_at(address);
   if (range == nullptr) return nullptr;
@@ -197,8 +197,8 @@ std::pair<const uint64_t, Segment>* segment_at(uint64_t address) {
 
 using Segments = std::map<uint64_t, Segment>;
 
-// The segments that make up these bytes, whole and without a gap; two equal iterators: there are
-// none.
+// Returns the segments that exactly make up these bytes, without a gap; an empty pair if there are
+// no such segments.
 std::pair<Segments::iterator, Segments::iterator> whole_segments(Range* range, uint64_t address,
                                                                  uint64_t bytes) {
   if (range == nullptr) return {};
@@ -214,7 +214,7 @@ std::pair<Segments::iterator, Segments::iterator> whole_segments(Range* range, u
 
 extern "C" {
 
-// The driver's structures, as far as they are used.
+// The driver's structures, with the members used here.
 struct CUmemLocation {
   int type, id;
 };
@@ -292,7 +292,7 @@ int cuMulticastAddDevice(uint64_t handle, int device) {
   return kSuccess;
 }
 
-// Before all devices were added the driver would wait for them; here that is an error.
+// If devices were missing, the driver would wait for them; here this is an error.
 int cuMulticastBindMem(uint64_t handle, size_t object_offset, uint64_t memory, size_t memory_offset,
                        size_t bytes, unsigned long long flags) {
   const std::lock_guard lock(space().mutex);
@@ -399,7 +399,7 @@ int cuMemAddressFree(uint64_t address, size_t bytes) {
   return kSuccess;
 }
 
-// As the driver, maps memory from its first byte on.
+// Like the driver, maps memory only from its first byte.
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
   const std::lock_guard lock(space().mutex);
   Range* const range = range_at(address, bytes);
@@ -450,25 +450,25 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
 
 // ---- for EmulatedRuntime and the PTX interpreter ----------------------------------------------
 
-// The device is under no NVSwitch.
+// Removes the device from its NVSwitch.
 void emu_device_without_multicast(void* device) {
   const std::lock_guard lock(space().mutex);
   space().without_multicast.insert(device);
 }
 
-// How many handles and address ranges this process holds.
+// Returns how many handles and address ranges this process holds.
 int emu_vmm_in_use() {
   const std::lock_guard lock(space().mutex);
   return int(space().handles.size() + space().ranges.size());
 }
 
-// The device has no virtual memory management.
+// Disables the device's virtual memory management.
 void emu_device_without_virtual_memory(void* device) {
   const std::lock_guard lock(space().mutex);
   space().without_memory.insert(device);
 }
 
-// Limits the memory that this module allocates on a device.
+// Limits the bytes of memory that this module allocates on a device.
 void emu_vmm_set_room(void* device, uint64_t bytes) {
   const std::lock_guard lock(space().mutex);
   space().room[device] = bytes;
@@ -479,15 +479,15 @@ uint64_t emu_vmm_used(void* device) {
   return space().used[device];
 }
 
-// The device that may use the memory at an address, or null.
+// Returns the device that may use the memory at an address, or null.
 void* emu_vmm_device_at(uint64_t address) {
   const std::lock_guard lock(space().mutex);
   const auto* found = segment_at(address);
   return found == nullptr ? nullptr : space().devices[size_t(found->second.device)];
 }
 
-// Where the ranges of a device begin that memory of this process's is mapped to, or (imported) of
-// another's; at most `room`. Returns how many there are.
+// Writes to `begins` where a device's ranges begin to which memory of this process (`imported`: of
+// another process) is mapped; at most `room`. Returns how many ranges there are.
 int emu_vmm_ranges(void* device, int imported, uint64_t* begins, int room) {
   const std::lock_guard lock(space().mutex);
   int count = 0;
@@ -505,7 +505,7 @@ int emu_vmm_ranges(void* device, int imported, uint64_t* begins, int room) {
   return count;
 }
 
-// Whether an address lies in mapped memory, which no multicast address does.
+// Returns 1 if an address is in mapped memory; multicast addresses are not.
 int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
   const std::lock_guard lock(space().mutex);
   const auto* found = segment_at(address);
@@ -515,8 +515,8 @@ int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
   return 1;
 }
 
-// The addresses of all memory that `bytes` bytes at a multicast address stand for, at most `room`.
-// Returns how many there are; 0: it is no such address; -1: some device has bound nothing there.
+// Writes the addresses of all memory that is bound to `bytes` bytes at a multicast address; at most
+// `room`. Returns their number; 0: not a multicast address; -1: a device has bound nothing there.
 int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room) {
   const std::lock_guard lock(space().mutex);
   const auto* found = segment_at(address);

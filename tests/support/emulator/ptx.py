@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels' PTX, executed: NVRTC emits it, and an interpreter runs every instruction.
+"""Runs the CUDA kernels' PTX: NVRTC compiles it, and an interpreter executes each instruction.
 
-The interpreter (``tests/ptx_interpreter``) stands behind the emulated driver's kernel launch, so
-that streams, graphs, IPC and all of Python are the same as with kernels that the host's compiler
-made of the same templates.
+The emulated driver's kernel launch calls the interpreter (``tests/ptx_interpreter``). Streams,
+graphs, IPC and all Python code are therefore the same as with kernels that the host's compiler
+makes from the same templates.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.support.emulator.library import library
 TARGET = "compute_90a"
 
 
-# "ptx", or "ptx:SEED": emulated devices of this process and its children execute PTX.
+# "ptx" or "ptx:SEED": emulated devices of this process and its children execute PTX.
 ENVIRONMENT = "RINGCOMM_EMULATED_KERNELS"
 
 
 def from_environment() -> PtxKernels | None:
-    """The PTX kernels that the environment asks for, if it does."""
+    """Returns the PTX kernels if the environment variable requests them."""
     kind, _, seed = os.environ.get(ENVIRONMENT, "").partition(":")
     return PtxKernels(PtxSchedule(int(seed or 0)), strict=False) if kind == "ptx" else None
 
@@ -39,7 +39,7 @@ def from_environment() -> PtxKernels | None:
 def ptx_of(unit: str, target: str = TARGET) -> str:
     """Returns the PTX of a unit, or of a subunit: see ``cuda_code.unit_source``.
 
-    Its loops are those that RINGCOMM_KERNELS asks for.
+    Its loops are those that RINGCOMM_KERNELS chooses.
     """
     return ptx_from(unit, *unit_source(unit, units.chosen_loops()), target=target)
 
@@ -47,10 +47,10 @@ def ptx_of(unit: str, target: str = TARGET) -> str:
 def ptx_from(
     unit: str, source: str, headers: dict[str, str], macros: list[str], target: str = TARGET
 ) -> str:
-    """Returns the PTX of a text and its headers.
+    """Returns the PTX of a source text and its headers.
 
-    It says of each instruction which line of the source it comes from. It is kept under ``build/``
-    for whoever asks next, by a digest of all that it is made from.
+    The PTX names the source line of each instruction. A cache under ``build/`` keeps it, by a
+    digest of everything that it is made from.
     """
     options = [*units.NVRTC_OPTIONS, *macros, f"-arch={target}", "-lineinfo"]
     made_from = (source, sorted(headers.items()), options, _which_compiler())
@@ -66,7 +66,7 @@ def ptx_from(
 
 @cache
 def _which_compiler() -> tuple[str, int, int]:
-    """What tells NVRTC's versions apart; to load it and ask it takes a quarter of a second."""
+    """Identifies NVRTC by its file: loading it to get its version takes a quarter of a second."""
     path = nvrtc.library_path()
     if path is None:
         raise nvrtc.NVRTCError(nvrtc.NEEDS_NVRTC)
@@ -91,10 +91,10 @@ class PtxKernels:
 
     Args:
         schedule: of warps and lanes.
-        strict: kernels may use memory of devices, and tensors that ``ptx_interpreter.allow`` was
-            given, as it is with all that are passed to a call; else any memory of the process.
-        subunit: which subunit a kernel is taken from; default: the whole unit.
-        text_of: returns the PTX of a subunit, of which it may make a mutant.
+        strict: kernels may use only memory of devices, and tensors passed to
+            ``ptx_interpreter.allow``, as all arguments of calls are; otherwise any memory.
+        subunit: returns the subunit that a kernel is taken from; default: the whole unit.
+        text_of: returns the PTX of a subunit, possibly a mutant.
     """
 
     schedule: PtxSchedule = field(default_factory=PtxSchedule)
@@ -109,18 +109,18 @@ class PtxKernels:
         ptx_interpreter.be_strict(self.strict)
 
     def kernel(self, unit: str, name: str, like: int) -> int:
-        """Returns the handle of a kernel; ``like``: the same one as the host's compiler made it."""
+        """Returns the handle of a kernel; ``like``: the same kernel from the host's compiler."""
         with self._lock:  # ranks that share a launch must get the same handle
             if (unit, name) not in self._kernels:
                 self._kernels[unit, name] = self._find(unit, name, like)
             return self._kernels[unit, name]
 
     def module(self, subunit: str) -> int:
-        """Returns the handle of a subunit's text, from which a kernel has been taken."""
+        """Returns the handle of a subunit's PTX; a kernel of it must have been loaded before."""
         return self._modules[subunit]
 
     def reached(self) -> dict[str, list[int]]:
-        """By subunit, the lines of its text that order memory and that kernels have come to."""
+        """By subunit, the lines of its PTX that order memory and that kernels have executed."""
         return {
             subunit: ptx_interpreter.reached(module) for subunit, module in self._modules.items()
         }

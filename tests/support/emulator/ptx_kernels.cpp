@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// PTX kernels as kernels of the emulated driver, and the driver's memory as theirs.
+// Makes PTX kernels callable as kernels of the emulated driver, and lets them use its memory.
 #include <string>
 
 #include "tests/ptx_interpreter/source/interpreter.h"
@@ -12,9 +12,9 @@ int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* bytes);
 int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes);
 int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room);
 
-// A kernel of a module of the interpreter's, run by the schedule that is given, or nullptr. What
-// its module does not say is as of `like`: registers, and how much of the module's shared memory it
-// uses.
+// Returns a kernel of an interpreter's module, run with the given schedule, or nullptr. The module
+// does not declare the registers, and how much of its shared memory the kernel uses: these are
+// copied from `like`.
 const EmulatedKernel* emulated_ptx_kernel(const void* module, const char* name,
                                           const EmulatedKernel* like, const PtxSchedule* given) {
   const int most_threads = ptx_threads(module, name);
@@ -29,13 +29,13 @@ const EmulatedKernel* emulated_ptx_kernel(const void* module, const char* name,
   return made;
 }
 
-// A kernel with parameters of these sizes, whose launches `run` does in the stream's thread.
+// Makes a kernel with parameters of these sizes; `run` runs its launches in the stream's thread.
 const EmulatedKernel* emulated_kernel_of(const int* parameter_bytes, int count,
                                          EmulatedKernel::RunWith run) {
   auto* made = new EmulatedKernel;
   made->parameter_bytes.assign(parameter_bytes, parameter_bytes + count);
   made->run_with = run;
-  made->waits = false;  // its blocks take nothing of the device's that is counted
+  made->waits = false;  // its blocks take no resources that the device counts
   return made;
 }
 

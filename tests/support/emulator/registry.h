@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Which kernels the emulator has: the map behind emulated_kernel().
+// The kernels of the emulator: the map behind emulated_kernel().
 #pragma once
 
 #include <map>

@@ -37,12 +37,12 @@ from tests.support.emulator.memory import EmulatedMemory
 from tests.support.emulator.ptx import PtxKernels, from_environment
 
 _FUNCTIONS: list[object] = []
-# The priority of the stream of small copies, which CudaRuntime gives no other stream.
+# The priority of the stream for small copies; CudaRuntime gives it to no other stream.
 _SERVICE = -5
 
 
 class _ThisThread(threading.local):
-    """Thread state, as CUDA and torch keep it."""
+    """State of each thread, as CUDA and torch keep it."""
 
     device: int | None = None
     assumed: int | None = None
@@ -54,7 +54,7 @@ class _ThisThread(threading.local):
 def _passed(event: EmulatedEvent) -> bool:
     try:
         return event.query()
-    except DriverError:  # of a capture: the graph uses the tensor at every replay
+    except DriverError:  # captured: the graph uses the tensor at every replay
         return False
 
 
@@ -66,21 +66,21 @@ class EmulatedRuntime(EmulatedMemory):
         devices: how many this process sees.
         multiprocessors: of each.
         usable: how many of them contexts of this process may use, as under MPS; None: all.
-        memory_bytes: of each; what one process may allocate there.
+        memory_bytes: of each; how much one process may allocate there.
         blocks_per_multiprocessor: how many of any kernel run at once on each; None: as many as the
             registers, shared memory and threads of the real kernel allow.
         hardware_queues: that the streams of a device share, as CUDA_DEVICE_MAX_CONNECTIONS says.
         threads: of a block of the kernels that the host's compiler made, as they report it.
-        block_slots: how many blocks a device runs at once, whatever its kernels report; None: as
-            many as they do.
-        assume_device: the device of tensors that lie in no device's memory; None: the host.
+        block_slots: how many blocks a device runs at once, for any kernel; None: as
+            many as the kernels' resources allow.
+        assume_device: the device of tensors that are in no device's memory; None: the host.
         physical: which GPU each device is; default 0, 1, ...
         unreachable: pairs of devices without peer access.
         capability: compute capability of each.
-        multicast: they are under an NVSwitch, which has multicast objects.
-        virtual_memory: they have virtual memory management, and descriptors of it.
-        ptx: executes the PTX of the CUDA kernels, in place of the same templates on the host;
-            default: what the environment asks for.
+        multicast: the devices are under an NVSwitch, which has multicast objects.
+        virtual_memory: the devices have virtual memory management, with file descriptors.
+        ptx: executes the PTX of the CUDA kernels instead of host code from the same templates;
+            default: as the environment says.
     """
 
     devices: int = 1
@@ -99,7 +99,7 @@ class EmulatedRuntime(EmulatedMemory):
     virtual_memory: bool = True
     ptx: PtxKernels | None = field(default_factory=from_environment)
     kind: str = field(default="emulated", init=False)
-    #: Tensors that the host may read in a capture: those which are on the host beside a GPU.
+    #: Tensors that the host may read in a capture: with a GPU they would be in host memory.
     host_tensors: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -238,7 +238,7 @@ class EmulatedRuntime(EmulatedMemory):
         check(library().emu_device_synchronize(self._native[device]))
 
     def resident_blocks(self, device: int) -> int:
-        """How many blocks fit on the device now."""
+        """Returns how many blocks fit on the device now."""
         return int(library().emu_device_resident(self._native[device]))
 
     def settle(self, device: int) -> None:
@@ -251,33 +251,33 @@ class EmulatedRuntime(EmulatedMemory):
     def run_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
         """Calls ``function`` in the stream's order, as cudaLaunchHostFunc does."""
         callback = HOST_FUNCTION(function)
-        # For good: a graph may call it any number of times, and the stream's thread may still be on
-        # its way out of it when this runtime has been let go.
+        # Kept for ever: a graph may call it at any time, and the stream's thread may still be
+        # returning from it after this runtime has been deleted.
         _FUNCTIONS.append(callback)
         with self.on_device(device):
             check(library().emu_stream_run(stream, callback))
 
     def call_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
-        """In the stream's order: a kernel of the interpreter is its launch."""
+        """Calls ``function`` in stream order; the interpreter launches its kernels so."""
         self.run_on_stream(device, stream, function)
 
     def in_stream_order(self, of_all_devices: bool = False) -> InStreamOrder:
         """Inside, torch's operations of this thread wait for its current streams, as on a GPU.
 
-        A thread that assumes a device of its tensors waits for the stream of that one alone: what
-        the other ranks of this process have in the queues of theirs may wait for this thread.
+        A thread that assumes a device waits only for this device's stream: work in the queues of
+        other ranks of this process may wait for this thread.
 
         Args:
-            of_all_devices: it waits for all, since it acts for the ranks of several devices.
+            of_all_devices: waits for all, since the thread acts for ranks of several devices.
         """
         wait = partial(self._await_current_streams, of_all_devices)
         return InStreamOrder(wait, self._keeps_itself)
 
     def _keeps_itself(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in the heap; else it is torch's, which kernels may use, too."""
+        """True for a tensor in the heap. Others are torch's; kernels get access to them here."""
         if tensor.layout is not torch.strided:
             return False
-        # Storages of absent parameters tell their address; their tensors refuse to.
+        # The storage of an absent parameter has an address, but its tensor refuses to return one.
         if self.owner_of(tensor.untyped_storage().data_ptr()) is not None:
             return True
         if self.ptx is not None:
@@ -299,7 +299,7 @@ class EmulatedRuntime(EmulatedMemory):
     def capture(
         self, device: int = 0, stream: EmulatedStream | None = None
     ) -> Iterator[EmulatedGraph]:
-        """Inside, ``stream`` (None: another one) is current and captures; torch's work does not."""
+        """Inside, ``stream`` (None: a new one) is current and captures; torch's work does not."""
         stream, graph = stream or self.make_stream(device), EmulatedGraph()
         ended = ctypes.c_void_p()
         with self.on_stream(stream):
@@ -321,7 +321,7 @@ class EmulatedRuntime(EmulatedMemory):
             check(library().emu_graph_launch(graph.handle, self.current_stream(device)))
 
     def find_kernel(self, device: int, unit: str, name: str) -> EmulatedFunction:
-        """At its first use waits for all the work of the device, as lazy loading may."""
+        """Returns a kernel. Its first use waits for all work of the device, as lazy loading may."""
         kernel = self._loaded.get((device, unit, name))
         if kernel is None:
             with self._loading[device]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of emulated devices: counted, shared with other processes only, and named by device."""
+"""Memory of emulated devices: counted, mappable by other processes only, and with a device."""
 
 from __future__ import annotations
 

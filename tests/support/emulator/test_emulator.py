@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 MIB = 1 << 20
 INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, TOO_LARGE = 1, 201, 400, 720
-# What a thing that must not happen gets to happen. Nothing waits for it when all is right.
+# Time for an event that must not happen. If the code is right, the event never happens.
 GRACE_S = 0.05
 RUNS_AFTER = 128  # kRunsAfter in test_kernels.cpp
 
 
 class Device:
-    """Launches of the emulator's test kernels on device 0; test_limits.py uses it, too."""
+    """Launches the emulator's test kernels on device 0; test_limits.py uses it, too."""
 
     def __init__(self, **options: int) -> None:
         self.runtime = EmulatedRuntime(**options)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ class Device:
     def launch(
         self, stream: int, name: str, word: int, amount: int, other: int = 0, blocks: int = 1
     ) -> int:
-        """The driver's answer; ``word`` is an index into ``words``."""
+        """Launches and returns the driver's result; ``word`` is an index into ``words``."""
         given = (self.memory + 4 * word).to_bytes(8, "little")
         given += amount.to_bytes(4, "little") + other.to_bytes(4, "little")
         return self.launch_with(stream, name, given, library().emu_params_bytes(), blocks)
@@ -49,7 +49,7 @@ class Device:
     def launch_with(
         self, stream: int, name: str, given: bytes, params_bytes: int, blocks: int = 1
     ) -> int:
-        """Launches with ``params_bytes`` bytes, ``given`` first; returns the driver's answer."""
+        """Launches with ``params_bytes`` bytes, ``given`` first; returns the driver's result."""
         params = ctypes.create_string_buffer(given, params_bytes)
         size = ctypes.c_size_t(params_bytes)
         packed = (ctypes.c_void_p * 5)(1, ctypes.addressof(params), 2, ctypes.addressof(size), 0)
@@ -63,11 +63,11 @@ class Device:
         check(self.launch(stream, "add", word, amount))
 
     def wait_then_add(self, stream: int, gate: int, amount: int = 1, blocks: int = 1) -> None:
-        """Runs until word ``gate`` is at least 1."""
+        """Launches a kernel that runs until word ``gate`` is at least 1."""
         check(self.launch(stream, "wait_then_add", gate, 1, amount, blocks))
 
     def until_it_runs(self, gate: int) -> None:
-        """Waits until the kernel that waits at this gate has its place."""
+        """Waits until the kernel that waits at this gate has been placed."""
         while not self.words[gate + RUNS_AFTER]:
             time.sleep(0.001)
 
@@ -110,7 +110,7 @@ def test_a_launch_runs_beside_the_host_and_in_the_stream_s_order(device):
 def test_the_arguments_are_those_of_the_launch(device):
     stream = device.runtime.make_stream(0)
     device.wait_then_add(stream.handle, gate=0)
-    for amount in (1, 10, 100):  # each from a buffer of its own, which is gone when they run
+    for amount in (1, 10, 100):  # each in a buffer of its own, freed before the kernel runs
         device.add(stream.handle, 5, amount)
     device.open(0)
     device.runtime.synchronize(0)
@@ -170,7 +170,7 @@ def test_a_launch_waits_until_it_fits():
     crowded.wait_then_add(streams[1].handle, gate=1, blocks=2)
     crowded.open(1)
     time.sleep(GRACE_S)
-    assert crowded.words[1] == 1  # its gate is open, but it does not fit
+    assert crowded.words[1] == 1  # its gate is open, but the launch does not fit
     crowded.open(0)
     runtime.synchronize(0)
     assert crowded.words[1] == 2
@@ -178,14 +178,14 @@ def test_a_launch_waits_until_it_fits():
 
 
 def test_blocks_take_the_registers_of_one_multiprocessor():
-    """Four blocks of "wait_then_add" fill a multiprocessor, or two of "add"."""
+    """Two blocks of "add", or four of "wait_then_add", fill a multiprocessor."""
     crowded = Device(multiprocessors=2)
     streams = [crowded.runtime.make_stream(0) for _ in range(2)]
     crowded.wait_then_add(streams[0].handle, gate=0, blocks=6)
     crowded.until_it_runs(0)
     crowded.add(streams[1].handle, word=1)
     time.sleep(GRACE_S)
-    assert crowded.words[1] == 0  # half a block's registers are free on each multiprocessor
+    assert crowded.words[1] == 0  # each multiprocessor has registers for half a block
     crowded.open(0)
     crowded.runtime.synchronize(0)
     assert crowded.words[1] == 1
@@ -208,7 +208,7 @@ def test_a_high_priority_stream_is_placed_first():
     crowded.open(0)
     runtime.record_event(0, first.handle).synchronize()
     time.sleep(GRACE_S)
-    assert crowded.words[1] == 0  # what was freed is taken again, by the one that came last
+    assert crowded.words[1] == 0  # the urgent launch, which came last, takes the free slot
     crowded.open(2)
     runtime.synchronize(0)
     assert crowded.words[1] == 1
@@ -231,7 +231,7 @@ def test_bad_calls_are_refused(device):
     assert answers == [INVALID_CONTEXT]
 
 
-# Divides by a subnormal number, which the interpreter refuses to do.
+# Divides by a subnormal number, which the interpreter rejects as an error.
 FAILING_KERNEL = """
 .version 8.0
 .target sm_90
@@ -318,11 +318,11 @@ def test_a_graph_replays_what_was_captured(device):
 
 
 def _fork_and_join(device: Device, side: int) -> None:
-    """A captured launch on stream ``side`` beside one on the capturing stream."""
+    """Captures a launch on stream ``side`` beside a launch on the capturing stream."""
     runtime, stream = device.runtime, device.runtime.current_stream(0)
     runtime.wait_event(0, side, runtime.record_event(0, stream))
     assert runtime.is_capturing(0, side)
-    device.wait_then_add(side, gate=0)  # opened by the other branch
+    device.wait_then_add(side, gate=0)  # the other branch opens the gate
     device.add(stream, word=0)
     runtime.wait_event(0, stream, runtime.record_event(0, side))
     device.add(stream, word=2)
@@ -385,7 +385,7 @@ def test_torch_operations_in_stream_order(device):
 
 
 def test_threads_that_first_meet_an_operator_are_given_one_object(device, monkeypatch):
-    """Of two objects torch would free the earlier one, which a dispatch may be reading."""
+    """With two objects, torch would free the first while a dispatch may be reading it."""
     made, given = [], []
     both, make = threading.Barrier(2), torch._ops.OpOverload.__init__
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Kernels that show what the emulator does; the library's own come from kernels.cpp.
+// Kernels that test the emulator itself; kernels.cpp has the library's own.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -31,7 +31,7 @@ void add(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y, i
   words.word->fetch_add(words.amount * uint32_t(grid_x * grid_y * lanes));
 }
 
-// So many words after its own, a kernel that waits says that it runs.
+// A waiting kernel counts the word at this distance after its own word to show that it runs.
 constexpr int kRunsAfter = 128;
 
 // Waits until the word has reached `amount`, then adds `other`.
@@ -47,8 +47,8 @@ struct Named {
   std::string_view name;
   EmulatedKernel kernel;
 };
-// Two blocks of the first, or four of the second, fill a multiprocessor by their registers; one of
-// the third takes all of its shared memory.
+// Two blocks of the first, or four of the second, fill a multiprocessor by their registers; one
+// block of the third takes all of its shared memory.
 const Named kKernels[] = {
     {"add", {add, 128}},
     {"wait_then_add", {wait_then_add, 64}},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an emulated device has only so much of, and what waits for it: occupancy, queues, memory.
+"""Limited resources of an emulated device, and what waits for them: occupancy, queues, memory.
 
-A test that fails here makes the tests meaningless that show where ringcomm may stall on a GPU.
+If a test fails here, the tests that show where ringcomm may stall on a GPU mean nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
     ("registers", "shared_bytes", "threads", "blocks"),
     [
         (128, 0, 256, 2),  # registers
-        (129, 0, 256, 1),  # a warp gets them by 256
+        (129, 0, 256, 1),  # a warp gets registers in units of 256
         (254, 10080, 256, 1),
         (16, 0, 256, 8),  # threads
-        (16, 0, 32, 32),  # the limit of blocks
-        (32, (75 << 10) - 128, 256, 3),  # shared memory: 76 KiB of 228 with the system's
+        (16, 0, 32, 32),  # the limit of 32 blocks
+        (32, (75 << 10) - 128, 256, 3),  # shared memory: 76 KiB of 228, the system's included
         (32, 75 << 10, 256, 3),
         (32, (75 << 10) + 1, 256, 2),
         (32, 227 << 10, 256, 1),
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
     ],
 )
 def test_what_bounds_the_blocks_of_a_multiprocessor(registers, shared_bytes, threads, blocks):
-    """The figures of an H100, by CUDA's occupancy calculator."""
+    """The numbers that CUDA's occupancy calculator gives for an H100."""
     native = EmulatedRuntime()._native[0]
     found = library().emu_device_blocks_of(native, registers, shared_bytes, threads)
     assert found == blocks
@@ -63,7 +63,7 @@ def test_shared_memory_is_taken_and_comes_back():
 
 
 def test_part_of_a_launch_keeps_its_place_while_it_waits_for_more():
-    """The block scheduler places block by block: even what is urgent comes too late."""
+    """The block scheduler places block by block: an urgent launch that comes later must wait."""
     crowded = Device(block_slots=3)
     runtime = crowded.runtime
     first, wide = runtime.make_stream(0), runtime.make_stream(0)
@@ -85,7 +85,7 @@ def test_blocks_that_wait_for_nobody_run_in_waves():
     stream = crowded.runtime.make_stream(0)
     crowded.wait_then_add(stream.handle, gate=0, blocks=2)
     crowded.until_it_runs(0)
-    check(crowded.launch(0, "add_in_waves", 1, 1, blocks=5))  # one fits beside what waits
+    check(crowded.launch(0, "add_in_waves", 1, 1, blocks=5))  # one block fits beside the others
     crowded.runtime.record_event(0, 0).synchronize()
     assert crowded.words[1] == 5
     crowded.open(0)
@@ -97,13 +97,13 @@ def test_blocks_that_wait_for_nobody_run_in_waves():
 
 @pytest.mark.parametrize(("queues", "stalls"), [(2, True), (3, False), (8, False)])
 def test_streams_of_one_queue_hold_each_other_back(queues, stalls):
-    """With two queues the third stream has that of the first, the legacy stream being another."""
+    """With two queues streams 0 and 2 share one: the legacy stream took the first turn."""
     device = Device(hardware_queues=queues)
     runtime = device.runtime
     streams = [runtime.make_stream(0) for _ in range(3)]
     device.wait_then_add(streams[0].handle, gate=0)
     device.add(streams[0].handle, word=1)  # cannot start
-    device.add(streams[2].handle, word=2)  # could, if it had a queue of its own
+    device.add(streams[2].handle, word=2)  # could start if it had its own queue
     device.add(streams[1].handle, word=3)
     runtime.record_event(0, streams[1].handle).synchronize()
     if stalls:
@@ -122,7 +122,7 @@ def test_what_runs_holds_nobody_back_but_an_event_behind_it_does():
     one, two = runtime.make_stream(0), runtime.make_stream(0)
     device.wait_then_add(one.handle, gate=0)
     device.add(two.handle, word=1)
-    runtime.record_event(0, two.handle).synchronize()  # beside the one that waits
+    runtime.record_event(0, two.handle).synchronize()  # runs beside the waiting stream
     assert device.words[1] == 1
     runtime.record_event(0, one.handle)
     device.add(two.handle, word=1)
@@ -135,7 +135,7 @@ def test_what_runs_holds_nobody_back_but_an_event_behind_it_does():
 
 
 def _stalled(device: Device) -> list[EmulatedStream]:
-    """Fills the usual queues of the device with work that waits for word 0."""
+    """Fills the default number of the device's queues with work that waits for word 0."""
     streams = [device.runtime.make_stream(0) for _ in range(device.runtime.hardware_queues)]
     for stream in streams:
         device.wait_then_add(stream.handle, gate=0)
@@ -176,7 +176,7 @@ def test_small_copies_of_usual_priority_would_stall():
 
 @contextmanager
 def held(runtime: EmulatedRuntime) -> Iterator[threading.Event]:
-    """Inside, a stream has work until the event that this gives is set, which is soon."""
+    """Inside, a stream has work until the yielded event is set; a timer sets it soon."""
     over, stream = threading.Event(), runtime.make_stream(0)
 
     def hold() -> None:
@@ -232,22 +232,22 @@ def test_a_call_that_waits_for_the_device_breaks_no_capture():
 
 
 def test_a_copy_on_the_legacy_stream_waits_for_blocking_streams():
-    """What ``tensor.cpu()`` does where the default stream is current."""
+    """``tensor.cpu()`` makes such a copy if the default stream is current."""
     device = Device()
     runtime = device.runtime
     blocking, other = runtime.make_stream(0, blocking=True), runtime.make_stream(0)
     device.wait_then_add(other.handle, gate=0)
     with runtime.in_stream_order():
-        assert device.words[0].clone() == 0  # is not held up by the one stream
+        assert device.words[0].clone() == 0  # does not wait for the non-blocking stream
         device.wait_then_add(blocking.handle, gate=1)
         threading.Timer(GRACE_S, lambda: device.open(1)).start()
-        assert device.words[1].clone() == 2  # and waits for the other
+        assert device.words[1].clone() == 2  # but waits for the blocking one
     device.open(0)
     runtime.synchronize(0)
 
 
 def test_an_operation_on_one_device_s_tensors_waits_for_no_other_device():
-    """Of two ranks that are threads, one would wait for a call that the other has to join."""
+    """Of two ranks that are threads, one would wait for a call that the other must join."""
     device = Device(devices=2, hardware_queues=1)
     runtime, streams = device.runtime, _stalled(device)
     passed = threading.Event()

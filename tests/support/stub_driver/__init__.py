@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA driver that does nothing, and a runtime on it: what calls cost the host is counted there.
+"""A CUDA driver that does nothing, and a runtime on it, to count what calls cost the host.
 
-Launches do nothing, so tensors keep what they had. The emulated device (``tests/support/emulator``)
-runs them.
+Launches do nothing, so tensors keep their values. The emulated device (``tests/support/emulator``)
+runs launches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIBRARY = SharedLibrary(
     headers=(FOLDER,),
     includes=(ROOT,),
 )
-# In the order of driver.cpp.
+# In the same order as in driver.cpp.
 CALLS = (
     "launch",
     "copy",
@@ -68,10 +68,10 @@ _PROTOTYPES = {
 
 
 class StubDriver:
-    """The library, which is one for the process.
+    """The stub's library, one per process.
 
     Attributes:
-        native: as the native end has it.
+        native: the native module's driver object for it.
     """
 
     def __init__(self) -> None:
@@ -83,20 +83,20 @@ class StubDriver:
         self.native = _native.Driver(self.path)
 
     def reset(self) -> None:
-        """Forgets what was counted; all events have passed, and later ones pass at once."""
+        """Resets the counts; all events count as passed, and later events pass at once."""
         self.library.stub_reset()
 
     def counted(self) -> dict[str, int]:
-        """Returns how often each entry point was called since the last reset, zeros left out."""
+        """Returns how often each entry point was called since the last reset, without zeros."""
         counts = {name: self.library.stub_count(i) for i, name in enumerate(CALLS)}
         return {name: count for name, count in counts.items() if count}
 
     def params_bytes(self) -> int:
-        """Returns the most bytes of parameters of a launch since the last reset."""
+        """Returns the largest number of parameter bytes in a launch since the last reset."""
         return int(self.library.stub_params_bytes())
 
     def waits(self) -> list[tuple[int, int]]:
-        """Takes the waits since the last reset: stream and event of each."""
+        """Returns and forgets the waits since the last reset: stream and event of each."""
         found = []
         stream, event = c_void_p(), c_void_p()
         while self.library.stub_take_wait(byref(stream), byref(event)):
@@ -104,7 +104,7 @@ class StubDriver:
         return found
 
     def records(self) -> list[int]:
-        """Takes the events that were recorded since the last reset."""
+        """Returns and forgets the events that were recorded since the last reset."""
         found = []
         event = c_void_p()
         while self.library.stub_take_record(byref(event)):
@@ -112,7 +112,7 @@ class StubDriver:
         return found
 
     def hold_events(self) -> None:
-        """Events pass no longer until :meth:`let_pass`."""
+        """From now on an event passes only when :meth:`let_pass` is called."""
         self.library.stub_set_passing(0)
 
     def let_pass(self, event: int) -> None:
@@ -122,11 +122,11 @@ class StubDriver:
         self.library.stub_set_capturing(stream, captures)
 
     def set_green(self, stream: int, multiprocessors: int) -> None:
-        """The stream is one of a green context."""
+        """Makes a stream count as a stream of a green context."""
         self.library.stub_set_green(stream, multiprocessors)
 
     def refuse(self, code: int, times: int = 1) -> None:
-        """The next launches, records and waits return ``code``."""
+        """Makes the next launches, records and waits return ``code``."""
         self.library.stub_refuse(code, times)
 
 
@@ -174,7 +174,7 @@ class StubPage:
 
 
 class StubRuntime:
-    """One device whose memory is the host's, and on which nothing runs."""
+    """A device whose memory is host memory, and which runs nothing."""
 
     kind = "stub"
 
@@ -188,10 +188,10 @@ class StubRuntime:
         self._streams = 0
         #: The device that is current outside of :meth:`on_device`.
         self.device_now = 0
-        #: For mutants: :meth:`current_device` says 0, whatever is current.
+        #: For mutants: :meth:`current_device` returns 0, whichever device is current.
         self.hides_device = False
         self._current = 0
-        #: How often its own methods were called, by name.
+        #: How often each of its own methods was called, by name.
         self.calls: Counter[str] = Counter()
 
     def device_count(self) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what calls on a device cost the host: ``python -m tests.support.stub_driver.cost``.
 
-Every call is made on a driver that does nothing. Times are those of the thread, and the least of
-five rounds.
+All calls use a driver that does nothing. Times are CPU times of the thread, the minimum of five
+rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS, CALLS = 5, 20_000
 
 
 def frames_of(call: Callable[[], object]) -> int:
-    """Returns how many functions of ringcomm in Python run in a call."""
+    """Returns how many of ringcomm's Python functions run in a call."""
     found = 0
 
     def profile(frame: Any, event: str, _: object) -> None:
@@ -67,7 +67,7 @@ def wait(work: ringcomm.Work | None) -> None:
 
 
 def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
-    """The calls that are measured, by their names in the table."""
+    """Returns the measured calls, by their names in the table."""
     tensor, other = torch.ones(1024), torch.ones(1024)
     return {
         "all_reduce": lambda: comm.all_reduce(tensor),
@@ -83,9 +83,9 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
 
 
 def step_calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
-    """The calls of an optimizer's step on one bucket, by their names in the table.
+    """Returns the calls of an optimizer's step on one bucket, by their names in the table.
 
-    An optimizer of one rank makes the first four alone.
+    An optimizer on a single rank makes only the first four.
     """
     param = torch.nn.Parameter(torch.ones(1024))
     step = AdamW([param], comm=comm).sharded_step()
@@ -117,7 +117,7 @@ def row_of(runtime: StubRuntime, name: str, call: Callable[[], object]) -> tuple
 
 
 def triton_rows(runtime: StubRuntime) -> list[tuple[str, ...]]:
-    """Rows of calls by Triton's kernels, which Triton compiles first."""
+    """Returns rows of calls that use Triton's kernels; Triton compiles these first."""
     from tests.support.triton_device import StandIn, executed
 
     options = ringcomm.CommOptions(kernels="triton")
@@ -128,7 +128,7 @@ def triton_rows(runtime: StubRuntime) -> list[tuple[str, ...]]:
         return [
             row_of(runtime, f"Triton: {name}", call)
             for name, call in calls_of(comm).items()
-            if "all_" in name or "reduce_" in name  # CUDA's kernels make the others
+            if "all_" in name or "reduce_" in name  # CUDA kernels serve the other calls
         ]
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A CUDA driver that does nothing: it counts the calls that a communicator makes, and notes which
-// streams wait for which events. Nothing runs, and an event has passed when the test says so.
+// A CUDA driver that does nothing: it counts the calls of a communicator, and records which streams
+// wait for which events. Nothing runs, and the test decides when an event has passed.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -48,9 +48,9 @@ std::vector<void*> records;
 std::map<void*, unsigned> green;  // multiprocessors of green contexts, by stream
 std::vector<Event*> events;       // never freed
 bool events_pass = true;          // at once
-int refusal = kSuccess;           // of launches, records and waits to come
+int refusal = kSuccess;           // how many further launches, records and waits fail
 int refusals = 0;                 // how many
-size_t params_bytes = 0;          // the most of a launch
+size_t params_bytes = 0;          // the most bytes of a launch
 
 int refused() {
   if (refusals == 0) return kSuccess;
@@ -66,7 +66,7 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
                    void*, void**, void** extra) {
   const std::lock_guard lock(mutex);
   ++counts[kLaunch];
-  // CU_LAUNCH_PARAM_BUFFER_POINTER, what it is, CU_LAUNCH_PARAM_BUFFER_SIZE, and where it is.
+  // CU_LAUNCH_PARAM_BUFFER_POINTER, the buffer, CU_LAUNCH_PARAM_BUFFER_SIZE, a pointer to the size.
   if (extra != nullptr)
     params_bytes = std::max(params_bytes, *static_cast<const size_t*>(extra[3]));
   return refused();
@@ -118,7 +118,7 @@ int cuThreadExchangeStreamCaptureMode(int*) {
   ++counts[kExchangeMode];
   return kSuccess;
 }
-// What bench/driver_costs.cpp asks for besides, of the runtime, too.
+// Further functions that bench/driver_costs.cpp calls, of the runtime, too.
 int cudaSetDevice(int) {
   const std::lock_guard lock(mutex);
   ++counts[kSetDevice];
@@ -151,7 +151,7 @@ int cuGraphLaunch(void*, void*) {
   ++counts[kGraphLaunch];
   return kSuccess;
 }
-// A green context is known by how many multiprocessors its only stream has.
+// A green context is identified by the number of multiprocessors of its only stream.
 int cuStreamGetGreenCtx(void* stream, void** context) {
   const std::lock_guard lock(mutex);
   ++counts[kGetGreenContext];
@@ -172,7 +172,7 @@ int cuGetErrorString(int, const char** text) {
 
 // ---- for the tests ----------------------------------------------------------------------------
 
-// Forgets everything but the events, which have passed.
+// Resets everything except the events; these count as passed.
 void stub_reset() {
   const std::lock_guard lock(mutex);
   std::memset(counts, 0, sizeof(counts));
@@ -218,7 +218,7 @@ void stub_refuse(int code, int times) {
   refusal = code;
   refusals = times;
 }
-// Copies the next wait since the last reset, or the next recorded event, and forgets it; 0: none.
+// Copies and removes the next wait or recorded event since the last reset; returns 0 if none.
 int stub_take_wait(void** stream, void** event) {
   const std::lock_guard lock(mutex);
   if (waits.empty()) return 0;

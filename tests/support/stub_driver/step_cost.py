@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what training steps on a device cost: ``python -m tests.support.stub_driver.step_cost``.
 
-One rank trains a GPT of twelve blocks and tiny width with AdamW, on a driver that does nothing. So
-gradients stay unreduced and parameters what they are, which changes no count. Each count is of a
-step after the first few, whose work repeats:
+One rank trains a GPT with twelve blocks and a tiny width by AdamW, on a driver that does nothing.
+Gradients are therefore not reduced and parameters do not change, which changes no count. The first
+few steps are not counted; later steps all do the same work. The counts per step:
 
-* frames: functions of ringcomm in Python, those that hooks of autograd call among them. The model
+* frames: calls of ringcomm's Python functions, including calls by autograd's hooks. The model
   is an example of ringcomm, and does not count.
-* ops: operators of torch that such a function calls. Their count needs a mode of torch, which sees
-  each call of an operator but not the operators that it is made of, and which keeps calls off the
-  native fast path. So they are counted in a step of their own.
+* ops: torch operators that such a function calls. A dispatch mode of torch counts them. The mode
+  sees the called operators but not the operators inside them, and keeps calls off the native
+  fast path, so they are counted in a separate step.
 * launches and events (records and waits) of the driver.
-* syncs: waits of the host for the device, and values of device tensors that Python reads.
+* syncs: the host's waits for the device, and values of device tensors that Python reads.
 
-Among several ranks reductions of stages 2 and 3 run beside the caller's work where a bucket is
-larger than these are, which takes events. "beside" counts a step that does so, too.
+With several ranks, reductions of stages 2 and 3 run on a second stream if a bucket is larger than
+the buckets here, which takes events. "beside" counts a step with such reductions.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ EXAMPLES = LIBRARY + "examples/"
 TORCH = str(Path(torch.__file__).parent) + "/"
 MODEL = ModelConfig(width=16, depth=12, heads=2, context=8, tied=True)
 BATCH = 2
-#: Steps before the counted ones: buffers, order and plans are made in the first three.
+#: Steps before the counted ones: the first three make buffers, order and plans.
 WARM_UP = 5
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The counts of one step; see the module."""
+    """The counts of one step; see the module's docstring."""
 
     frames: int
     ops: int
@@ -64,12 +64,12 @@ class Cost:
 
 
 def is_ours(path: str) -> bool:
-    """Returns whether a file is ringcomm's own, and none of its examples."""
+    """True if the file is ringcomm's own, except its examples."""
     return path.startswith(LIBRARY) and not path.startswith(EXAMPLES)
 
 
 def caller_of_op(frame: FrameType | None) -> str:
-    """Returns file and line of the innermost caller that is neither torch's nor of this file."""
+    """Returns file and line of the innermost caller outside torch and this file."""
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(TORCH) and path != __file__:
@@ -102,7 +102,7 @@ def ops_of(call: Callable[[], object]) -> Counter[str]:
 
 
 def frames_of(call: Callable[[], object]) -> Counter[str]:
-    """Returns the functions of ringcomm in Python that run in ``call``, by file and name."""
+    """Counts ringcomm's Python functions that run in ``call``, by file and name."""
     found: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -119,10 +119,10 @@ def frames_of(call: Callable[[], object]) -> Counter[str]:
 
 
 def syncs_of(runtime: StubRuntime, call: Callable[[], object]) -> Counter[str]:
-    """Returns how often ``call`` waits for the device or reads a tensor, by what does so.
+    """Returns how often ``call`` waits for the device or reads a tensor, by the code that does it.
 
-    Tensors on the stub's device are the CPU's. What ringcomm reads of tensors that are of the host
-    on a device, too, counts all the same: there are none in a step.
+    The stub's device has CPU tensors, so tensors that are on the host with a real device would
+    count as well; a step reads none.
     """
     found: Counter[str] = Counter()
     runtime.driver.reset()
@@ -149,12 +149,12 @@ def syncs_of(runtime: StubRuntime, call: Callable[[], object]) -> Counter[str]:
 
 
 def make_step(comm: Communicator, stage: int, beside: bool = False) -> Callable[[], None]:
-    """Returns a step of training on one communicator, which was taken ``WARM_UP`` times.
+    """Returns a function for a training step on one communicator, called ``WARM_UP`` times before.
 
     Args:
         comm: the communicator.
         stage: of ZeRO.
-        beside: reductions run on a stream of their own, as they do among several ranks.
+        beside: reductions run on a second stream, as among several ranks.
     """
     torch.manual_seed(0)
     module = zero.shard(GPT(MODEL), stage, comm=comm)
@@ -177,9 +177,9 @@ def make_step(comm: Communicator, stage: int, beside: bool = False) -> Callable[
 
 @contextmanager
 def on_stub(runtime: StubRuntime) -> Iterator[Communicator]:
-    """Yields the communicator of one rank on a stub, which is the runtime inside.
+    """Yields the communicator of a single rank on a stub; inside, the stub is the current runtime.
 
-    The rank knows what it tells itself, since nothing gathers it.
+    The rank's rendezvous answers with its own data, since there are no other ranks.
     """
     before = cuda.use(runtime)
     told = mock.patch.object(agreement, "gather_bytes", lambda comm, text, longest: [text])
@@ -192,7 +192,7 @@ def on_stub(runtime: StubRuntime) -> Iterator[Communicator]:
 
 
 def cost_of(runtime: StubRuntime, step: Callable[[], None]) -> Cost:
-    """Returns the counts of a step that repeats."""
+    """Returns the counts of a step."""
     frames, ops, syncs = frames_of(step), ops_of(step), syncs_of(runtime, step)
     step()
     runtime.driver.reset()
@@ -204,7 +204,7 @@ def cost_of(runtime: StubRuntime, step: Callable[[], None]) -> Cost:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the table; with stages as arguments what makes up their counts, too."""
+    """Prints the table; with stages as arguments also prints the single sources of the counts."""
     runtime = StubRuntime()
     rows = []
     for name in arguments or ("1", "2", "2, beside", "3", "3, beside"):
