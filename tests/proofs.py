@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proofs that ``make test`` runs only when something that they read has changed.
 
-Behaviour is tested always. A proof takes minutes and reads a part of the tree: the kernels, for
-example, and not the optimizers. :data:`PROOFS` lists what each of them reads. When all tests of a
-proof have passed in a run of all tests, a digest of these files and of the tools goes into
-``build/proofs.json``, which is not committed, and later runs leave the proof out while its digest
-stays the same. The last lines of a run say which proofs were left out.
+Other tests always run. A proof takes minutes and reads only a part of the tree: for example the
+kernels, but not the optimizers. :data:`PROOFS` lists the files that each proof reads. When all
+tests of a proof have passed in a run of all tests, a digest of these files and of the tools is
+written to ``build/proofs.json``, which is not committed. Later runs leave the proof out while its
+digest stays the same. The last lines of a run name the proofs that were left out.
 
-A bare clone has no record, so all proofs run there, as they do in ``make test-all``. A proof that
-is named on the command line runs, and so do all where ``-k`` or ``-m`` selects tests; such runs
+A new clone has no record, so all proofs run there, as they do in ``make test-all``. A proof that is
+named on the command line runs, and all proofs run if ``-k`` or ``-m`` selects tests; such runs
 record nothing. ``tests/test_proofs.py`` observes which files a proof opens, and fails for a file
 that the table does not list.
 """
@@ -42,9 +42,9 @@ class Proof:
     Attributes:
         name: shown at the end of a run.
         tests: files and folders, relative to the root. A file belongs to one proof at most.
-        reads: patterns of the other files of the tree that the tests read. ``*`` stands for a part
-            of a name, and ``**`` for any folders.
-        programs: modules that processes of the tests import and the tests do not.
+        reads: patterns of the other files of the tree that the tests read. ``*`` matches a part
+            of a name, and ``**`` any folders.
+        programs: modules that processes of the tests import, but not the tests themselves.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Proof:
     programs: tuple[str, ...] = ()
 
     def owns(self, name: str) -> bool:
-        """Returns True if a path is one of the proof's tests, or inside one."""
+        """True if a path is one of the proof's tests, or inside one."""
         return any(name == test or name.startswith(f"{test}/") for test in self.tests)
 
     def lists(self, name: str) -> bool:
-        """Returns True if a change of the file makes the proof run."""
+        """True if a change of the file makes the proof run."""
         return self.owns(name) or self._listed.fullmatch(name) is not None
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of the files that the proof reads besides its tests."""
+        """Patterns of the files that the proof reads in addition to its tests."""
         return (*EVERY_TEST, *self.reads)
 
     @cached_property
@@ -70,7 +70,7 @@ class Proof:
         return re.compile("|".join(map(_expression, self.patterns)))
 
 
-# Files that pytest reads before any test, and parents of packages.
+# Files that pytest reads before any test, and ``__init__`` files of parent packages.
 EVERY_TEST = (
     "pyproject.toml",
     *("tests/__init__.py", "tests/conftest.py", "tests/proofs.py"),
@@ -189,7 +189,7 @@ _HIDDEN_SOURCE = {".ci", ".github"}
 
 
 def files_of(root: Path) -> list[str]:
-    """Returns the names of all files of a tree, relative to it, but for builds and caches."""
+    """Returns the names of all files of a tree, relative to it, without builds and caches."""
     found = []
     for folder, inner, names in os.walk(root):
         inner[:] = [
@@ -211,7 +211,7 @@ def _said(*command: str) -> str:
 
 
 def tools() -> str:
-    """Returns the versions of everything outside the tree that decides what a proof says."""
+    """Returns the versions of everything outside the tree that can change a proof's result."""
     compilers = [
         os.environ.get("CXX", "c++"),
         *("g++", "clang++", "aarch64-linux-gnu-g++", "nvcc"),
@@ -258,7 +258,7 @@ def content_of(path: Path) -> str:
     """Returns the SHA-256 of a file."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except FileNotFoundError:  # a link that leads nowhere, or a file that another process removed
+    except FileNotFoundError:  # a broken link, or a file that another process removed
         return "none"
 
 
@@ -266,7 +266,7 @@ def content_of(path: Path) -> str:
 
 
 def read_record(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns by proof its digest when it last passed, and how many tests it had."""
+    """Returns by proof the digest of its last pass, and its number of tests."""
     try:
         return dict(json.loads(path.read_text()))
     except (FileNotFoundError, ValueError):
@@ -274,19 +274,19 @@ def read_record(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_record(path: Path, record: Mapping[str, object]) -> None:
-    """Replaces the record at once, so that no reader meets a half of it."""
+    """Replaces the record atomically, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(record, indent=1))
     unfinished.replace(path)
 
 
-# Options that run a part of what a run of all tests has.
+# Options that select a part of all tests.
 _SELECTING = ("keyword", "markexpr", "deselect", "ignore_glob", "lf", "stepwise", "collectonly")
 
 
 class Gate:
-    """The plugin of pytest that leaves unchanged proofs out, and records those that pass.
+    """The pytest plugin that leaves unchanged proofs out, and records the proofs that pass.
 
     The process that the user started decides, and its workers follow (pytest-xdist).
 
@@ -294,7 +294,7 @@ class Gate:
         config: of the run.
         proofs: the table.
         root: of the tree.
-        record: the file that says which proofs have passed.
+        record: the file that records which proofs have passed.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class Gate:
             }
 
     def leaves_out(self, path: Path) -> bool:
-        """Tells whether a file or folder of tests belongs to a proof that is left out."""
+        """True if a file or folder of tests belongs to a proof that is left out."""
         if not self.left_out or not path.is_relative_to(self._root):
             return False
         return self._proof_of(path.relative_to(self._root).as_posix()) in self.left_out
@@ -375,7 +375,7 @@ class Gate:
             write_record(self._record, record)
 
     def _passed(self, ignored: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Returns the record of the proofs of which every test has passed or was skipped."""
+        """Returns the record of the proofs whose tests have all passed or were skipped."""
         now = digests(self._root, self._proofs, self._tools)
         passed = {}
         for proof in self._proofs:
@@ -394,7 +394,7 @@ class Gate:
         return {each for each in ids if proof.owns(each.split("::")[0])}
 
     def _is_ignored(self, proof: Proof, ignored: Iterable[str]) -> bool:
-        """Tells whether an option has kept a part of the proof out of the run."""
+        """True if an option has kept a part of the proof out of the run."""
         paths = [Path(os.path.abspath(each)) for each in ignored]
         tests = [self._root / test for test in proof.tests]
         return any(
@@ -403,7 +403,7 @@ class Gate:
             for test in tests
         )
 
-    @pytest.hookimpl(trylast=True)  # behind the durations, where it is seen
+    @pytest.hookimpl(trylast=True)  # after the durations, where users see it
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.left_out:
             told = ", ".join(f"{name} ({count} tests)" for name, count in self.left_out.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.set_default_device()`` is the user's: no tensor of ringcomm follows it."""
+"""``torch.set_default_device()`` is for the user's tensors; ringcomm's tensors ignore it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
 
 PACKAGE = Path(ringcomm.__file__).parent
-# Programs of their own, where nobody else sets a default device.
+# Separate programs, in which no other code sets a default device.
 PROGRAMS = {"cli", "examples"}
 MAKERS = {maker.__name__ for maker in _device_constructors()}
 
 
 def makers_without_device(source: str) -> Iterator[int]:
-    """Lines on which a tensor is made where the default device says."""
+    """Yields lines that make a tensor on the default device."""
     for node in ast.walk(ast.parse(source)):
         if (
             isinstance(node, ast.Call)
@@ -111,7 +111,7 @@ def test_the_optimizer_alone_under_another_default_device(accumulate):
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            # Into another world, of which this rank is the only one.
+            # A list of all ranks' shards loads in any world; one rank has the whole list.
             shards = [optimizer.state_dict()]
             if comm.world_size == 1:
                 optimizer.load_state_dict(shards)

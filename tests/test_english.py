@@ -2,7 +2,7 @@
 """Comments, docstrings, messages and documents contain no phrase that readers stumble over.
 
 The patterns find fewer than half of the sentences that must be read twice, and half of their hits
-are fine: ``allowed_sentences.txt`` lists the sentences that a reader found to be clear.
+are clear sentences. ``allowed_sentences.txt`` lists the hits that a reader found to be clear.
 """
 
 import re
@@ -92,7 +92,7 @@ def rejected(passage: Passage) -> Iterator[tuple[str, str]]:
 def read_files() -> Iterator[Path]:
     """Yields the files whose prose users and developers read.
 
-    Tests are left out, and so are the older loops of the CUDA kernels, which stay as they were.
+    Tests are left out, and so are the older loops of the CUDA kernels, which must stay unchanged.
     """
     below = (path for top in FOLDERS for path in (ROOT / top).rglob("*"))
     for path in sorted([*below, *ROOT.glob("*.md"), ROOT / "setup.py"]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception tree: what a caller may catch an error as."""
+"""The exception tree: the classes by which a caller can catch an error."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever has ``__index__`` is an integer, and any sequence of integers a list, in every call."""
+"""Every call accepts any object with ``__index__`` as an integer, and any sequence of integers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = torch.ones
 
 
 class Index:
-    """An integer of a user's own."""
+    """An integer class that a user might write."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -45,7 +45,7 @@ class Index:
         return self.value
 
 
-# A number, and a list, of each kind.
+# By kind, functions that make a number and a list of numbers.
 Number = Callable[[int], Any]
 List = Callable[[list[int]], Any]
 KINDS: dict[str, tuple[Number, List]] = {
@@ -65,11 +65,11 @@ NAMES = re.compile(
 )
 
 
-# ---- calls of ranks that are threads ------------------------------------------------------------
+# ---- calls on ranks that are threads ------------------------------------------------------------
 
 
 def passed_on(send: Callable[..., Any], recv: Callable[..., Any], comm: Communicator) -> Any:
-    """Rank 0 sends to rank 1; returns what rank 1 has then."""
+    """Rank 0 sends to rank 1; returns each rank's tensor after this."""
     tensor = torch.full((2,), comm.rank + 1.0)
     work = send(tensor) if comm.rank == 0 else recv(tensor)
     if work is not None and not isinstance(work, int):
@@ -138,7 +138,7 @@ def groups(comm: Communicator, number: Number, many: List) -> Any:
 
 
 def rooted(comm: Communicator, number: Number) -> Any:
-    """Every collective with a root."""
+    """Calls every collective that has a root."""
     results: list[Any] = []
     root, is_root = number(1), comm.rank == 1
     for broadcast in (
@@ -221,7 +221,7 @@ def test_calls(worlds, kind):
         same(got, want)
 
 
-# ---- calls of one process -----------------------------------------------------------------------
+# ---- calls of a single process ------------------------------------------------------------------
 
 
 COUNTS: dict[str, Any] = {
@@ -244,7 +244,7 @@ def test_options_and_worlds(tmp_path, kind):
     assert options == CommOptions(timeout=options.timeout, **COUNTS)
     assert all(type(getattr(options, name)) is int for name in COUNTS)
     assert options.timeout_s == 5.0
-    ringcomm.empty(1)  # which makes the heap, larger than what is asked for here
+    ringcomm.empty(1)  # makes the heap, larger than the local world below asks for
     with ringcomm.local_world(
         number(2), timeout=number(20), heap_bytes=number(4 << 20), nodes=many([1, 1])
     ) as world:
@@ -315,7 +315,7 @@ def of_torch(kind: str, rank: int, world_size: int) -> Any:
     dist.reduce(rooted, number(0))
     if not isinstance(group, ProcessGroup):
         return [*results, got, out, rooted]
-    # What Gloo does not have, or not under these names.
+    # Gloo lacks these calls, or has other names for them.
     child = group.split_group(many([1, 0]))
     assert child is not None and child.rank() == 1 - rank
     child.shutdown()
@@ -342,7 +342,7 @@ TOO_LARGE = (2**63, 2**70, -(2**63) - 1, np.uint64(2**63), Index(2**70), 10**500
 @pytest.mark.parametrize("value", [*NOT_INTEGERS, *TOO_LARGE], ids=shown)
 def test_what_is_no_integer_is_refused(worlds, value):
     def body(comm):
-        if value is not None:  # which is a sender of its own
+        if value is not None:  # None means any sender
             with pytest.raises(ArgumentError, match="src: expected a rank from 0 to 1, got"):
                 comm.recv(T(1), value)
         with pytest.raises(ArgumentError, match="tag: expected 0 <= tag"):
@@ -365,7 +365,7 @@ def test_what_is_no_integer_is_refused(worlds, value):
             comm.new_group([value])
         with pytest.raises(ArgumentError, match="records: expected an integer from"):
             CommOptions(records=value)
-        if value is not None:  # which takes the communicator's
+        if value is not None:  # None means the communicator's world size
             with pytest.raises(ArgumentError, match="world_size: expected a positive integer"):
                 zero.from_deepspeed({}, world_size=value)
 
@@ -399,7 +399,7 @@ def test_a_number_out_of_range_is_not_called_no_integer(worlds):
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])
 def test_conditions_are_integers(worlds, kind):
-    """As ranks, roots, tags, colors, keys and splits."""
+    """Bools serve as ranks, roots, tags, colors, keys and splits."""
 
     def condition(value: int) -> Any:
         return kind(bool(value))
@@ -451,7 +451,7 @@ def test_an_error_of_index_itself_comes_through():
 # ---- nothing is left out ------------------------------------------------------------------------
 
 # Internal calls, results, attention's keys, calls that need a launcher or a device, and calls of a
-# module that pass their number on to a call that is tried.
+# module that pass their number to a call that this file tests.
 ELSEWHERE = {
     "Communicator.from_env",
     "barrier",
@@ -474,7 +474,7 @@ ELSEWHERE = {
 
 
 def test_every_public_parameter_is_tried():
-    """A function that takes a rank, tag, color, split or count must be named in this file."""
+    """This file must name each function that takes a rank, tag, color, split or count."""
     here = inspect.getsource(sys.modules[__name__])
     here = here[: here.index("# ---- what is no integer")]
     owners = ((ringcomm, ""), (Communicator, "Communicator."), (F, ""), (moe, ""), (zero, ""))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extras, commands and examples use public names of the core, and listed internal ones."""
+"""Extras, commands and examples use only public names of the core, and listed internal names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.dependencies import (
     strings_of,
 )
 
-# The parts above the core. Names that they import from each other do not count.
+# The parts above the core. They may import any name from each other.
 ABOVE = ("extras", "cli", "examples")
 OWN = {*ABOVE, "bench"}
-# Every name of the core that they use and that is not public, by module. A new one needs a reason.
+# By module, every internal name of the core that these parts use. A new name needs a reason.
 INTERNAL_NAMES = {
     "": "_native",
     "c10d.backend": "build describe find",
@@ -93,7 +93,7 @@ def modules_of_the_tree() -> frozenset[str]:
 
 @cache
 def public_modules() -> frozenset[str]:
-    """The modules that docs/versions.md calls public."""
+    """Returns the modules that docs/versions.md calls public."""
     text = (ROOT / "docs" / "versions.md").read_text()
     (listed,) = re.findall(r"public modules \(([^)]*)\)", text)
     found = {f"ringcomm.{name}" for name in re.findall(r"`([\w.]+)`", listed)}
@@ -102,7 +102,7 @@ def public_modules() -> frozenset[str]:
 
 
 def exported(tree: ast.Module) -> set[str]:
-    """The names in the ``__all__`` of a module."""
+    """Returns the names in the ``__all__`` of a module."""
     (names,) = (
         ast.literal_eval(node.value)
         for node in tree.body
@@ -115,7 +115,7 @@ def exported(tree: ast.Module) -> set[str]:
 
 @cache
 def public_names() -> frozenset[tuple[str, str]]:
-    """Module and name of what is public: of a door, and of the module that the door has it from."""
+    """Pairs of module and public name, both for the public module and for the defining module."""
     found = set()
     paths = modules_below(ROOT, "ringcomm")
     for door in public_modules():
@@ -132,7 +132,7 @@ def public_names() -> frozenset[tuple[str, str]]:
 
 
 def resolved(dotted: str) -> tuple[str, str]:
-    """The longest module of the tree that a dotted name begins with, and what follows it first."""
+    """Splits a dotted name into its longest module of the tree and the attribute after it."""
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
         if (module := ".".join(parts[:end])) in modules_of_the_tree():
@@ -141,7 +141,7 @@ def resolved(dotted: str) -> tuple[str, str]:
 
 
 def module_aliases(tree: ast.AST, package: str) -> dict[str, str]:
-    """The names in a source that stand for modules of ringcomm."""
+    """Returns the names in a source that refer to modules of ringcomm, with these modules."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -155,7 +155,7 @@ def module_aliases(tree: ast.AST, package: str) -> dict[str, str]:
 
 
 def attributes_used(tree: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
-    """The dotted names of what is taken of the modules in a source."""
+    """Yields the dotted names of the attributes that a source uses of these modules."""
     for node in ast.walk(tree):
         parts: list[str] = []
         at: ast.expr | None = node if isinstance(node, ast.Attribute) else None
@@ -167,7 +167,7 @@ def attributes_used(tree: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
 
 
 def names_used(source: str, package: str) -> set[tuple[str, str]]:
-    """Module and name of what a source uses of ringcomm; of a module alone without a use, "".
+    """Pairs of module and name that a source uses of ringcomm; name "" for an unused module.
 
     A use is an import, an attribute of a module, or a string that is a dotted name.
     """
@@ -181,7 +181,7 @@ def names_used(source: str, package: str) -> set[tuple[str, str]]:
 
 
 def internal_names(root: Path) -> dict[str, set[str]]:
-    """The names of the core, by module, that the parts above it use and that are not public."""
+    """Returns by module the core's internal names that the parts above the core use."""
     found: dict[str, set[str]] = {}
     for part in ABOVE:
         for path in sorted((root / "ringcomm" / part).rglob("*.py")):
@@ -211,7 +211,7 @@ def test_the_public_modules_are_those_of_the_document():
     ("line", "found"),
     [
         ("from ringcomm.comm.host.engine import Call", {"comm.host.engine": {"Call"}}),
-        # zero has these names, too.
+        # zero has functions of these names, too.
         (
             "from ringcomm.comm.device.topology import load, save",
             {"comm.device.topology": {"load", "save"}},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports and includes point one way, and compiler matters stay in their one header."""
+"""Imports and includes point only downwards; compiler-specific code stays in its one header."""
 
 import ast
 import re
@@ -11,8 +11,8 @@ import pytest
 from tests.support import ROOT
 from tests.support.dependencies import imported_names, modules_below, package_name, strings_of
 
-# What each part of ringcomm may import from ringcomm, apart from itself. "" is the package itself:
-# importing it from inside would hide an upward import behind the public names.
+# What each part of ringcomm may import from ringcomm, in addition to itself. "" is the package
+# itself: with an import of it, a part could import upwards through the public names.
 MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
@@ -33,7 +33,7 @@ _layers = (
 EXTRAS = "ringcomm.extras"
 # The parts that the root imports eagerly.
 EAGER = {"errors", "_native"}
-# It has extras among its public names: type checkers see them, and __getattr__ imports them later.
+# Has extras among its public names: type checkers see imports, and __getattr__ imports at use.
 REEXPORTS = "ringcomm/zero/__init__.py"
 for _layer in _layers:
     MAY_IMPORT |= {part: set(_below) for part in _layer}
@@ -54,13 +54,13 @@ COMPILER_TEST = re.compile(
 )
 MEMORY_ORDER = re.compile(
     r"__ATOMIC_|memory_order|__threadfence|"
-    # But multimem instructions, whose order is part of their one spelling (kernels/cuda/ptx.h).
+    # Except multimem instructions, which have no spelling without an order (kernels/cuda/ptx.h).
     r"\b(?<!multimem\.)(?:ld|st|red|atom|fence)\.(?:[\w:]+\.)*(?:relaxed|acquire|release|acq_rel|sc)\b"
 )
 NOT_IN_TEMPLATES = re.compile(
     r"\btorch\b|\bATen\b|\bthreadIdx\b|\bblockIdx\b|<<<|nanobind|Python\.h"
 )
-# The folders of the templates, each of which may include itself and those before it.
+# The folders of templates. A folder may include itself and the folders before it.
 TEMPLATES = ("core", "protocol", "collectives", "optimizer")
 KERNEL_INCLUDES = {
     folder: {*TEMPLATES[: number + 1], "include"} for number, folder in enumerate(TEMPLATES)
@@ -76,7 +76,7 @@ SOURCE_ENDINGS = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh", ".inc"}
 
 
 def unseen_lines(source: str) -> set[int]:
-    """The lines of a module that only type checkers see."""
+    """Returns the lines of a module that only type checkers see."""
     return {
         line
         for node in ast.parse(source).body
@@ -86,7 +86,7 @@ def unseen_lines(source: str) -> set[int]:
 
 
 def names_of_extras(relative: Path, source: str) -> set[tuple[int, str]]:
-    """The imports of extras that only type checkers see, in the module that may have them."""
+    """Returns the imports of extras under TYPE_CHECKING in the only module that may have them."""
     if str(relative) != REEXPORTS:
         return set()
     unseen = unseen_lines(source)
@@ -97,7 +97,7 @@ def names_of_extras(relative: Path, source: str) -> set[tuple[int, str]]:
 
 
 def lazy_lines(source: str) -> set[int]:
-    """The lines of the table of a door that says where a name is imported from at first use."""
+    """Returns the lines of the table that says from where names are imported at first use."""
     return {
         line
         for node in ast.parse(source).body
@@ -107,7 +107,7 @@ def lazy_lines(source: str) -> set[int]:
 
 
 def extras_in_strings(relative: Path, source: str) -> list[str]:
-    """The strings of the core that begin with the name of the extras, but for the door's table."""
+    """Finds strings in the core that begin with the extras' name, except in the table of names."""
     own = relative.with_suffix("").parts[1]
     if own in {"extras", "cli"} or EXTRAS not in source:
         return []
@@ -120,7 +120,7 @@ def extras_in_strings(relative: Path, source: str) -> list[str]:
 
 
 def eager_imports(source: str) -> list[str]:
-    """Finds the root's eager imports, apart from errors and the native module."""
+    """Finds the root's eager imports, except errors and the native module."""
     unseen = unseen_lines(source)
     return [
         f"ringcomm/__init__.py:{line}: imports {name}, where its names are to be imported at use"
@@ -133,7 +133,7 @@ def eager_imports(source: str) -> list[str]:
 
 
 def subpackage_of(name: str) -> str:
-    """The subpackage of ringcomm that a dotted name belongs to; "" for the package's own names."""
+    """Returns the subpackage of ringcomm of a dotted name; "" for the package's own names."""
     parts = name.split(".")
     if len(parts) < 2:
         return ""
@@ -180,7 +180,7 @@ def bench_violations(root: Path) -> list[str]:
 
 
 def without_comments(text: str) -> str:
-    """C++ text with its comments blanked, lines and string literals kept."""
+    """Blanks the comments of a C++ text, but keeps line breaks and string literals."""
 
     def blank(match: re.Match[str]) -> str:
         token = match.group()
@@ -190,14 +190,14 @@ def without_comments(text: str) -> str:
 
 
 def kernel_folder(relative: Path) -> str:
-    """The folder of kernels/ that a file belongs to; of the templates, theirs."""
+    """The folder of kernels/ of a file; for templates, their folder in include/ringcomm."""
     if relative.parts[0] == "include" and relative.parts[2] in TEMPLATES:
         return relative.parts[2]
     return relative.parts[0]
 
 
 def included_folder(line: str, path: Path, kernels: Path) -> str | None:
-    """The folder of kernels/ that an #include line reaches, if any."""
+    """Returns the folder of kernels/ that an #include line refers to, if any."""
     match = re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)
     if not match:
         return None
@@ -376,7 +376,7 @@ def test_comments_and_the_right_headers_are_not_reported(tmp_path):
     assert kernel_violations(tmp_path) == []
 
 
-# Ways into the package that are no part of its surface: the native module, and kernels/tl.
+# Modules with private names that all parts may import: the native module, and kernels/tl.
 PRIVATE_MODULES = {"_native", "_tl"}
 
 
@@ -385,12 +385,12 @@ def is_private(name: str) -> bool:
 
 
 def package_of(relative: Path) -> str:
-    """The package whose private names a module may use: a folder of ringcomm, or bench."""
+    """The package whose private names a module may use: its ringcomm folder, or bench."""
     return "/".join(relative.parts[: 2 if relative.parts[0] == "ringcomm" else 1])
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """The private names that a module defines: functions, classes, variables, attributes."""
+    """Returns the private functions, classes, variables and attributes that a module defines."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -403,7 +403,7 @@ def private_names(tree: ast.AST) -> set[str]:
 
 
 def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and private name wherever it is taken of something other than self, or imported."""
+    """Yields line and private name for each use on an object other than self, and each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             of = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -414,9 +414,10 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def privacy_violations(root: Path) -> list[str]:
-    """Uses of a private name that another package of the house defines, and the user's does not.
+    """Finds uses of private names that another package of this project defines.
 
-    Private names of torch are none of them: tensors' ``_version``, ``ProcessGroupGloo._Options``.
+    Names that the using package defines, too, do not count, nor do torch's private names (tensors'
+    ``_version``, ``ProcessGroupGloo._Options``).
     """
     paths = [*sorted((root / "ringcomm").rglob("*.py")), *sorted((root / "bench").rglob("*.py"))]
     trees = {path.relative_to(root): ast.parse(path.read_text()) for path in paths}
@@ -437,15 +438,15 @@ def privacy_violations(root: Path) -> list[str]:
 
 
 def ancestors_of(module: str) -> list[str]:
-    """The packages that Python imports before a module, without the top one."""
+    """Returns the packages that Python imports before a module, except the top one."""
     parts = module.split(".")
     return [".".join(parts[:end]) for end in range(2, len(parts))]
 
 
 def imports_of(path: Path, root: Path, modules: Mapping[str, Path]) -> set[str]:
-    """The modules that a source imports, at the top or later.
+    """Returns the modules that a source imports, at the top or inside functions.
 
-    Importing a.b.c imports a.b, too, whose ``__init__`` counts unless the source is below a.b.
+    Importing a.b.c also imports a.b, whose ``__init__`` counts unless the source is below a.b.
     """
     source = path.read_text()
     own = package_name(path, root)
@@ -463,14 +464,14 @@ def imports_of(path: Path, root: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """The modules of ringcomm and bench, and those that each one imports."""
+    """Returns the modules of ringcomm and bench, each with the modules that it imports."""
     modules = {**modules_below(root, "ringcomm"), **modules_below(root, "bench")}
     graph = {module: imports_of(path, root, modules) for module, path in modules.items()}
     return {module: found - {module} for module, found in graph.items()}
 
 
 def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The circles of a graph, each once."""
+    """Returns the cycles of a graph, each once."""
     circles = []
     done: set[str] = set()
 
@@ -488,15 +489,15 @@ def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def import_circles(root: Path) -> list[list[str]]:
-    """Modules that import each other, at the top or later."""
+    """Finds modules that import each other, at the top or inside functions."""
     return circles_of(import_graph(root))
 
 
 def folder_circles(root: Path) -> list[list[str]]:
     """Finds packages that import each other, including their ``__init__`` files.
 
-    The root of ringcomm is left out, since it imports all parts. MAY_IMPORT orders its modules one
-    by one, so each counts as a package.
+    The root of ringcomm is left out, since it imports all parts. MAY_IMPORT orders the root's
+    modules one by one, so each of them counts as a package.
     """
     modules = {**modules_below(root, "ringcomm"), **modules_below(root, "bench")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the system lets a process use, read from files of control groups as systems have them."""
+"""The limits that a process has, read from cgroup files with the contents of real systems."""
 
 import os
 import warnings
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class Process:
-    """A folder like /proc/PID, and a folder like /sys/fs/cgroup."""
+    """A folder with the files of /proc/PID, and a folder with the files of /sys/fs/cgroup."""
 
     def __init__(self, folder):
         self.proc, self.groups = folder / "proc", folder / "cg roup"
@@ -77,8 +77,8 @@ def test_version_1_has_a_hierarchy_for_each_controller(process, tight):
 @pytest.mark.parametrize(
     ("membership", "root"),
     [
-        ("0::/docker/abc/inner\n", "/docker/abc"),  # a container without a namespace of its own
-        ("0::/inner\n", "/"),  # one with a namespace
+        ("0::/docker/abc/inner\n", "/docker/abc"),  # a container without its own cgroup namespace
+        ("0::/inner\n", "/"),  # a container with a cgroup namespace
         ("0::/../elsewhere\n", "/"),  # a process that was moved there from outside
     ],
 )
@@ -86,7 +86,7 @@ def test_a_container_sees_its_part_of_the_hierarchy(process, membership, root):
     proc = process.with_mounts(membership, CGROUP2.format(root=root, at=process.at))
     process.write("", memory__max=2 * GIB)
     process.write("inner", memory__max=3 * GIB)
-    process.write("docker/abc", memory__max=GIB)  # of another one, which happens to be called so
+    process.write("docker/abc", memory__max=GIB)  # another container's, of the same name
     assert limits.memory_limit_bytes(proc) == 2 * GIB
 
 

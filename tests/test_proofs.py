@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proofs are left out only while nothing that they read has changed, and they read what they list.
+"""Proofs are left out only while nothing that they read has changed, and they list all they read.
 
-The files that importing a proof's tests reads are found in their sources. ``make test-all``
-observes those that a proof opens as it runs, with all its processes, in a copy of the tree;
-``make test`` does so for one proof.
+A parser finds the files that importing a proof's tests reads. ``make test-all`` also observes the
+files that a proof opens while it runs, with all its processes, in a copy of the tree; ``make test``
+does so for one proof.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_pattern_lists_files(pattern: str, listed: list[str], other: list[str]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, of what has been compiled of them, and of the native module."""
+    """A copy of the sources, of their byte code, and of the native module."""
     made = tmp_path_factory.mktemp("proofs") / "tree"
     for name in proofs.files_of(ROOT):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in {(ROOT / name).parent for name in proofs.files_of(ROOT)}:
         if (folder / "__pycache__").is_dir():
             shutil.copytree(folder / "__pycache__", made / folder.relative_to(ROOT) / "__pycache__")
-    # Links of the tree are those to folders; an environment in .venv has links of its own.
+    # Only links to folders belong to the tree; an environment in .venv has links of its own.
     inner = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
     for folder in (ROOT, *inner):
         for link in folder.iterdir():
@@ -91,12 +91,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Makes processes import the tree, and make no folder of byte code, which is not watched."""
+    """Makes processes import the copy, and write no byte code, whose new folders nobody watches."""
     return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def imported_by(proof: Proof) -> set[str]:
-    """Returns the files that are read when a proof's tests and programs are imported."""
+    """Returns the files that an import of a proof's tests and programs reads."""
     files = {
         path
         for test in proof.tests
@@ -146,7 +146,7 @@ def test_files_that_an_import_reads_are_found(tmp_path: Path, text: str, found: 
 
 
 def unlisted(proof: Proof, opened: set[str], tree: Path) -> str:
-    """Says which files the table must list, if any."""
+    """Names the files that the table must list in addition; "" if none."""
     known = set(proofs.files_of(tree))
     missing = sorted(name for name in opened & known if not proof.lists(name))
     return f"tests/proofs.py: {proof.name!r} also reads {missing}" if missing else ""
@@ -160,7 +160,7 @@ def test_a_mutant_of_any_file_that_a_proof_imports_makes_it_run(proof: Proof) ->
     names = proofs.files_of(ROOT)
     contents = dict.fromkeys(filter(proof.lists, names), "content")
     right = proofs.digest_of(contents, "")
-    # The patterns also list files that runs read without importing them.
+    # Patterns also match files that are read without being imported: take one file per pattern.
     of_patterns = {
         next(filter(Proof("", (), (pattern,)).lists, names)) for pattern in proof.patterns
     }
@@ -225,7 +225,7 @@ def test_a_changed_byte_a_new_file_and_another_tool_change_the_digest(tree, monk
     ],
 )
 def test_all_files_that_a_proof_opens_as_it_runs_are_listed(proof: Proof, tree: Path) -> None:
-    shutil.rmtree(tree / "build", ignore_errors=True)  # another proof has built what this one needs
+    shutil.rmtree(tree / "build", ignore_errors=True)  # other proofs may have built it
     inherited = environment(tree)
     inherited.pop("RINGCOMM_TEST_CASES", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *proof.tests]
@@ -303,13 +303,13 @@ class Project:
         (self.root / name).write_text(text)
 
     def run(self, *options: str, **settings: str) -> tuple[dict[str, int], str]:
-        """Runs pytest; returns its last line's numbers, and the output."""
+        """Runs pytest; returns the numbers in its last line, and the output."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         inherited.pop("RINGCOMM_TEST_CASES", None)
         own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", *options]
         environment = {**inherited, **own, **settings}
-        if "xdist" in options:  # whose workers are interpreters
+        if "xdist" in options:  # its workers are new interpreters
             done = subprocess.run(
                 command, cwd=self.root, env=environment, text=True, capture_output=True
             )
@@ -415,11 +415,11 @@ STOPPED = ("assert False", "-x")
 )
 def test_a_run_that_ends_early_records_nothing(project, body, option, workers) -> None:
     project.write("checks/test_behaviour.py", f"import os\ndef test_it(): {body}\n")
-    # Its file comes before the others, so that what follows has not run.
+    # This file comes first, so that the proof's other tests have not run at the end.
     project.write("checks/products/test_a.py", f"import os\ndef test_it(): {body}\n")
     project.run(option, *workers)
     assert "products" not in project.recorded()
-    if not (body == "os._exit(1)" and workers):  # a worker that is killed is replaced
+    if not (body == "os._exit(1)" and workers):  # pytest-xdist replaces a killed worker
         assert project.recorded() == set()
 
 

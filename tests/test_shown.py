@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How public objects show themselves, and which types a checker finds for what they return."""
+"""The repr of public objects, and the types that a checker infers for returned values."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from ringcomm.extras import fsdp2, moe, parallel
 from ringcomm.zero import checkpoint
 
 MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkpoint)
-# Names of values, an interface, and torch's planners with other methods: nothing of theirs to show.
+# These need no repr: namespaces of values, a protocol, and torch's planners with other methods.
 NOTHING_TO_SHOW = {"GroupMember", "ReduceOp", "Ranks", "LoadPlanner", "SavePlanner"}
 
 
@@ -64,7 +64,7 @@ def test_what_is_shown(tmp_path):
 
 
 def test_run_has_the_type_of_the_functions_result():
-    """The assertions on types are for mypy; what they are given is also right."""
+    """mypy checks the asserted types; the test checks the values, too."""
 
     def scaled(comm: Communicator, factor: int, *, by: float = 1.0) -> float:
         return comm.rank * factor * by

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formatters, linters and the type checker have nothing to say; sources name their licence."""
+"""Formatters, linters and the type checker find nothing; every source names its licence."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_the_c_formatter_is_given_the_sources():
 
 
 def test_no_line_of_c_is_too_long():
-    """The formatter leaves comments as they are, so that it does not break tables in them."""
+    """clang-format leaves comments as they are, so that it does not break tables in them."""
     long = [
         f"{path}:{number}"
         for path in cpp_sources()
@@ -61,7 +61,7 @@ LICENSED = {".py", ".sh", ".h", ".cpp", ".cu", ".pml"}
 
 
 def unlicensed(paths: list[Path]) -> list[Path]:
-    """Returns the sources that do not name their licence in the first line, or below a ``#!``."""
+    """Returns sources that do not name their licence in the first line, or after a ``#!``."""
     return [
         path
         for path in paths

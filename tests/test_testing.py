@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm.testing.ranks``: tests on several ranks, as pytest runs and reports them."""
+"""``ringcomm.testing.ranks``: how pytest runs and reports tests on several ranks."""
 
 import os
 import subprocess

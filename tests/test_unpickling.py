@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that is shipped makes objects of bytes that others chose, but where it says why.
+"""ringcomm never builds objects from bytes that others may choose, except for listed reasons.
 
-Unpickling, ``eval`` and their like run what they read. Read from the syntax trees, with the names
-that imports give.
+Unpickling, ``eval`` and similar functions execute their input. The test searches the syntax trees,
+and resolves imported names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support import ROOT
 
 SHIPPED = ("ringcomm", "kernels", "bench", "tools", "setup.py")
 
-# Whole modules that read objects, or send them.
+# Modules whose names all count, since they unpickle or send objects.
 MODULES = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 CALLS = {
     "eval",
@@ -41,7 +41,7 @@ CALLS = {
     "torch.distributed.gather_object",
     "torch.distributed.scatter_object_list",
 }
-# Writing is no harm.
+# These only write.
 HARMLESS = {"pickle.dumps", "pickle.dump", "pickle.PicklingError"}
 
 ALLOWED = {
@@ -53,7 +53,7 @@ ALLOWED = {
 
 
 def reading(source: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every call in ``source`` that may run what it reads."""
+    """Yields line and dotted name of every call in ``source`` that may execute its input."""
     tree = ast.parse(source)
     names: dict[str, str] = {}
     for node in ast.walk(tree):

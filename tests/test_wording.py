@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timed-out waits and differences between ranks are worded in one place each."""
+"""Only one place words timed-out waits, and only one place words differences between ranks."""
 
 import ast
 import re
@@ -11,16 +11,16 @@ import pytest
 from tests.support import ROOT
 
 TIMEOUTS = {"CollectiveTimeout", "TimeoutError"}
-# Of a string whose values are written as {}.
+# Searches a string in which {} replaces each formatted value.
 TIMED_OUT = re.compile(r"\b(waited|within) \{\} m?s\b|\bin \{\} ms\b|\btimed out\b")
 ERRORS = "ringcomm/errors.py"
-# These wait for no peer.
+# Timeouts of these are not waits for a peer.
 NO_PEER = {"ringcomm/comm/recorder/reader.py": "a file system that hangs"}
-# Strings whose words are another library's, which programs look for.
+# Strings in the words of another library, which programs search for.
 QUOTED = {("ringcomm/c10d/process_group.py", " in {} ms"): "monitored_barrier has Gloo's words"}
 
 DIFFERENCES = {ERRORS, "ringcomm/comm/agreement.py"}
-# These make a MismatchError by themselves.
+# These raise MismatchError themselves, for these reasons.
 NO_AGREEMENT = {
     "ringcomm/comm/device/copy_plan.py": "an engine makes it, on which agreement.py is built",
     "ringcomm/comm/device/rendezvous.py": "comes before there is a communicator",
@@ -36,14 +36,14 @@ NO_AGREEMENT = {
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """The names and attributes that an expression has anywhere."""
+    """Returns all names and attributes inside an expression."""
     walked = list(ast.walk(node))
     names = {each.id for each in walked if isinstance(each, ast.Name)}
     return names | {each.attr for each in walked if isinstance(each, ast.Attribute)}
 
 
 def text_of(node: ast.AST) -> str:
-    """A string of the source, with {} for each value in it; "" for anything else."""
+    """Returns a string constant with {} for each formatted value; "" for other expressions."""
     if isinstance(node, ast.JoinedStr):
         parts = node.values
         return "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in parts)
@@ -51,7 +51,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def own_timeouts(source: str, quoted: Container[str] = ()) -> Iterator[int]:
-    """The lines that make or word the error of a timed-out wait by themselves.
+    """Yields the lines that make or word the error of a timed-out wait themselves.
 
     Args:
         source: of a module.
@@ -69,7 +69,7 @@ def own_timeouts(source: str, quoted: Container[str] = ()) -> Iterator[int]:
 
 
 def own_mismatches(source: str) -> Iterator[int]:
-    """The lines that make the error of ranks that differ by themselves."""
+    """Yields the lines that make the error for differences between ranks themselves."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and "MismatchError" in names_in(node.func):
             yield node.lineno
