@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of rank threads, built once per size and shared by the tests that leave them whole."""
+"""Worlds of rank threads, built once per size and shared by tests that leave them usable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import ringcomm
 from ringcomm import CommOptions, LocalWorld
 
 TIMEOUT_S = 60.0
-# Small segments, so that a few kilobytes go through many of them.
+# Small segments, so that a few kilobytes already need many segments.
 SMALL_SEGMENT_BYTES = 256
 
 Worlds = Callable[..., LocalWorld]
 
 
 def in_nodes(n: int) -> list[int] | None:
-    """Returns how many ranks each node has, as RINGCOMM_TEST_NODES says; None: there is one."""
+    """Returns the number of ranks of each node for RINGCOMM_TEST_NODES nodes; None for one node."""
     nodes = min(int(os.environ.get("RINGCOMM_TEST_NODES", "1")), n)
     if nodes < 2:
         return None
@@ -30,7 +30,7 @@ def in_nodes(n: int) -> list[int] | None:
 
 @contextmanager
 def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
-    """Gives the function behind the fixtures ``worlds``, and closes its worlds at the end."""
+    """Yields the function behind the ``worlds`` fixtures, and closes its worlds at the end."""
     built: dict[tuple[int, int], LocalWorld] = {}
 
     def get(n: int, segment_bytes: int = usual_segment_bytes) -> LocalWorld:
@@ -54,7 +54,7 @@ def worlds() -> Iterator[Worlds]:
         yield get
 
 
-# What exists within a node only, by patterns of the tests' names.
+# Features that exist only within a node, by patterns of the names of their tests.
 NOT_OVER_NODES = {
     r"\[.*\bring\b.*\]|test_large_with_default_segments|test_any_call_is_exact": "rings",
     r"test_algorithm_and_kernels_are": "rings and Triton's kernels",

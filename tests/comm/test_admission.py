@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors without dense memory are refused by name, lazy views are right, and no call is lost."""
+"""Tensors without dense memory are refused by name, lazy views work, and no call is lost."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def packed(name):
     return torch.zeros(N, dtype=getattr(torch, name))
 
 
-# What each kind is called, and what to pass instead.
+# By kind: how to make such a tensor, and its name in the message.
 WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "nested": (lambda: nested(torch.strided), "nested tensor; pass its values"),
     "jagged": (lambda: nested(torch.jagged), r"NestedTensor; pass tensor.values\(\)"),
@@ -97,7 +97,7 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 
 def calls(comm, odd, async_op):
-    """Every call with the tensor in each of its arguments; the others are dense."""
+    """Yields every call with ``odd`` as each of its arguments; the other arguments are dense."""
     other = 1 - comm.rank
     one, two = torch.ones(N), torch.ones(2 * N)
     how = {"async_op": async_op}
@@ -131,7 +131,7 @@ def calls(comm, odd, async_op):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", WITHOUT_MEMORY)
 def test_what_has_no_dense_memory_is_refused_by_name(worlds, kind):
-    """In every argument of every call, before any peer hears of it: one rank alone makes them."""
+    """One rank alone makes the calls, so each argument is refused before any peer takes part."""
     make, words = WITHOUT_MEMORY[kind]
     comm, odd = worlds(2)[0], make()
     for async_op in (False, True):
@@ -148,7 +148,7 @@ LAZY = {
 
 
 def lazy_calls(lazy, moved=lambda comm, tensor: tensor):
-    """Every call on lazy inputs and outputs; gives what it left in them."""
+    """Makes every call with lazy inputs and outputs; returns the results."""
 
     def body(comm):
         kept: list[torch.Tensor] = []
@@ -226,7 +226,7 @@ def test_lazy_views_are_moved_by_value(nodes, kind):
             assert torch.equal(a, b), index
 
 
-# A graph, a transform or a mode that would lose a call or miss what it does. Each runs a function.
+# Each runs a function in a graph, transform or mode that would lose a call or miss its effect.
 INTERCEPTORS = {
     "make_fx": (lambda fn: make_fx(fn)(torch.ones(N)), "ProxyTorchDispatchMode"),
     "make_fx of fakes": (
@@ -263,7 +263,7 @@ def under(mode, fn):
 @pytest.mark.parametrize("kind", INTERCEPTORS)
 @pytest.mark.parametrize("given", ["theirs", "plain"])
 def test_no_call_is_lost_to_what_intercepts_operators(worlds, kind, given):
-    """Neither on its own tensors nor on others that it does not know."""
+    """Neither with the interceptor's own tensors nor with other tensors, which it ignores."""
     intercept, words = INTERCEPTORS[kind]
     comm, mine, out = worlds(1)[0], torch.ones(N), torch.ones(N)
 
@@ -292,7 +292,7 @@ def test_no_call_is_lost_to_what_intercepts_operators(worlds, kind, given):
 
 
 def test_the_keys_are_read_where_torch_keeps_them():
-    """In every thread, and as torch itself tells of them."""
+    """In every thread, and equal to the values that torch itself returns."""
     assert admission.WATCHES_KEYS
     key = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
     word = torch._C.DispatchKeySet(key).raw_repr()
@@ -392,7 +392,7 @@ NAMES = sorted(
 
 
 def test_all_calls_that_change_tensors_are_tried():
-    """The coalesced ones change what the calls that they are made of change."""
+    """Coalesced calls are left out: they change the tensors of the calls inside them."""
     calls = inspect.getmembers(Collectives, inspect.isfunction)
     asynchronous = {
         name
@@ -411,7 +411,7 @@ def test_backward_through_a_changed_tensor_warns(worlds, async_op):
     assert warned(y.sum().backward) == NAMES
     whole = torch.ones(2 * N, requires_grad=True) * 1
     in_place(comm, whole[:N], async_op)
-    assert warned(whole.sum().backward) == NAMES  # a view's base has changed, too
+    assert warned(whole.sum().backward) == NAMES  # a view's base has changed as well
 
 
 @pytest.mark.parametrize("name", ["all_gather_into_tensor", "reduce_scatter_tensor"])
@@ -424,7 +424,7 @@ def test_outputs_of_inputs_with_a_gradient_warn(worlds, name):
 
 
 def test_what_has_no_gradient_does_not_warn(worlds):
-    """Nor does a leaf warn more than once, however often it is changed."""
+    """A changed leaf warns only once, however often calls change it."""
     comm = worlds(1)[0]
     p = torch.nn.Parameter(torch.ones(N))
     with torch.no_grad():
@@ -452,7 +452,7 @@ def test_what_has_no_gradient_does_not_warn(worlds):
 
 
 def test_a_list_of_gathered_tensors_stays_without_a_gradient(worlds):
-    """Programs put their own tensor, which has one, back into it."""
+    """Programs put their own tensor, which has a gradient, back into the list."""
     comm, out = worlds(1)[0], torch.zeros(N)
     y = torch.ones(N, requires_grad=True) * 2
     comm.all_gather([out], y)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input raises on the rank that made it, and no peer hears of it."""
+"""Wrong arguments raise only on the rank that passed them; its peers notice nothing."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.exact import MOVABLE, OPS, ops_for
 ReduceOp = torch.distributed.ReduceOp
 T = torch.ones
 
-# What is called on rank 1 of a world of 2, and what the message must say.
+# Calls of rank 1 in a world of 2, and what the message must say.
 CASES = {
     "not a tensor": (lambda c: c.all_reduce([1.0]), "tensor: expected a tensor, got list"),
     "meta": (lambda c: c.all_reduce(T(3, device="meta")), "memory, got a meta tensor"),
@@ -199,7 +199,7 @@ def test_bad_argument(worlds, case):
                 call(comm)
             assert text in str(raised.value)
             assert re.match(r"\w+ on rank 1 of 2: ", str(raised.value))
-        # Rank 0 is here already: it must neither notice nor be out of step.
+        # Rank 0 is already in its call: rank 1's errors must not affect it or the order of calls.
         tensor = T(2)
         comm.all_reduce(tensor)
         assert tensor[0] == 2
@@ -208,7 +208,7 @@ def test_bad_argument(worlds, case):
 
 
 class _CudaTensor(torch.Tensor):
-    """Says that it is on a GPU; there is none where these tests run."""
+    """Claims to be on a GPU, since the machines that run these tests may have none."""
 
     is_cpu = False
     is_cuda = True

@@ -40,7 +40,7 @@ def test_a_timeout_of_its_own():
 
 
 def test_who_waits_leaves_the_core(worlds):
-    """Processor time, not time: less than a twentieth of the second that its peer is late."""
+    """Measures CPU time: it must be less than a twentieth of the second that the peer is late."""
 
     def body(comm):
         if comm.rank == 1:

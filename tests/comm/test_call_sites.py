@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call site is never in the library, however that was imported."""
+"""The call site is never inside the library, however the library was imported."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ LIBRARY = Path(ringcomm.__file__).parent
 
 
 def run(folder: Path, text: str) -> list[str]:
-    """Returns the output of a program that sees the modules of ``folder`` first."""
+    """Returns the output of a program that finds the modules of ``folder`` first."""
     program = folder / "program.py"
     program.write_text(text)
     paths = os.pathsep.join([str(folder), str(LIBRARY.parent)])
@@ -61,7 +61,7 @@ def test_a_context_manager_of_the_library_was_entered_by_the_user():
 
 
 def test_so_many_are_kept_and_no_more(tmp_path):
-    """Sites that were known before the limit stay known; later ones are unknown."""
+    """Sites recorded before the limit stay known; later sites are unknown."""
     text = """
 from ringcomm import _native
 def called():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller of a local world gets the first of several ranks' errors.
+"""If several ranks fail, the caller of a local world gets the error that caused the others.
 
-Peers hear of it before the thread that it hit has ended, so any of them may be recorded first.
+Peers notice an error before the failing thread has ended, so any error may be recorded first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_a_rank_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fault_that_all_ranks_report() -> None:
-    """Their errors are of one kind, and only that of the rank where it began is of its own call."""
+    """All errors are of one class; only the rank where the fault began names its own call."""
 
     def body(comm: Any) -> None:
         if comm.rank == 2:
@@ -63,7 +63,7 @@ def test_a_fault_that_all_ranks_report() -> None:
 
 
 def test_an_error_of_another_process_is_better_than_none() -> None:
-    """The original is nowhere in this process."""
+    """The original error is in another process, so this process raises the peer's report of it."""
     store = HashStore()
     store.set("ringcomm/world/attempt0/1/heap/1", json.dumps({"version": 1, "error": "no room"}))
     with pytest.raises(RendezvousError, match="rank 1 failed: no room") as raised:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each list of calls that tests and proofs go through has every collective of the cores."""
+"""Every list of calls in tests and proofs contains every collective of the cores."""
 
 import inspect
 import re
@@ -22,12 +22,12 @@ RACES = ROOT / "tests/proof/races"
 
 
 def cores_name(name):
-    """The name that a core has for a call of a communicator."""
+    """Returns the name that a core has for a communicator's call."""
     return re.sub(r"_(?:tensor|into_tensor|single)$", "", name)
 
 
 def named_in(text):
-    """The collectives of call.h that C++ names, as cores name them."""
+    """Returns the collectives of call.h that a C++ text names, spelled as cores spell them."""
     found = set(re.findall(r"\bCollective::k(\w+)", text))
     return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in found}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each collective is exact: dtypes, operators, worlds, sizes, memories, algorithms and roots."""
+"""Each collective is exact for all dtypes, ops, worlds, sizes, memories, algorithms and roots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_dtype_and_op(worlds, name, algorithm):
     in_place=[False, True],
 )
 def test_every_world_and_size(worlds, name, world_size, algorithm, memory, in_place):
-    """None; one; fewer than ranks; not divisible; one segment to the byte; many segments."""
+    """Counts: 0; 1; less than the ranks; not divisible; exactly one segment; many segments."""
     counts = (0, 1, world_size - 1, world_size + 1, 63, 64, 64 * world_size, 3001)
 
     def body(comm):
@@ -57,7 +57,7 @@ def test_every_world_and_size(worlds, name, world_size, algorithm, memory, in_pl
 
 @pytest.mark.parametrize("name", WITH_RINGS)
 def test_large_with_default_segments(worlds, name):
-    """Large enough for results to be stored past the caches."""
+    """Large enough for results to be stored by streaming stores."""
 
     def body(comm):
         for algorithm in ALGORITHMS:
@@ -102,7 +102,7 @@ def test_nan_and_infinity_survive(worlds):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective in a world."""
+    """A collective and the world for it."""
 
     name: str
     world_size: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All cores have the collectives of ``Core`` and ``StepCore``, with parameters by their names."""
+"""All cores have the collectives of ``Core`` and ``StepCore``, with the same parameter names."""
 
 import ast
 import inspect
@@ -15,12 +15,12 @@ from ringcomm.comm.nodes.calls import CollectivesOverNodes
 from ringcomm.comm.nodes.steps import Steps
 from ringcomm.comm.recorder.records import OPTIMIZERS
 
-# Collectives that cores have besides: on buckets of an optimizer, and of a sum over nodes.
+# Further collectives of cores, for an optimizer's buckets and for sums over nodes.
 BESIDE = {*OPTIMIZERS, "reduce_scatter_partial", "reduce_partial"}
 
 
 def parameters_of(method):
-    """The names of a method's parameters, of a native one from the signature in its docstring."""
+    """Returns a method's parameter names; of a native one from the docstring's signature."""
     if not type(method).__module__.startswith("nanobind"):
         return list(inspect.signature(method).parameters)
     (definition,) = ast.parse(f"def {method.__doc__.splitlines()[0]}: ...").body
@@ -36,7 +36,7 @@ def collectives_of(core):
 
 
 def fields_of(method):
-    """The names of the arguments of a method that takes the fields of a named tuple."""
+    """Returns the argument names of a method that takes the fields of a named tuple."""
     _, arguments = inspect.signature(method).parameters.values()
     assert arguments.kind is arguments.VAR_POSITIONAL
     fields = arguments.annotation.removeprefix("Unpack[").removesuffix("]")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage in a peer's region: the reader reports it, all ranks end, nothing of it is followed."""
+"""Damage in a peer's region: the reader reports it without using it, and all ranks end."""
 
 import random
 import struct
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.deadlines
 GATHER = _native.COLLECTIVES["all_gather"]
 COUNT = 64
 SIZE = 4 * COUNT
-# No test waits for it: what is damaged is refused when it is read.
+# No test waits this long: damage is detected when it is read.
 TIMEOUT_S = 20
 ITEM_BYTES = 256 << 10
 
@@ -47,7 +47,7 @@ def _until_a_fault(comm: Communicator) -> None:
 
 
 def _reads(comm: Communicator, raw: bytes) -> RingcommError | torch.Tensor:
-    """Rank 1 publishes ``raw`` in place of an all_gather; what rank 0 makes of it."""
+    """Rank 1 publishes ``raw`` instead of an all_gather; returns rank 0's result or error."""
     if comm.rank == 1:
         slot = Region.of(comm)
         at = slot.offset("slot", SHARED, 0)
@@ -107,16 +107,17 @@ def test_what_leads_outside_is_refused(case):
 
 
 def _mappings() -> list[tuple[int, int]]:
-    """The first address of each mapping of this process, and the one behind its last."""
+    """Returns each mapping of this process: its first address and its end."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = (line.split(None, 1)[0].split("-") for line in lines)
     return [(int(first, 16), int(behind, 16)) for first, behind in ranges]
 
 
 def _bit_to_flip(at: int, chance: random.Random) -> int:
-    """A bit of a sound header's byte ``at``; in process_ptr the highest that leads nowhere.
+    """Returns a bit to flip in a sound header's byte ``at``.
 
-    That pointer is 0. Where nothing lies at any address of one bit depends on how Python is linked.
+    process_ptr is 0: there the highest bit whose address is unmapped, which depends on Python's
+    linking.
     """
     shift = 8 * (at - (HEADER.size - 8))
     if shift < 0:
@@ -130,7 +131,7 @@ def _bit_to_flip(at: int, chance: random.Random) -> int:
 
 
 def test_every_byte_of_a_header():
-    """A bit of each byte: an error of ringcomm, or what was sent."""
+    """Flips a bit of each byte: rank 0 gets an error of ringcomm, or the data that was sent."""
     chance = random.Random(7)
     kinds: set[type] = set()
     for at in range(HEADER.size):
@@ -156,7 +157,7 @@ def _in_processes(store, rank, world, changes):
 def test_across_processes_all_ranks_end(case):
     (reader, told), (writer, _) = run_ranks(_in_processes, 2, BAD[case])
     assert reader == "CorruptedError"
-    assert writer in ("CorruptedError", "MismatchError")  # it called something else itself
+    assert writer in ("CorruptedError", "MismatchError")  # its own call also differs
     assert "rank 1 published for rank 0 is damaged" in told
 
 
@@ -250,7 +251,7 @@ def test_a_reason_of_half_a_surrogate_pair():
 
 
 def test_waits_for_nobody():
-    """A rank that says that it waits for a rank that there is not: the timeout names it itself."""
+    """A rank claims to wait for a rank that does not exist: the timeout names the rank itself."""
 
     def body(comm):
         if comm.rank == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A default group, and its sub-groups, on a device: which one, and what is refused."""
+"""Default groups and their sub-groups on a device: which device they use, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 class TwoDevices(EmulatedRuntime):
-    """Says that its devices are torch's CUDA devices, as those of a GPU are."""
+    """Reports its devices as torch's CUDA devices, as a runtime for GPUs does."""
 
     def torch_device(self, device: int) -> torch.device:
         return torch.device("cuda", device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that have ended and that nobody has asked how, and others that get their pids."""
+"""Peers that have ended but were not waited for, and other processes that get their ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def forked(body: Callable[[], object]) -> int:
-    """A child that runs ``body`` and ends; nobody asks how before the test does."""
+    """Forks a child that runs ``body`` and ends; only the test itself waits for it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -83,7 +83,7 @@ def test_a_zombie_has_ended(descriptor):
 
 
 def _again(pid: int) -> int:
-    """A process that has the pid of an earlier one; it lives until it is killed."""
+    """Starts a process that gets the id of an earlier process; it lives until it is killed."""
     for _ in range(200):
         LAST_PID.write_text(str(pid - 1))
         found = forked(lambda: time.sleep(LONG_S))
@@ -95,7 +95,7 @@ def _again(pid: int) -> int:
 
 
 def _tells_who_got_a_pid(with_descriptor: bool) -> None:
-    # Starts are told apart by the system's clock ticks.
+    # Processes are distinguished by their start times, in the system's clock ticks.
     pid = forked(lambda: time.sleep(0.2))
     process = _native.Process(pid, with_descriptor=with_descriptor)
     assert not process.has_ended()
@@ -114,7 +114,7 @@ def tell_who_got_a_pid() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="pids can be chosen by root only")
 def test_who_gets_the_pid_of_a_process_is_another():
-    # Elsewhere other tests' processes would get pids that somebody may still mean to signal.
+    # In the tests' own namespace another test might send a signal to a reused id.
     program = f"from {__name__} import tell_who_got_a_pid; tell_who_got_a_pid()"
     try:
         process = lab.NodePopen(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interpreters that end at odd times, with objects alive: not a word on stderr."""
+"""Interpreters that end at inconvenient times, with live objects, print nothing on stderr."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from tests.support import ROOT
 from tests.support.emulated_driver import COMPILER
 
 WORLD = "world = ringcomm.local_world(2)\n"
-# The ends of one interpreter each, and in each what is alive there, by name.
+# Programs by group and by name; each ends an interpreter while the named objects are alive.
 ENDS = {
     "objects": {
         "asynchronous calls": WORLD
@@ -91,10 +91,10 @@ node.works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True
 del world, node
 """,
     },
-    # At exit the world is closed under the threads, whose calls raise from then on. Neither they
-    # nor the workers of the world may be in torch when the interpreter is finalized: torch takes
-    # the GIL back in destructors, and before Python 3.14 that ends the thread and aborts
-    # (python/cpython#87135). So the workers have time for all that is queued, which may be much.
+    # At exit the world is closed while threads call it; their later calls raise. When the
+    # interpreter is finalized, neither these threads nor the world's workers may be inside torch:
+    # torch takes the GIL back in destructors, and before Python 3.14 this ends the thread and
+    # aborts (python/cpython#87135). So the workers get time for the whole queue, which may be long.
     "threads that call": {
         "a world": WORLD
         + """
@@ -123,7 +123,7 @@ if os.fork():
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """,
     },
-    # The negative control: a destructor that reads a global of a module which is empty by then.
+    # The negative control: a destructor reads a global of a module that was already emptied.
     "control": {
         "a destructor": """
 import types
@@ -134,9 +134,9 @@ del module
 """,
     },
 }
-# One interpreter that forks for each end: its children end as interpreters do. Modules are emptied
-# from the newest to the oldest, so what an old one holds dies after those of ringcomm are empty;
-# and only modules that something holds are emptied at all.
+# One interpreter forks a child for each program; a child ends as an interpreter does. Modules are
+# emptied from the newest to the oldest, and only if something refers to them. So an object held by
+# an old module dies after ringcomm's modules were emptied.
 DRIVER = """
 import atexit
 at_the_end = []  # called after all that others register
@@ -196,10 +196,10 @@ def test_the_interpreter_ends_in_silence(tmp_path):
     told = json.loads(done.stdout)
     assert "Exception ignored in" in told.pop("control")
     assert told == dict.fromkeys(told, "[0]")
-    assert os.listdir(tmp_path) == []  # not even of the scratch file's writes under way
+    assert os.listdir(tmp_path) == []  # not even the scratch file of unfinished writes
 
 
-# Their destructors read nothing but the object.
+# Their destructors use only the object itself.
 UNGUARDED = {
     ("ringcomm/cuda/cupy_runtime.py", "CudaStream"),
     ("ringcomm/cuda/cupy_runtime.py", "CudaEvent"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that the native module reads by itself; all others are read through torch."""
+"""The tensors that the native module reads directly; it reads all others through torch."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die, stop or are interrupted: everyone else learns it in time, by rank."""
+"""Ranks that die, stop or are interrupted: all others get an error in time that names the rank."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.deadlines
 LONG_S = 60.0
 SHORT_S = 1.0
 
-# What the survivors wait in when the fault happens.
+# The call in which the survivors wait when the fault happens.
 WAITS: dict[str, Any] = {
     "all_reduce": lambda c: c.all_reduce(torch.ones(100_000)),
     "small all_reduce": lambda c: c.all_reduce(torch.ones(4)),
@@ -66,7 +66,7 @@ def _waits_for_the_last(store, rank, world, wait, timeout, end):
         threading.Event().wait()
     if end == "stop":
         until_stopped(int(store.get("pid")))
-        # Else one that is late by its timeout is taken for the one that is stopped.
+        # Otherwise a survivor that is late by its timeout would be taken for the stopped rank.
         wait_for_all(store, "stopped", world - 1)
     comm.timeout = timeout
     started = time.monotonic()
@@ -140,7 +140,7 @@ def test_nothing_is_left_when_all_are_killed():
 
 
 def _interrupts_the_wait(comm):
-    """Ctrl-C, when a call has been under way for a moment."""
+    """Sends Ctrl-C after a call has been in progress for a moment."""
     deadline = time.monotonic() + LONG_S
     while time.monotonic() < deadline:
         mine = comm.recording().rank(comm.rank)
@@ -167,11 +167,11 @@ def _interrupted(store, rank, world, wait):
                 return "interrupted"
         return "not interrupted"
     if rank == 2:
-        # Is busy elsewhere, and learns it from its next call.
+        # This rank is busy elsewhere; its next call reports the interrupt.
         store.wait(["interrupted"], timedelta(seconds=LONG_S))
     try:
         WAITS["barrier" if wait == "recv" else wait](comm)
-        # What rank 0 had sent before may have been enough for that one.
+        # Data that rank 0 had already sent may have been enough for the first call.
         comm.barrier()
     except AbortedError as error:
         return str(error)
@@ -209,7 +209,7 @@ def _forks(store, rank, world):
                     text = str(error)
                 else:
                     text = "usable"
-            # The child has a heap and a world of its own.
+            # The child has its own heap and its own world.
             own = ringcomm.zeros(10)
             own += 1
             with ringcomm.local_world(2, timeout=LONG_S) as world_of_child:
@@ -271,7 +271,7 @@ def test_exit_does_not_wait_for_a_thread_in_a_call():
     assert done.returncode == 0, done.stderr
 
 
-# The thread's call returns while the interpreter ends, in the destructor of what is left.
+# The thread's call returns while the interpreter ends, during the destructor of ``late``.
 LEAVES_A_THREAD_THAT_COMES_LATE = """
 import threading, time
 from ringcomm import _native

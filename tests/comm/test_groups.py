@@ -90,7 +90,7 @@ def test_many_communicators_at_once_interleaved_differently_on_each_rank(worlds)
 
 
 def test_one_communicator_from_several_threads(worlds):
-    """Calls of several threads are serialised; here all are alike, so any order matches."""
+    """Calls of several threads are serialised; all calls are equal here, so any order matches."""
 
     def body(comm):
         errors = []
@@ -214,12 +214,12 @@ def test_a_missing_rank_is_named():
 
 
 def test_a_world_calls_a_vector_function_before_its_ranks_may(monkeypatch):
-    """First calls at the same time give other bits: pytorch/pytorch issue 188792."""
+    """First calls at the same time may return other bits: pytorch/pytorch issue 188792."""
     callers, exp = [], torch.exp
 
     def recorded(tensor):
         callers.append(threading.current_thread())
-        return exp(tensor)  # later worlds of this process count on the call
+        return exp(tensor)  # really calls exp: later worlds rely on it
 
     monkeypatch.setattr(torch, "exp", recorded)
     local_world._settle_vector_math.cache_clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of tensors with strides, signs, gradients, other shapes and in lists of parts."""
+"""Collectives of tensors with strides, signs, gradients or other shapes, and of lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_reduce_of_strided_conjugated_and_scalar_tensors(worlds):
         assert negated.item() == -10
         negated = torch.tensor([2 + (5 + comm.rank) * 1j]).conj().imag
         comm.all_reduce(negated, ReduceOp.MAX)
-        assert negated.item() == -5  # its memory has 5 and 6
+        assert negated.item() == -5  # its memory holds 5 and 6
 
     worlds(2).run(body)
 
@@ -65,7 +65,7 @@ def test_broadcast_of_strided_and_expanded_tensors(worlds):
         want = torch.full((3, 4), float(comm.rank))
         want[:, 2] = 1
         assert torch.equal(grid, want)
-        # The root's tensor is only read, so there it may repeat one element.
+        # The root's tensor is only read, so its elements may share memory.
         tensor = torch.tensor(7.0).expand(5) if comm.rank == 0 else torch.zeros(5)
         comm.broadcast(tensor, 0)
         assert torch.equal(tensor, torch.full((5,), 7.0))
@@ -112,7 +112,7 @@ def test_reduce_scatter_of_strided_lists(worlds):
 
 
 def test_a_negated_element_gets_its_sign(worlds):
-    """A view of one element is contiguous, but its memory has the other sign."""
+    """A view of one element is contiguous, but its memory holds the negated value."""
 
     def body(comm):
         mine = torch.tensor([0 + 7j]).conj().imag
@@ -146,7 +146,7 @@ def test_all_gather_of_a_conjugated_tensor(worlds):
 
 
 def test_a_negated_element_is_gathered_with_its_sign(worlds):
-    """A view of one element is contiguous, but its memory has the other sign."""
+    """A view of one element is contiguous, but its memory holds the negated value."""
 
     def body(comm):
         mine = torch.tensor([1 + 2j]).conj().imag

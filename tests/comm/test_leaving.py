@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that closes a communicator, or leaves LocalWorld.run(), leaves nobody waiting."""
+"""A rank that closes a communicator or leaves LocalWorld.run() leaves no other rank waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.covering import covering
 pytestmark = pytest.mark.deadlines
 
 LONG_S = 600.0
-# How the ranks of a world of four are divided.
+# How a world of four ranks is divided into nodes.
 NODES = {"one node": None, "two nodes": [2, 2]}
 
 
@@ -39,7 +39,7 @@ def _barrier(comm: Communicator) -> list[torch.Tensor]:
     return []
 
 
-# What a rank does that waits for rank 3.
+# Calls that wait for rank 3.
 WAITS: dict[str, Callable[[Communicator], Any]] = {
     "all_reduce": lambda c: c.all_reduce(torch.ones(4)),
     "large all_reduce": lambda c: c.all_reduce(torch.ones(500_000)),
@@ -70,7 +70,7 @@ def _error_of(call: Callable[[Communicator], Any], comm: Communicator) -> Ringco
 
 @covering(strength=1, where=[*NODES], call=[*WAITS])
 def test_close_ends_what_another_thread_waits_for(where: str, call: str) -> None:
-    """Rank 3 makes no call; each other rank closes while a thread of it waits."""
+    """Rank 3 makes no call; each other rank closes while one of its threads waits."""
     with ringcomm.local_world(4, timeout=LONG_S, nodes=NODES[where]) as world:
         errors: dict[int, RingcommError | None] = {}
 
@@ -92,7 +92,7 @@ def test_close_ends_what_another_thread_waits_for(where: str, call: str) -> None
 
 
 def test_close_finishes_calls_that_go_on() -> None:
-    """Peers make the calls, each so late that a close without patience would abort them."""
+    """The peer makes the calls, but so late that a close that did not wait would abort them."""
     with ringcomm.local_world(2, timeout=LONG_S) as world:
         tensors = [torch.ones(1_000_000) for _ in range(8)]
         works = [world[0].all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -118,7 +118,7 @@ class _Mine(Exception):
 
 @covering(where=[*NODES], call=[*WAITS], how=["returns", "raises"])
 def test_a_rank_that_has_left_ends_waits_for_it(where: str, call: str, how: str) -> None:
-    """Also in a group of the ranks; and the run's error is the first rank's own."""
+    """Also in a group of the ranks. The run raises the error that the first rank raised itself."""
     with ringcomm.local_world(4, timeout=LONG_S, nodes=NODES[where]) as world:
         errors: dict[int, RingcommError | None] = {}
 
@@ -138,7 +138,7 @@ def test_a_rank_that_has_left_ends_waits_for_it(where: str, call: str, how: str)
             world.run(rank)
         assert any(isinstance(error, PeerLost) for error in errors.values()), errors
         assert all(isinstance(error, PeerLost | AbortedError) for error in errors.values()), errors
-        if how == "returns":  # nobody waited in the world itself, whose next run has all ranks
+        if how == "returns":  # no rank waited in the world itself: its next run has all ranks
             assert world.run(lambda comm: comm.barrier()) == [None] * 4
 
 

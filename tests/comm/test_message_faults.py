@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages whose peer is killed or stopped, or takes back what it lent."""
+"""Messages whose peer is killed or stopped, or takes back memory that it lent."""
 
 import os
 import signal
@@ -20,12 +20,12 @@ SHORT_S = 1.0
 
 
 def _stopped_in_a_wait(store, rank, world):
-    """Rank 0 waits for 1, which waits for 2, which waits for 3 when it is stopped; 3 then sends."""
+    """Rank 0 waits for 1, 1 for 2, and 2 for 3 when rank 3 stops rank 2; then rank 3 sends."""
     comm = Communicator.from_store(store, rank, world, timeout=LONG_S)
     store.set(f"pid/{rank}", str(os.getpid()))
     comm.barrier()
     if rank == 3:
-        # Its barrier, which waits for 3 as well, has ended once there is a message.
+        # Rank 2's barrier, in which it also waits for 3, has ended once it records a message.
         while not comm.recording().ranks[2].messages:
             time.sleep(0.01)
         while comm.recording().ranks[2].waits_for != 3:
@@ -39,7 +39,7 @@ def _stopped_in_a_wait(store, rank, world):
     if rank == 3:
         comm.send(torch.ones(4), 2)
         store.wait(["learnt/0", "learnt/1"])
-        # To show that the chain of waits does not end at rank 2, but here.
+        # The test needs this: the recorded chain of waits leads past rank 2, to this rank.
         return [each.waits_for for each in comm.recording().ranks]
     try:
         comm.recv(torch.ones(4), rank + 1)
@@ -85,7 +85,7 @@ def test_the_error_names_the_item_that_did_not_come(published):
 
 
 def test_what_a_sender_took_back_is_not_received():
-    """The sender gives up and changes its buffer, before the receiver reads it there."""
+    """The sender times out and changes its buffer before the receiver reads the buffer."""
     got = torch.zeros(20_000)
 
     def body(comm):
@@ -93,7 +93,7 @@ def test_what_a_sender_took_back_is_not_received():
             with pytest.raises(RingcommError, match=r"waited .* for rank 1"):
                 comm.recv(got, 0)
             return
-        while _native.fault_passages()["await"] == 0:  # rank 1 sleeps, and then looks
+        while _native.fault_passages()["await"] == 0:  # rank 1 sleeps before it looks
             time.sleep(0.001)
         comm.timeout = SHORT_S / 4
         mine = ringcomm.zeros(20_000)
@@ -107,5 +107,5 @@ def test_what_a_sender_took_back_is_not_received():
             world.run(body)
         finally:
             _native.disarm_fault()
-    # So the receiver has read what was no longer lent.
+    # This shows that the receiver has read memory that was no longer lent.
     assert torch.equal(got, torch.full((20_000,), 99.0))

@@ -83,7 +83,7 @@ def test_receive_from_any_rank():
 
 
 def test_messages_pass_collectives(worlds):
-    """Rank 0 waits in a collective for rank 1, which first waits for a message of rank 0."""
+    """Rank 0 waits in a collective for rank 1, which waits first for a message of rank 0."""
 
     def body(comm):
         big = torch.full((20_000,), 3.0)
@@ -153,7 +153,7 @@ def test_many_messages_whose_works_are_dropped(worlds):
 
 @pytest.mark.parametrize("count", [64, 1 << 20])
 def test_messages_that_nobody_waits_for_advance(worlds, count):
-    """Of one rank by turns, within its slots and beyond; the pauses let its thread rest."""
+    """One rank only polls, in turn. Messages fit into the slots, or not. Pauses let it rest."""
 
     def body(comm):
         for turn in range(4):
@@ -220,7 +220,7 @@ def test_close_while_a_thread_receives():
 
         thread = threading.Thread(target=receive)
         thread.start()
-        time.sleep(0.1)  # it polls, yields and then sleeps; it must leave from any of these
+        time.sleep(0.1)  # the receiver polls, yields, then sleeps; it must end from each state
         world[0].close()
         thread.join(20)
         assert not thread.is_alive()
@@ -229,7 +229,7 @@ def test_close_while_a_thread_receives():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_that_closes_takes_back_what_it_lent(waits):
-    """A message from the heap is read where it lies: nobody may trust it after its sender left."""
+    """The receiver reads a heap message in place, so it must not trust it after the sender left."""
     with ringcomm.local_world(2, timeout=30) as world:
         lent = put(torch.full((20_000,), 7.0), "heap", 0)
         got = torch.zeros(20_000)

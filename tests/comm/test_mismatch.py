@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks that make different calls: both are named, on every rank."""
+"""If two ranks make different calls, the error names both calls, on every rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 ReduceOp = torch.distributed.ReduceOp
 T = torch.ones
 
-# What rank 0 calls, what rank 1 calls, and what the message must say of each.
+# The call of rank 0, the call of rank 1, and words of the message about each.
 CASES = {
     "collective": (
         lambda c: c.all_reduce(T(64)),
@@ -59,7 +59,7 @@ CASES = {
         lambda c: (c.all_reduce(T(64)), c.barrier()),
         ("barrier(call 1", "all_reduce"),
     ),
-    # Both wait for what the other never sends: only their flight recorders tell.
+    # Each waits for data that the other never sends: only the flight recorders show the mismatch.
     "gathers to themselves": (
         lambda c: c.gather(T(64), [T(64), T(64)], 0),
         lambda c: c.gather(T(64), [T(64), T(64)], 1),
@@ -92,7 +92,7 @@ Calls = Callable[[Any], object]
 
 
 def site_of(call: Calls) -> str:
-    """Returns the line of a function of one line, as errors name it."""
+    """Returns file and line of a function that fits on one line, as errors name them."""
     return f"{Path(__file__)}:{call.__code__.co_firstlineno}"
 
 
@@ -120,7 +120,7 @@ def test_both_calls_are_named(case):
     def body(comm):
         with pytest.raises(MismatchError) as raised:
             (first, second)[comm.rank](comm)
-            # A rank that only sends learns it from the next call that looks at what was sent.
+            # A rank that only sends gets the error from its next call that reads data.
             comm.all_gather_into_tensor(T(8), T(4))
         seen.append(str(raised.value))
         with pytest.raises(ringcomm.AbortedError, match=r"First fault: MismatchError"):
@@ -158,7 +158,7 @@ def test_mismatch_among_many_reaches_all():
     ids=["size", "dtype"],
 )
 def test_tensors_of_all_ranks_from_one_thread_that_differ(other, words):
-    """One look finds out, so nobody starts the call and the communicators stay usable."""
+    """A check before the call finds the difference, so the communicators stay usable."""
     with ringcomm.local_world(2, timeout=30) as world:
         with pytest.raises(ArgumentError, match=f"all_reduce on rank 1 of 2: .*{words}"):
             world.all_reduce([T(64), other])
@@ -166,7 +166,7 @@ def test_tensors_of_all_ranks_from_one_thread_that_differ(other, words):
 
 
 def test_two_roots_are_named_at_the_next_call():
-    """Each of two roots waits for nobody; a call of any kind that follows tells, at the latest."""
+    """A root waits for no rank, so the next call of any kind reports the mismatch at the latest."""
 
     def rank(communicator):
         with pytest.raises(MismatchError, match=r"broadcast\(.*root [01].*call 1 "):
@@ -194,7 +194,7 @@ def test_messages_of_another_dtype():
 
 
 def test_without_a_recorder_calls_are_named_without_their_call_sites():
-    """The control of what names the call sites: the recorder, and nothing else."""
+    """The negative control: only the recorder provides the names of call sites."""
     options = ringcomm.CommOptions(timeout=30, records=0)
     told = ["", ""]
 

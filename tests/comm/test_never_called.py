@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that a peer never makes: what it did last is told."""
+"""Calls that a peer never makes: the error says which call the peer made last."""
 
 import re
 import threading
@@ -18,7 +18,7 @@ T = torch.ones
 
 
 def test_a_call_that_the_other_never_makes():
-    """Nobody can tell it from a rank that is late, but what the late one did last is told."""
+    """The peer may just be late, so the call times out; the error says what the peer did last."""
     done = threading.Event()
     told = []
 
@@ -78,7 +78,7 @@ def test_calls_on_different_communicators():
 
     world = ringcomm.local_world(2, timeout=60)
     told = ["", ""]
-    both_waited = threading.Barrier(2)  # A rank that leaves the function is lost to its peer
+    both_waited = threading.Barrier(2)  # A rank that returns counts as lost for its peer
 
     def body(comm):
         groups[comm.rank] = [comm.new_group([0, 1], name=name) for name in ("a", "b")]
@@ -96,7 +96,7 @@ def test_calls_on_different_communicators():
 
 
 def until(comm, rank, done):
-    """Waits until ``done`` is true of what this rank has recorded."""
+    """Waits until ``done`` is true for this rank's recording."""
     deadline = time.monotonic() + 30
     while not done(comm.recording().rank(rank)):
         assert time.monotonic() < deadline, "it does not happen"
@@ -104,7 +104,7 @@ def until(comm, rank, done):
 
 
 def until_it_waits(comm, rank):
-    """Waits until this rank has told whom it waits for in a message."""
+    """Waits until this rank has recorded for which rank it waits in a message."""
     until(comm, rank, lambda recorded: recorded.waits_for >= 0)
 
 
@@ -131,7 +131,7 @@ def test_a_receive_that_nobody_sends():
 
 @pytest.mark.parametrize("hasty", [0, 1])
 def test_a_receive_against_a_collective(hasty):
-    """Neither ends the other: whoever gives up first tells what the other waits in."""
+    """Neither ends the other: the first to time out reports in which call the other waits."""
     calls = (lambda c: c.barrier()), (lambda c: c.recv(T(4), 0, tag=3))
     told = ["", ""]
 
@@ -160,7 +160,7 @@ def test_a_receive_against_a_collective(hasty):
 
 
 def test_a_send_that_nobody_receives():
-    """It is more than fits into the slots, so the sender waits."""
+    """The message does not fit into the slots, so the sender waits."""
     done = threading.Event()
     told = []
 

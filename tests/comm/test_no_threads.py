@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that cannot be started, and Ctrl-C while one is: an error, and nothing that hangs."""
+"""Threads that cannot start, and Ctrl-C while one starts, raise an error and leave no hang."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.support.ranks import Ranks
 T = torch.ones
 SOON_S = 20.0
 LONG_S = 60.0
-# More than any process may have, so that no thread with it starts.
+# More than any process may have, so that a thread with this stack size cannot start.
 STACK_BYTES = 1 << 46
-# Of a pthread_attr_t, at least; 56 and 64 in glibc.
+# At least the size of a pthread_attr_t, which has 56 or 64 bytes in glibc.
 ATTR_BYTES = 256
 
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """Inside, the system refuses new threads, as it does at a limit on processes."""
+    """Inside, the system refuses new threads, as at the limit of processes (``ulimit -u``)."""
     before = threading.stack_size(STACK_BYTES)
     try:
         yield
@@ -44,7 +44,7 @@ def no_threads() -> Iterator[None]:
 
 @contextmanager
 def no_native_threads() -> Iterator[None]:
-    """The same for threads that ask for no stack of their own."""
+    """The same for threads that do not set a stack size."""
     libc = ctypes.CDLL(None)
     before, huge = ctypes.create_string_buffer(ATTR_BYTES), ctypes.create_string_buffer(ATTR_BYTES)
     assert libc.pthread_getattr_default_np(before) == 0
@@ -59,7 +59,7 @@ def no_native_threads() -> Iterator[None]:
 
 @contextmanager
 def interrupted(monkeypatch: pytest.MonkeyPatch, runs: bool) -> Iterator[None]:
-    """Inside, Ctrl-C comes while a thread is started: before it runs, or when it just does."""
+    """Inside, Ctrl-C comes while a thread starts: before it runs, or just after it began to run."""
     start = threading.Thread.start
 
     def begin(thread: threading.Thread) -> None:
@@ -74,7 +74,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, runs: bool) -> Iterator[None]:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns what ``call`` returns or raises; fails when it does neither in time."""
+    """Returns or raises what ``call`` does; fails if ``call`` has not ended in time."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -140,7 +140,7 @@ def test_a_queue_that_forgets_that_nothing_started_is_noticed(
     with pytest.raises((AssertionError, RuntimeError)) as raised:
         a_call_without_a_thread()
     assert not isinstance(raised.value, RingcommError)
-    begun[0]._thread = None  # else the garbage collector finds it, too
+    begun[0]._thread = None  # otherwise the garbage collector finds it, too
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -178,7 +178,7 @@ def _isend_without_room(store: Any, rank: int, world: int) -> tuple[str, bool]:
     tensor = T(4_000_000)
     if rank == 1:
         try:
-            comm.barrier()  # rank 0 may be past it already, and abort
+            comm.barrier()  # rank 0 may be ahead, and abort during it
             comm.recv(tensor, 0)
         except AbortedError as error:
             comm.close()
@@ -208,7 +208,7 @@ def test_a_message_without_a_thread_to_move_it() -> None:
 
 
 class Lost:
-    """A stand-in for the native end of a device's communicator."""
+    """Replaces the native communicator of a device."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
@@ -244,7 +244,7 @@ def test_the_watch_for_processes_on_devices(how: str, monkeypatch: pytest.Monkey
 
 def test_a_rendezvous_on_a_node_without_a_thread() -> None:
     sockets = same_node.LaunchSockets.of(f"without threads {os.getpid()}", 0, "rendezvous")
-    for _ in range(2):  # the first one left the address free
+    for _ in range(2):  # the first failure must leave the address free
         with no_threads(), pytest.raises(RendezvousError, match="rendezvous: expected to start"):
             same_node.serve(sockets, 2, SOON_S)
 
@@ -266,7 +266,7 @@ def _second_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_local_world_with_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others do not wait out their timeouts."""
+    """The other ranks must not wait for their timeouts."""
     world = ringcomm.local_world(3, timeout=LONG_S)
     _second_does_not_start(monkeypatch)
     with pytest.raises(RingcommError, match="rank 1 of local_world: expected"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial reductions in the accumulator's type, and what their combination rounds to."""
+"""Partial reductions in the accumulator's type, and how their combination rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def unfinished(inputs: list[Tensor], op: str) -> Tensor:
-    """The reduction that AVG has not divided, in the accumulator's type; inputs are exact."""
+    """The reduction in the accumulator's type, for AVG before the division; inputs are exact."""
     wide = [each.to(accumulator(each.dtype)) for each in inputs]
     return reduced(wide, "SUM" if op == "AVG" else op)
 
@@ -73,7 +73,7 @@ def combine(arrays: list[Tensor], out: Tensor, op: str, divide_by: int = 0) -> T
 
 
 def check_scatter(comm: Communicator, count: int, dtype: torch.dtype, op: str, memory: str) -> None:
-    """Chunk r of ``count + r`` elements, through slots or from the heap."""
+    """Rank r's chunk has ``count + r`` elements, through slots or from the heap."""
     world, rank = comm.world_size, comm.rank
     counts = [count + each for each in range(world)]
     inputs = [operand(sum(counts), each, world, dtype, op) for each in range(world)]
@@ -112,7 +112,7 @@ def test_sizes(worlds, memory):
 
 
 def test_sums_are_not_rounded(worlds):
-    """1 + 2^-12 fits FP32, and neither 16-bit type: the partial sum keeps it."""
+    """1 + 2^-12 fits into FP32, but into no 16-bit type: the partial sum must keep it."""
 
     def body(comm):
         for dtype in HALVES:
@@ -138,7 +138,7 @@ def test_whole_and_partial_forms_are_different_calls():
                     comm.reduce(tensor, 0)
                 else:
                     reduce_partial(comm, tensor, tensor, "SUM", 0)
-                    comm.barrier()  # who only sends need not wait for who receives
+                    comm.barrier()  # a sender need not wait for receivers
             text = str(raised.value)
             assert f"{other}(float32, SUM" in text
             assert f"{other}_partial(float32, SUM" in text
@@ -148,11 +148,11 @@ def test_whole_and_partial_forms_are_different_calls():
 
 
 def test_combined_partials_are_the_reduction():
-    """Every dtype and op from partial results, and from elements, to both types."""
+    """Every dtype and op, from partial results and from elements, to both types."""
     for dtype in REDUCIBLE:
         wide = accumulator(dtype)
         for op in ops_for(dtype):
-            if op == "PREMUL_SUM":  # its factors are applied before
+            if op == "PREMUL_SUM":  # its factors are applied earlier
                 continue
             inputs = [operand(1500, each, 3, dtype, op) for each in range(3)]
             divide_by = 3 if op == "AVG" else 0
@@ -167,7 +167,7 @@ def test_combined_partials_are_the_reduction():
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_combination_rounds_once_in_list_order(dtype, count):
-    """Bits of a sequential FP32 sum, with a vector tail; one array is narrowed or widened."""
+    """Bits of a sequential FP32 sum, with a vector tail; a single array is narrowed or widened."""
     generator = torch.Generator().manual_seed(count)
     arrays = [torch.randn(3333, generator=generator) * 3 for _ in range(count)]
     for of in (torch.float32, dtype):
@@ -183,7 +183,7 @@ def test_combination_rounds_once_in_list_order(dtype, count):
 
 
 def test_combination_of_large_arrays_and_in_place():
-    """Results of 16 MiB and more leave through streaming stores, to an odd address too."""
+    """Results of 16 MiB or more are written by streaming stores, here also to an odd address."""
     elems = (16 << 20) // 2 + 5
     a, b = torch.full((elems,), 3.0), torch.full((elems,), -1.0)
     out = torch.full((elems + 1,), 9.0, dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes, whose calls are exact and whose groups are their own."""
+"""Ranks as processes: their calls are exact, and groups do not mix."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization: values against a reference, bounds of the error, all loops."""
+"""Quantization: values against a reference, bounds of the error, all native loops."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ringcomm.comm.host.arguments import DTYPE_CODES
 Tensor = torch.Tensor
 BLOCK = _native.QUANT_BLOCK
 INF, NAN = float("inf"), float("nan")
-TINY = Fraction(1, 2**150)  # half of the smallest number
+TINY = Fraction(1, 2**150)  # half of the smallest positive number
 
 
 class Kind(NamedTuple):
-    """A format: bits of a value, its numbers from 0 up, and what values above them stand for."""
+    """A format: bits per value, and the non-negative numbers that its lowest codes represent."""
 
     bits: int
     numbers: list[Fraction]
-    beside: int  # how many of the numbers there are beside infinities and NaNs
+    beside: int  # how many numbers are usable if the block has infinities or NaNs
 
 
 def _e4m3() -> list[Fraction]:
@@ -82,7 +82,7 @@ def f32(x: float) -> float:
 
 
 def values_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
-    """The values and the word of a block, by exact arithmetic but for roundings of the scale."""
+    """Returns a block's values and word by exact arithmetic, except that the scale is rounded."""
     kind = KINDS[quant_format]
     finite = [abs(x) for x in block if abs(x) < INF]
     special = len(finite) < len(block)
@@ -107,8 +107,8 @@ def values_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
             at = 0
         else:
             y = abs(Fraction(x)) * Fraction(up) / scale
-            # The nearest, and of two the even one. The last bit of a product's rounding may turn a
-            # tie into its neighbour, which the caller allows.
+            # The nearest number; of two equally near ones the even one. Rounding the product may
+            # turn a tie into one of its neighbours, which the caller allows.
             above = bisect(kind.numbers, y, hi=count)
             near = range(max(above - 1, 0), min(above + 1, count))
             at = min(near, key=lambda n: (abs(kind.numbers[n] - y), n & 1))
@@ -120,7 +120,7 @@ def values_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
 
 
 def unpacked(quant_format: str, quantized: Tensor, elems: int) -> tuple[list[int], list[int]]:
-    """The values and the words of a run, by the layout that quantization.h states."""
+    """Returns the values and words of a run, according to the layout in quantization.h."""
     values: list[int] = []
     at, raw = 0, quantized.tolist()
     for begin in range(0, elems, BLOCK):
@@ -138,7 +138,7 @@ def unpacked(quant_format: str, quantized: Tensor, elems: int) -> tuple[list[int
 
 
 def blocks_of_all_kinds() -> Tensor:
-    """Blocks of random numbers of all sizes, and of what is special."""
+    """Returns blocks of random numbers of all magnitudes, and blocks with special values."""
     seed = torch.Generator(device="cpu").manual_seed(5)
     normal = torch.randn(12, BLOCK, generator=seed)
     normal *= torch.tensor(
@@ -172,7 +172,7 @@ def test_values_are_those_of_exact_arithmetic(quant_format):
         assert words[number] == word, number
         for x, value, want in zip(row.tolist(), values[number * BLOCK :], expected, strict=False):
             if value != want:
-                # x * (1 / scale) is rounded twice, and may so cross the middle of two values.
+                # x * (1 / scale) is rounded twice, so it may cross the midpoint of two values.
                 scale = Fraction(struct.unpack("f", struct.pack("I", (word & 0x3FFFFF) << 9))[0])
                 y = abs(Fraction(x)) * (2**64 if word & 1 << 22 else 1) / scale
                 low, high = kind.numbers[max(bisect(kind.numbers, y) - 1, 0) :][:2]
@@ -254,8 +254,8 @@ def test_error_feedback_is_what_quantization_leaves_out(quant_format):
     left = given - total(quant_format, [quantized], numbers.numel())
     left[BLOCK : 2 * BLOCK] = 0
     assert torch.equal(error_feedback, left)
-    # Quantized values of a constant with its error feedback have that constant as their mean;
-    # without, they do not.
+    # With error feedback the quantized values of a constant average to the constant; without, they
+    # do not.
     constant, carried = torch.full((BLOCK,), 0.003), torch.zeros(BLOCK)
     constant[0] = 1.0
     sums = torch.zeros(BLOCK)

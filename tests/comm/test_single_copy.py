@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain memory that ranks copy out of each other's processes: NOTE [Single copy] in endpoint.h."""
+"""Ranks copy plain memory out of each other's processes: NOTE [Single copy] in endpoint.h."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.support.system_calls import LIBC, NUMBERS, forbid
 
 pytestmark = pytest.mark.deadlines
 
-# Bytes from which on a chunk is shared by single copy, and one of an all-reduce's results is.
+# Bytes from which a chunk is shared by single copy, and from which an all-reduce's result is.
 SHARED, REDUCED = 128 << 10, 8 << 20
 TIMEOUT_S = 20.0
 SECRET_CALL = 447  # memfd_secret
 
 
 def forbid_reading(pid: int, error: int = errno.EPERM) -> None:
-    """From here on the kernel refuses this process the memory of ``pid``."""
+    """From now on the kernel refuses this process to read the memory of ``pid``."""
     forbid("process_vm_readv", error, first_argument=pid)
 
 
@@ -55,9 +55,9 @@ def _pids(store: Any, rank: int, world: int) -> list[int]:
 
 
 def _check_shared(comm: Communicator, count: int, make=torch.empty) -> None:
-    """All-gathers of every form, a broadcast and an all-reduce of ``count`` elements a rank."""
+    """All-gathers of every form, a broadcast and an all-reduce of ``count`` elements per rank."""
     rank, world = comm.rank, comm.world_size
-    # Repeated, since 64-bit remainders of all of it would take longer than the calls.
+    # Periodic, since 64-bit remainders for all elements would take longer than the calls.
     period = ((torch.arange(251) * 31 + 5) % 251).to(torch.float32)
     expected = period.repeat(world * count // 251 + 1)[: world * count]
     chunks = list(expected.split(count)) if count else [expected] * world
@@ -70,7 +70,7 @@ def _check_shared(comm: Communicator, count: int, make=torch.empty) -> None:
     own.copy_(mine)
     comm.all_gather_into_tensor(out, own)
     assert torch.equal(out, expected)
-    # Uneven: rank r shares all but its first r elements.
+    # Uneven parts: rank r shares all except its first r elements.
     parts = [make(max(count - peer, 0)) for peer in range(world)]
     comm.all_gather(parts, mine[min(rank, count) :])
     for peer, part in enumerate(parts):
@@ -94,7 +94,7 @@ def _every_form(store, rank, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_form_at_every_threshold(world):
-    """Three ranks stage, whatever is asked for."""
+    """Three ranks always stage, even if single copy is requested."""
     run_ranks(_every_form, world)
 
 
@@ -128,14 +128,14 @@ def test_it_is_left_out_where_the_kernel_refuses_one_rank():
 def _refused_of_itself(store, rank, world):
     pids = _pids(store, rank, world)
     with _joined(store, rank, world) as comm:
-        # What one rank cannot let the kernel read is staged, and nobody reads its process.
+        # Memory that the kernel cannot read is staged, so no rank reads another process.
         forbid_reading(pids[1])
         _check_shared(comm, SHARED)
 
 
 @needs_filter
 def test_memory_that_the_kernel_cannot_read_is_staged():
-    """Rank 1 finds that its memory cannot be read; rank 0 is forbidden to read it."""
+    """Rank 1 notices that its memory cannot be read; rank 0 is forbidden to read it."""
     run_ranks(_refused_of_itself, 2)
 
 
@@ -188,7 +188,7 @@ def _refused_later(store, rank, world):
 
 @needs_filter
 def test_a_refusal_in_a_call_fails_it_on_all_ranks():
-    """Also shows that the bytes go this way: nothing else would ask the kernel."""
+    """Also shows that the bytes take this way: no other way would ask the kernel."""
     for error in run_ranks(_refused_later, 2):
         assert type(error) is UnsupportedError
         assert "the operating system refuses it" in str(error)
@@ -199,7 +199,7 @@ def _until_ended(pid: int) -> None:
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):  # gone before open(), or before read()
+        except (FileNotFoundError, ProcessLookupError):  # gone before open() or before read()
             return
         if state in "ZX":
             return
@@ -212,7 +212,7 @@ def _dies_as_it_lends(store, rank, world):
     comm = _joined(store, rank, world)
     comm.barrier()
     if rank == 1:
-        # It has published, and waits for rank 0 to have read.
+        # It has published, and waits until rank 0 has read.
         threading.Timer(0.3, os._exit, (0,)).start()
         _outcome(comm)
         return None
@@ -234,7 +234,7 @@ def _dies_without_memory(store, rank, world):
     comm = _joined(store, rank, world)
     comm.barrier()
     if rank == 1:
-        # It has no memory any more, as far as rank 0 hears, but lives for a while yet.
+        # For rank 0, this process seems to have no memory any more, but it lives a little longer.
         threading.Timer(0.3, os._exit, (0,)).start()
         _outcome(comm)
         return None
@@ -246,7 +246,7 @@ def _dies_without_memory(store, rank, world):
 
 @needs_filter
 def test_a_lender_whose_memory_has_gone_is_lost_once_it_has_ended():
-    """A killed process of 1 GiB is for up to 57 ms one that has not ended and has no memory."""
+    """After being killed, a process of 1 GiB has no memory but has not ended, for up to 57 ms."""
     with Ranks(_dies_without_memory, 2) as ranks:
         reader = ranks.wait()[0]
     assert reader.ok, reader.describe()
@@ -260,7 +260,7 @@ def _gives_up(store, rank, world, freed):
             store.get("given up")
             return _outcome(comm, 64 * SHARED)
         comm.timeout = 0.3
-        # Large enough for a mapping of its own, which goes when it is freed.
+        # Large enough to have a mapping of its own, which is unmapped when it is freed.
         error = _outcome(comm, 64 * SHARED, freed=freed)
         store.set("given up", "")
         return error
@@ -268,7 +268,7 @@ def _gives_up(store, rank, world, freed):
 
 @pytest.mark.parametrize("freed", [False, True])
 def test_what_a_lender_took_back_is_not_taken_for_data(freed):
-    """Rank 1 has changed its tensor, or freed it, when rank 0 comes to read it."""
+    """Rank 1 has changed or freed its tensor before rank 0 reads it."""
     first, second = run_ranks(_gives_up, 2, freed)
     assert type(second) is CollectiveTimeout
     assert isinstance(first, RingcommError)

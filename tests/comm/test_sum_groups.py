@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums in groups of ranks: their bits, those of node sums combined, and what they exclude."""
+"""Sums in groups of ranks: their bits, equal to those of combined node sums, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduc
 from tests.support.memories import put, room
 
 Tensor = torch.Tensor
-WORLD = 5  # in groups of two and of three it is summed in three different orders
+WORLD = 5  # without groups, and in groups of two or three, summed in three different orders
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")
 FACTOR = 0.7
@@ -38,7 +38,7 @@ LARGE = 2.0**15
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[..., LocalWorld]]:
-    """``worlds(L)`` is a world of five rank threads that sum in groups of L; small segments."""
+    """``worlds(L)`` is a world of five rank threads: sums in groups of L, small segments."""
     built: dict[tuple[int, int], LocalWorld] = {}
 
     def get(sum_group_size: int, world_size: int = WORLD) -> LocalWorld:
@@ -53,10 +53,10 @@ def worlds() -> Iterator[Callable[..., LocalWorld]]:
 
 
 def inputs(dtype: torch.dtype, elems: int, world_size: int = WORLD) -> list[Tensor]:
-    """Values of which the order of additions shows, in 16 bits too.
+    """Returns values whose sum depends on the order of additions, even after rounding to 16 bits.
 
-    In half of the elements ranks 0 and 3 bring a large number and its opposite: of what is added to
-    it before they cancel, FP32 drops the last bits.
+    In half of the elements ranks 0 and 3 have a large number and its opposite. Until these cancel,
+    FP32 drops the last bits of the values that are added.
     """
     generator = torch.Generator().manual_seed(elems)
     shape = (world_size, elems)
@@ -74,7 +74,7 @@ def folded(wide: list[Tensor], op: str) -> Tensor:
 
 
 def in_groups(tensors: list[Tensor], group: int, op: str) -> Tensor:
-    """The reference: FP32, groups in order, one rounding."""
+    """The reference: sums in FP32, groups in order, and one rounding at the end."""
     wide = [each.float() * (FACTOR if op == "PREMUL_SUM" else 1.0) for each in tensors]
     parts = [folded(wide[first : first + group], op) for first in range(0, len(wide), group)]
     total = folded(parts, op)
@@ -88,7 +88,7 @@ def operator(op: str) -> object:
 def check_bits(
     comm: Communicator, tensors: list[Tensor], op: str, want: Tensor, memory: str
 ) -> None:
-    """all_reduce, reduce, and both forms of reduce_scatter against the reference."""
+    """Checks all_reduce, reduce, and both forms of reduce_scatter against the reference."""
     rank, how = comm.rank, operator(op)
     whole = put(tensors[rank], memory, rank)
     comm.all_reduce(whole, how)
@@ -108,7 +108,7 @@ def check_bits(
 
 @pytest.mark.parametrize("group", [2, 3])
 def test_bits_are_those_of_the_groups(worlds, group):
-    """One hop and two, staged and zero copy. Without groups bits differ: the negative control."""
+    """One and two hops, staged and zero copy. The negative control: without groups bits differ."""
 
     cases = []
     for dtype in FLOATS:
@@ -152,7 +152,7 @@ def test_every_dtype_and_op(worlds):
 
 
 def test_results_past_the_caches():
-    """16 MiB and more, with a ragged tail: 2^-24 is lost beside 1, but twice that is not."""
+    """16 MiB and more, with a ragged tail: in FP32, 1 + 2^-24 is 1, but 1 + 2^-23 is not."""
     elems = (16 << 20) // 4 + 3
 
     def body(comm):
@@ -167,11 +167,11 @@ def test_results_past_the_caches():
 
 
 def test_nodes_and_a_combination_give_the_same_bits(worlds):
-    """Two nodes of two ranks whose FP32 partial sums are combined, against four ranks in groups."""
+    """Combined FP32 partial sums of two nodes of two ranks equal sums of four ranks in groups."""
     share, world_size = 1501, 4
 
     def node_sums(tensors: list[Tensor], op: str) -> list[Tensor]:
-        """Chunk r of the node's sums, from rank r."""
+        """Returns the node's sums: chunk r from rank r."""
 
         def body(comm: Communicator) -> Tensor:
             mine, out = tensors[comm.rank], torch.empty(2 * share)
@@ -202,7 +202,7 @@ def test_nodes_and_a_combination_give_the_same_bits(worlds):
 @pytest.mark.parametrize("reduce", ["avg", "sum"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradient_shards_are_summed_in_groups(worlds, dtype, reduce):
-    """An optimizer's FP32 shards, whose bits are the groups'; those without groups differ."""
+    """An optimizer's FP32 shards have the bits of sums in groups; sums without groups differ."""
     elems = WORLD * _native.ADAMW_TILE_ELEMS
     grads, op = inputs(dtype, elems), reduce.upper()
 
@@ -245,7 +245,7 @@ def stepped(comm: Communicator, grads: list[Tensor], max_norm: float | None) -> 
 
 
 def test_a_step_in_one_pass_sums_as_one_in_two(worlds):
-    """A norm so large that nothing is clipped forces two passes; AdamW sees the same gradient."""
+    """A limit that clips nothing forces two passes; AdamW sees the gradients of one pass."""
     grads = inputs(torch.float32, 4096)
 
     def both(comm):

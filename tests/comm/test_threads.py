@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls by several threads of a rank: the same bits, how many threads, and what ends them."""
+"""Calls run by several threads of a rank: their bits, the number of threads, and their end."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from tests.support.ranks import Ranks, run_ranks
 
 Tensor = torch.Tensor
 pytestmark = pytest.mark.usefixtures("workers")
-# (channels, threads). Several channels on one thread, and more threads than cores, are among them.
+# (channels, threads): includes several channels on one thread, and more threads than cores.
 TEAMS = ((2, 1), (2, 2), (3, 3), (5, 2), (5, 5), (8, 3), (8, 8))
 MOST = 8
-# From here on all eight channels have work; odd, so that the last one ends in an odd place.
+# From this size on all eight channels have work; odd, so that the last part ends at an odd place.
 ELEMS = MOST * (128 << 10) + 1
 LONG_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[None]:
-    """Workers take part although the machine has fewer cores than the ranks have threads."""
+    """Makes workers run even if the machine has fewer cores than the ranks have threads."""
     _native.wake_workers(True)
     yield
     _native.wake_workers(False)
@@ -63,7 +63,7 @@ def native(comm: Communicator) -> _native.Comm:
 
 
 def collectives(comm: Communicator) -> list[Tensor]:
-    """The results of every collective of tensors on this rank."""
+    """Returns the results of every collective of tensors on this rank."""
     world, rank = comm.world_size, comm.rank
     each = ELEMS // world
     x, results = values(ELEMS, rank), []
@@ -101,7 +101,7 @@ def collectives(comm: Communicator) -> list[Tensor]:
         sources = [values(ELEMS, 10 + p) for p in range(world)] if rank == root else None
         comm.scatter(got, sources, root)
         keep(got)
-    # Pairs of all sizes: large ones are cut among the channels, and others go by the first.
+    # Pieces of all sizes: large ones are split over the channels, others use the first channel.
     sizes = [(rank + p) % 3 * ELEMS // 2 + p for p in range(world)]
     takes = [(rank + p) % 3 * ELEMS // 2 + rank for p in range(world)]
     out = [torch.zeros(n) for n in takes]
@@ -133,7 +133,7 @@ STEPS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 def steps(comm: Communicator, case: str) -> list[Tensor]:
-    """Parameters and norms of two optimizer steps."""
+    """Returns the parameters and norms after two optimizer steps."""
     dtype, choices = STEPS[case]
     params = [torch.nn.Parameter(values(n, n, dtype)) for n in (ELEMS * comm.world_size, 7, 700)]
     options = AdamWOptions(bucket_elems=512 * (ELEMS // 512 + 2) * comm.world_size, **choices)
@@ -175,7 +175,7 @@ def threads_of_local_calls(threads: int) -> Iterator[None]:
 
 
 def local_calls() -> list[Tensor]:
-    """The results of the native loops that need no communicator."""
+    """Returns the results of the native loops that need no communicator."""
     x, words = values(ELEMS, 1), torch.zeros(_native.GRAD_NORM_WORDS, dtype=torch.int64)
     f32, results = DTYPE_CODES[torch.float32], []
     for kind in _native.GRAD_NORM_KINDS.values():
@@ -201,7 +201,7 @@ def local_calls() -> list[Tensor]:
 
 
 def rows(count: int = 2063, elems: int = 1027, k: int = 2) -> list[Tensor]:
-    """Copies, sums, products and quantized forms of rows that lie apart."""
+    """Returns copies, sums, products and quantized forms of rows that are not adjacent."""
     generator = torch.Generator().manual_seed(5)
     bases = [values(count * elems, 20 + i).view(count, elems) for i in range(2)]
     ptrs, f32 = [base.data_ptr() for base in bases], DTYPE_CODES[torch.float32]
@@ -242,7 +242,7 @@ def test_local_calls_have_the_same_bits_with_any_number_of_threads() -> None:
                 assert same(one, other), (threads, i)
 
 
-# ---- how many -----------------------------------------------------------------------------------
+# ---- how many threads ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_torch_is_asked_at_each_call(torch_threads: Callable[[int], None]) -> No
 
 
 class Facts:
-    """The facts of one rank."""
+    """What one rank reports about its machine: CPUs, cores, torch's threads, and its own option."""
 
     def __init__(self, cpus: str, cores: int, torch_threads: int, threads: int = 0) -> None:
         self.cpus, self.cores = cpus, cores
@@ -281,12 +281,12 @@ SHARED = "ffff"
         ([Facts(SHARED, 16, 16)] * 4, 8, (4, False, 4, False)),
         ([Facts(SHARED, 16, 3)] * 2, 8, (8, False, 3, False)),
         ([Facts(SHARED, 2, 2)] * 3, 8, (1, False, 1, True)),
-        # Bound to cores of their own, or to one socket of two.
+        # Bound to separate cores, or to one socket of two.
         ([Facts("f", 4, 4), Facts("f0", 4, 4)], 8, (4, False, 4, False)),
         ([Facts("ff", 8, 8), Facts("ff", 8, 8), Facts("ff00", 8, 8)], 8, (4, False, 8, False)),
-        # A control group's limit is below the mask.
+        # The limit of a control group is lower than the mask allows.
         ([Facts(SHARED, 3, 16)] * 2, 8, (1, False, 1, False)),
-        # Named: beyond cores and torch's number, and unlike the peer's.
+        # The option sets 5 threads: more than cores and torch's threads, and unlike the peer's.
         ([Facts(SHARED, 2, 1, 5), Facts(SHARED, 2, 1)], 8, (5, True, 5, True)),
         ([Facts(SHARED, 2, 1), Facts(SHARED, 2, 1, 5)], 8, (1, False, 5, True)),
         ([Facts(SHARED, 64, 64)], 4, (64, False, 4, False)),
@@ -347,11 +347,11 @@ def test_ranks_may_have_different_numbers_of_threads() -> None:
         assert all(map(same, ours, theirs))
 
 
-# ---- what ends them -----------------------------------------------------------------------------
+# ---- how threads start and end ------------------------------------------------------------------
 
 
 def test_a_pool_that_cannot_start_names_the_limits() -> None:
-    # More workers than any test before this one has started.
+    # More workers than any earlier test has started, so that new threads must start.
     options = CommOptions(timeout=LONG_S, channels=32, threads=32)
     with no_native_threads(), pytest.raises(RendezvousError, match=r"RLIMIT_NPROC.*threads=1"):
         Communicator.from_store(HashStore(), 0, 1, options=options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums in groups that are made in two levels: their bits, and when they are made."""
+"""Sums in groups, computed in two levels: their bits, and when two levels are used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_levels() -> Iterator[None]:
 
 
 def check_bits(comm: Communicator, tensors: list[torch.Tensor], op: str, want, memory) -> None:
-    """all_reduce out of place and in place, and both forms of reduce_scatter."""
+    """Checks all_reduce out of place and in place, and both forms of reduce_scatter."""
     rank, world, how = comm.rank, comm.world_size, operator(op)
     whole = put(tensors[rank], memory, rank)
     comm.all_reduce(whole, how)
@@ -62,7 +62,7 @@ def check_bits(comm: Communicator, tensors: list[torch.Tensor], op: str, want, m
 
 
 def run_cases(world_size: int, options: CommOptions, sizes: dict[str, int]) -> None:
-    """Checks every operator and float type; ``sizes`` are numbers of elements by memory."""
+    """Checks every op and float type; ``sizes`` has the number of elements by memory."""
     group = options.sum_group_size
     cases = []
     for dtype in FLOATS:
@@ -80,14 +80,14 @@ def run_cases(world_size: int, options: CommOptions, sizes: dict[str, int]) -> N
 
 @pytest.mark.parametrize(("world_size", "group"), GROUPS)
 def test_bits_are_those_of_sums_in_groups(in_levels, world_size, group):
-    """In many pieces, in one, and of less than a line for each rank."""
+    """Results of many pieces, of one piece, and of less than a cache line per rank."""
     options = CommOptions(timeout=60, segment_bytes=2048, sum_group_size=group)
     run_cases(world_size, options, {"plain": 61, "mixed": 12_005, "heap": 90_003})
 
 
 @pytest.mark.parametrize(("world_size", "group"), [(4, 2), (6, 3)])
 def test_pieces_are_read_where_they_lie(in_levels, world_size, group):
-    """Pieces of 16 KiB and more, in the heap."""
+    """Pieces of 16 KiB and more in the heap, which ranks read without a copy."""
     options = CommOptions(timeout=60, segment_bytes=32768, sum_group_size=group)
     run_cases(world_size, options, {"heap": 90_003})
 
@@ -99,7 +99,7 @@ def test_several_channels(in_levels):
 
 
 def test_a_buffer_is_its_users_once_the_call_has_returned(in_levels):
-    """Nobody reads it any more: what its user writes there at once shows in no sum."""
+    """No rank reads the buffer any more: a new value that the user writes must not enter a sum."""
 
     def body(comm):
         data = ringcomm.empty(200_000)
@@ -129,7 +129,7 @@ def test_every_dtype_and_op(in_levels):
 
 
 def items_sent(comm: Communicator) -> list[int]:
-    """By peer: the items that this rank has sent to it alone, on channel 0 (layout.h)."""
+    """By peer: the items that this rank sent only to this peer, on channel 0 (layout.h)."""
     core: Any = comm.engine.core
     heap, world = process_heap(), comm.world_size
     links = 3 * core.channels * world
@@ -140,20 +140,20 @@ def items_sent(comm: Communicator) -> list[int]:
 def talks_with(comm: Communicator, call: Callable[[], object]) -> set[int]:
     before = items_sent(comm)
     call()
-    comm.barrier()  # an item to each
+    comm.barrier()  # sends one item to each peer
     after = items_sent(comm)
     return {peer for peer in range(comm.world_size) if after[peer] - before[peer] > 1}
 
 
 def group_and_rail(rank: int, world_size: int, group: int) -> set[int]:
-    """The ranks of a rank's group, and those at its place in other groups."""
+    """Returns the other ranks of a rank's group, and the ranks at its position in other groups."""
     ranks = set(range(world_size))
     return {r for r in ranks if r // group == rank // group or r % group == rank % group} - {rank}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_only_partial_sums_leave_a_group(in_levels, threads):
-    """With one channel and with several, whose threads all take part."""
+    """With one channel and with several channels whose threads all take part."""
 
     def body(comm):
         comm.engine.core.sum_in_levels()
@@ -167,7 +167,7 @@ def test_only_partial_sums_leave_a_group(in_levels, threads):
 
 
 def test_when_two_levels_pay():
-    """In groups that lie apart. FP32 sums of 16-bit floats are too wide for groups of three."""
+    """Only groups on different nodes. FP32 sums of 16-bit floats are too wide for groups of 3."""
     few, many = (8 << 20) // 12 * 12, (16 << 20) // 12 * 12 + 12
 
     def uses_levels(comm, dtype, size_bytes, **how):
@@ -205,8 +205,8 @@ def test_when_two_levels_pay():
         ("0 0 0 1", 2, False),
         ("0 0 1", 2, False),  # uneven
         ("0 0 0 0", 2, False),  # one node
-        ("0 0 0 0 1 1 1 1", 2, False),  # two groups of a node
-        ("- - - -", 2, False),  # heaps that are bound to none
+        ("0 0 0 0 1 1 1 1", 2, False),  # two groups on each node
+        ("- - - -", 2, False),  # heaps that are bound to no node
         ("0 0 - -", 2, False),
     ],
 )
@@ -274,7 +274,7 @@ def _loses_rank_2(store, rank, world, eighth):
 
 @pytest.mark.parametrize("eighth", [0, 3, 6])
 def test_a_rank_that_dies_in_a_call_is_named_by_all_others(eighth):
-    """Rank 1 exchanges nothing with rank 2, and learns of the loss from the others."""
+    """Rank 1 exchanges nothing with rank 2, and learns of the loss from the other ranks."""
     with Ranks(_loses_rank_2, 4, eighth) as ranks:
         outcomes = ranks.wait(60.0)
     assert outcomes[2].exitcode == -signal.SIGKILL

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of a call's outputs, by which a backward finds that a saved tensor was changed."""
+"""Versions of a call's outputs, by which a backward detects that a saved tensor was changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def messages(comm: Any, out: Tensor, given: Tensor, at_once: bool) -> None:
         comm.send(given, 1)
 
 
-# By name: the outputs, the inputs, and the call.
+# The outputs, the inputs, and the call.
 Case = tuple[list[Tensor], list[Tensor], Callable[[Any, bool], Any]]
 
 
@@ -71,11 +71,11 @@ def cases() -> dict[str, Case]:
 
 
 def unchanged(rank: int) -> set[str]:
-    """Returns the calls that leave the tensor of this rank as it is."""
+    """Returns the calls that do not change this rank's tensor."""
     return {"reduce" if rank else "broadcast"}
 
 
-# Fast calls of these advance nothing unless the output requires grad; see NOTE [Fast path].
+# Fast versions of these advance no version unless the output requires grad; NOTE [Fast path].
 FAST = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
 
 
@@ -111,7 +111,7 @@ def test_a_backward_that_needs_what_a_call_has_overwritten_raises(worlds):
 
 @covering(strength=1, name=sorted(cases().keys() - {"strided"}), now=[True, False])
 def test_a_backward_that_needs_a_parameter_which_a_call_has_overwritten_raises(worlds, name, now):
-    """With ``no_grad()``, in which calls write to parameters."""
+    """Inside ``no_grad()``, where calls may write to parameters."""
 
     def work(comm):
         outputs, _, call = cases()[name]

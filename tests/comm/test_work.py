@@ -81,7 +81,7 @@ def test_future_carries_the_tensors(worlds):
 
 
 def test_tensors_live_until_their_call_is_done(worlds):
-    """Rank 0 forgets tensor and Work before rank 1 takes part."""
+    """Rank 0 drops the tensor and the Work before rank 1 takes part."""
     forgotten = threading.Event()
 
     def body(comm):
@@ -199,7 +199,7 @@ def test_callback_may_call_a_collective(worlds):
 
 
 def test_async_calls_on_the_worker_thread_run_at_once(worlds):
-    """DDP's PowerSGD hook waits for the future of such a call inside a callback."""
+    """DDP's PowerSGD hook waits inside a callback for the future of such a call."""
 
     def body(comm):
         def step():
@@ -211,7 +211,7 @@ def test_async_calls_on_the_worker_thread_run_at_once(worlds):
             assert inner.result() == [tensor]
             return [tensor]
 
-        # A future that is done runs its callback where it is added.
+        # If a future is already done, its callback runs in the thread that adds it.
         added = threading.Event()
         work = comm.engine.submit(lambda: step() if added.wait(60) else [], "step")
         chained = work.get_future().then(lambda done: step()[0] + done.value()[0])
