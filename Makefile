@@ -85,7 +85,8 @@ fuzz: $(VENV)/.native $(VENV)/.tools
 # Compiles every CUDA and Triton kernel for every architecture, and checks properties of the machine
 # code; needs no GPU. make test compiles some kernels, and at least one for each architecture.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile
+	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile \
+		tests/optim/test_quotients.py tests/optim/test_refused_turns.py
 
 # Compiles the Triton kernels with the oldest Triton of pyproject.toml, which supports fewer
 # features than the Triton of .venv: four minutes on one core.

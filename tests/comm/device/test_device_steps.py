@@ -99,6 +99,36 @@ def test_each_channel_reads_its_own_gradients(devices, make, clips):
             assert torch.equal(got, wanted)
 
 
+# An infinity, a NaN, and gradients whose steps need exact quotients: the common loops refuse them.
+ODD = (float("inf"), float("nan"), 3e38, 1e-35, -1e-30, 1e-45, -0.0)
+
+
+@covering(strength=1, world_size=[2, 4, 8], dtype=[torch.float32, torch.bfloat16])
+def test_gradients_that_need_exact_steps(devices, world_size, dtype):
+    """Every exponent occurs, also in the first step, whose moments are zero."""
+
+    def step(comm: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(comm.rank)
+        param = torch.nn.Parameter(torch.ones(20000, dtype=dtype, device=comm.device))
+        optimizer = AdamW([param], lr=1e-2, comm=comm)
+        for _ in range(2):
+            exponents = torch.randint(-149, 127, (20000,), generator=generator)
+            grads = torch.ldexp(torch.randn(20000, generator=generator), exponents)
+            grads[:10000:7] = torch.tensor(ODD)[torch.arange(1429) % len(ODD)]
+            param.grad = grads.to(dtype).to(comm.device)
+            optimizer.step()
+        if comm.device.type != "cpu":
+            comm.engine.finish_host_side()
+        return param.detach().cpu().clone()
+
+    with devices.host_tensors(), ringcomm.local_world(world_size, options=COMM) as host:
+        wanted = host.run(step)[0]
+    assert 0 < int(wanted.isnan().sum()) < 10000
+    for got in devices.run(devices.world(world_size, options=COMM), step):
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
 WAYS = {
     "master": AdamWOptions(),
     "remainder": AdamWOptions(master="remainder"),
