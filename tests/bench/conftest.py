@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benches give their process a number of threads; the tests that follow keep theirs."""
+"""Restores the number of threads after each test, because benches change their process's."""
 
 from __future__ import annotations
 

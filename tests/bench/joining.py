@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that the harness starts: it leaves its rank as a file, and waits for the others."""
+"""A rank that the harness starts: it leaves a file named after its rank, and waits for others."""
 
 import sys
 from pathlib import Path

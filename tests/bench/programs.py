@@ -10,9 +10,9 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 def run_program(*command, environment=None, timeout_s=100, anew=False):
-    """``python -m`` and the words given; returns the finished process with its output as text.
+    """Runs ``python -m`` with the given words; returns the finished process with text output.
 
-    It is a fork, as ``fork_server`` tells, unless it is to be an interpreter ``anew``.
+    The process is a fork (see ``fork_server``), or a new interpreter if ``anew``.
     """
     outside = {key: os.environ[key] for key in os.environ if key not in LAUNCHER_VARIABLES}
     return fork_server.run(

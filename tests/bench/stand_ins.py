@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for what needs a GPU: a device whose tensors are the CPU's, and a world on it."""
+"""Stand-ins for a GPU: a device whose tensors are on the CPU, and a world on that device."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _FOLDS: dict[object, Any] = {ReduceOp.SUM: torch.sum, ReduceOp.MAX: torch.amax}
 
 
 class StandInGpu(Device):
-    """Takes the place of ``ringcomm.bench.devices.CudaDevice``; counts what is asked of it."""
+    """Replaces ``ringcomm.bench.devices.CudaDevice``; counts its uses."""
 
     name = "cuda:0"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, bandwidth factors and exact inputs; and that wrong results are seen as wrong."""
+"""Sizes, bandwidth factors and exact inputs; wrong results are recognised as wrong."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -42,7 +42,7 @@ def make_case(name, world=2, rank=0, **changes):
 
 
 class OneRankBoard(Board):
-    """Stands in for the ranks' common board where there is one rank."""
+    """Replaces the ranks' shared board in a world of one rank."""
 
     def __init__(self):
         pass
@@ -106,7 +106,7 @@ def test_a_size_that_does_not_divide_is_rounded_down_to_whole_chunks():
 
 
 def reference(name, case, inputs):
-    """Every collective spelled out on all ranks' inputs, in 64 bits."""
+    """Computes every collective from all ranks' inputs, in 64 bits."""
     chunks = [tensor.chunk(case.world) for tensor in inputs]
     stacked = torch.stack(inputs).to(torch.float64)
     reduced = {
@@ -195,7 +195,7 @@ def test_ranks_hold_different_inputs():
 
 
 def check(case, *calls_of):
-    """The count for sets of buffers, each with the call that ``calls_of`` makes of them."""
+    """Returns the wrong elements of sets of buffers; ``calls_of`` makes each set's call."""
     sets = []
     for make in calls_of:
         source = torch.zeros(case.input_elems, dtype=case.dtype)
@@ -225,7 +225,7 @@ def test_the_correctness_pass_counts_what_a_call_got_wrong(damage):
 def test_the_correctness_pass_counts_a_call_that_does_nothing():
     case = make_case("send_recv", world=1, root=0)
     assert check(case, copying(0)) == 0
-    # The right answer lies in the output already; a call that leaves it alone is still wrong.
+    # The output already holds the right answer; a call that leaves it unchanged is still wrong.
     assert check(case, lambda source, target: lambda: None) == case.output_elems
 
 

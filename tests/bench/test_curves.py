@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that compares losses trains all of its runs on the same text."""
+"""The program that compares losses trains all runs on the same text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def corpus():
 def test_runs_begin_alike_and_part_by_what_is_rounded(corpus):
     runs = RUNS["optimizers"].values()
     wide, narrow, other = (curve(run, MODEL, corpus, (1, 4)) for run in runs)
-    # A first step rounds only what the second one reads.
+    # The first step's rounding affects only losses after it.
     assert wide[0] == narrow[0] != other[0]
     assert 0.0 < abs(wide[1] - narrow[1]) < abs(wide[1] - other[1])
     assert wide[1] < wide[0]

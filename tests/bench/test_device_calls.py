@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls cost the host, as the harness times it, on a driver that does nothing."""
+"""The host's cost of calls, as the harness times it on a stub driver that does nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runtime() -> Iterator[StubRuntime]:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubDriver:
-    """The driver in the place of CUDA's, and of its runtime."""
+    """Replaces CUDA's driver and runtime by the stub."""
     monkeypatch.setattr(device_calls, "libraries", lambda: (driver().path, driver().path))
     return driver()
 
@@ -64,7 +64,7 @@ def test_each_entry_point_is_called_as_often_as_it_is_timed(stub):
     assert stub.counted() == {
         "launch": len(PARAMETER_BYTES) * turns + 1,  # the graph's own
         "create": 1,
-        "record": turns + 1,  # what the other stream waits for
+        "record": turns + 1,  # for the other stream to wait for
         **dict.fromkeys(("wait", "is_capturing", "graph_launch"), turns),
         "set_device": turns + 1,  # the thread's
     }
@@ -85,7 +85,7 @@ def test_what_the_driver_refuses_is_said(stub, monkeypatch):
 
 
 def test_the_calls_are_those_of_their_names(runtime):
-    """Counted, so that a row cannot have the time of another call."""
+    """Counts driver calls, so that no row can have the time of another call."""
     entered = {}
     for ranks in (1, 2):
         with ringcomm.local_world(ranks, device="cuda:0") as world:
@@ -99,7 +99,7 @@ def test_the_calls_are_those_of_their_names(runtime):
 
 
 class Stepping(Device):
-    """Notes when the host waits for it."""
+    """Records when the host waits for it."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(lambda: events.append("synchronize"))
@@ -129,7 +129,7 @@ def test_the_rows_are_beside_torchs(stub, runtime, tmp_path, monkeypatch):
 
     def added(rows, table):
         add(rows, table)
-        seen.append(len(read(file).rows))  # written as they come
+        seen.append(len(read(file).rows))  # each row is written immediately
 
     monkeypatch.setattr(run, "add", added)
     BENCH.measure(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's step on a GPU as the harness times it, on the host as far as that goes."""
+"""The optimizer's step on a GPU as the harness times it, as far as a host can run it."""
 
 import os
 from functools import partial
@@ -33,11 +33,11 @@ STEPS = 3
 
 
 def stepped(case):
-    """By system: the parameters of all ranks after some steps."""
+    """Returns all ranks' parameters after some steps, by system."""
     systems = Systems(case, Device())
     try:
         for call in systems.calls.values():
-            for _ in range(STEPS - 1):  # one was made while it was built
+            for _ in range(STEPS - 1):  # building the systems made one
                 call()
         return {name: [each.clone() for each in params] for name, params in systems.params.items()}
     finally:
@@ -53,7 +53,7 @@ def test_all_systems_do_the_same_step(dtype, world):
     for name, of_ranks in params.items():
         assert len(of_ranks) == world
         assert all(torch.equal(each, of_ranks[0]) for each in of_ranks), name
-        # Separate kernels and torch round 16-bit sums, and torch's order of sums is its own.
+        # Separate kernels and torch round 16-bit sums, and torch sums in another order.
         close = 0.0 if name in (OLDER, TWO_PASSES) else 2e-6 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(of_ranks[0], first, rtol=close, atol=close, msg=name)
 
@@ -77,7 +77,7 @@ def test_rows_of_a_run():
 
 
 def test_the_older_loops_are_asked_for_and_compared(monkeypatch):
-    """The loops are those of the variable when the first step of a system looks its kernels up."""
+    """A system uses the loops of the variable at its first step, which looks up its kernels."""
     asked = []
     ranks = Systems._ranks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops over a disk: every extent is moved, in each pattern, and nothing is left."""
+"""The loops over a disk: each pattern moves every extent, and no file is left."""
 
 import os
 from contextlib import closing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness as a program: its own ranks, torchrun's, and every system that is here."""
+"""The harness as a program, with its own ranks, with torchrun's, and with every system here."""
 
 import importlib.util
 import platform
@@ -12,7 +12,7 @@ import pytest
 from ringcomm.bench.report import read
 from tests.bench.programs import run_program
 
-QUANTIZED = "ringcomm:int8"  # sums between nodes that ranks of this machine stand for
+QUANTIZED = "ringcomm:int8"  # sums between nodes, which ranks of this machine simulate
 SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-r", "2", "-w", "1", "--batch", "2")
 HAS_MPI = importlib.util.find_spec("mpi4py") and (Path(sys.executable).parent / "mpiexec").exists()
 HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("c++")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that the harness starts: their numbers, their end, and what computes beside them."""
+"""Ranks that the harness starts: their numbers, their end, and their cores and threads."""
 
 import os
 import subprocess
@@ -33,11 +33,11 @@ time.sleep(600)
 
 
 def test_ranks_find_their_places_and_one_store(tmp_path, monkeypatch):
-    """They do so inside a job of MPI, too, whose numbers are other ones."""
+    """This works inside an MPI job as well, which has other rank numbers."""
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)  # ranks that have torch already
+    monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)  # forks that have torch loaded
     assert run_ranks(["tests.bench.joining", str(tmp_path)], Wanted(3)) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"{rank} of 3" for rank in range(3)]
 
@@ -133,7 +133,7 @@ def test_what_intel_mpi_needs(monkeypatch, systems, root, words):
 
 
 def intel_folder(folder, *more):
-    """A folder with the files by which Intel MPI is found, and ``more`` of its libraries."""
+    """Returns a folder with the files of Intel MPI, and ``more`` of its libraries."""
     for file in ("bin/mpiexec.hydra", "lib/libmpi.so.12", *more):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).touch()

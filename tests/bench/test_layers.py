@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench of a tensor-parallel layer: all systems compute the same."""
+"""The bench of a tensor-parallel layer: all systems compute the same result."""
 
 from __future__ import annotations
 

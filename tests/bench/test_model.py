@@ -21,7 +21,7 @@ def worst(rows, constants=model.H100):
 
 
 def far(rows, constants=model.H100):
-    """Returns (collective, ranks, system) of the rows whose prediction is wrong by over a tenth."""
+    """Returns (collective, ranks, system) of rows whose prediction is wrong by over a tenth."""
     found = [each for each in rows if abs(replace(each, constants=constants).error) > 0.1]
     return sorted((each.row.collective, each.row.ranks, each.row.system) for each in found)
 
@@ -48,7 +48,7 @@ def test_there_are_eight_constants_and_the_fit_finds_them():
 
 
 def test_the_form_predicts_the_other_half_too():
-    """Both ways to make a step of eight ranks are missed: the fitted rows have no such step."""
+    """Only both steps of eight ranks are mispredicted, since no fitted row is such a step."""
     constants = model.Constants(2.967e6, 1.525, 148.0e3, 4.11, 2.94, 0.919, 0.750, 0.815)
     assert model.loss(BETWEEN, constants) < model.loss(BETWEEN, model.H100)
     assert len(FIT) == 56
@@ -85,7 +85,7 @@ def row(system="ringcomm", collective="reduce_scatter", ranks=2, size=64 << 20, 
 
 
 def test_what_is_left_aside_is_left_aside_by_rules():
-    """They know the row and what it took with fewer bytes, and no prediction."""
+    """The rules use the row and its time with fewer bytes, but not the prediction."""
     assert model.kind_of(row(), 20.0) == model.DEVICE
     assert model.kind_of(row(), 76.0) == model.DEVICE
     assert model.kind_of(row(), 77.0) == model.HOST
@@ -108,7 +108,7 @@ def test_more_in_flight_is_faster_until_the_memory_limits():
 
 
 def test_the_bound_is_a_copy_of_the_bytes_that_must_move():
-    """Of a step 24 bytes of state an element, and of each rank a gradient and a parameter."""
+    """A step moves 24 bytes of state per element, and a gradient and a parameter of each rank."""
     step = row(collective="adamw_step", size=2 << 28, count=1 << 28, dtype="bfloat16")
     assert model.bound_us(step, 3.0e6) == pytest.approx(2863, abs=1)
     eight = replace(step, ranks=8, size_bytes=2 << 27, count=1 << 27)

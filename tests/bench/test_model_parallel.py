@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a GPT in three kinds of parts: all systems train alike."""
+"""Steps of a GPT sharded in three ways: all systems train equally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.covering import in_test_all
 
 
 def steps(axes: dict[str, int], rank: int, world_size: int) -> None:
-    _clear_sharding_prop_cache()  # it remembers equal meshes, whose groups are gone
+    _clear_sharding_prop_cache()  # the cache knows equal meshes, whose groups are gone
     with mock.patch.dict(bench.AXES, axes):
         check(world_size)
 
@@ -26,11 +26,11 @@ def check(world_size: int) -> None:
     for each in trained.values():
         each()
     assert bench.unequal(trained) == dict.fromkeys(trained, 0)
-    # What one of them has lost is noticed on all ranks.
+    # All ranks notice a difference that only some ranks have.
     last = trained[bench.ON_GLOO]
     last.losses = [2 * loss for loss in last.losses]
     wrong = bench.unequal(trained)
-    # On each rank of the last of two stages.
+    # Only the ranks of the second stage have losses.
     assert wrong.pop(bench.ON_GLOO) == world_size // 2 and not any(wrong.values())
 
 

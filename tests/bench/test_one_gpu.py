@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes in which ranks share a GPU, run with stand-ins for what needs one."""
+"""The modes in which ranks share a GPU, run with stand-ins for the GPU."""
 
 import os
 from typing import Any
@@ -35,7 +35,7 @@ SMALL = ("--device", "cuda", "-b", "4K", "-e", "16K", "-f", "4", "-r", "2", "-w"
 
 @pytest.fixture
 def worlds(monkeypatch):
-    """The worlds that the harness makes, and the algorithms that it asks of them."""
+    """The worlds that the harness makes, and the algorithms that it requests."""
     made: list[StandInWorld] = []
     asked: list[str] = []
 
@@ -103,7 +103,7 @@ def test_algorithms_run_side_by_side(worlds, tmp_path):
 
 @pytest.mark.parametrize("loops", ["serial", "sliced"])
 def test_other_loops_run_beside_the_usual_ones(worlds, tmp_path, monkeypatch, loops):
-    """Where a world is made and where it is called; kernels are looked up in both."""
+    """The variable is set when a world is made and when it is called: both look up kernels."""
     asked: list[tuple[str, str | None, int]] = []
     make: Any = ringcomm.local_world
 
@@ -138,12 +138,12 @@ def test_graphs_and_buffer_sets_are_recorded(worlds, tmp_path):
     _, report = run_one_launch(tmp_path / "r.json", "all_reduce", *how, device=device)
     assert set(device.captured) == {8} and len(device.captured) == len(report.rows) == 4
     assert {(row.graph_calls, row.buffer_sets, row.batch) for row in report.rows} == {(8, 8, 8)}
-    # Per turn, the inputs of four ranks in eight sets; three rounds, two sizes, two systems.
+    # Per turn, four ranks' inputs in eight sets; three rounds, two sizes, two systems.
     assert device.refreshed == 4 * 8 * 3 * 2 * 2
 
 
 def test_one_launch_is_timed_in_graphs_unless_it_is_told_otherwise(worlds, tmp_path):
-    """The host's part of a launch grows with the ranks that it carries."""
+    """A graph hides the host's cost of a launch, which grows with the number of its ranks."""
     for words, of_a_graph in (((), {20}), (("--no-graph",), {0})):
         device, how = StandInGpu(), ("--peers", "torch,copy", *words)
         _, report = run_one_launch(tmp_path / "r.json", "all_gather", *how, device=device)
@@ -291,11 +291,11 @@ def test_the_copy_moves_the_needed_bytes():
 
 
 def test_bytes_counted_by_hand():
-    # Two ranks, S = 2 chunks. reduce_scatter: each reads 2 chunks and writes 1.
+    # Two ranks with S = 2 chunks. reduce_scatter: each rank reads 2 chunks and writes 1.
     assert needed_bytes("reduce_scatter", 2, 2) == 2 * 3
-    # all_gather: each reads 2 chunks and writes 2.
+    # all_gather: each rank reads 2 chunks and writes 2.
     assert needed_bytes("all_gather", 2, 2) == 8
-    # all_reduce: 2 in and 1 out, then 1 in and 1 out.
+    # all_reduce: 2 chunks read and 1 written, then 1 read and 1 written.
     assert needed_bytes("all_reduce", 2, 2) == 10
     with pytest.raises(Unavailable, match="bytes of broadcast are not counted"):
         needed_bytes("broadcast", 2, 2)
@@ -304,7 +304,7 @@ def test_bytes_counted_by_hand():
 @pytest.mark.parametrize(
     ("mode", "cache_bytes", "sets"),
     [
-        # 2 ranks with 64 KiB in and 32 KiB out each: 192 KiB a set.
+        # Two ranks, each with 64 KiB of input and 32 KiB of output: 192 KiB per set.
         ("one-launch", 0, 1),
         ("one-launch", 96 << 10, 1),
         ("one-launch", 97 << 10, 2),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peer oneCCL: what it passes to the C functions, which a stand-in records."""
+"""The peer oneCCL: the arguments of its C functions, which a stand-in records."""
 
 import ctypes
 import re

@@ -142,7 +142,7 @@ def bench_of(name):
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_short_names_mean_the_same_in_every_bench(name):
-    """-n is the number of ranks, and -r that of rounds."""
+    """-n is the number of ranks, and -r the number of rounds."""
     parser = bench_of(name).build_parser()
     meanings = {"-n": "ranks", "-r": "rounds"}
     found = {short: parser._option_string_actions.get(short) for short in meanings}
@@ -188,7 +188,7 @@ def test_ranks_of_a_launcher_that_do_not_divide_the_experts_are_refused(monkeypa
 def test_a_bench_is_run_by_its_module(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--bogus"])
     with pytest.raises(SystemExit) as ending, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module is already imported
         runpy.run_module(f"ringcomm.bench.{name}", run_name="__main__")
     assert ending.value.code == 2
     said = capsys.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The times of matrix products: all calls give the same."""
+"""The times of matrix products: all calls give the same result."""
 
 import pytest
 import torch

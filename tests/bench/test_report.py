@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows on paper and in files."""
+"""Rows in printed tables and in files."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads of a bench's ranks: one number for all systems that are compared."""
+"""The threads of a bench's ranks: one number for all compared systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_RANKS = ("curves", "device_calls", "device_steps", "disk")
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cores = os.sched_getaffinity(0)
-    monkeypatch.setenv("RINGCOMM_THREADS", "7")  # from outside it must not count
+    monkeypatch.setenv("RINGCOMM_THREADS", "7")  # a value from outside must be ignored
     yield
     os.sched_setaffinity(0, cores)
 

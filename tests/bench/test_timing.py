@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns, rounds and what is computed from them; with a clock that the test moves."""
+"""Turns, rounds and the figures computed from them, with a clock that the test advances."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from ringcomm.bench.timing import (
 
 
 class Clock:
-    """Nanoseconds that pass only when a call says so."""
+    """A clock whose nanoseconds pass only when a call advances it."""
 
     def __init__(self):
         self.now_ns = 0
@@ -30,7 +30,7 @@ class Clock:
 
 
 class LoggingBoard(Board):
-    """One rank; notes the barriers among the calls."""
+    """A board of one rank, which logs the barriers among the calls."""
 
     def __init__(self, log):
         self.log = log
@@ -115,8 +115,8 @@ def test_the_slowest_rank_counts_round_by_round(clock):
 
 
 def test_the_ratio_is_taken_within_rounds_before_the_median():
-    # A disturbance that doubles one round of both systems must leave no trace in the ratio,
-    # although it moves the medians of the times apart.
+    # A disturbance that doubles one round of both systems must not affect the ratio, although it
+    # moves the medians of the times apart.
     subject = Timing((1.0, 1.0, 8.0), batch=1)
     assert (subject.p95_us, Timing((*[1.0] * 19, 5.0), batch=1).p95_us) == (8.0, 1.0)
     other = Timing((3.0, 24.0, 24.0), batch=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that times training steps: its systems train one model, and its rows say so."""
+"""The program that times training steps: its systems train one model, and its rows show it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_shapes_parameters_are_counted():
 
 
 def trained(shape, torchs, steps=1):
-    """The parameters of one rank at stage 2, and those of torch alone, after some steps."""
+    """Returns one rank's parameters at stage 2, and torch's own, after some steps."""
     of_torch, sharded = (shape.model().to(shape.dtype) for _ in range(2))
     batch = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
     with ringcomm.local_world(1) as world:
@@ -70,13 +70,13 @@ def trained(shape, torchs, steps=1):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_each_kind_of_optimizer_is_the_same_on_both_sides(kind):
-    """Only the square root of AdamW's update may differ, by an ulp (docs/adamw.md)."""
+    """Only the square root in AdamW's update may differ, by 1 ulp (docs/adamw.md)."""
     for mine, wanted in trained(Shape(32, 2, 2, 1, 8, kind), OPTIMIZERS[kind].torchs):
         torch.testing.assert_close(mine, wanted, rtol=2**-22, atol=1e-10)
 
 
 def test_of_bfloat16_all_systems_step_fp32_masters():
-    """Masters that differ by an ulp of FP32, as above, hardly ever round apart."""
+    """Masters that differ by 1 ulp of FP32 almost always round to the same bfloat16 number."""
     shape = Shape(32, 2, 2, 1, 8, dtype=torch.bfloat16)
     for mine, wanted in trained(
         shape, lambda module: Masters(module, OPTIMIZERS["adamw"].torchs), 3
@@ -93,14 +93,14 @@ def test_torchs_wrappers_are_compared_where_sums_have_one_order():
     assert twins(4, 2).keys() == {*STAGE_TWINS, HSDP_HERE}
 
 
-# The weight is that of both ends of the model, and has two names.
+# The two ends of the model share this weight, which has two names.
 @pytest.mark.parametrize(("what", "wrong"), [("nothing", 0), ("a loss", 1), ("a weight", 2)])
 def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
-    """One rank, in this process; stage 3 is changed before its comparison with stage 0."""
+    """Changes stage 3 on the only rank, in this process, before its comparison with stage 0."""
     monkeypatch.setenv("RINGCOMM_BENCH_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    # Where it is installed it stays with the first group that its process has.
+    # If installed, DeepSpeed would keep using its process's first group.
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     find_out = training.find_out
 
@@ -128,7 +128,7 @@ def test_text_that_is_not_there_is_refused(tmp_path):
 
 
 def timed_rows(report):
-    """All rows, and those of DeepSpeed where it is installed: elsewhere they say how to get it."""
+    """Returns the rows with times. Rows of a missing DeepSpeed say how to install it."""
     is_there = training_deepspeed.installed_version() is not None
     assert ("version of deepspeed" in report.provenance) == is_there
     missing = [row for row in report.rows if row.time_us is None]
@@ -155,7 +155,7 @@ def test_the_command(tmp_path):
 
 
 def test_the_command_over_nodes(tmp_path):
-    """Two nodes of one rank: sums are of two, so all of torch's wrappers have twins."""
+    """Two nodes of one rank each: with sums of two terms, all of torch's wrappers have twins."""
     lab.require()
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "ringcomm.bench", "training", *TINY, "--json", str(file)]
@@ -206,7 +206,7 @@ def test_what_a_process_cannot_train_is_refused(words, why, capsys):
 
 @pytest.fixture
 def on_cpu(tmp_path):
-    """Runs one rank's part of a measurement on a GPU, on the CPU; gives the rows."""
+    """Runs one rank's part of a GPU measurement on the CPU; returns the rows."""
 
     def run_it(*words):
         words = (*ON_CUDA, "--batches", "1,8", "2,4", *words)
@@ -221,7 +221,7 @@ def on_cpu(tmp_path):
 
 
 def test_a_step_its_host_and_its_graph_have_rows_of_their_own(on_cpu, monkeypatch):
-    """A graph captures a sharded module while no other one lives; two would have to agree."""
+    """A graph captures a sharded module only if no other lives: two would have to agree."""
     alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     seen = []
 
@@ -237,7 +237,7 @@ def test_a_step_its_host_and_its_graph_have_rows_of_their_own(on_cpu, monkeypatc
             seen.append(len(alive))
 
         def __call__(self):
-            """The time is of no matter here."""
+            """The time does not matter here."""
 
         end = __call__
 
@@ -259,7 +259,7 @@ def test_a_step_its_host_and_its_graph_have_rows_of_their_own(on_cpu, monkeypatc
 
 
 def test_torchs_wrappers_are_trained_beside_torch_alone(on_cpu, tmp_path, monkeypatch):
-    """On Gloo here; with one rank they have torch's own losses."""
+    """On Gloo here; with one rank the wrappers have torch's own losses."""
     monkeypatch.setattr(training_systems, "NCCL_BACKEND", "gloo")
     store = dist.FileStore(str(tmp_path / "torchs"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -273,7 +273,7 @@ def test_torchs_wrappers_are_trained_beside_torch_alone(on_cpu, tmp_path, monkey
 
 
 def test_a_graphed_model_takes_the_steps_of_an_eager_one():
-    """A device that replays by calling: what is read and written by each step is the same."""
+    """With a device that replays by calling, each step reads and writes the same tensors."""
     shape = GpuShape(32, 2, 2, 1, 8)
     batches = ResidentBatches(Batches(shape, read_corpus(None, 8), 0, 1, torch.device("cpu")))
 
@@ -285,7 +285,7 @@ def test_a_graphed_model_takes_the_steps_of_an_eager_one():
     for _ in range(3):
         graphed()
     eager, optimizer = build()
-    for turn in range(7):  # three before the capture, and one behind it
+    for turn in range(7):  # three steps before the capture, and one after it
         tokens, targets = batches.of(turn)
         loss = eager(tokens, targets)
         loss.backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the command for its tests, and looks for processes that it has left behind."""
+"""Runs the command for its tests, and finds processes that it has left running."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LIMIT_S = 120
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without what a launcher around the tests may have set."""
+    """Returns this environment without the variables of a launcher around the tests."""
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in launched}
 
 
 def start(*arguments: object, path: Path = ROOT, anew: bool = False) -> subprocess.Popen[str]:
-    """Start ``python ARGUMENTS`` from the project's root, with modules found in ``path`` first.
+    """Starts ``python ARGUMENTS`` in the project's root, with modules found in ``path`` first.
 
-    In a fork, as ``fork_server`` tells, unless it is to be an interpreter ``anew``.
+    The process is a fork (see ``fork_server``), or a new interpreter if ``anew``.
     """
     popen = subprocess.Popen if anew else fork_server.Popen
     return popen(
@@ -40,7 +40,7 @@ def start(*arguments: object, path: Path = ROOT, anew: bool = False) -> subproce
 def run(
     *arguments: object, path: Path = ROOT, anew: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` to its end, as ``start`` does."""
+    """Runs ``python ARGUMENTS`` to its end, started by ``start``."""
     with start(*arguments, path=path, anew=anew) as process:
         try:
             output, errors = process.communicate(timeout=LIMIT_S)
@@ -50,7 +50,7 @@ def run(
 
 
 def command_lines(word: str) -> list[tuple[int, list[str]]]:
-    """Processes of this machine that have ``word`` among their arguments, zombies left out."""
+    """Returns this machine's processes with ``word`` among their arguments, except zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -64,7 +64,7 @@ def command_lines(word: str) -> list[tuple[int, list[str]]]:
 
 
 def ranks_of(launcher_pid: int) -> dict[int, int]:
-    """Process ids of the ranks that ``launcher_pid`` started, by rank."""
+    """Returns the process ids of the ranks that ``launcher_pid`` started, by rank."""
     ranks = {}
     for pid, arguments in command_lines("ringcomm.launch"):
         if str(launcher_pid) in arguments:
@@ -75,7 +75,7 @@ def ranks_of(launcher_pid: int) -> dict[int, int]:
 
 
 def is_running(pid: int) -> bool:
-    """Tells whether the process lives; one that only waits to be reaped does not."""
+    """True if the process runs; False for a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -84,7 +84,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll until ``condition`` holds; fails after two minutes."""
+    """Polls until ``condition`` holds; fails after two minutes."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
@@ -92,6 +92,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def train_arguments(*more: object) -> Sequence[object]:
-    """A training run of a tiny model."""
+    """Returns the arguments of a training run of a tiny model."""
     size = ("--width", 32, "--depth", 1, "--heads", 2, "--context", 32, "--batch", 4)
     return ("-m", "ringcomm", "train", *size, *more)

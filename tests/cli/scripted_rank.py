@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that does what its test says; started by ``ringcomm.launch``."""
+"""A rank that acts as its test tells it; started by ``ringcomm.launch``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.cli.processes import is_running, wait_until
 
 
 def run_rank(config: Mapping[str, Any]) -> int:
-    """Act as ``config["acts"]`` says for this rank."""
+    """Performs the act of this rank in ``config["acts"]``."""
     rank = int(os.environ["RANK"])
     act = config["acts"][rank]
     if "folder" in config:
         Path(config["folder"], f"rank{rank}").write_text(str(os.getpid()))
     if act == "follow":
-        # As a rank that loses its peer.
+        # Ends like a rank that loses its peer.
         other = Path(config["folder"], f"rank{1 - rank}")
         wait_until(lambda: other.exists() and other.read_text() != "", "the other rank's start")
         wait_until(lambda: not is_running(int(other.read_text())), "its end")

@@ -24,7 +24,7 @@ MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 
 @pytest.fixture
 def command(monkeypatch):
-    """A subcommand that the test defines: returns the module to fill."""
+    """Registers a subcommand "probe"; returns its module for the test to fill."""
     module: Any = ModuleType("ringcomm.cli.probe")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(cli.COMMANDS, "probe", cli.Entry("a probe"))
@@ -48,14 +48,14 @@ def test_a_dependency_that_is_not_installed_is_named(capsys, monkeypatch):
     said = capsys.readouterr().err
     missing = "torch, which is not installed here: pip install torch"
     assert said == f"ringcomm doctor needs {missing}\n"
-    # A mistake of ours is none of the user's.
+    # A missing module that is not a requirement is a bug, so its exception is raised.
     monkeypatch.setattr(cli, "REQUIRED", ())
     with pytest.raises(ModuleNotFoundError, match="torch"):
         cli.main(["doctor"])
 
 
 def test_each_dependency_of_the_package_would_be_named():
-    """The installed metadata may be older than the tree, so the file counts."""
+    """Reads pyproject.toml, because the installed metadata may be older than the tree."""
     listed = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
     assert listed is not None
     assert set(re.findall(r'"(\w+)', listed[1])) == set(cli.REQUIRED)
@@ -112,7 +112,7 @@ def test_an_error_of_ringcomm_is_a_message_and_status_1(command, monkeypatch):
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append))
     command.run = run
     assert cli.main(["probe"]) == 1
-    # One write, between whose parts no other rank's line can come.
+    # One write, so that no other rank's line can come between its parts.
     assert writes == ["ringcomm probe: no room: set RINGCOMM_HEAP_BYTES\n"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All commands together: what each of them prints besides its own words."""
+"""All commands together: warnings and other output that they must not print."""
 
 import warnings
 
@@ -13,7 +13,7 @@ BROKEN = "Failed to initialize NumPy: module compiled against ABI version 0x1000
 
 @pytest.fixture
 def no_numpy(tmp_path):
-    """A folder that Python searches first, and in which NumPy is missing."""
+    """A folder that Python searches first, in which NumPy cannot be imported."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
     return tmp_path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm demo``, as a user runs it, and that it fails when a part of it does."""
+"""``ringcomm demo`` as a user runs it; and it fails if one of its parts fails."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
         assert any(line.startswith(stage) and line.endswith("same weights") for line in card)
 
 
-# Its ranks are forks of one interpreter, which is what takes long to start, and has imported what
-# each of them would.
+# The ranks of each run are forks of one interpreter that has imported their modules, since starting
+# an interpreter takes long.
 RANKS_OF_EACH_RUN = f"""
 import os, sys
 from importlib import import_module

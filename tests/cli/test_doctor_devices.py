@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's findings about GPUs, on emulated ones and without any."""
+"""The doctor's findings about GPUs, on emulated GPUs and without a GPU."""
 
 import pytest
 

@@ -23,7 +23,7 @@ def run_on(monkeypatch, cpus):
 
 
 def hold(monkeypatch, nodes, error=0, touched=None):
-    """Puts a heap in the place of this process's."""
+    """Replaces this process's heap by one with these nodes."""
     heap = SimpleNamespace(nodes=nodes, placement_error=error, base_ptr=64)
     monkeypatch.setattr(host_heap, "process_heap", lambda: heap)
     monkeypatch.setattr(numa, "bytes_by_node", lambda ptr: {64: touched or {}}[ptr])

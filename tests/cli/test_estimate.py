@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm estimate``: what its subjects print, and the options that they refuse."""
+"""``ringcomm estimate``: the output of its subjects, and the options that they refuse."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gives_a_number():
 
 @pytest.fixture
 def estimate(capsys):
-    """Runs the command to its end; exit code, output and errors."""
+    """Runs the command to its end; returns exit code, output and errors."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         code = main(["estimate", *map(str, arguments)])
@@ -65,7 +65,7 @@ def estimate(capsys):
 
 @pytest.fixture
 def told(estimate):
-    """Runs the command with ``--json``; its tables by title."""
+    """Runs the command with ``--json``; returns its tables by title."""
 
     def call(*arguments: object) -> Any:
         code, out, err = estimate(*arguments, "--json")
@@ -77,7 +77,7 @@ def told(estimate):
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """A folder to run in, with ``estimated_models.py``, which no other test sees."""
+    """Changes to a new folder with ``estimated_models.py``, which other tests cannot import."""
     (tmp_path / "estimated_models.py").write_text(MODULES)
     monkeypatch.chdir(tmp_path)
     yield "estimated_models"
@@ -85,7 +85,7 @@ def modules(tmp_path, monkeypatch):
 
 
 def table(text: str, title: str) -> list[list[str]]:
-    """The rows under a title, as lists of words; the first is the head."""
+    """Returns the rows under a title as lists of words; the first row is the head."""
     part = next(part for part in text.split("\n\n") if part.startswith(title))
     return [line.split() for line in part.splitlines()[1:]]
 
@@ -120,7 +120,7 @@ def test_memory_of_a_transformer(told):
 
 
 def test_nothing_fits_while_sizes_are_unknown(estimate, told):
-    """A model without known activations may exceed the budget, and never fits it."""
+    """A model with unknown activations may exceed the budget, but is never said to fit."""
 
     def fits(*arguments: object) -> list[object]:
         rows = told("memory", "--world", 64, "--budget-gb", 24, *arguments)[MEMORY]
@@ -171,7 +171,7 @@ def test_dtypes(told, options, sizes):
 
 
 def test_options_of_nodes(told):
-    """As the estimate has them for the same options of zero."""
+    """The command uses the options of nodes as the estimate uses those of ``zero``."""
     shared = ("--shard-state", "node", "--compression", "int4", "--error-feedback")
     asked = ("--params", "1M", "--world", 8, "--nodes", 4, *shared)
     rows = told("memory", *asked)[MEMORY]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher: all ranks run, and none outlives its launch."""
+"""The launcher: all ranks run, and no rank outlives its launch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_error_of_a_rank_is_one_line(capfd):
 
 
 def test_a_line_of_a_rank_is_one_write(monkeypatch):
-    """Two writes, as of print() without a buffer, let another rank's line come between."""
+    """With two writes, as by an unbuffered print(), another rank's line could come between."""
     writes: list[str] = []
     config = json.dumps({"acts": ["raise"]})
     monkeypatch.setattr("sys.argv", ["launch", str(os.getppid()), MODULE, config])
@@ -74,7 +74,7 @@ def test_rank_that_ignores_sigterm_is_ended_all_the_same(monkeypatch, tmp_path):
 
 
 def ids_of_ranks(folder: Path, ranks: int) -> list[int]:
-    """Process ids that the ranks wrote, once all have: a file is empty before its text is in it."""
+    """Returns the ranks' process ids once all files are filled: a new file is empty at first."""
 
     def said() -> list[str]:
         return [text for path in folder.glob("rank*") if (text := path.read_text())]

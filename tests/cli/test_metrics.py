@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm metrics``: a format that Prometheus reads, and counters that only grow."""
+"""``ringcomm metrics``: its format, which Prometheus can read, and counters that only grow."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ ESCAPED = {"\\\\": "\\", "\\n": "\n", '\\"': '"'}
 
 
 def parsed(text):
-    """The samples by name and labels, and the types; raises for a text that breaks the format."""
+    """Returns samples by name and labels, and the types; raises if the text breaks the format."""
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     types: dict[str, str] = {}
     helps: set[str] = set()
@@ -43,7 +43,7 @@ def parsed(text):
         else:
             found = re.fullmatch(rf"({NAME})\{{(.*)\}} (\S+)", line)
             assert found and found[1] in types and found[1] in helps, line
-            assert found[1] == list(types)[-1], f"{line} is not below its type"
+            assert found[1] == list(types)[-1], f"{line} does not follow its type"
             key = found[1], frozenset(labels_of(found[2]).items())
             assert key not in samples, f"{line} occurs twice"
             samples[key] = float(found[3])
@@ -63,7 +63,7 @@ def labels_of(text):
 
 
 def value(samples, name, **labels):
-    """The value of the only sample with these labels."""
+    """Returns the value of the only sample with these labels."""
     (found,) = [
         number
         for (each, pairs), number in samples.items()
@@ -81,7 +81,7 @@ def named(name, rank):
 
 
 def test_calls_and_bytes_are_counted_by_collective():
-    """Also those whose records are gone: the records are fewer than the calls."""
+    """Counts calls whose records are overwritten as well: there are fewer records than calls."""
 
     def body(comm):
         for _ in range(30):
@@ -124,7 +124,7 @@ def test_times_are_those_of_the_calls():
     waited = {"world_id": world_id, "rank": "0"}
     seconds = value(samples, "ringcomm_call_seconds_total", collective="barrier", **waited)
     assert seconds == pytest.approx(took_s, rel=0.01, abs=1e-4)
-    if took_s > 0.2:  # else this rank began late, and did not wait
+    if took_s > 0.2:  # otherwise this rank began late and did not wait
         assert 0 < value(samples, "ringcomm_window_wait_seconds", peer="1", **waited) <= took_s
 
 
@@ -296,7 +296,7 @@ def test_processes_are_served_and_may_end_between_scrapes():
                 samples, _ = parsed(get(server.server_port)[1])
                 assert value(samples, "ringcomm_process_up", pid=str(first)) == 1
                 assert value(samples, "ringcomm_process_up", pid=str(second)) == 0
-                # The heap of the other rank shows the last calls of the rank that has ended.
+                # The other rank's heap still shows the last calls of the rank that has ended.
                 ended = value(samples, "ringcomm_rank_state", state="ended", **named("served", 1))
                 assert ended == 1
                 os.kill(first, signal.SIGKILL)

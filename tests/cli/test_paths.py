@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths where no file can be opened: every command that takes one says why, and in no traceback."""
+"""Paths that cannot be opened: every command that takes a path explains why, without traceback."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from ringcomm.zero.checkpoint import Checkpoints
 
 PATH = "PATH"
 TRAIN = ("train", "--data", "text", "--context", "8")
-# The command lines by the argument that PATH stands for; files to read first, then to write.
+# Command lines by the argument for PATH: arguments that are read, then those that are written.
 READING = {
     "train --data": ("train", "--data", PATH),
     "demo --data": ("demo", "--data", PATH),
@@ -65,7 +65,7 @@ PATHS = {
     "zero byte": "x\0",
     "surrogate": "\ud800",
 }
-# A trace or a checkpoint that cannot be read is an error of the file (1), not of the usage (2).
+# A trace or checkpoint that cannot be read is an error of the file (1), not of usage (2).
 UNREADABLE = {
     "metrics file",
     "trace file",
@@ -74,15 +74,15 @@ UNREADABLE = {
     "convert target of safetensors",
 }
 NO_NAMES = {("convert target of safetensors", kind) for kind in ("zero byte", "surrogate")}
-# Where there is a folder to write in, or one without files of the kind, and it may be read.
+# Allowed: a folder to write in, or a readable folder without files of the kind.
 FINE = {(name, "EISDIR") for name in ("train --offload-state", "train --offload-params")}
 FINE |= {(name, "EISDIR") for name in ("train --save", "train --profile", "convert target")}
-# What the disk tier cannot write in, it tells in the ranks.
+# If the disk tier cannot write in a folder, the ranks report it later.
 FINE |= {(name, "EACCES of a folder") for name, _ in FINE if "--offload" in name}
 
 
 class Started(Exception):
-    """The command has checked its options, and its ranks would be started now."""
+    """Raised when the command has checked its options and would start its ranks."""
 
 
 class _Header(ctypes.Structure):
@@ -99,7 +99,7 @@ class _Rights(ctypes.Structure):
 
 @contextlib.contextmanager
 def no_rights_of_root():
-    """Takes from this thread the capabilities that open a closed file to root."""
+    """Takes from this thread the capabilities that let root open any file."""
     calls, header, rights = ctypes.CDLL(None), _Header(0x20080522, 0), (_Rights * 2)()
     assert calls.capget(ctypes.byref(header), rights) == 0
     before, overrides = rights[0].effective, 0b110
@@ -114,7 +114,7 @@ def no_rights_of_root():
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A folder with what the command lines read, and with what PATHS name."""
+    """A folder with the files that the command lines read and that PATHS names."""
     folder = tmp_path_factory.mktemp("places")
     (folder / "text").write_text("hello " * 1000)
     with ringcomm.local_world(1) as world:
@@ -190,7 +190,7 @@ def test_data_of_a_user_that_there_is_not(command, nothing_starts, capsys):
     assert "--data ~no-such-user/x: no such file or folder" in capsys.readouterr().err
 
 
-# A run's folder that is a file, or below one, is none yet.
+# For a run, a file in place of its folder, or above it, means that no step is saved.
 @pytest.mark.parametrize("kind", sorted(PATHS.keys() - {"EISDIR", "ENOTDIR", "EACCES"}))
 def test_a_run_whose_folder_cannot_be_read_has_no_latest_step(kind, nothing_starts):
     with pytest.raises(CheckpointError, match="cannot be read: "):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm report``: what its page holds, as data; which files it takes and which it refuses."""
+"""``ringcomm report``: the data on its page, and the files that it takes or refuses."""
 
 import dataclasses
 import html.parser
@@ -106,7 +106,7 @@ def test_of_calls_that_did_not_end_the_recorder_says_who_is_awaited():
 
 
 def test_what_is_not_known_is_no_wait():
-    """A rank is missing, or the times are those of hosts that only enqueue."""
+    """No wait is reported if a rank is missing, or if the times are those of enqueueing hosts."""
     calls = [call(1, 10, 50)], [call(1, 40, 50)]
     assert found(recording(*calls), expected=3) == []
     assert found(recording(*calls, on_device=True)) == []
@@ -118,11 +118,11 @@ def test_calls_within_a_call_over_nodes_are_not_counted_twice():
     assert found(recording(outer, late)) == [(0, 1, 30.0, False)]
 
 
-# Pages of files, whose text is read as a browser would.
+# Tests of pages, whose text is read as by a browser.
 
 
 class Page(html.parser.HTMLParser):
-    """A page: its elements, its words, and the attributes that name something to fetch."""
+    """A page's elements, words, and attributes that name something to fetch."""
 
     def __init__(self, text):
         super().__init__()
@@ -152,12 +152,12 @@ class Page(html.parser.HTMLParser):
 
     @property
     def rows(self):
-        """The cells of all tables, by row."""
+        """Returns the cells of all tables, by row."""
         return [[cell.strip() for cell in row] for row in self.cells if row]
 
     @property
     def lines(self):
-        """The paths of charts, without their frames."""
+        """Returns the paths of charts, without their frames."""
         return [path for path in self.paths if "V" not in path]
 
     @property
@@ -227,7 +227,7 @@ def test_text_of_files_is_no_markup_and_nothing_is_run_or_fetched(tmp_path, page
 
 
 def test_what_is_not_escaped_would_be_seen(tmp_path, monkeypatch):
-    """A page without escapes has the elements that the test above looks for."""
+    """Negative control: without escaping, a page has the elements that the test above seeks."""
 
     def careless(**given):
         return environment(**{**given, "autoescape": False})
@@ -257,7 +257,7 @@ def test_files_of_all_nodes_are_one_section(tmp_path, paged):
 
 
 def test_processes_that_run(paged):
-    """The call is one that no other test makes: their worlds may live in this process still."""
+    """Makes a call that no other test makes, since their worlds may still live in this process."""
     with ringcomm.local_world(2, timeout=60) as world:
         world.run(lambda comm: comm.all_reduce(torch.ones(997, dtype=torch.int16), op=MAX))
         page = paged("--pid", os.getpid())
@@ -287,7 +287,7 @@ def test_bandwidths_over_size_by_system(tmp_path, paged):
     ]
     rows.append(bench_row(4096, "mpi", note="no MPI here"))
     page = paged(benchmark(tmp_path / "bench.json", *rows))
-    # From a quarter to all of the height, and half of that.
+    # From a quarter of the height to all of it, and half of these for gloo.
     assert page.lines == ["M0.0 150.0h0L600.0 0.0h0", "M0.0 175.0h0L600.0 100.0h0"]
     assert {"1 KiB", "4 KiB", "8.192", "GB/s", "ringcomm", "gloo"} <= set(page.words)
     assert {"size (bytes)", "time (us)", "bus bandwidth (GB/s)"} <= set(page.words)
@@ -387,7 +387,7 @@ def write_profile(path, rank, begin_us=0.0):
 
 
 def test_profiles_of_the_ranks_of_a_run_are_one_section(tmp_path, paged):
-    """Two stages were profiled on two ranks each."""
+    """Two stages are profiled, each on two ranks."""
     folder = tmp_path / "profiles"
     folder.mkdir()
     for stage, rank in itertools.product((2, 3), (0, 1)):
@@ -411,7 +411,7 @@ def test_a_chrome_trace_of_calls_is_for_perfetto(tmp_path, capsys):
     assert "; ui.perfetto.dev opens other Chrome traces" in said
 
 
-# Which files are taken.
+# Tests of the files that a report takes.
 
 ROW = (
     '{"schema": 1, "provenance": {}, "rows": [{"collective": "a", "size_bytes": 1, "ranks": 1, '
@@ -473,7 +473,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys, names):
 
 
 def test_a_report_asks_for_fields_that_are_written():
-    """The layers keep reader and writer apart, and a field without a writer is never there."""
+    """The layers separate reader and writer; a field without a writer would always be missing."""
     names = {field.name for field in dataclasses.fields(bench_report.Row)}
     assert {field.name for field in dataclasses.fields(ShownRow)} <= names
 

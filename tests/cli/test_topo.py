@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm topo``: what it prints, records and refuses."""
+"""``ringcomm topo``: its output, the files that it records, and the input that it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _no_visible_devices(monkeypatch):
 
 @pytest.fixture
 def topo(capsys):
-    """Runs the command to its end; exit code, output and errors."""
+    """Runs the command to its end; returns exit code, output and errors."""
 
     def call(*arguments):
         code = main(["topo", *map(str, arguments)])
@@ -34,7 +34,7 @@ def topo(capsys):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine the recorded one."""
+    """Replaces this machine by a recorded one."""
 
     def become(name):
         monkeypatch.setattr("os.cpu_count", lambda: 256)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm trace``: traces of faults, of processes that run, and files that are damaged."""
+"""``ringcomm trace``: traces of faults, of running processes, and damaged files."""
 
 import dataclasses
 import hashlib
@@ -76,7 +76,7 @@ def test_a_trace_is_read_as_it_was_written(saved):
 
 
 def test_the_call_at_which_ranks_part_is_found_and_marked():
-    """The first one, of which the second differs in one thing; equal calls are not marked."""
+    """Finds the first call that differs, by one property; equal calls are not marked."""
     same = [record(n, CALLS[n % 4]) for n in range(1, 9)]
     for change in (
         {"collective": "all_to_all"},
@@ -102,7 +102,7 @@ def at_lines(*lines):
 
 
 def test_a_call_that_was_left_out_is_found_by_its_line():
-    """All calls are alike, so only their lines tell; lines that differ otherwise tell nothing."""
+    """The calls are equal, so only their lines show it; other differences of lines do not."""
     found = "left out call 4, which rank 0 made at /train.py:8"
     lines = report(recording(at_lines(5, 8, 5, 8, 5, 8), at_lines(5, 8, 5, 5, 8)), 0)
     assert next(line for line in lines if "left out" in line).endswith(found)
@@ -148,13 +148,13 @@ def test_every_way_in_which_a_call_can_end_has_a_name():
     body = text.partition("enum class Status : int32_t {")[2].partition("};")[0]
     codes = [int(code) for code in re.findall(r"^  k\w+ = (\d+),", body, re.MULTILINE)]
     assert codes == list(range(len(codes))) and len(codes) >= 9
-    assert sorted(_native.STATUSES.values()) == codes[1:]  # 0 is a good end
-    # A thread that has left is told from a process that has ended by where the rank runs.
+    assert sorted(_native.STATUSES.values()) == codes[1:]  # 0 means success
+    # The rank's place tells a thread that has left from a process that has ended.
     assert {*_native.STATUSES, "peer_left"} == set(_BY_KIND)
 
 
 def test_a_mismatch_names_the_backward_of_each_rank():
-    """Also of a rank that has left the backward, and of whose calls one has no backward."""
+    """Covers a rank that has left the backward, and calls without a backward."""
 
     def reduction(number, backward):
         return record(number, "reduce_scatter_norm", root=_native.grad_tag(0, backward, 1))
@@ -169,7 +169,7 @@ def test_a_mismatch_names_the_backward_of_each_rank():
 
 
 def test_what_runs_is_listed_and_the_newest_trace_shown(saved, tmp_path, monkeypatch, capsys):
-    """Traces of the current folder come first; what is shown is said."""
+    """Traces of the current folder come first; the output says which trace it shows."""
     folder = tmp_path / "current"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -207,7 +207,7 @@ def _runs(store, rank, world):
 def test_running_communicators_are_found():
     found = run_ranks(_runs, 2)
     pids = [pid for _, pid in found]
-    # The other rank may have left already, but its peer's heap shows it.
+    # The other rank may have ended already, but its peer's heap still shows it.
     recordings = [each for listed, _ in found for each in listed]
     assert recordings
     for each in recordings:
@@ -257,7 +257,7 @@ def test_a_chrome_trace_marks_calls_that_have_not_ended():
 
 
 def sealed(body):
-    """A file with a right checksum, as one who edits it on purpose would write it."""
+    """Returns a file with a valid checksum, as if edited on purpose."""
     text = json.dumps(body, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     head = {"format": "ringcomm-trace", "version": 1, "sha256": digest, "body": body}
@@ -376,7 +376,7 @@ def until(look):
 
 
 def test_processes_that_hang_are_read_without_their_help(capsys):
-    """From one of them alone, while it is stopped, and after a peer was killed."""
+    """Reads all ranks from one process, while a peer is stopped and after it was killed."""
     with Ranks(hangs, 3) as ranks:
 
         def waits():
@@ -387,7 +387,7 @@ def test_processes_that_hang_are_read_without_their_help(capsys):
             world, *pairs = recorded
             if not pairs or len(pairs[0].ranks) < 2 or pairs[0].ranks[0].waits_for != 1:
                 return False
-            # All have done with the barrier, and written it down.
+            # All ranks have ended the barrier, and have recorded it.
             last = [each.last for each in world.ranks]
             return all(each is not None and each.state != "running" for each in last)
 
@@ -455,7 +455,7 @@ def test_the_names_of_communicators_within_nodes(name, size, level):
 
 
 def of_nodes(*waits, nodes=((0, 1), (2, 3)), taken_ns=1000 * MS):
-    """Traces of all nodes, whose ranks wait for others in call 1 or, for -1, have ended it."""
+    """Returns traces of all nodes; ``waits`` has the peer that a rank waits for, or -1 if done."""
     traces = []
     for node, ranks in enumerate(nodes):
         made = [
@@ -502,7 +502,7 @@ def test_ranks_that_waited_for_each_other():
 
 
 def test_files_of_nodes_are_read_together(tmp_path, capsys):
-    """The machines' clocks began at different times; the time line is that of the first."""
+    """The machines' clocks have different origins; the timeline uses the first machine's clock."""
     paths = [str(tmp_path / f"{node}.json") for node in range(2)]
     for path, each in zip(paths, of_nodes(2, 3, -1, 2), strict=True):
         Path(path).write_text(reader.text_of(each))
@@ -514,7 +514,7 @@ def test_files_of_nodes_are_read_together(tmp_path, capsys):
     for node, ranks in enumerate(("0, 1", "2, 3")):
         assert f"communicator world over nodes, node {node}: ranks {ranks}\n" in shown
     events = [each for each in json.loads(chrome.read_text())["traceEvents"] if each["ph"] == "X"]
-    # Node 1 wrote a second later, when its clock showed one more second than node 0's.
+    # Node 1 wrote its trace a second later, when its clock read a second more than node 0's.
     assert [each["ts"] for each in events] == [10_000.0] * 4
 
 
@@ -529,7 +529,7 @@ def test_files_of_nodes_are_read_together(tmp_path, capsys):
     ],
 )
 def test_nodes_that_cannot_be_are_refused(tmp_path, of_node):
-    """The trace holds ranks 0 and 1, so the last one has a rank of another node."""
+    """The trace holds ranks 0 and 1, so the last case has a rank of another node."""
     path = tmp_path / "trace.json"
     path.write_text(reader.text_of(dataclasses.replace(trace(), of_node=of_node)))
     with pytest.raises(RingcommError, match="damaged"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm train``, as a user runs it: started by itself and by launchers, and refusing options.
+"""``ringcomm train``, as a user runs it: started by itself and by launchers; refused options.
 
-What is trained at each stage is tested in ``test_train_stages.py``, whose ranks find MPICH's
-variables, as those of ``test_train_resume.py`` find Slurm's.
+``test_train_stages.py`` tests training at each stage, with MPICH's variables;
+``test_train_resume.py`` uses Slurm's variables.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def under_torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def outcome_of(folder, text, launch=run):
-    """Losses and the like of a short run, from its JSON record."""
+    """Returns losses and other results of a short run, from its JSON record."""
     record = folder / "record.json"
     options = ["--data", text, "--steps", STEPS, "--json", record]
     if launch is run:
@@ -66,7 +66,7 @@ def test_losses_under_torchrun_are_those_of_own_ranks(tmp_path, text, alone):
 
 @pytest.fixture
 def copied(tmp_path):
-    """The example, copied as docs/train.md means it to be."""
+    """Returns a copy of the example, as docs/train.md describes it."""
     return shutil.copy(train_gpt.__file__, tmp_path / "copied.py")
 
 
@@ -98,7 +98,7 @@ def test_a_launcher_has_set_both_a_rank_and_a_world(monkeypatch):
 
 
 def children_of(pid: int) -> list[int]:
-    """In the order in which they were started."""
+    """Returns a process's children in the order in which they were started."""
     return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
@@ -107,7 +107,7 @@ def test_killed_rank_ends_the_run(text):
         assert process.stdout is not None
         # The line is printed when training begins.
         assert any(line.startswith("options") for line in process.stdout)
-        # The fork's own server is its first child.
+        # The fork server is the first child.
         _, *ranks = children_of(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
@@ -184,15 +184,15 @@ def test_ranks_option_contradicting_the_launcher_is_refused(rank, size):
     assert f"--ranks 3: {size}=2 is set" in done.stderr
 
 
-# Large enough for its state to show beside what Python itself takes from step to step, which has
-# been seen to be 12 MB; and of what it has before the model it may give back a little.
+# So large that its state shows beside Python's own memory, which varies by up to 12 MB per step.
+# Memory held before the model may shrink a little.
 LARGER = ("--width", 256, "--depth", 8)
 LARGER_ELEMS = sum(each.numel() for each in GPT(ModelConfig(256, 8, 2, 32)).parameters())
 GIVEN_BACK_BYTES = 2_000_000
 
 
 def test_record_memory_and_profile_of_a_run(tmp_path, text):
-    """Each rank holds the model state and buffers of its stage, within a quarter."""
+    """Each rank holds the model state and buffers of its stage, with a tolerance of a quarter."""
     record, profile = tmp_path / "record.json", tmp_path / "profile"
     options = ("--data", text, "--steps", 4, "--stage", 3, "--accum", 2, "--memory")
     done = run(*train_arguments(*LARGER, *options, "--json", record, "--profile", profile))
@@ -203,7 +203,7 @@ def test_record_memory_and_profile_of_a_run(tmp_path, text):
     outcome = told["outcome"]
     assert outcome["tokens_per_s"] > 0
     assert len(outcome["steps_s"]) == 4 and min(outcome["steps_s"]) > 0
-    # Two buckets are in flight, each of a layer's gradients.
+    # Two buckets are in flight, each with a layer's gradients.
     expected = 8 * LARGER_ELEMS + 2 * 4 * 12 * 256 * 256
     for rank, held in enumerate(outcome["memory"]):
         assert len(held["steps_bytes"]) == 4

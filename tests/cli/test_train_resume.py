@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm train --save --resume``: a run that goes on is the run that was not interrupted."""
+"""``ringcomm train --save --resume``: a resumed run equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.cli.processes import run, train_arguments
 from tests.cli.train_runs import train_all, without_measurements
 
 STEPS = 8
-# FP16 with overflows before the checkpoint: the loss scale and its count are saved, too.
+# FP16 with overflows before the checkpoint: the loss scale and its count are saved as well.
 OPTIONS = ("--steps", STEPS, "--dtype", "fp16", "--loss-scale", 2.0**20, "--save-every", 3)
-# Each run of the list, as a rank of a world of one.
+# Runs each entry of the list, as the only rank of a world.
 PROGRAM = (
     "import json, os, sys; from ringcomm.cli import main; os.environ.update(RANK='0', "
     "WORLD_SIZE='1');"
     "sys.exit(sum(main(run) for run in json.loads(sys.argv[1])))"
 )
-# A rank that is lost once, behind the save of step 3.
+# Kills a rank once, after the save of step 3.
 KILLED_ONCE = """
 import os, signal, sys
 from ringcomm.cli import main
@@ -45,13 +45,11 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text):
-    """The outcome of a run of all steps; its folder with the checkpoint of step 6 alone, and as
-    it was.
-    """
+    """Returns a whole run's outcome, its folder with only step 6, and the complete folder."""
     folder = tmp_path_factory.mktemp("whole")
     saved = folder / "saved"
     records, _ = train_all(folder, {"whole": ("--data", text, *OPTIONS, "--save", saved)})
-    # The latest two are kept: those of steps 3, 6 and 8 were saved.
+    # The latest two of the saved steps 3, 6 and 8 are kept.
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000006", "step-00000008"]
     complete = shutil.copytree(saved, folder / "complete")
     shutil.rmtree(saved / "step-00000008")
@@ -59,7 +57,7 @@ def whole(tmp_path_factory, text):
 
 
 def copies(saved, folder, *names):
-    """Copies of the checkpoints, by name."""
+    """Returns options by name, each with its own copy of the checkpoints."""
     for name in names:
         shutil.copytree(saved, folder / name)
     return {name: ("--save", folder / name, "--resume") for name in names}
@@ -115,7 +113,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, text, whole):
     ended = run("-c", PROGRAM, json.dumps(commands))
     # The sum of the statuses: 1 for the folder without a checkpoint, and 2 for wrong options.
     assert ended.returncode == 1 + 2 * (len(cases) - 1)
-    # Every other one ends before or behind its headline.
+    # The other commands end before or just after their headline.
     assert ended.stdout.splitlines()[-1] == "done          all 8 steps were done before"
     messages = [line for line in ended.stderr.splitlines() if line.startswith("ringcomm train: ")]
     for message, (_, expected) in zip(messages, cases, strict=True):
@@ -123,7 +121,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, text, whole):
 
 
 def test_a_run_that_torchrun_starts_again_is_the_whole_run(tmp_path, text, whole):
-    """The same command begins at first, and goes on when a rank was killed behind a save."""
+    """The same command starts first, and resumes after a rank was killed behind a save."""
     program, record = tmp_path / "program.py", tmp_path / "record.json"
     program.write_text(KILLED_ONCE)
     options = ("--data", text, *OPTIONS, "--save", tmp_path / "saved", "--resume", "auto")
@@ -136,5 +134,5 @@ def test_a_run_that_torchrun_starts_again_is_the_whole_run(tmp_path, text, whole
     headlines = [line for line in ended.stdout.splitlines() if line.startswith("ranks ")]
     assert len(headlines) == 2
     found = without_measurements(json.loads(record.read_text()))
-    # Not 0: it was the second attempt that ended.
+    # first_step is not 0, because the second attempt ended
     assert found == {**whole[0], "first_step": 3}

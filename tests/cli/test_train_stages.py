@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringcomm train`` at every stage: the same losses, to the bit, whatever else is asked for."""
+"""``ringcomm train`` at every stage has the same losses, bit for bit, with any options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.train_runs import train_all, without_measurements
 from tests.memory.disk_folder import skip_unless_disk
 
 STEPS = 5
-LOSS_SCALE = 2.0**20  # FP16 gradients overflow at it, and do not at a few halves of it
+LOSS_SCALE = 2.0**20  # FP16 gradients overflow at this scale, but not after a few halvings
 OPTIONS = {
     "plain": (),
     "accum": ("--accum", 2),
@@ -23,7 +23,7 @@ OPTIONS = {
     "bf16": ("--dtype", "bf16"),
     "fp16": ("--dtype", "fp16", "--loss-scale", LOSS_SCALE, "--tied"),
 }
-# That all stages train alike with any options is proved in tests/zero/test_same_bits.py.
+# tests/zero/test_same_bits.py proves that stages train equally with any options.
 OPTION_STAGES = {
     "plain": (0, 2, 3),
     "accum": (2,),
@@ -35,7 +35,7 @@ OPTION_STAGES = {
 
 
 def common_options(folder):
-    """Of all runs; writes their text."""
+    """Returns the options of all runs, and writes their text."""
     text = folder / "text"
     text.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(2000)))
     return ("--data", text, "--steps", STEPS, "--depth", 2)
@@ -48,7 +48,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(text):
-    """Outcomes and printed words, by name of the options and stage."""
+    """Outcomes and printed text, by the options' name and stage."""
     folder = text.parent
     common = common_options(folder)
     runs: dict[str, tuple[object, ...]] = {
@@ -78,17 +78,17 @@ def test_training_lowers_the_loss(trained):
 
 def test_micro_batches_of_a_batch_are_the_batch(trained):
     usual, accum = trained[0]["plain 2"], trained[0]["accum 2"]
-    assert accum != usual  # the sums round otherwise
+    assert accum != usual  # the sums round differently
     assert accum["losses"] == pytest.approx(usual["losses"], abs=1e-5)
 
 
 def losses_of_torch(text, clip=None):
-    """The losses of one process with torch's optimizer, on the same batches."""
+    """Returns the losses of one process with torch's optimizer, on the same batches."""
     options = Options(width=32, depth=2, heads=2, context=32, batch=4, steps=STEPS, data=str(text))
     torch.manual_seed(options.seed)
     gpt, corpus = GPT(options), read_corpus(options.data, options.context)
     optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    # No warm-up to speak of: the first of five steps has the peak already.
+    # There is almost no warm-up: the first of five steps already has the peak rate.
     rates = [0.1 + 0.9 * (1 + math.cos(math.pi * n / (STEPS - 1))) / 2 for n in range(STEPS - 1)]
     losses = []
     for index, rate in enumerate([1.0, *rates]):
@@ -105,7 +105,7 @@ def losses_of_torch(text, clip=None):
 
 
 def test_losses_are_those_of_one_process(trained, text):
-    """Both optimizers follow one formula, and round it otherwise."""
+    """Both optimizers use one formula, but round differently."""
     outcomes, _ = trained
     assert outcomes["plain 0"]["losses"] == pytest.approx(losses_of_torch(text), abs=1e-5)
     clipped = losses_of_torch(text, clip=0.05)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of usage, and the progress of long commands."""
+"""Usage errors, and the progress output of long commands."""
 
 from __future__ import annotations
 

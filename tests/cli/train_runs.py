@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many runs of ``ringcomm train`` in one pair of processes, which start but once."""
+"""Runs of ``ringcomm train`` that share one pair of processes, to save start-up time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.cli.processes import LIMIT_S, start, train_arguments
 
-# What mpirun and srun set for a rank.
+# The variables that mpirun and srun set for a rank.
 LAUNCHERS = {
     "MPICH": {"PMI_RANK": "{rank}", "PMI_SIZE": "{ranks}"},
     "Slurm": {
@@ -32,16 +32,16 @@ PROGRAM = (
 def train_all(
     folder: Path, runs: Mapping[str, Sequence[object]], launcher: str = "MPICH", ranks: int = 2
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Runs one after the other.
+    """Trains the runs one after the other.
 
     Args:
-        folder: for the records.
-        runs: options of each, by name.
-        launcher: whose variables the ranks find.
-        ranks: how many there are.
+        folder: the folder for the records.
+        runs: the options of each run, by the run's name.
+        launcher: the launcher whose environment variables the ranks get.
+        ranks: the number of ranks.
 
     Returns:
-        The JSON record of each run, and what rank 0 printed of it.
+        The JSON record of each run, and the text that rank 0 printed in the run.
     """
     commands = [
         [str(word) for word in train_arguments(*options, "--json", folder / f"{name}.json")[2:]]
@@ -66,7 +66,7 @@ def train_all(
 
 
 def without_measurements(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a record that is the same in every run of the same training."""
+    """Returns the part of a record that is equal in every run of the same training."""
     outcome = dict(record["outcome"])
     del outcome["tokens_per_s"], outcome["memory"], outcome["steps_s"]
     return outcome

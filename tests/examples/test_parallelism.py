@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples in docs/ run, learn, and print what a reference prints."""
+"""The examples in docs/ run, learn, and print the losses of a reference."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.support.covering import EVERY_CASE, in_test_all
 
 Tensor = torch.Tensor
 EXAMPLES = ROOT / "docs" / "examples"
-# Sums are added in another order, so that losses differ by some 2^-23 of themselves, and what is
-# printed by 1e-6. A parameter whose gradient is all rounding error may move in another direction,
-# since Adam's step does not know how small that is; but the loss hardly depends on it.
+# Sums are added in another order, so losses differ by a relative error of about 2^-23, and printed
+# losses by 1e-6. A parameter whose gradient is only rounding error may move in another direction,
+# since Adam's step does not depend on the gradient's size; but the loss hardly depends on it.
 CLOSE = 2e-5
 # ``make test`` runs the first 8 steps of an example. Some losses fall only later.
 FIRST_STEPS = 1000 if EVERY_CASE else 8
 
 
 def losses(name: str) -> list[float]:
-    """The losses that this rank's run of an example prints, in the group that there is."""
+    """Returns the losses that an example prints on this rank, run in the present group."""
     printed = io.StringIO()
-    _clear_sharding_prop_cache()  # it remembers equal meshes, whose groups are gone
+    _clear_sharding_prop_cache()  # the cache knows equal meshes, whose groups are gone
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
@@ -45,7 +45,7 @@ def losses(name: str) -> list[float]:
         contextlib.redirect_stdout(printed),
         contextlib.ExitStack() as stack,
     ):
-        if dist.get_backend() == "gloo":  # and FSDP2 is as torch has it
+        if dist.get_backend() == "gloo":  # then FSDP2 runs without ringcomm
             stack.enter_context(mock.patch("ringcomm.extras.fsdp2.plug"))
             stack.enter_context(mock.patch("ringcomm.extras.fsdp2.unplug"))
         main = runpy.run_path(str(EXAMPLES / name))["main"]
@@ -58,7 +58,7 @@ def losses(name: str) -> list[float]:
 
 
 def check(example: str, share: float, rank: int, world_size: int) -> list[float]:
-    """Runs an example on a rank; on the one that prints, compares it with one process."""
+    """Runs an example on a rank; the rank that prints compares its losses with one process."""
     found = losses(example)
     printing = world_size - 1 if example == "gpt_3d.py" else 0
     assert bool(found) == (rank == printing)
@@ -73,7 +73,7 @@ def check(example: str, share: float, rank: int, world_size: int) -> list[float]
 
 
 def trained(names: dict[str, Any], model: nn.Module, loss_of: Any, clips: bool) -> list[float]:
-    """The losses of one process, by torch alone; ``loss_of`` is of a step."""
+    """Returns the losses of one process with torch only; ``loss_of`` gives a step's loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=names["LEARNING_RATE"], foreach=False)
     found = []
     for step in range(min(names["STEPS"], FIRST_STEPS)):
@@ -115,7 +115,7 @@ def whole_context(names: dict[str, Any]) -> list[float]:
 
 
 def moe_of_one_process(names: dict[str, Any]) -> list[float]:
-    """All experts on one rank, which sees all tokens; losses are those of the text alone."""
+    """Trains all experts on one rank with all tokens; returns only the losses of the text."""
     with ringcomm.local_world(1) as alone:
         model = names["make_model"](alone[0])
         printed: list[float] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model and the text of the training example; ``tests/cli/test_train*.py`` run it."""
+"""The training example's model and text; ``tests/cli/test_train*.py`` run the example."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_targets_do_not_reach_earlier_positions():
     embedded = []
     gpt.embed.register_forward_hook(lambda module, inputs, output: embedded.append(output))
     tokens = torch.randint(256, (1, 8))
-    targets = torch.full((1, 8), -100)  # cross-entropy leaves these positions out
+    targets = torch.full((1, 8), -100)  # cross-entropy ignores these positions
     targets[0, 4] = 7
     (gradient,) = torch.autograd.grad(gpt(tokens, targets), embedded)
     reached = gradient[0].abs().sum(dim=-1) > 0
@@ -118,7 +118,7 @@ def test_folder_gives_its_text_files_in_order(tmp_path):
 
 
 def test_files_that_the_kernel_makes_up_are_no_text(tmp_path):
-    # To read /proc/kmsg waits for the kernel's next message; this one ends, and has no size either.
+    # Reading /proc/kmsg would wait for the kernel; this file ends, and has no size either.
     (tmp_path / "a").symlink_to("/proc/self/status")
     (tmp_path / "b").write_bytes(b"text" * 50)
     assert text_of(read_corpus(str(tmp_path), 1)) == b"text" * 50

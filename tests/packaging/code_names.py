@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds names of ringcomm in code that do not exist, and calls that a signature does not take."""
+"""Finds ringcomm names in code that do not exist, and calls that do not fit a signature."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "ringcomm"
-# They import libraries that need not be there.
+# These modules import libraries that may be missing.
 INTEGRATIONS = {f"ringcomm.extras.{each}" for each in ("accelerate", "lightning", "transformers")}
 
 
 def exported_by(module: str) -> list[str]:
-    """The names in a module's ``__all__``, without importing it."""
+    """Returns the names in a module's ``__all__``, without importing the module."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return []
@@ -32,7 +32,7 @@ def exported_by(module: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Instance:
-    """Some object of a class."""
+    """Stands for any object of a class."""
 
     kind: type
 
@@ -43,7 +43,7 @@ def _is_ours(thing: Any) -> bool:
 
 
 def _attributes_set(kind: type) -> set[str]:
-    """Names that methods of a class give to ``self``, and its annotations."""
+    """Returns the annotations of a class, and the names in its ``__init__`` methods."""
     found: set[str] = set()
     for each in kind.__mro__:
         found |= set(getattr(each, "__annotations__", {}))
@@ -54,14 +54,14 @@ def _attributes_set(kind: type) -> set[str]:
 
 
 class Names:
-    """The names of one document, which its blocks add to, one after the other."""
+    """The known names of one document, to which its blocks add one after the other."""
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
         self.problems: list[str] = []
 
     def read(self, tree: ast.Module) -> None:
-        """Looks at a block: its imports, what it makes, its attributes and calls."""
+        """Checks a block: its imports, the objects that it makes, its attributes and calls."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node)
@@ -110,7 +110,7 @@ class Names:
                     self.known[target.id] = made
 
     def _made(self, node: ast.expr) -> Instance | None:
-        """What a call makes, if it is an object of a class of ringcomm."""
+        """Returns an Instance for a call that makes an object of a class of ringcomm, else None."""
         if not isinstance(node, ast.Call):
             return None
         called = self._value(node.func)
@@ -124,7 +124,7 @@ class Names:
         return Instance(kind) if inspect.isclass(kind) and _is_ours(kind) else None
 
     def _value(self, node: ast.expr, report: bool = False) -> Any:
-        """The object of a dotted name, or None where that is not known."""
+        """Returns the object of a dotted name, or None if it is unknown."""
         if isinstance(node, ast.Name):
             return self.known.get(node.id)
         if not isinstance(node, ast.Attribute):
@@ -171,13 +171,13 @@ class Names:
 
 @dataclass(frozen=True)
 class Bound:
-    """A method of an :class:`Instance`, whose first argument is there."""
+    """A method of an :class:`Instance`, whose first argument is bound."""
 
     function: Any
 
 
 def problems_of(texts: list[str]) -> list[str]:
-    """What is wrong in the blocks of one document."""
+    """Returns the mistakes in the blocks of one document."""
     names = Names()
     for text in texts:
         names.read(ast.parse(text))
@@ -185,7 +185,7 @@ def problems_of(texts: list[str]) -> list[str]:
 
 
 def undefined_in(tree: ast.Module) -> set[str]:
-    """Names that code reads and that neither it nor Python defines: without any it is a program."""
+    """Returns names that the code reads but nothing defines; a program has no such name."""
     bound = set(dir(builtins)) | {"__name__", "__file__"}
     read: set[str] = set()
     for node in ast.walk(tree):

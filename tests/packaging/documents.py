@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents, and what tests read in them: blocks of code, commands, links and headings."""
+"""Reads the documents for tests: blocks of code, commands, links and headings."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support import ROOT
 DOCS = ROOT / "docs"
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md"]
-# Words of a shell between commands.
+# Shell words between two commands.
 _OPERATORS = ("&&", "||", "|", ";", "&", ">", "2>&1")
 
 
 def name_of(path: Path) -> str:
-    """The path of a document from the root, by which tests name it."""
+    """Returns a document's path relative to the root; tests use it as the document's name."""
     return path.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a document; ``line`` is that of its fence."""
+    """A fenced block of a document; ``line`` is the line of its opening fence."""
 
     path: Path
     line: int
@@ -37,7 +37,7 @@ class Block:
 
 
 def blocks_of(path: Path, *languages: str) -> list[Block]:
-    """The fenced blocks of a document, of these languages or of all."""
+    """Returns the fenced blocks of a document, in the given languages or in all."""
     found: list[Block] = []
     lines = path.read_text().splitlines()
     begin = None
@@ -50,7 +50,7 @@ def blocks_of(path: Path, *languages: str) -> list[Block]:
         text = "\n".join(each[indent:] for each in lines[begin : number - 1])
         found.append(Block(path, begin, language, text + "\n"))
         begin = None
-    assert begin is None, f"{name_of(path)}:{begin}: a fence that no other one closes"
+    assert begin is None, f"{name_of(path)}:{begin}: this fence is never closed"
     return [block for block in found if not languages or block.language in languages]
 
 
@@ -59,10 +59,10 @@ class Command:
     """A command that a document shows.
 
     Attributes:
-        block: where.
-        variables: what is set for it in front.
-        words: the command's own, without launchers of other commands in front.
-        output: what the document says it prints, or "".
+        block: the block that contains the command.
+        variables: the environment variables that are set in front of the command.
+        words: the words of the command, without launchers in front.
+        output: the output that the document shows, or "".
     """
 
     block: Block
@@ -100,9 +100,9 @@ def _split(line: str) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
 
 
 def commands_of(path: Path) -> list[Command]:
-    """The commands of the blocks of a shell in a document.
+    """Returns the commands in the shell blocks of a document.
 
-    Where a block has prompts ("$ "), what follows a command up to the next prompt is its output.
+    In a block with prompts ("$ "), the text after a command up to the next prompt is its output.
     """
     found = []
     for block in blocks_of(path, "", "sh", "console"):
@@ -120,7 +120,7 @@ def commands_of(path: Path) -> list[Command]:
     return found
 
 
-# What a line of a block without a language begins with if it is a command.
+# In a block without a language, a line with one of these beginnings is a command.
 STARTS = (
     *("ringcomm", "make", "pip", "python", "torchrun", "mpirun", "mpiexec", "srun", "docker"),
     *("RINGCOMM_HEAP_BYTES", "RINGCOMM_NODE_ID", "I_MPI_ROOT"),
@@ -128,7 +128,7 @@ STARTS = (
 
 
 def anchors_of(text: str) -> list[str]:
-    """The anchors of a document's headings, as GitHub and the site make them."""
+    """Returns the anchors of a document's headings, as GitHub and the site make them."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     found = []
     for heading in re.findall(r"^#+ (.+)$", outside, re.MULTILINE):
@@ -138,5 +138,5 @@ def anchors_of(text: str) -> list[str]:
 
 
 def without_code(text: str) -> str:
-    """A document without its blocks and spans of code."""
+    """Returns a document without its code blocks and code spans."""
     return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sdist, the wheel and the editable install build without torch, install, and run."""
+"""The sdist, the wheel and the editable install: they build without torch, install, and run."""
 
 import os
 import re
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.compiles
 
 NOT_SOURCE = ("*.so", "*.egg-info", "__pycache__", "build", "dist", ".*", "results")
 
-# Called in the source tree by the interpreter under test: a PEP 517 hook and its output folder.
+# The tested interpreter runs this in the source tree: a PEP 517 hook and its output folder.
 CALL_HOOK = (
     "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 )
@@ -61,9 +61,9 @@ print(root, units.SOURCE, *names)
 """
 
 
-# What is packed is tried here, and not how fast it runs. An object that the build of this tree has
-# is taken from there, when its source and all headers have been found in the copy; others are
-# compiled without optimisation.
+# These tests check the packed files, not their speed. If this tree's build has an object and the
+# copy has its source and all headers, the object is copied; other objects are compiled without
+# optimisation.
 COMPILER = """#!/bin/sh
 for word; do
   [ "$before" = -o ] && out=$word
@@ -77,7 +77,7 @@ else
 fi
 """
 
-# In place of a compiler of the C++ backend, which takes 20 s (tests/c10d/test_backend.py runs it).
+# Replaces the compiler of the C++ backend, which takes 20 s; tests/c10d/test_backend.py runs it.
 COMPILER_OF_BACKEND = """#!/bin/sh
 case "$*" in
   *kernels/c10d/backend.cpp*)
@@ -89,7 +89,7 @@ esac
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
-    """Standard output of a command that succeeds, run outside the source tree's reach."""
+    """Returns the output of a command that must succeed, run without access to the source tree."""
     inherited = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "CMAKE_ARGS"}}
     words = [*LOW_PRIORITY, *(str(word) for word in command)]
     merged = {**inherited, **environment}
@@ -99,7 +99,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
 
 
 class Workshop:
-    """A copy of the source tree, what is built from it, and environments to install that in."""
+    """A copy of the source tree, the packages built from it, and environments to install them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,11 +115,11 @@ class Workshop:
         self.compiler.chmod(0o755)
 
     def build(self, hook: str, source: Path) -> Path:
-        """The one file that a PEP 517 hook makes of a source tree, with torch out of reach."""
+        """Returns the one file that a PEP 517 hook builds from a source tree without torch."""
         out = self.folder / hook
         out.mkdir()
         blocked = str(self.folder / "blocked")
-        # nvcc takes minutes for all kernels; tests/proof/compile runs that build.
+        # nvcc takes minutes for all kernels; tests/proof/compile runs a build with CUDA.
         arguments = "-DRINGCOMM_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="
         environment = {"PYTHONPATH": blocked, "CMAKE_ARGS": arguments, "CXX": str(self.compiler)}
         run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, **environment)
@@ -127,7 +127,7 @@ class Workshop:
         return built
 
     def install(self, wheel: Path) -> Path:
-        """An environment with this wheel in it, and torch borrowed from the running one."""
+        """Makes an environment with this wheel, and with torch linked from the running one."""
         home = self.folder / f"venv-{wheel.parent.name}"
         venv.create(home, with_pip=False, symlinks=True)
         borrowed = self.folder / f"borrowed-{wheel.parent.name}"
@@ -155,7 +155,7 @@ def sdist(workshop):
 
 @pytest.fixture(scope="module")
 def unpacked(workshop, sdist):
-    """The source tree as the sdist holds it; both builds share its CMake build folder."""
+    """The source tree as the sdist contains it; both builds share its CMake build folder."""
     out = workshop.folder / "unpacked"
     with tarfile.open(sdist) as archive:
         archive.extractall(out)
@@ -188,7 +188,7 @@ def test_the_wheel_holds_the_packages_only(wheel):
     assert {f"ringcomm/{name}" for name in wanted} <= set(names)
     assert len([name for name in names if name.endswith(".so")]) == 1
     backend = "ringcomm/_kernels/src/kernels/c10d/"
-    assert f"{backend}backend.cpp" in names  # which a command compiles
+    assert f"{backend}backend.cpp" in names  # a command compiles it on demand
     others = [name for name in names if not name.startswith(backend)]
     assert not {name for name in others if name.endswith((".csv", ".cpp", "CMakeLists.txt"))}
     # The CUDA kernels' sources, which NVRTC compiles at first use.
@@ -238,9 +238,9 @@ def test_the_build_cannot_reach_torch(workshop):
         run(sys.executable, "-c", "import torch", cwd=workshop.folder, PYTHONPATH=blocked)
 
 
-# Functions of the limited API of CPython 3.12 (its documentation says so of each), by the names
-# that the bindings may use. A build under 3.12 is the proof, which `make matrix` and `make wheels`
-# make; CI has an older CPython, where all functions can be called.
+# The functions of CPython 3.12's limited API (as its documentation says of each) that the bindings
+# may use. A build under 3.12, by `make matrix` or `make wheels`, proves this; CI has an older
+# CPython, where all functions can be called.
 LIMITED_API = {
     "PyBuffer_FillInfo",
     "PyBytes_AsString",
@@ -294,7 +294,7 @@ LIMITED_API = {
 
 
 def test_the_bindings_keep_to_the_limited_api():
-    """Of CPython 3.12, for which one wheel serves all later versions."""
+    """With CPython 3.12's limited API, one wheel serves all later versions."""
     bindings = ROOT / "kernels" / "bindings"
     used = {
         name

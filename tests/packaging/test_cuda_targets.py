@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build compiles the CUDA kernels for the machine's GPUs, or for the targets that it is told.
+"""A build compiles the CUDA kernels for the machine's GPUs, or for the given targets.
 
-The compiler and nvidia-smi are stand-ins; tests/proof/compile has the real compiler.
+Scripts replace the compiler and nvidia-smi; tests/proof/compile uses the real compiler.
 """
 
 import json
@@ -20,10 +20,10 @@ from tests.support import ROOT
 
 CMAKE = Path(cmake.CMAKE_BIN_DIR, "cmake")
 EVERYTHING = [str(target) for target in PREBUILT]
-# Under these, CMake finds no program.
+# With these options CMake finds no program.
 HIDDEN = ["-DCMAKE_FIND_ROOT_PATH=/nowhere", "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=ONLY"]
 
-# It knows every architecture but sm_77, and writes what it was asked for.
+# This compiler accepts every architecture but sm_77, and writes its arguments to the output.
 NVCC = """#!/bin/sh
 case "$*" in
   *sm_77*) echo "nvcc fatal: unsupported architecture" >&2; exit 1 ;;
@@ -44,13 +44,13 @@ echo "$product:" > "$needs"
 
 
 class Machine:
-    """A build folder, with the compiler and the nvidia-smi that the machine pretends to have."""
+    """A build folder, with scripts in place of the machine's compiler and nvidia-smi."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.build = folder / "build"
         self.nvcc = self.script("nvcc", NVCC)
-        # Finds the host's compiler, which HIDDEN would hide from a test that runs alone.
+        # Finds the host's compiler first; HIDDEN would hide it in a test that runs alone.
         assert self.configure("-DRINGCOMM_CUDA=OFF") == []
 
     def script(self, name: str, text: str) -> Path:
@@ -60,7 +60,7 @@ class Machine:
         return path
 
     def shows(self, answer: str, status: int = 0) -> str:
-        """The option that names an nvidia-smi which gives that answer."""
+        """Returns the option that names an nvidia-smi script with this answer."""
         wanted = '[ "$*" = "--query-gpu=compute_cap --format=csv,noheader" ] || exit 9'
         text = f"#!/bin/sh\n{wanted}\nprintf {shlex.quote(answer)}\nexit {status}\n"
         return f"-DRINGCOMM_NVIDIA_SMI={self.script('nvidia-smi', text)}"
@@ -72,10 +72,10 @@ class Machine:
         return done.stdout
 
     def configure(self, *options: str) -> list[str]:
-        """The lines in which the build says what becomes of the CUDA kernels."""
+        """Configures the build, and returns its lines about the CUDA kernels."""
         names = [f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR, 'ninja')}", "-G", "Ninja"]
         names += [f"-DPython_EXECUTABLE={sys.executable}", "-DRINGCOMM_PYTHON=OFF"]
-        # What an earlier call set does not last.
+        # Forget the options of an earlier call.
         forget = ["-URINGCOMM_*", "-UCMAKE_FIND_*"]
         given = [f"-DRINGCOMM_NVCC={self.nvcc}", *options]
         said = self.cmake("-S", ROOT, "-B", self.build, *forget, *names, *given)
@@ -83,12 +83,12 @@ class Machine:
         return [line.removeprefix("-- ringcomm: ") for line in lines]
 
     def chosen(self, *options: str) -> str:
-        """Does as :meth:`configure`, and returns the one line."""
+        """Configures the build, and returns the single line about the CUDA kernels."""
         (line,) = self.configure(*options)
         return line
 
     def make(self) -> tuple[list[str], Path]:
-        """The lines that the build of the kernels prints, and the package that it installs."""
+        """Builds the kernels; returns the printed lines and the installed package's folder."""
         said = self.cmake("--build", self.build, "--target", "ringcomm_cuda").splitlines()
         prefix = self.folder / "prefix"
         shutil.rmtree(prefix, ignore_errors=True)
@@ -165,7 +165,7 @@ def test_what_is_asked_for_is_compiled_whatever_the_machine_has(machine, asked, 
     said = machine.chosen(machine.shows("8.0\\n"), f"-DRINGCOMM_CUDA={asked}")
     assert said == f"as asked: CUDA kernels by nvcc 13.0.99 for {', '.join(targets)}"
     lines, package = machine.make()
-    # One line of progress for each unit.
+    # The build prints one line of progress per unit.
     for unit in UNITS:
         assert sum(line.endswith(f"Compiling the CUDA kernels of {unit}") for line in lines) == 1
     assert {path.stem for path in package.glob("*.fatbin")} == set(UNITS)
@@ -177,14 +177,14 @@ def test_what_is_asked_for_is_compiled_whatever_the_machine_has(machine, asked, 
 
 @pytest.mark.parametrize("asked", ["ON", "sm90", "all;sm_80"])
 def test_another_word_stops_the_build(machine, asked):
-    # CMake breaks lines where it likes.
+    # CMake may wrap the line at any space.
     wanted = " expected native, all, OFF, or targets such as".replace(" ", r"\s+")
     with pytest.raises(AssertionError, match=f"RINGCOMM_CUDA={asked}:{wanted}"):
         machine.configure(f"-DRINGCOMM_CUDA={asked}")
 
 
 def test_a_target_that_the_compiler_does_not_know_stops_the_build(machine):
-    # CMake breaks lines where it likes, and the path's length decides where.
+    # CMake may wrap the line anywhere, depending on the path's length.
     wanted = r"RINGCOMM_CUDA=sm_77:\s+\S*/nvcc\s+does\s+not\s+know\s+sm_77"
     with pytest.raises(AssertionError, match=wanted):
         machine.configure("-DRINGCOMM_CUDA=sm_77")

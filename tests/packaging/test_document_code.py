@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents' code: Python that names what exists and runs, commands that their parsers take."""
+"""The documents' code: names in Python exist, programs run, and commands are accepted."""
 
 import ast
 import importlib
@@ -29,8 +29,8 @@ from tests.support import ROOT, fork_server
 from tools import site_pages
 
 CODE = {path: blocks_of(path, "python") for path in GUIDES}
-# Run elsewhere: by tests of the README and of the tutorial, of Triton (tests/tl), of faults,
-# of integrations, and of meshes (tests/c10d), which need several ranks.
+# Blocks that other tests run: those of the README, the tutorial, Triton (tests/tl), faults,
+# integrations, and meshes (tests/c10d), which need several ranks.
 ELSEWHERE = {
     "README.md": ("",),
     "docs/tutorial.md": ("",),
@@ -40,7 +40,7 @@ ELSEWHERE = {
     "docs/integrations/hugging-face.md": ("",),
     "docs/integrations/jupyter.md": ("",),
 }
-MISSING = ("deepspeed", "lightning", "ray")  # modules that a block needs and that no set-up brings
+MISSING = ("deepspeed", "lightning", "ray")  # modules of some blocks that no set-up installs
 COMMANDS_SHOWN = [command for path in GUIDES for command in commands_of(path)]
 OTHER_PROGRAMS = {"python", "source", "impi/bin/pip"}
 
@@ -69,7 +69,7 @@ def test_names_and_calls_that_are_wrong_are_found():
 
 
 def programs():
-    """The blocks that are whole programs, and are run here."""
+    """Returns the blocks that are whole programs and are run here."""
     found = []
     for path, blocks in CODE.items():
         for block in blocks:
@@ -93,7 +93,7 @@ def programs():
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """A folder, and what a launcher says of a world of one; groups are gone afterwards."""
+    """A folder, with a launcher's variables for one rank; closes groups afterwards."""
     monkeypatch.chdir(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -119,7 +119,7 @@ def test_a_program_of_a_page_runs(alone, block, capsys):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_search_for_a_non_finite_gradient_names_the_rank(stage, tmp_path):
-    """On two ranks, at other stages than the page's, too."""
+    """Runs on two ranks, also at other stages than the page's."""
     page = DOCS / "howto" / "nan-loss.md"
     program = next(block.text for block in blocks_of(page, "python") if "watch" in block.text)
     assert "stage=2" in program
@@ -138,8 +138,8 @@ def test_the_programs_are_many():
     assert len(programs()) >= 18
 
 
-# What the parts of programs on some pages find, in a world of one rank; a page's parts follow each
-# other, so that a later one has the names of those before.
+# Definitions that the parts of programs on some pages need, in a world of one rank. Parts of a page
+# share names in order, so that a later part sees the names of earlier parts.
 MODEL = """
 model = torch.nn.Sequential(OrderedDict(embed=torch.nn.Embedding(9, 8), body=torch.nn.Linear(8, 8),
                                         head=torch.nn.Linear(8, 4)))
@@ -202,7 +202,7 @@ group = None
 @pytest.mark.parametrize(("page", "mark"), FOUND)
 def test_a_part_of_a_program_runs(alone, page, mark):
     (block,) = (block for block in CODE[ROOT / page] if mark in block.text)
-    assert undefined_in(ast.parse(block.text)), "it is a program, and run as one"
+    assert undefined_in(ast.parse(block.text)), "a whole program: programs() must run it"
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(COMMON + FOUND[page, mark], "what it finds", "exec"), names)
     exec(compile(block.text, str(block), "exec"), names)
@@ -214,13 +214,13 @@ class Refused(Exception):
 
 
 def parsed(parser, words):
-    """What a parser makes of words; raises what it would end the process with."""
+    """Returns the parsed words; raises where the parser would exit the process."""
 
     def refuse(message):
         raise Refused(message)
 
     parser.error = refuse
-    # A capital letter, or some, stands for what a reader puts there.
+    # Words in capitals are placeholders for a value.
     return parser.parse_args([re.sub(r"^[A-Z]+$", "1", word) for word in words if word != "..."])
 
 
@@ -234,7 +234,7 @@ def extras():
 
 
 def check_module(words):
-    """Checks the words behind ``-m``."""
+    """Checks the words after ``-m``."""
     module, *rest = words
     if module == "ringcomm":
         check_ringcomm(rest)
@@ -245,7 +245,7 @@ def check_module(words):
 
 
 def check_bench(words):
-    """Checks the words behind ``ringcomm bench``."""
+    """Checks the words after ``ringcomm bench``."""
     name, *rest = words if words[:1] and words[0] in BENCHES else ["collectives", *words]
     parsed(importlib.import_module(f"ringcomm.bench.{name}").BENCH.build_parser(), rest)
 
@@ -261,7 +261,7 @@ def check_ringcomm(words):
 
 
 def check_script(words):
-    """Checks what a launcher starts."""
+    """Checks a command that a launcher starts."""
     if words[0] == "ringcomm":
         check_ringcomm(words[1:])
     elif words[0] == "python" and words[1] == "-m":
@@ -271,7 +271,7 @@ def check_script(words):
 
 
 def check(command):
-    """Raises what is wrong with a command of a document."""
+    """Raises if a command of a document is wrong."""
     program, *words = command.words
     for variable in command.variables:
         if variable.startswith("RINGCOMM_"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's examples run, and what the documents link to and quote exists."""
+"""The README's examples run, and all links and quoted names of the documents exist."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from tests.packaging.documents import DOCUMENTS, GUIDES, anchors_of, name_of, wi
 from tests.support import ROOT, fork_server
 from tests.support.covering import EVERY_CASE
 
-# The documents name a file from the root or, where the context is clear, from one of the others.
+# Documents name a file from the root or, if the context is clear, from one of the others.
 KERNELS = ROOT / "kernels"
 FOLDERS = [ROOT, KERNELS, KERNELS / "include" / "ringcomm", ROOT / "ringcomm"]
 ENDINGS = (".h", ".py", ".cpp", ".md")
@@ -34,8 +34,8 @@ def test_a_readme_example_runs(tmp_path, number):
     launcher = [] if "local_world" in EXAMPLES[number] else torchrun
     command = [sys.executable, *launcher, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    # In test-all the first has interpreters of its own, as a user's are. tests/cli/test_launch.py
-    # and test_build.py start such in every run.
+    # In test-all the first example starts new interpreters, as for a user. In every run
+    # tests/cli/test_launch.py and test_build.py do so.
     anew = EVERY_CASE and number == 0
     done = fork_server.run(command, anew=anew, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def test_a_readme_example_runs(tmp_path, number):
 
 @pytest.mark.parametrize("tensors", ["heap", "plain"])
 def test_the_readme_shows_the_recorded_figures(tensors):
-    """64 MiB, two ranks; torch.distributed has all_reduce in placement only."""
+    """64 MiB on two ranks; torch.distributed has all_reduce only in place."""
     readme = (ROOT / "README.md").read_text()
     recorded = report.read(ROOT / "bench" / "results" / f"2ranks-float-{tensors}.csv")
     for collective, placement in (
@@ -65,7 +65,7 @@ def test_the_readme_shows_the_recorded_figures(tensors):
 
 
 def lost_links(text, path):
-    """Returns the links of a document that lead to no file, or to no heading of one."""
+    """Returns the links of a document to files or headings that do not exist."""
     lost = []
     for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_code(text)):
         if "://" in link:
@@ -93,9 +93,9 @@ def test_a_link_that_leads_nowhere_is_found():
 
 
 def unlike_on_the_site(text):
-    """Returns lines that GitHub reads as a list and the site's Markdown does not.
+    """Returns lines that GitHub reads as a list, but the site's Markdown does not.
 
-    Also returns lines in which an item begins in the middle, as after a wrong reflow.
+    Also returns lines with a list item in the middle, as a wrong reflow leaves them.
     """
     lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
     item = re.compile(r"( *)(?:[*-]|\d+\.) ")
@@ -104,7 +104,7 @@ def unlike_on_the_site(text):
         match = item.match(line)
         if match is None:
             continue
-        # A list begins behind an empty line, and an inner one is further in by four columns.
+        # A list starts after an empty line, and a nested list is indented by four columns.
         begins = before and not item.match(before) and not before.startswith(" ")
         if begins or len(match[1]) % 4:
             found.append(line)
@@ -132,7 +132,7 @@ def test_the_map_of_the_design_names_every_folder():
 
 
 def misplaced(text):
-    """Return the names after "`file`:" in a table that the file does not have."""
+    """Returns the names after "`file`:" in a table that the file does not contain."""
     found = re.findall(r"(`[\w/.]+/[\w.]+`): ((?:`\w+`(?:, )?|NOTE \[[^]]+\])+)", text)
     assert found
     return [
@@ -151,14 +151,14 @@ def test_what_the_design_places_in_a_file_stands_there():
 
 
 def quoted(text):
-    """Return what stands between single back-ticks, outside blocks of code."""
+    """Returns the texts in single back-ticks, outside code blocks."""
     return re.findall(
         r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     )
 
 
 def missing_paths(text):
-    """Return the paths below a folder of the tree that the text names and that do not exist."""
+    """Returns the paths in the text that are below a folder of the tree and do not exist."""
     named = [
         path
         for span in quoted(text)
@@ -166,7 +166,7 @@ def missing_paths(text):
     ]
     missing = []
     for path in named:
-        # A pattern stands for files that may yet have to be made, so only its folder is looked for.
+        # A pattern may name files that are not made yet, so only its folder must exist.
         wanted = path if "*" not in path else path.partition("*")[0].rpartition("/")[0]
         folders = [folder for folder in FOLDERS if (folder / path.split("/")[0]).is_dir()]
         if folders and not any((folder / wanted).exists() for folder in folders):
@@ -175,7 +175,7 @@ def missing_paths(text):
 
 
 def missing_names(text):
-    """Return the dotted names of ringcomm in the text that cannot be imported."""
+    """Returns the dotted names of ringcomm in the text that cannot be imported."""
     missing = []
     for span in quoted(text):
         for name in re.findall(r"(?<![\w./-])ringcomm(?:\.\w+)+", span):
@@ -200,7 +200,7 @@ def words_of_sources():
 
 
 def unknown_identifiers(text):
-    """Return the identifiers of code, such as `half_index` or `Comm::send()`, of no source."""
+    """Returns identifiers such as `half_index` or `Comm::send()` that no source contains."""
     return [
         word
         for span in quoted(text)
@@ -222,7 +222,7 @@ def test_the_identifiers_that_a_guide_to_the_code_quotes_exist(name):
 
 
 def test_a_made_up_identifier_is_found():
-    # In halves, since this file is a source, too.
+    # In halves, since this file is itself a source.
     method, kind = "all_" + "reduces", "Kernel" + "Tables"
     text = f"`half_index`, `Comm::{method}()`, `{kind}`, `kernel_table.h`, `docs/{method}.md`"
     assert unknown_identifiers(text) == [method, kind]

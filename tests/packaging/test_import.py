@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import ROOT
 
-# What a machine without a GPU, or without NumPy, does not have.
+# Modules that a machine without a GPU, or without NumPy, may lack.
 ABSENT = ["numpy", "cupy", "triton", "pynvml", "mpi4py"]
 
 BLOCK_ABSENT = f"""
@@ -40,19 +40,19 @@ assert all(torch.equal(r, torch.full((1000,), 3.0)) for r in results)
 
 
 def run(code: str) -> str:
-    """Standard output of a fresh interpreter that runs `code` in the source tree."""
-    # torch would otherwise import ringcomm itself, through its entry point.
+    """Returns the output of a fresh interpreter that runs `code` in the source tree."""
+    # Otherwise torch would import ringcomm itself, through its entry point.
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    # Not a word at exit either: the process's heap outlives the interpreter's last statement.
+    # Nothing is printed at exit either: the heap outlives the interpreter's last statement.
     assert done.stderr == ""
     return done.stdout
 
 
 def new_modules(statement: str) -> set[str]:
-    """Names of the modules that `statement` loads after `import torch`."""
+    """Returns the modules that `statement` loads after `import torch`."""
     code = f"import sys, torch; before = set(sys.modules); {statement}"
     return set(run(f"{code}\nprint(*sorted(set(sys.modules) - before))").split())
 
@@ -60,7 +60,7 @@ def new_modules(statement: str) -> set[str]:
 def test_import_adds_nothing_heavy():
     added = new_modules("import ringcomm")
     assert not {name for name in added if name.partition(".")[0] in ABSENT}
-    # The entry point imports ringcomm at every `import torch`: what it loads stays small.
+    # Every `import torch` imports ringcomm through the entry point, so this import must stay small.
     assert not {name for name in added if name.startswith("torch.")}
     assert "ringcomm._native" not in added
 
@@ -74,7 +74,7 @@ def test_every_door_is_listed_and_loaded_at_its_first_use():
     doors = ["extras", "functional", "optim", "tl", "zero"]
     names = run("import ringcomm; print(*dir(ringcomm))").split()
     assert set(doors) <= set(names)
-    # The other modules take seconds, and the same way.
+    # One extra is enough: other modules load in the same way, and take seconds.
     assert run("import ringcomm; print(ringcomm.extras.__name__)") == "ringcomm.extras\n"
 
 
@@ -102,7 +102,7 @@ def test_the_blocker_blocks():
 
 
 def unbuilt(folder: Path) -> Path:
-    """A copy of the package without the native module, in what looks like a source tree."""
+    """A copy of the package without the native module, in a folder like a source tree."""
     package = folder / "ringcomm"
     shutil.copytree(
         ROOT / "ringcomm", package, ignore=shutil.ignore_patterns("_native*.so", "__pycache__")
@@ -111,7 +111,7 @@ def unbuilt(folder: Path) -> Path:
     return package
 
 
-# An editable install would find the native module that it has built.
+# Removes the editable install's finder, which would find the built native module.
 TRY_NATIVE = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in each.__module__]
@@ -146,7 +146,7 @@ def test_a_native_module_of_another_python_is_named(tmp_path):
     python = ".".join(map(str, sys.version_info[:2]))
     said = fails_in(tmp_path)
     assert f"does not load in Python {python}: {package} has {other.name}. In " in said
-    # One of the stable ABI, which is found, and needs a newer Python.
+    # A library of the stable ABI is found, and needs a newer Python.
     other.unlink()
     (package / "_native.abi3.so").write_bytes(b"no library")
     (tmp_path / "CMakeLists.txt").unlink()

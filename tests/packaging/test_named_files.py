@@ -16,19 +16,19 @@ from tests.packaging.documents import DOCUMENTS
 from tests.support import ROOT
 
 FOLDERS = ("ringcomm", "bench", "kernels", "tests", "tools")
-# Build files are read as a whole: what they name must be there.
+# Build files count as prose in full: all files that they name must exist.
 BUILD_FILES = ("MANIFEST.in", "Makefile", "CMakeLists.txt", "mkdocs.yml", "pyproject.toml")
 CPP_ENDINGS = {".h", ".cpp", ".cu", ".cuh", ".hpp", ".inc", ".pml"}
-# A path is left to the test of paths, and so is a pattern.
+# Excludes paths and patterns, which test_documents.py checks.
 NAME = re.compile(r"(?<![\w./*{}<>-])([A-Za-z_]\w*\.(?:py|html|h|hpp|cpp|cu|cuh))\b(?![\w/(=])")
-# The reader's own file.
+# A file that the reader saves.
 SAVED = re.compile(r"Save (?:it|this) as `([\w.]+)`")
 # Files of other projects, and the file of an example call site.
 FOREIGN = {"Python.h", "cuda.h", "file.py", "mpi.h", "zero_to_fp32.py"}
 
 
 def told_and_code(text: str) -> tuple[str, str]:
-    """The comments and docstrings of Python text, and the rest of it."""
+    """Returns the comments and docstrings of Python text, and the remaining text."""
     lines = text.splitlines()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     told = []
@@ -49,13 +49,13 @@ def told_and_code(text: str) -> tuple[str, str]:
 
 
 def split(text: str, pattern: str) -> tuple[str, str]:
-    """The matches of a pattern in a text, joined, and the text without them."""
+    """Returns the matches of a pattern in a text, joined, and the text without them."""
     found = re.compile(pattern, re.DOTALL | re.MULTILINE)
     return "\n".join(match.group() for match in found.finditer(text)), found.sub("", text)
 
 
 def prose_and_code(path: Path) -> tuple[str, str]:
-    """The prose of a file (comments, docstrings, Markdown) and the rest of its text."""
+    """Returns a file's prose (comments, docstrings, Markdown), and its remaining text."""
     text = path.read_text()
     if path.suffix == ".py":
         return told_and_code(text)
@@ -68,7 +68,7 @@ def prose_and_code(path: Path) -> tuple[str, str]:
 
 
 def files_of(root: Path) -> Iterator[Path]:
-    """The files of the tree below its folders, without what is built."""
+    """Yields the source files below the folders of the tree."""
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -76,9 +76,9 @@ def files_of(root: Path) -> Iterator[Path]:
 
 
 def lost_files(path: Path, known: set[str]) -> list[str]:
-    """The files that a text names, and that neither exist nor are made or shown by its code.
+    """Returns the files that a text names and that neither exist nor appear in its code.
 
-    Splitting a text takes long, so only texts with an unknown name are split.
+    Splitting a text is slow, so only texts with an unknown name are split.
     """
     unknown = set(NAME.findall(path.read_text())) - known - FOREIGN
     if not unknown:
@@ -89,7 +89,7 @@ def lost_files(path: Path, known: set[str]) -> list[str]:
 
 
 def all_lost_files(root: Path, others: list[Path]) -> dict[str, list[str]]:
-    """Returns, by file, the lost files of all that is in the tree."""
+    """Returns the lost files of every file in the tree."""
     sources = [*files_of(root)]
     known = {path.name for path in [*sources, *root.glob("*.*"), *(root / "docs").rglob("*.*")]}
     readable = {".py", *CPP_ENDINGS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ringcomm/_native.pyi declares what the native module has, with the types of the bindings."""
+"""ringcomm/_native.pyi declares all of the native module, with the types of the bindings."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_a_name_that_the_stub_lacks_is_seen(monkeypatch):
 
 
 def unnamed_or_untyped(stub: str) -> list[str]:
-    """Returns the parameters without names and the results without types of the stub."""
+    """Returns the stub's parameters without names and results without types."""
     return re.findall(r"\barg\d+|-> object", stub)
 
 

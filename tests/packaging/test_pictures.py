@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts are what `make pictures` draws; every picture has texts, legible ones, and is shown."""
+"""Charts equal the output of `make pictures`; every picture has legible text and is shown."""
 
 import itertools
 import re
@@ -14,17 +14,17 @@ from tests.packaging.documents import DOCUMENTS
 from tools.pictures import COLOURS, FOLDER, PICTURES
 
 SVG = "{http://www.w3.org/2000/svg}"
-# WCAG requires this contrast of text (AA).
+# WCAG (AA) requires this contrast for text.
 LEAST_CONTRAST = 4.5
 LEAST_SIZE = 12
-# Widths of characters in sizes of the font: those of Verdana and DejaVu Sans, the widest
-# of the usual fonts.
+# Widths of characters in units of the font size, as in Verdana and DejaVu Sans, the widest of the
+# usual fonts.
 WIDTHS = {**dict.fromkeys("iljtfI.,:;'|!()[] ", 0.37), **dict.fromkeys("mwMW%@", 0.95)}
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_chart_is_what_the_results_say(name):
-    """If it is not: make pictures."""
+    """If this fails, run make pictures."""
     assert (FOLDER / f"{name}.svg").read_text() == PICTURES[name]().svg()
 
 
@@ -46,7 +46,7 @@ def text_width(text, size, classes):
 
 
 def box_of(element):
-    """The left, right, top and bottom of a text, roughly."""
+    """Returns the approximate left, right, top and bottom of a text."""
     size, classes = float(element.get("font-size")), element.get("class").split()
     assert size >= LEAST_SIZE
     width = text_width(element.text, size, classes)
@@ -93,7 +93,7 @@ def test_texts_stand_out_from_what_is_behind_them(theme):
     soft = [name for name in colours if name.endswith("-soft")]
     pairs = [*itertools.product(strong, ("paper", "panel"))]
     pairs += itertools.product(("ink", "muted"), soft)
-    # A rank's or a step's own colour on its own fill.
+    # The colour of a rank or step on its own soft fill.
     pairs += [(name.removesuffix("-soft"), name) for name in soft]
     low = {
         pair: round(contrast, 2)
@@ -104,7 +104,7 @@ def test_texts_stand_out_from_what_is_behind_them(theme):
 
 
 def luminance(colour):
-    """The relative luminance that WCAG defines."""
+    """Returns the relative luminance as WCAG defines it."""
     shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
     return sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

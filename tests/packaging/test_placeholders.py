@@ -13,20 +13,20 @@ import pytest
 from tests.support import ROOT
 
 HOME = "pyproject.toml"
-# Written so that this file does not contain the address.
+# Joined here, so that this file does not contain the address.
 PLACEHOLDER = "/".join(("example.org", "ringcomm"))
 WANTED = ["Changelog", "Documentation", "Homepage", "Issues", "Source"]
 
 
 def urls_in(project: str) -> dict[str, str]:
-    """Returns the entries of [project.urls]; Python 3.10 has no reader of TOML."""
+    """Returns the entries of [project.urls]; Python 3.10 cannot read TOML."""
     section = re.search(r"(?ms)^\[project\.urls\]\n(.*?)(?=^\[|^$)", project)
     assert section is not None
     return dict(re.findall(r'^(\w+) = "(.*)"$', section[1], re.MULTILINE))
 
 
 def files_with(text: str, root: Path) -> list[str]:
-    """Returns the tracked files below a repository's root that contain a text."""
+    """Returns the tracked files of a repository that contain a text."""
     command = ["git", "grep", "--fixed-strings", "--files-with-matches", text]
     done = subprocess.run(command, cwd=root, text=True, capture_output=True, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -36,7 +36,7 @@ def files_with(text: str, root: Path) -> list[str]:
 def test_the_project_has_its_urls():
     urls = urls_in((ROOT / HOME).read_text())
     assert sorted(urls) == WANTED
-    # All have the address of the home page, so a release replaces one prefix.
+    # All URLs start with the home page's, so a release replaces one prefix.
     assert all(url.startswith(urls["Homepage"]) for url in urls.values())
 
 

@@ -16,7 +16,7 @@ from tests.support import ROOT
 PAGES = (DOCS / "design.md", DOCS / "glossary.md")
 FOLDERS = ("kernels", "ringcomm", "bench", "tools")
 ENDINGS = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}
-# Names that pages quote and that are no identifiers here, each with the reason.
+# Names that pages quote and that are not identifiers here, each with the reason.
 EXCEPTIONS = {
     "DeepSpeedEngine": "a class of DeepSpeed",
     "NCCL_BUFFSIZE": "a variable of NCCL",
@@ -62,7 +62,7 @@ def note_titles() -> frozenset[str]:
 
 
 def quoted_names(text: str) -> Iterable[str]:
-    """Yields the identifiers in the code spans of a page: no commands, paths, files and strings."""
+    """Yields the identifiers in a page's code spans, except commands, paths, files and strings."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for span in re.findall(r"`([^`\n]+)`", prose):
         code = re.sub(_STRING, "", _PATH.sub("", span))
@@ -71,14 +71,14 @@ def quoted_names(text: str) -> Iterable[str]:
 
 
 def is_known(name: str) -> bool:
-    """True if a source has the identifier or, for an ending such as `_bytes`, one that ends so."""
+    """True if a source has the identifier or, for an ending like `_bytes`, one with this ending."""
     if name in identifiers():
         return True
     return name.startswith("_") and any(each.endswith(name) for each in identifiers())
 
 
 def unknown(text: str) -> list[str]:
-    """Returns the names and titles of notes in a page that no source has."""
+    """Returns the names and NOTE titles in a page that no source has."""
     names = {name for name in quoted_names(text) if name not in EXCEPTIONS and not is_known(name)}
     titles = set(re.findall(r"NOTE \[([^]]+)\]", text)) - note_titles()
     return sorted(names | titles)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The set-up of the make targets, on machines that lack something."""
+"""The set-up of the make targets on machines that lack a dependency."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ MAKE_VENV = ROOT / "tools" / "make_venv.sh"
 
 
 def fake_python(folder: Path, refuses: str) -> Path:
-    """An interpreter that fails when the code it is given mentions `refuses`."""
+    """Writes an interpreter that fails if its code mentions `refuses`."""
     path = folder / "python"
     path.write_text(
         "#!/bin/sh\n"
@@ -30,7 +30,7 @@ def fake_python(folder: Path, refuses: str) -> Path:
 
 
 def python_without_pip(folder: Path) -> Path:
-    """An interpreter whose environments have no pip, which would take seconds to be unpacked."""
+    """Writes an interpreter whose environments have no pip, since unpacking pip takes seconds."""
     path = folder / "python_without_pip"
     path.write_text(
         "#!/bin/sh\n"

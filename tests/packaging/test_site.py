@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site has a page of everything that is public, and builds without a warning."""
+"""The site documents every public name, and builds without a warning."""
 
 import argparse
 import dataclasses
@@ -28,14 +28,13 @@ from tools.commands import PYTHONS
 
 REFERENCE = DOCS / "reference"
 MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, testing, zero, checkpoint)
-# They import Triton and other libraries, which need not be there.
+# These modules import Triton and other libraries, which may be missing.
 UNIMPORTED = (
     "ringcomm.tl",
     *(f"ringcomm.extras.{each}" for each in ("accelerate", "lightning", "transformers")),
 )
 MENU = (ROOT / "mkdocs.yml").read_text()
-# The binding of the last part of the name to a function hides the module of the same name, which a
-# reader of sources finds first.
+# Modules hidden by a function of the same name; a reader of the sources finds the module first.
 HIDDEN: set[str] = set()
 OPTIONS = (
     *(ringcomm.CommOptions, zero.ZeroOptions, zero.UnitOptions, zero.Precision, zero.Compression),
@@ -44,7 +43,7 @@ OPTIONS = (
 
 
 def told_names():
-    """The names that the reference pages have, once for each time."""
+    """Returns the names on the reference pages, with repetitions."""
     text = "\n".join(path.read_text() for path in sorted(REFERENCE.glob("*.md")))
     names = re.findall(r"^::: ([\w.]+)$|^### `(ringcomm\.\w+)`$", text, re.MULTILINE)
     found = ["".join(pair) for pair in names]
@@ -88,7 +87,7 @@ def test_the_note_on_the_internal_api_lists_all_members_without_documentation():
 
 
 def rows_of(section):
-    """The cells of the table of a section of the page of options, by their first one."""
+    """Returns the table of a section of the options page, by the first cell of each row."""
     text = (REFERENCE / "environment.md").read_text()
     part = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| `")]
@@ -99,7 +98,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "minutes
 
 
 def default_of(cell):
-    """The value that a cell names: a number with a unit, or Python."""
+    """Returns the value in a cell: a number with a unit, or a Python expression."""
     stripped = cell.strip("`| ")
     number, _, unit = stripped.partition(" ")
     if unit in UNITS:
@@ -128,7 +127,7 @@ def test_the_page_of_options_has_all_with_their_defaults(options):
 
 
 def variables_read():
-    """The names of ringcomm's environment variables that sources and tests read."""
+    """Returns ringcomm's environment variables that sources and tests read."""
     found = set()
     sources = [ROOT / "setup.py"]
     for folder in ("ringcomm", "bench", "tools"):
@@ -136,7 +135,7 @@ def variables_read():
     for source in sources:
         if source.name != "process.py":
             found |= set(re.findall(r"""["'](RINGCOMM_[A-Z_]+)["']""", source.read_text()))
-    # Tests also write names that they expect to be refused.
+    # Tests also contain names that must be refused.
     read = re.compile(
         r"""(?:environ(?:\.get\(|\[)|getenv\(|^[A-Z]+ = )["'](RINGCOMM_[A-Z_]+)["']""", re.MULTILINE
     )
@@ -145,7 +144,7 @@ def variables_read():
     for source in (ROOT / "kernels").rglob("*"):
         if source.suffix in (".h", ".cpp", ".cu"):
             found |= set(re.findall(r'getenv\("(\w+)"\)', source.read_text()))
-    # Macros of kernels' units, which no process has in its environment.
+    # These are macros of kernel units, not environment variables.
     return {name for name in found if not name.startswith("RINGCOMM_UNIT_")}
 
 
@@ -220,7 +219,7 @@ def test_every_document_is_in_the_menu():
     assert anchors_of("# A `b_c`: d - e\n") == ["a-b_c-d---e"]
 
 
-# Phrases that users search for, and the page that the search must find by a heading.
+# Phrases that users search for, and the page that must have a heading with the phrase.
 SEARCHED = {
     "learning rate scheduler": "howto/schedulers",
     "evaluate": "howto/evaluation",
@@ -239,8 +238,8 @@ def unfound(searched, titles):
     """Returns the phrases that no heading of their page contains.
 
     Args:
-        searched: pages, without an ending, by phrase.
-        titles: headings in lower case, by page.
+        searched: for each phrase, its page's name without an ending.
+        titles: for each page, its headings in lower case.
     """
     return [
         phrase
@@ -281,7 +280,7 @@ def test_extras_for_users_pin_no_version():
 
 
 def test_consoles_are_told_from_text():
-    """So that the button beside a block copies commands, without prompt and output."""
+    """So that the copy button of a block copies commands without prompt and output."""
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
         for language, text in blocks:

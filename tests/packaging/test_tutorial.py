@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorial: each of its programs runs as it stands there, and prints what it says."""
+"""The tutorial: each program runs unchanged, and prints the page's output."""
 
 import os
 import re
@@ -17,12 +17,12 @@ from tests.support import ROOT, fork_server
 PAGE = DOCS / "tutorial.md"
 COMMANDS = [command for command in commands_of(PAGE) if command.block.language == "console"]
 LIMIT_S = 120.0
-NEAR = 0.03  # of a loss: what another instruction set or torch changes in 40 steps is far less
+NEAR = 0.03  # of a loss: another instruction set or torch changes it far less in 40 steps
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the programs of the page, by the names in their first lines."""
+    """A folder with the page's programs, named as in their first lines."""
     for block in blocks_of(PAGE, "python"):
         name = re.match(r"# (\w+\.py)\n", block.text)
         assert name, f"{block}: the first line names no file"
@@ -37,9 +37,9 @@ def free_port():
 
 
 def started(command, folder, port, log):
-    """The process of a torchrun of the page, whose ranks print into files of a folder.
+    """Starts a torchrun of the page, whose ranks print into files of a folder.
 
-    In one pipe, a line of a rank could begin within that of another.
+    In one pipe, a rank's line could begin within another rank's line.
     """
     assert command.words[0] == "torchrun"
     words = [port if word == "29500" else word for word in command.words[1:]]
@@ -53,18 +53,18 @@ def started(command, folder, port, log):
 
 
 def printed_in(*logs):
-    """What the ranks have printed."""
+    """Returns the text that the ranks have printed."""
     return "".join(path.read_text() for log in logs for path in sorted(log.rglob("stdout.log")))
 
 
 def pieces(line):
-    """The text of a line without its numbers, and these."""
+    """Returns the text of a line without its numbers, and the numbers."""
     number = r"\d[\d,]*(?:\.\d+)?"
     return " ".join(re.sub(number, "#", line).split()), re.findall(number, line)
 
 
 def assert_told(printed, told):
-    """Asserts that lines are those of the page, in any order, and losses near theirs."""
+    """Asserts that lines equal the page's in any order, with losses near the page's."""
     lines = sorted(line for line in printed.splitlines() if line)
     expected = sorted(line for line in told.splitlines() if line)
     assert len(lines) == len(expected), printed
@@ -77,14 +77,14 @@ def assert_told(printed, told):
 
 
 def chosen(*words):
-    """The commands of the page that have these words, in order."""
+    """Returns the page's commands that have these words, in order."""
     found = [each for each in COMMANDS if all(word in each.words for word in words)]
     assert found
     return found
 
 
 def run_all(commands, folder):
-    """Runs commands at the same time; what they print together."""
+    """Runs commands at the same time; returns their joint output."""
     port = free_port()
     logs = [folder / f"{port}-{number}" for number in range(len(commands))]
     processes = [
@@ -124,7 +124,7 @@ def test_ranks_that_part_are_told_both_lines(folder):
     done = fork_server.run([sys.executable, *words], LIMIT_S, cwd=folder, env=environment)
     assert done.returncode == 1
     said = done.stderr.replace(f"{folder}/", "")
-    # Either of them may raise first, and names its own line first.
+    # Either rank may raise first, and names its own line first.
     clauses = re.findall(r"ank \d called .*? at parted.py:\d+", " ".join(told.split()))
     assert len(clauses) == 2
     assert [clause for clause in clauses if clause not in said] == [], done.stderr
@@ -140,7 +140,7 @@ def test_a_hang_is_shown_with_its_cause(folder, capsys):
             time.sleep(0.05)
         assert [pieces(line)[0] for line in said.splitlines()] == ["rank # is process #"] * 2
         pids = {line.split()[1]: line.split()[-1] for line in said.splitlines()}
-        # Rank 0 may be waiting for a slow rank 1 in a call before the last one, too.
+        # Before that, rank 0 may wait for a slow rank 1 in an earlier call.
         last = re.compile(r"is in all_reduce\(.*\), call 4 for .*, waits for rank 1\b")
         printed = ""
         while not last.search(printed) and time.monotonic() < end:
@@ -156,7 +156,7 @@ def test_a_hang_is_shown_with_its_cause(folder, capsys):
 
 
 def timeless(text):
-    """A report of ``ringcomm trace`` without times, process ids and widths of columns."""
+    """Returns a report of ``ringcomm trace`` without times, process ids and column widths."""
     text = re.sub(r"-?\d[\d.,]* (?:ns|us|ms|s)\b", "TIME", text)
     text = re.sub(r"(?<=pid )\d+", "PID", text)
     return [" ".join(line.split()) for line in text.splitlines() if line]
@@ -171,7 +171,7 @@ def test_losses_that_are_not_near_are_seen():
 
 
 def test_estimates_print_what_the_pages_say(capsys):
-    """Of all pages, line by line; what a line of three dots stands for is free."""
+    """Compares all pages line by line; three dots replace any lines."""
     count = 0
     for page in sorted(DOCS.rglob("*.md")):
         for command in commands_of(page):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check under qemu: the packages' source, missing programs, and the tests that it names."""
+"""The check under qemu: the packages' source, missing programs, and the tests that it runs."""
 
 from __future__ import annotations
 

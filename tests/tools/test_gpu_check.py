@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make gpu-check`` as far as it goes without a GPU: its plan, its stages and their parsing."""
+"""``make gpu-check`` without a GPU: its plan, its stages, and the parsing of their output."""
 
 import json
 import os
@@ -123,14 +123,14 @@ def test_a_stage_that_raises_stops_no_other(check, capsys):
     results = run_stages(BUILD_AND_TEST, check, run, time.monotonic() - 20.0)
     assert [(each.name, each.verdict) for each in results] == [("build", FAILED), ("test", OK)]
     assert results[1].detail == "330 s" and "RuntimeError: no disk" in results[0].detail
-    # The budget is reduced by the time that has passed before.
+    # The budget is reduced by the time that has already passed.
     assert "gpu-check: build, 70 s at most" in capsys.readouterr().out
     assert any(line.startswith("build  failed") for line in summary(FACTS, results))
 
 
 # ---- the files of results ----------------------------
 
-# The command on a GPU that is made up, with one stage that ends and one that does not.
+# The command on a fictitious GPU, with one stage that ends and one that does not.
 COMMAND = """
 import sys
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, number):
         wait_until(lambda: pid.exists() and pid.read_text())
         run.send_signal(number)
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    # The command would hold the GPU.
+    # A process left running would hold the GPU.
     wait_until(lambda: has_ended(int(pid.read_text())))
     for folder in (tmp_path / "bench" / "results", tmp_path / "out"):
         (file,) = folder.glob("gpu-nvidia-h999-*.json")
@@ -174,7 +174,7 @@ def wait_until(holds, limit_s=60):
 
 
 def test_a_record_stands_after_each_stage(check):
-    """The files with the stages so far are there, whatever ends the run later."""
+    """The files hold all stages so far, however the run ends later."""
     seen = []
 
     def body(check, limit):
@@ -196,7 +196,7 @@ def test_a_record_stands_after_each_stage(check):
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(check, capsys):
-    """OUT is no folder: the folder of results has the files, and the run its verdict."""
+    """OUT is not a folder: the results folder still gets the files, and the run its verdict."""
     (check.folder / "out").touch()
     run = {name: lambda check, limit: Result("build", OK, "built") for name in ("build", "test")}
     results = run_stages(BUILD_AND_TEST, check, run, time.monotonic())
@@ -221,13 +221,13 @@ def test_a_command_is_run_in_the_tree_with_its_output_in_the_log(check):
 
 
 def has_ended(pid):
-    """A process that was killed may wait for its parent as a zombie."""
+    """True if a process has ended; a killed process may stay a zombie until its parent waits."""
     state = Path(f"/proc/{pid}/stat")
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_command_ends_at_its_limit_with_its_children(check):
-    child = "import os, time; os.setpgid(0, 0); time.sleep(600)"  # as ninja's children do
+    child = "import os, time; os.setpgid(0, 0); time.sleep(600)"  # like ninja's children
     code = (
         "import subprocess, sys, time\n"
         f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"
@@ -269,7 +269,7 @@ def test_the_module_is_built_before_nvcc_is_tried(check, monkeypatch, statuses, 
 
 
 def test_kernels_are_compiled_with_both_kinds_of_loops(tmp_path, monkeypatch):
-    """A fake interpreter fails for one kind of loops."""
+    """An interpreter script fails for one kind of loops."""
     program = tmp_path / "python"
     program.write_text(
         f'#!/bin/sh\necho "$RINGCOMM_KERNELS $2" >> {tmp_path}/asked\n'
@@ -326,7 +326,7 @@ def test_the_sanitizer_stage(check, monkeypatch):
     result = stages.sanitize(check, 30.0)
     assert result.verdict == OK
     assert result.detail.startswith("memcheck clean (1 warnings); racecheck clean")
-    # A tool that finds something fails the stage, whatever the others say.
+    # If one tool finds an error, the stage fails, whatever the other tools print.
     found = RACECHECK.format(1, 1, 0).strip()
     body = f"if [ $2 = racecheck ]; then echo '{found}'; exit 99; fi; echo '{MEMCHECK_CLEAN}'"
     sanitizer_program(check.folder, monkeypatch, body)
@@ -437,10 +437,10 @@ def test_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path, value, end
 
 @pytest.fixture
 def marked(check, monkeypatch):
-    """Writes a file with tests that have the mark."""
+    """Returns a function that writes a file with tests that have the mark."""
     monkeypatch.setattr(stages, "TEST_FOLDERS", (".",))
     (check.folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    # Every test of these has a pytest of its own, most of whose start would be plugins.
+    # Each of these tests starts a pytest, whose start-up would mostly load plugins.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
     check.runner = Runner(check.folder, check.folder / "log", os.environ)
@@ -463,7 +463,7 @@ def test_the_test_stage_needs_tests_that_ran(check, marked):
     assert result.noted == {"figure us per call": "4.5"}
     marked("test_it.py", "pytest.skip('no GPU')")
     assert stages.test(check, 60.0).verdict == FAILED
-    # A file that cannot be read is missed, and the others go on.
+    # A file that cannot be imported is reported as missed, and the other files run.
     (check.folder / "test_broken.py").write_text("import nothing_of_that_name")
     marked("test_it.py", "assert False", "pass")
     result = stages.test(check, 60.0)
@@ -480,7 +480,7 @@ def test_a_file_that_dies_takes_no_other_along_and_triton_is_last(check, marked,
     result = stages.test(check, 90.0)
     assert result.verdict == FAILED
     assert "failed: test_b.py::test_1, test_c.py::test_1" in result.detail
-    # Recorded as it went.
+    # Recorded while the stage runs.
     assert [detail.partition(";")[0] for detail in saved] == [
         "1 passed, 1 failed, 0 skipped",
         "2 passed, 2 failed, 0 skipped",
@@ -489,7 +489,7 @@ def test_a_file_that_dies_takes_no_other_along_and_triton_is_last(check, marked,
 
 
 class Hanging:
-    """A runner whose test files pass one test and hang in the next, but for ``test_good.py``."""
+    """A runner whose test files pass one test and hang in the next, except ``test_good.py``."""
 
     def __init__(self, root):
         self.root = root
@@ -551,7 +551,7 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
         assert module == "collectives" and options.device == "cuda" and options.tensors == "heap"
         assert one.command[:2] == ["-m", "ringcomm.bench"] and one.limit_s <= 60
     assert worlds == {2, 4, 8}
-    # Ranks that share a launch have no figure with a host's part in it.
+    # Figures of ranks that share a launch exclude the host's part.
     assert all((sizes[0], sizes[-1]) == (4 << 10, 256 << 20) for sizes in in_graphs.values())
     assert (
         len(plan) == len(benches.plan((2, 29, 9))) + 2 == len({one.name for one in plan}) == 8 - 1
@@ -626,7 +626,7 @@ sys.exit({status} if "processes-on-one-gpu" in sys.argv else 0)
 
 
 def make_harness(root: Path) -> Path:
-    """The program of a package ringcomm.bench below ``root``, which is not there yet."""
+    """Makes a package ringcomm.bench below ``root``; returns the path for its program."""
     folder = root / "ringcomm" / "bench"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
@@ -643,7 +643,7 @@ def test_the_bench_stage_goes_on_after_a_run_that_fails(check, monkeypatch):
     monkeypatch.setattr(benches, "plan", lambda version: [first, shared])
     script.write_text(HARNESS.format(status=1))
     result = stages.bench(check, 60.0)
-    # NCCL's run may fail; what it had measured is kept, and the failure is said.
+    # If NCCL's run fails, its earlier measurements are kept, and the failure is reported.
     assert result.verdict == OK and len(result.reports) == 2
     assert "processes, 2 ranks: no output" in result.detail
     report["rows"][0]["wrong"] = 4
@@ -661,7 +661,7 @@ def test_the_steps_stage_runs_the_optimizers_program(check):
     (check.folder / "report.json").write_text(json.dumps(report))
     result = stages.steps(check, 60.0)
     assert (result.name, result.verdict, len(result.reports)) == ("steps", OK, 4)
-    # A run without time is not begun.
+    # A run for which no time is left is not started.
     assert "no time left" in stages.steps(check, 0.5).detail
     script.write_text("import sys; sys.exit('too little memory')")
     for file in check.folder.glob("steps-*.json"):

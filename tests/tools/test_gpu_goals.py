@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The goals for a GPU, judged from rows, and the files that ``make gpu-check`` leaves."""
+"""The goals for a GPU, evaluated from rows, and the files that ``make gpu-check`` writes."""
 
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ SIZE = 64 << 20
 @pytest.mark.parametrize(
     ("number", "collective", "ranks", "moved_sizes", "share"),
     [
-        # reduce_scatter of W ranks: W inputs and one output of all chunks.
+        # reduce_scatter of W ranks: W inputs, and one output in all.
         (0, "reduce_scatter", 2, 3, 0.90),
         (0, "all_gather", 2, 4, 0.90),
         (1, "reduce_scatter", 8, 9, 0.85),
@@ -183,7 +183,7 @@ def test_one_pass_is_ahead_in_every_world(number, system, least, slower):
 
 @pytest.mark.parametrize(("time_us", "answer"), [(9761, "yes"), (9762, "no")])
 def test_a_step_is_held_against_a_copy_of_its_bytes(time_us, answer):
-    """256 Mi elements: 24 bytes of state, and two ranks' gradients and parameters of two bytes."""
+    """256 Mi elements: 24 bytes of state, and two ranks' 2-byte gradients and parameters."""
     cells = [optimizer_row(name, 1.0, "adamw_step", 2) for name in ("ringcomm", "separate kernels")]
     found = goal(8, *(replace(each, time_us=float(time_us)) for each in cells))
     assert (answer_of(found), len(found.figures)) == (answer, 1)
@@ -206,7 +206,7 @@ SHAPE = Shape(64, 2, 4, 1, 16)
 
 
 def training_rows(kind, **times):
-    """The rows of a process for each system, beside torch alone."""
+    """Returns the rows of one process per system, each measured beside torch alone."""
     found = []
     for name, time in times.items():
         pair = {TORCH_ALONE: 1.0, name.replace("_", " "): time}
@@ -218,7 +218,7 @@ def training_rows(kind, **times):
 @pytest.mark.parametrize("slower", [1.05, 1.051])
 def test_a_step_in_a_graph_costs_little_over_torchs(slower):
     cells = training_rows(GRAPH, stage_0=2.0, stage_1=1.0, stage_2=slower, stage_3=0.9)
-    cells += training_rows("", stage_1=9.0)  # where torch is bound by its host, too
+    cells += training_rows("", stage_1=9.0)  # includes torch's host cost
     found = goal(11, *cells)
     assert answer_of(found) == ("yes" if slower == 1.05 else "no") and len(found.figures) == 3
     assert found.worst == ("stage 2, graph, 1 ranks, 64x2, 1x16 bytes a rank", slower)
@@ -226,7 +226,7 @@ def test_a_step_in_a_graph_costs_little_over_torchs(slower):
 
 @pytest.mark.parametrize(("fsdp2", "answer"), [(2.0, "yes"), (1.9, "no")])
 def test_the_hosts_part_of_a_step_is_held_against_fsdp2s(fsdp2, answer):
-    """Stage 3's process and FSDP2's have reports of their own, each beside torch alone."""
+    """Stage 3 and FSDP2 have separate reports, each beside torch alone."""
     theirs = report_of(*training_rows(HOST, **{FSDP2_NCCL.replace(" ", "_"): fsdp2}))
     ours = report_of(*training_rows(HOST, stage_3=1.5, stage_2=0.99, stage_0=4.0))
     found = evaluate([ours, theirs])[12]
@@ -302,7 +302,7 @@ def test_what_is_written(result_files, tmp_path):
 def test_the_report_for_readers(result_files):
     text = result_files.write()[2].read_text()
     assert f"# {FACTS['gpu']}, 2031-02-03" in text
-    # 3 x 256 MiB in 1000 us are 805 GB/s of 1000.
+    # 3 x 256 MiB in 1000 us are 805 GB/s, of 1000 GB/s for the copy.
     assert "| one-shot, 256 MiB, 2 ranks | >= 0.9 of a copy of its bytes |" in text
     assert "| reduce_scatter, 2 ranks, 256 MiB | 0.805 | no |" in text
     assert "| 256 MiB | ringcomm:one_shot | 1000.00 | - | 0.81 |" in text

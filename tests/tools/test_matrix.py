@@ -52,7 +52,7 @@ def test_cases_share_a_build_and_a_failure_is_a_row(tmp_path, monkeypatch, capsy
     ]
     said = capsys.readouterr().out
     assert "Python 3.10, torch 2.13.0, c++, NumPy: not tried: no Python 3.10 here" in said
-    # Wheels that are given are tried as they are.
+    # Wheels that are passed in are tried unchanged.
     (made,) = matrix.try_all([matrix.Case("3.11")], tmp_path, tmp_path / "dist")
     assert (made[2], made[-1], used[-1]) == ("wheel", "ok", tmp_path / "dist")
     assert len(built) == 2
@@ -71,7 +71,7 @@ def test_a_command_sees_no_other_tree(tmp_path, monkeypatch):
 
 
 def test_the_version_is_what_torch_prints_last(tmp_path, monkeypatch):
-    """Without NumPy it warns first, in several lines."""
+    """Without NumPy torch first prints a warning of several lines."""
     printed = "x.py:368: UserWarning: no NumPy |\n  it cares\n2.13.0+cpu\n"
     monkeypatch.setattr(matrix, "run", lambda *command, **settings: printed)
     monkeypatch.setattr(matrix, "make_environment", lambda python, *words: tmp_path / "python")

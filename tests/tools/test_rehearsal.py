@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make gpu-check REHEARSE=1``: what it makes of each run, and a sample of it from end to end."""
+"""``make gpu-check REHEARSE=1``: how it shortens each run, and a sample run from end to end."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
 
 
 def enlarged(row):
-    """The row as if it were a GPU's: without its mark, at the sizes that the goals speak of."""
+    """Returns the row as a GPU's: without its mark, at the sizes that the goals use."""
     larger = replace(row, system=row.system.removesuffix(" (rehearsed)"))
     if larger.system == "ringcomm" and row.collective == "all_reduce":
         return larger
@@ -50,7 +50,7 @@ def enlarged(row):
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
 def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
-    # Compiled before, so that no stage pays for it.
+    # Compile first, so that no stage's time includes it.
     library()
     stub_driver.driver()
     results = ROOT / "bench" / "results"
@@ -69,16 +69,16 @@ def test_a_sample_is_rehearsed_from_the_probe_to_the_files(tmp_path):
     for stage in stages:
         assert facts[f"stage {stage}"].startswith("ok, ")
     assert facts["ended"] == "yes"
-    # Every figure says what it is, by itself and beside the others.
+    # Every figure is marked as rehearsed, in its row and for the whole report.
     assert "no figure here is a GPU's" in facts["rehearsal"]
     assert report.rows and facts["copy GB/s"] == "none, rehearsed"
     assert all(row.system.endswith(" (rehearsed)") for row in report.rows)
     assert all(row.note.startswith("rehearsed on an emulated device") for row in report.rows)
     assert not any(judged.figures for judged in evaluate([report]))
     assert "# none: rehearsed on an emulated device" in files[3].read_text()
-    # Graphs of a stage and of torch alone have taken the same steps.
+    # Graphs of a stage and of torch alone take the same steps.
     notes = [row.note for row in report.rows if row.system.endswith(", graph (rehearsed)")]
     assert len(notes) == 2 and len({*notes}) == 1 and "loss " in notes[0]
-    # The goals would find their rows.
+    # With GPU sizes, the goals find their rows.
     whole = Report({**facts, "copy GB/s": "1.0"}, [enlarged(row) for row in report.rows])
     assert sum(bool(judged.figures) for judged in evaluate([whole])) > 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools that make wheels: what they refuse, and what they write, on wheels that are made up."""
+"""The tools that make wheels: the input they refuse, and their output, on fictitious wheels."""
 
 import json
 import platform
@@ -26,7 +26,7 @@ METADATA = "Metadata-Version: 2.4\nName: ringcomm\nVersion: 1.2.3\nLicense-Expre
 
 @pytest.fixture
 def info(tmp_path):
-    """A `.dist-info` as the build leaves it, with notices added."""
+    """A `.dist-info` folder as the build leaves it, with notices added."""
     folder = tmp_path / "ringcomm-1.2.3.dist-info"
     (folder / "licenses").mkdir(parents=True)
     (folder / "METADATA").write_text(METADATA + "License-File: LICENSE\n\nThe text.\n")
@@ -117,7 +117,7 @@ def test_every_python_gets_its_wheel(tmp_path):
 
 
 def test_interpreters_without_a_wheel_are_not_tried(tmp_path, monkeypatch, capsys):
-    """`make wheels OPTIONS="--python 3.12"` passes where an older interpreter is installed, too."""
+    """`make wheels OPTIONS="--python 3.12"` also passes if an older interpreter is installed."""
     wheel = tmp_path / f"ringcomm-1-cp312-abi3-manylinux_2_28_{platform.machine()}.whl"
     monkeypatch.setattr(trial, "interpreter", Path)
     monkeypatch.setattr(trial, "try_bare", lambda python, wheel: "1 baseline\nab cd")
@@ -132,12 +132,12 @@ def test_interpreters_without_a_wheel_are_not_tried(tmp_path, monkeypatch, capsy
 def test_the_compiler_names_levels_as_zig_does(tmp_path):
     script = build.write_compiler(tmp_path, "aarch64").read_text()
     assert "-target aarch64-linux-gnu.2.28" in script
-    # What the script hands on, with echo in the compiler's place.
+    # Replaces the compiler by echo, to see the arguments that the script passes on.
     echo = tmp_path / "echo"
     echo.write_text(script.replace(f'exec "{sys.executable}" -m ziglang', "exec echo"))
     handed_on = run("sh", echo, "-march=x86-64-v3", "-O3", "a b")
     assert handed_on.split()[-4:] == ["-march=x86_64_v3", "-O3", "a", "b"]
-    # Zig keeps an object only if it need not list headers.
+    # Zig caches an object only without dependency options.
     handed_on = run(
         "sh", echo, "-O3", "-MD", "-MT", "a.o", "-MF", "a.o.d", "-o", "a.o", "-c", "a.cpp"
     )
@@ -145,7 +145,7 @@ def test_the_compiler_names_levels_as_zig_does(tmp_path):
 
 
 def test_what_a_bare_wheel_is_tried_with(capsys):
-    """This build, too, uses all that the processor has, with equal bits."""
+    """This build also uses all instruction sets of the processor, with equal bits."""
     try:
         runpy.run_path(str(trial.BARE_USE))
     finally:
