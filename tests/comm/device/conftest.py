@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices that a test of this folder runs on: emulated ones, and with ``-m gpu`` real ones."""
+"""The devices that tests of this folder run on: emulated devices, and with ``-m gpu`` real ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def require(kind: str) -> None:
-    """Skips the test where there are no such devices."""
+    """Skips the test if there are no devices of this kind."""
     if kind == "emulated" and COMPILER is None:
         pytest.skip("the emulator needs a C++ compiler")
     reason = why_no_gpu() if kind == "cuda" else None
@@ -25,14 +25,14 @@ def require(kind: str) -> None:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of device that the processes of a test shall use."""
+    """The kind of device that the processes of a test must use."""
     require(request.param)
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
-    """The devices of this process. At the end of a file everything must have been given back."""
+    """The devices of this process. At the end of a file all their memory must be free again."""
     require(request.param)
     made = Devices(request.param)
     yield made

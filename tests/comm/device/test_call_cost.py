@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars for the host's cost of a call on a device: functions of Python, and calls of the driver.
+"""Limits for the host's cost of a call on a device: Python functions, and calls of the driver.
 
-Both are counted on a driver that does nothing. A mutant of each fast path must exceed its bar.
+A driver that does nothing counts both. A mutant of each fast path must exceed its limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def runtime() -> Iterator[StubRuntime]:
 @pytest.fixture
 def comm(runtime: StubRuntime) -> Iterator[Communicator]:
     with ringcomm.local_world(1, device="cuda:0") as (communicator,):
-        # Warm: the first asynchronous call makes the side stream, and the first calls the events.
+        # Warm up: the first asynchronous call makes the side stream, the first calls make events.
         tensor = torch.ones(64)
         for _ in range(3):
             communicator.all_reduce(tensor)
@@ -132,14 +132,14 @@ def test_another_stream_is_asked_whether_it_captures(
     runtime: StubRuntime, comm: Communicator
 ) -> None:
     with runtime.on_stream(runtime.make_stream(0)):
-        comm.barrier()  # puts the stream behind the last call's
+        comm.barrier()  # orders the stream after the last call's
         assert driver_calls_of(runtime.driver, comm.barrier) == {"is_capturing": 1, "launch": 1}
 
 
 def test_calls_between_asynchronous_ones_ask_for_no_green_context(
     runtime: StubRuntime, comm: Communicator
 ) -> None:
-    """A stream is asked once for what it may use, though the calls' streams take turns."""
+    """Each stream's green context is looked up only once, although the streams alternate."""
     tensor = torch.ones(64)
 
     def turn() -> None:
@@ -155,10 +155,10 @@ def test_calls_between_asynchronous_ones_ask_for_no_green_context(
 
 
 def test_a_call_beside_a_second_communicator(runtime: StubRuntime, comm: Communicator) -> None:
-    """Each launch is noted, and those of the other communicator are looked at."""
+    """Each launch is recorded, and the other communicator's launches are queried."""
     with ringcomm.local_world(1, device="cuda:0") as (other,):
         other.barrier()
-        comm.barrier()  # puts the stream behind the last call's
+        comm.barrier()  # orders the stream after the last call's
         runtime.driver.reset()
         other.barrier()
         found = driver_calls_of(runtime.driver, comm.barrier)
@@ -170,7 +170,7 @@ def test_a_call_beside_a_second_communicator(runtime: StubRuntime, comm: Communi
 
 
 class Slow:
-    """Fast calls that do nothing, and say so."""
+    """Fast calls that do nothing, and return that they are not fast."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None if name.startswith("start_") else _native.NOT_FAST
@@ -180,7 +180,7 @@ class Slow:
 def test_the_checked_path_is_seen(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    """The mutant: no call is fast, so all pass the checks in Python."""
+    """The mutant: no call is fast, so Python checks all of them."""
     monkeypatch.setattr(comm.engine, "fast", Slow())
     monkeypatch.setattr(comm.engine, "starts", Slow())
     bar = ASYNC_FRAMES if call in ASYNC else SYNC_FRAMES
@@ -204,7 +204,7 @@ def test_a_call_of_a_step_is_one_launch(
 ) -> None:
     call = step_calls_of(comm)[name]
     waits = name.endswith("wait")
-    call()  # finds the kernel, and makes a plan where the call repeats
+    call()  # finds the kernel; makes a plan if the call repeats
     assert frames_of(call) <= (ASYNC_FRAMES if waits else SYNC_FRAMES)
     assert driver_calls_of(runtime.driver, call) == (ASYNC_DRIVER if waits else SYNC_DRIVER)
 
@@ -213,7 +213,7 @@ def test_a_call_of_a_step_is_one_launch(
 def test_the_checked_path_of_a_step_is_seen(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The mutant: no call is fast, and none has a plan."""
+    """The mutant: no call is fast, and no call has a plan."""
     monkeypatch.setattr(comm.engine, "fast", Slow())
     monkeypatch.setattr(comm.engine, "starts", Slow())
     monkeypatch.setattr(comm.engine, "planned", lambda call: None)
@@ -225,7 +225,7 @@ def test_the_checked_path_of_a_step_is_seen(
 def test_an_event_for_each_call_is_seen(
     runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: a communicator that has the device for itself notes its launches."""
+    """The mutant: a communicator records its launches although it is alone on the device."""
     engine = comm.engine
     assert isinstance(engine, DeviceCallEngine)
     engine.order.ledger.set_members(2, 132, 0)
@@ -237,10 +237,10 @@ def test_an_event_for_each_call_is_seen(
 
 def test_a_plan_is_one_launch(runtime: StubRuntime, comm: Communicator) -> None:
     plan = comm.plan_all_reduce(torch.ones(64))
-    plan()  # puts the stream behind the last call's
+    plan()  # orders the stream after the last call's
     assert frames_of(plan) <= SYNC_FRAMES
     assert driver_calls_of(runtime.driver, plan) == SYNC_DRIVER
-    plan._again = None  # the mutant: it is checked and prepared each time
+    plan._again = None  # the mutant: each call is checked and prepared
     assert frames_of(plan) > SYNC_FRAMES
 
 
@@ -248,7 +248,7 @@ def test_a_plan_is_one_launch(runtime: StubRuntime, comm: Communicator) -> None:
 def test_a_plan_of_a_tensor_that_has_changed_is_checked_again(
     comm: Communicator, change: str
 ) -> None:
-    """It must neither use freed memory nor leave a parameter's version as it was."""
+    """The plan must neither use freed memory nor leave a parameter's version unchanged."""
     tensor = torch.ones(64)
     plan = comm.plan_all_reduce(tensor)
     assert plan._again is not None and plan._again() == 0
@@ -291,7 +291,7 @@ def test_a_plan_of_tensors_that_do_not_fit_any_more_is_refused(
     change: Callable[[Communicator], tuple[ringcomm.Plan, str]],
     async_op: bool,
 ) -> None:
-    """As by the call itself, before anything reads memory that is not there."""
+    """The call itself refuses them, too, before a kernel reads memory outside of a tensor."""
     with ringcomm.local_world(1) as (host,):
         for each in (comm, host):
             plan, text = change(each)
@@ -300,7 +300,7 @@ def test_a_plan_of_tensors_that_do_not_fit_any_more_is_refused(
 
 
 def test_a_plan_takes_the_dtype_of_now(comm: Communicator) -> None:
-    """Not that of memory that a tensor had before."""
+    """The record has the current dtype, not the dtype of the tensor's earlier memory."""
     tensor = torch.ones(64)
     plan = comm.plan_all_reduce(tensor)
     tensor.data = torch.ones(64, dtype=torch.bfloat16)
@@ -329,7 +329,7 @@ def test_a_launch_has_few_parameters(runtime: StubRuntime, comm: Communicator, c
 
 
 def test_many_parameters_are_seen(runtime: StubRuntime, comm: Communicator) -> None:
-    """The mutant: a call that takes lists, whose kernel has room for those of many ranks."""
+    """The mutant: a call with lists, whose kernel has parameters for many ranks."""
     runtime.driver.reset()
     all_to_all(comm, torch.ones(64))
     assert PARAMETER_BYTES < runtime.driver.params_bytes() <= 4096
@@ -346,7 +346,7 @@ def test_one_launch_of_all_ranks(runtime: StubRuntime, ranks: int) -> None:
         assert frames_of(lambda: world.all_reduce(tensors)) <= LAUNCH_FRAMES
         assert driver_calls_of(runtime.driver, lambda: world.all_reduce(tensors)) == SYNC_DRIVER
         assert runtime.driver.params_bytes() <= PARAMETER_BYTES
-        world._one_launch = []  # the mutant: each rank's call is checked and prepared in Python
+        world._one_launch = []  # the mutant: Python checks and prepares each rank's call
         assert frames_of(lambda: world.all_reduce(tensors)) > LAUNCH_FRAMES
 
 
@@ -368,7 +368,7 @@ def test_tensors_are_kept_until_the_owners_stream_waits(
     assert tensors_kept(comm) == 3
     assert works[0] is not None and works[1] is not None
     with runtime.on_stream(runtime.make_stream(0)):
-        works[1].wait()  # the memory may be reused on the stream where the tensor was made
+        works[1].wait()  # memory may be reused only on the tensor's own stream
     assert tensors_kept(comm) == 3
     works[1].wait()
     works[0].wait()
@@ -389,7 +389,7 @@ def test_tensors_are_kept_until_the_call_is_done(runtime: StubRuntime, comm: Com
     runtime.driver.reset()
 
 
-# ---- what is not fast takes the checked path -----------------------------------------------------
+# ---- calls that are not fast take the checked path -----------------------------------------------
 
 
 @pytest.mark.parametrize("code", [3, 201, 400])
@@ -398,7 +398,7 @@ def test_a_thread_on_another_device_makes_the_call_on_the_right_one(
     runtime: StubRuntime, comm: Communicator, call: Call, code: int
 ) -> None:
     tensor = torch.ones(64)
-    comm.barrier()  # puts the stream behind the last call's
+    comm.barrier()  # orders the stream after the last call's
     runtime.driver.reset()
     runtime.driver.refuse(code)
     entered = runtime.calls["on_device"]
@@ -411,7 +411,7 @@ def test_a_thread_on_another_device_makes_the_call_on_the_right_one(
 def waits_of(
     runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> list[tuple[int, int]]:
-    """Returns the waits of a call that a thread makes on device 1: a stream, the current device."""
+    """Returns the waits of a call on device 1's thread as (stream, current device)."""
     waits: list[tuple[int, int]] = []
     calls = comm.engine.fast
 
@@ -439,7 +439,7 @@ def waits_of(
 def test_no_default_stream_of_another_device_waits(
     runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    """The driver would let it: 0 names the default stream of whatever device is current."""
+    """The driver would allow it: stream 0 is the default stream of the current device."""
     comm.all_reduce(torch.ones(64), async_op=True)  # the next call on stream 0 waits for it
     waits = waits_of(runtime, comm, monkeypatch, call)
     assert waits and all(stream != 0 or device == 0 for stream, device in waits)
@@ -448,7 +448,7 @@ def test_no_default_stream_of_another_device_waits(
 def test_a_default_stream_of_another_device_that_waits_is_seen(
     runtime: StubRuntime, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: nobody asks which device is current."""
+    """The mutant: the current device is not checked."""
     monkeypatch.setattr(runtime, "hides_device", True)
     comm.all_reduce(torch.ones(64), async_op=True)
     assert (0, 1) in waits_of(runtime, comm, monkeypatch, all_reduce_and_wait)

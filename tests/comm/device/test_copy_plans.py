@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of the copy engines: copies from the peers' tensors in place, exact and in order."""
+"""Plans of the copy engines copy directly from peers' tensors: exact results in call order."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from tests.support.ranks import Ranks, run_ranks
 LIMIT_S = 100.0
 GRACE_S = 0.1
 BOTH = (0, 1)
-# No staging: an ordinary call by the copy engines is refused.
+# Leaves no staging memory, so that an ordinary call by the copy engines is refused.
 NO_STAGING = with_options(copy_engine_bytes=0)
-# More than a chunk of a heap that grows, which has 2 MiB at first.
+# More elements than fit into the first chunk of a growing heap, which has 2 MiB.
 GROWS = 700_000
 
 
@@ -75,7 +75,7 @@ class Gather:
 
 
 def gathers(comm: Communicator) -> None:
-    """Calls of several plans overlap, among other calls."""
+    """Calls of several plans overlap with each other and with other calls."""
     made = [
         Gather(comm, count, in_place=in_place)
         for count in (0, 1, 4099)
@@ -120,7 +120,7 @@ def _connect(store: Any, rank: int, world: int) -> Communicator:
 
 
 def _process(store: Any, rank: int, world: int, kind: str) -> bool:
-    """Also while the heaps grow, and in a graph."""
+    """Also with growing heaps, and in a graph."""
     devices = Devices(kind, devices=1) if kind == "emulated" else Devices(kind)
     with _connect(store, rank, world) as comm, devices.as_on_gpu(comm):
         gathers(comm)
@@ -159,17 +159,17 @@ def test_processes(kind: str) -> None:
     assert run_ranks(_process, 3, kind, timeout_s=LIMIT_S) == [True] * 3
 
 
-# ---- copies lie between two waits for all ranks --------------------------------------------------
+# ---- copies are between two waits for all ranks --------------------------------------------------
 
 
 class Launches:
-    """Makes the launches of a rank's next gather: a kernel that waits, copies, and another one.
+    """Makes the launches of a rank's next gather: a waiting kernel, copies, and another kernel.
 
     Args:
         devices: of ``comm``.
-        comm: whose calls are made so while :meth:`made` runs.
-        skips: the launch that is not made: 1, 2, or 0 for none.
-        holds: what the stream waits for before the copies.
+        comm: the communicator whose calls :meth:`made` launches in this way.
+        skips: the launch that is left out: 1, 2, or 0 for none.
+        holds: an event that the stream waits for before the copies.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Launches:
         self.native.set_submit(None)
 
     def then(self, function: Callable[[], object]) -> Any:
-        """Calls a function in the order of the stream; returns an event behind it."""
+        """Calls a function in stream order; returns a device event after it."""
         stream = self.native.stream
         self._runtime.run_on_stream(self._device, stream, lambda: function() and None)
         return self._runtime.record_event(self._device, stream)
@@ -234,7 +234,7 @@ def memset(made: Gather) -> Callable[[], object]:
 
 
 def got(made: Gather) -> str:
-    """What rank 0 has of rank 1."""
+    """Returns the data that rank 0 got from rank 1."""
     found = on_host(made.output)[made.count :]
     if torch.equal(found, torch.zeros(made.count)):
         return "zeros"
@@ -243,7 +243,7 @@ def got(made: Gather) -> str:
 
 
 def after_an_overwriting(devices: Devices, world: LocalWorld, skips: int) -> str:
-    """What rank 0, whose copies are late, gets if rank 1 writes behind its call."""
+    """Returns the data that a late copy of rank 0 gets if rank 1 writes after its call."""
     opened = threading.Event()
 
     def body(comm: Communicator) -> str:
@@ -260,7 +260,7 @@ def after_an_overwriting(devices: Devices, world: LocalWorld, skips: int) -> str
 
 
 def after_a_late_input(devices: Devices, world: LocalWorld, skips: int) -> str:
-    """What rank 0 gets if rank 1 writes late what its call gathers."""
+    """Returns the data that rank 0 gets if rank 1 writes its input late."""
     opened = threading.Event()
 
     def body(comm: Communicator) -> str:
@@ -300,7 +300,7 @@ def test_both_waits_are_needed(
 
 
 def _maps_late(store: Any, rank: int, world: int, waits: bool) -> str:
-    """Rank 1 maps what rank 0's heap gets after half a second, or after both have gone on."""
+    """Rank 1 maps rank 0's new memory after half a second, or after both have gone on."""
     devices = Devices("emulated", devices=1)
     device_memory.GROWTH_WAIT_S = 0.05
     with _connect(store, rank, world) as comm, devices.as_on_gpu(comm):
@@ -346,7 +346,7 @@ def test_a_plan_waits_for_peers_that_map_late(waits: bool) -> None:
 
 
 def errors(devices: Devices, body: Callable[[Communicator], Any], ranks: int = 2) -> list[Any]:
-    """What each rank's body gives, in a world of its own."""
+    """Returns the result of each rank's body, in a new world."""
     with devices.new_world(ranks, options=OPTIONS) as world:
         return devices.run(world, body)
 
@@ -388,7 +388,7 @@ def test_plans_that_differ_are_refused_on_all_ranks(devices: Devices) -> None:
 
 
 def test_a_tensor_with_other_memory_is_refused(devices: Devices) -> None:
-    """And the memory for which the plan was made lives as long as the plan."""
+    """The memory for which the plan was made must live as long as the plan."""
 
     def body(comm: Communicator) -> None:
         made = Gather(comm, 1000)
@@ -405,7 +405,7 @@ def test_a_tensor_with_other_memory_is_refused(devices: Devices) -> None:
         assert isinstance(error, ArgumentError)
         assert f"at {before:#x}, got 4000 bytes of torch.float32 at" in str(error)
         assert "make a new plan on all ranks" in str(error)
-        made.output = made.output.clone()  # of the plan it still is
+        made.output = made.output.clone()  # the old output still belongs to the plan
         again = comm.plan_all_gather_into_tensor(made.output, made.input, algorithm="copy_engine")
         made.fill(1)
         again()
@@ -419,7 +419,7 @@ def _other_plan(comm: Communicator, made: list[Gather]) -> None:
 
 
 def _no_plan(comm: Communicator, made: list[Gather]) -> None:
-    """Of a size that staging holds at once, so that both calls have the same launches."""
+    """With a size that fits into staging, so that both calls have the same launches."""
     first = made[0]
     if comm.rank == 0:
         first.plan()
@@ -495,7 +495,7 @@ def test_a_peer_that_has_closed(devices: Devices) -> None:
 
 
 def _loses_a_peer(store: Any, rank: int, world: int) -> None:
-    """The copies read memory of the dead, which stays mapped."""
+    """The copies read the dead peer's memory, which stays mapped."""
     devices = Devices("emulated", devices=1)
     comm = _connect(store, rank, world)
     with devices.as_on_gpu(comm):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy views of tensors on devices are moved by value; what has no memory there is refused."""
+"""Lazy views of device tensors are moved by value; tensors without device memory are refused."""
 
 import pytest
 import torch

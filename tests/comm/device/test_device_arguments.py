@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that a device refuses: no peer is disturbed, and the communicator stays usable."""
+"""Calls that a device refuses do not disturb peers, and the communicator stays usable."""
 
 import mmap
 
@@ -17,12 +17,12 @@ from tests.support.device_worlds import (
     with_options,
 )
 
-_MAP_NORESERVE = 0x4000  # Linux's, which the mmap module names from Python 3.13 on
+_MAP_NORESERVE = 0x4000  # Linux's value; the mmap module has the name since Python 3.13
 
 
 @pytest.fixture
 def world(devices):
-    """Two ranks that still sum correctly afterwards."""
+    """Two ranks that must still sum correctly after the test."""
     made = devices.world(2)
     yield made
     assert not any(comm.aborted for comm in made)
@@ -88,7 +88,7 @@ def test_tensors_of_another_device(two_devices, world, count):
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_current_stream_of_another_device(two_devices, world, async_op):
-    """A call runs on the current stream of its own device, whatever device is current."""
+    """A call runs on the current stream of its own device, whichever device is current."""
     runtime = two_devices.runtime
 
     def body(comm):
@@ -140,7 +140,7 @@ def test_arguments_that_do_not_fit(devices, world, call, words):
 
 
 def _refusals(devices, world, call):
-    """The error of every rank, each of which makes the call."""
+    """Returns the error of every rank; each rank makes the call."""
 
     def body(comm):
         with pytest.raises(ArgumentError) as caught:
@@ -198,10 +198,10 @@ def test_complex_products(devices, world):
 
 
 def test_more_than_staging_can_pipe(devices):
-    """Epochs are compared modulo 2^32, so one call may not have more items than half of that."""
+    """Epochs are compared modulo 2^32, so one call may have at most 2^31 items."""
     if not devices.emulated:
         pytest.skip("needs more memory than a GPU has")
-    # Nothing is read: the memory is never there.
+    # The memory is never read, and so is never allocated.
     size_bytes = 33 << 30
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON | _MAP_NORESERVE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)

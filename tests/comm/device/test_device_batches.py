@@ -19,7 +19,7 @@ def _value(sender, receiver, turn):
 
 @pytest.mark.parametrize("turns", [1, 3])
 def test_several_groups_and_the_host_in_one_batch(devices, turns):
-    """Each rank lists the groups in an order of its own; the Works come back in that order."""
+    """Each rank lists the groups in a different order; the Works are returned in this order."""
     hosts = ringcomm.local_world(3, timeout=60)
 
     def body(comm):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``one_shot`` and ``ll`` sum in rank order and round once: the bits of the host's ``one_shot``."""
+"""``one_shot`` and ``ll`` sum in rank order and round once: the bits equal those of the host."""
 
 import pytest
 import torch
@@ -11,17 +11,17 @@ from tests.support.device_worlds import on_host, put, room
 from tests.support.exact import op_of, same
 
 WORLD = 4
-# Small enough for LL, for one hop of a two-shot all-reduce, and for neither; per rank.
+# Elements per rank: small enough for LL, for one hop of a two-shot all-reduce, and for neither.
 COUNTS = (37, 150, 3001)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def drawn(count, dtype, op):
-    """Values whose sums round, also in FP32, so that another order of adding shows."""
+    """Returns values whose sums are rounded even in FP32, so that the order of addition shows."""
     generator = torch.Generator().manual_seed(count)
     drawn = torch.randn(WORLD, count * WORLD, generator=generator, dtype=torch.float64)
     if op != "PRODUCT":
-        # Two large ones that cancel, after the first of the others has been added to one of them.
+        # Two large values that cancel, but only after another value has been added to the first.
         drawn /= 16
         drawn[0] *= 2**17
         drawn[2] = -drawn[0]
@@ -49,13 +49,13 @@ def reduced_on_host(host_world, given, op):
     return results[0]
 
 
-# Sums do not know where their operands lie: each dtype has a memory.
+# Sums do not depend on the operands' memory, so each dtype is tested with one kind of memory.
 LYING = [*zip(FLOATS, ("plain", "heap", "unaligned", "heap"), strict=True)]
 
 
 @pytest.mark.parametrize(("dtype", "memory"), LYING, ids=str)
 def test_the_bits_of_the_host(devices, host_world, dtype, memory):
-    """The order shows: the same values summed the other way round have other bits."""
+    """The test detects a wrong order: the same values summed in reverse order have other bits."""
     cases = []
     for count in COUNTS:
         for op in EMULATED[dtype] if devices.emulated else ops_on_device(dtype):
@@ -82,11 +82,11 @@ def test_the_bits_of_the_host(devices, host_world, dtype, memory):
     devices.run(devices.world(WORLD), body)
 
 
-# Numbers of sources that have a loop of their own, and others, which are added in batches.
+# Includes numbers of sources with a loop of their own, and numbers that are added in batches.
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sums_and_means_of_each_number_of_sources(devices, world, dtype):
-    """Means of the smallest numbers, too: a half of an odd one rounds."""
+    """Also means of the smallest numbers: half of an odd one must be rounded."""
     count = 4001
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     cases = []
@@ -94,7 +94,7 @@ def test_sums_and_means_of_each_number_of_sources(devices, world, dtype):
         for op, scale in (("SUM", 1.0), ("AVG", 1.0), ("AVG", least)):
             generator = torch.Generator().manual_seed(world)
             drawn = torch.randn(world, count * world, generator=generator, dtype=torch.float64)
-            # A few units of the last place where they are the smallest; else of all sizes.
+            # At the smallest scale a few units in the last place, otherwise values of all sizes.
             given = list((drawn.mul(9).round() * scale if scale == least else drawn).to(dtype))
             cases.append((op, given, reduced_on_host(host_world, given, op)))
 
@@ -114,7 +114,7 @@ def test_sums_and_means_of_each_number_of_sources(devices, world, dtype):
     ("dtype", "least_nan"), [(torch.bfloat16, 0x7F81), (torch.float16, 0x7C01)], ids=str
 )
 def test_one_source_is_narrowed_as_it_was_widened(devices, dtype, least_nan):
-    """All values: NaNs become quiet, and what float16 says beside that is lost; others stay."""
+    """All 2^16 values: NaNs become quiet, those of float16 lose their payload; others stay."""
     given = torch.arange(1 << 16, dtype=torch.int32)
     magnitude = given & 0x7FFF
     quiet = given | 0x40 if dtype == torch.bfloat16 else (given & 0x8000) | 0x7E00

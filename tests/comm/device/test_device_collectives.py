@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective is exact: every algorithm, dtype, op, size, memory and world."""
+"""Every collective is exact with every algorithm, dtype, op, size, memory and world size."""
 
 import itertools
 
@@ -26,10 +26,10 @@ from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
 
 
-# Schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
+# Schedules of all world sizes are proved at compile time (tests/proof/races/schedule_test.cpp).
 @covering(strength=1, name=[*CHECKS], world_size=(2, 3, 1, 4, 7, 8))
 def test_every_world_size_and_memory(devices, name, world_size):
-    """Nothing, one element, fewer than ranks, a tail, several segments of a channel."""
+    """Counts: none, one element, fewer than ranks, a tail, several segments per channel."""
     counts = (0, 1, max(world_size - 1, 1), 257, 4099)
     algorithms = itertools.cycle(ALGORITHMS)
     cases = [
@@ -45,8 +45,8 @@ def test_every_world_size_and_memory(devices, name, world_size):
         for number, memory in enumerate(MEMORIES)
     ]
     if devices.emulated:
-        # Up to hundreds of threads wait for each other on a few cores: worlds take parts of it, in
-        # which each has all counts or all memories.
+        # Up to hundreds of threads wait for each other on a few cores, so each world runs only a
+        # part of the cases. This part has all counts or all memories.
         step = 2 if world_size <= 2 else 5
         cases = cases[world_size % step :: step]
 
@@ -84,7 +84,7 @@ def test_every_op_through_all_slots(devices, name):
 
 @pytest.mark.parametrize("name", MOVEMENTS)
 def test_every_dtype_is_moved(devices, name):
-    """By two of the calls at least: to a device they are bytes."""
+    """At least two of the calls test each dtype: a device moves only bytes."""
     dtypes = [*enumerate(MOVABLE)][[*MOVEMENTS].index(name) % 3 :: 3]
 
     def body(comm):
@@ -188,7 +188,7 @@ def test_coalesced_forms(devices):
 
 
 def test_a_barrier_waits_for_all(devices):
-    """Stores before a barrier are there after it: ranks write into each other's heap tensor."""
+    """Stores before a barrier are visible after it: each rank writes into all heap tensors."""
     world = devices.world(3)
     shared = [room(comm, 3, torch.int32, "heap") for comm in world]
     with devices.as_on_gpu():
@@ -210,7 +210,7 @@ def test_a_barrier_waits_for_all(devices):
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
 def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
-    """Blocks meet as often for more segments; staged slices show that it is counted."""
+    """More segments add no barriers of blocks; with staged slices they do, as a control."""
     if not devices.emulated:
         pytest.skip("counts the barriers of emulated blocks")
     world = devices.new_world(2, options=with_options(segment_bytes=1024, channels=1))

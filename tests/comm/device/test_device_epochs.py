@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs come around after 2^32 items or LL calls, and nothing happens."""
+"""Epochs wrap around after 2^32 items or LL calls without any effect."""
 
 import functools
 import threading
@@ -13,15 +13,15 @@ from tests.support.device_worlds import MANY, ll_flags, set_epochs, set_ll_epoch
 
 WORLD = 3
 WRAP = 1 << 32
-# Once in so many calls the buffers of LL are cleared (ll.h).
+# The buffers of LL are cleared once in this many calls (ll.h).
 CLEARING = 1 << 24
 
 
 def _between_calls(devices, comm, barrier: threading.Barrier, put: Callable[[], None]) -> None:
-    """Lets all ranks ``put`` what their calls go on from, while none is in a call.
+    """Lets all ranks call ``put``, which sets their next epochs, while no rank is in a call.
 
-    The kernel of a barrier ends on one rank while others still read their words, and the first call
-    after it writes into the words of a rank that may not have put them yet.
+    A barrier's kernel may end on one rank while other ranks still read their words, and the first
+    call after it may write into words of a rank that has not called ``put`` yet.
     """
     comm.barrier()
     devices.runtime.synchronize(0)
@@ -32,7 +32,7 @@ def _between_calls(devices, comm, barrier: threading.Barrier, put: Callable[[], 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_items_wrap_around(devices, name):
-    """From a few items before 2^31 and 2^32 to many behind."""
+    """From a few items before 2^31 and 2^32 to many items after."""
     barrier = threading.Barrier(WORLD)
 
     def body(comm):
@@ -56,7 +56,7 @@ def _ll(comm, count):
 
 
 def _skip_to(devices, comm, epoch):
-    """Puts a world where it would be after small calls up to ``epoch``."""
+    """Sets a world's state as after small calls up to ``epoch``."""
     comm.barrier()
     devices.runtime.synchronize(0)
     set_ll_epoch(comm, epoch)
@@ -74,7 +74,7 @@ def test_ll_across_a_clearing(devices):
 
 
 def test_ll_calls_wrap_around(devices):
-    """Makes those of 2^32 calls that lie around the last two clearings."""
+    """Makes only the calls around the last two of the clearings of 2^32 calls."""
 
     def body(comm):
         for clearing in (WRAP - CLEARING, WRAP):
@@ -88,7 +88,7 @@ def test_ll_calls_wrap_around(devices):
 
 @pytest.mark.parametrize("clearing", [CLEARING, WRAP])
 def test_a_clearing_leaves_no_old_packet_in_either_set(devices, clearing):
-    """Old flags are not taken for new ones 2^32 calls later where only large messages come."""
+    """With large messages only, old flags must not count as new ones 2^32 calls later."""
 
     def body(comm):
         for _ in range(2):

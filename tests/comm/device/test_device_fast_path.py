@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that the native end makes of tensors as they are: same bits, same order, same refusals.
+"""Calls that the native module makes directly: the same bits, order and refusals as checked calls.
 
-The ranks have a device each and are on it, as a thread of a program on a GPU is. On one device they
-would share launches, which are not fast.
+Each rank has its own device, which is current, as in a program with a thread per GPU. Ranks on one
+device would share launches, which are not fast.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-# malloc would reuse at once what a call on a stream still uses; the allocator of a GPU does not.
+# malloc would reuse memory that a call on a stream still uses; a GPU's allocator would not.
 _kept: list[torch.Tensor] = []
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, which lives until the devices have been synchronized."""
+    """Keeps the tensor alive until the devices have been synchronized, and returns it."""
     _kept.append(tensor)
     return tensor
 
 
 class Counting:
-    """The native calls of a communicator, which counts those that were made."""
+    """Wraps a communicator's native calls, and counts the calls that were made."""
 
     def __init__(self, calls: Any) -> None:
         self.calls = calls
@@ -74,7 +74,7 @@ def engine_of(comm: Communicator) -> DeviceCallEngine:
 
 
 def run(devices: Devices, world: LocalWorld, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Calls ``fn(comm, *args)`` on each rank, with its device current."""
+    """Calls ``fn(comm, *args)`` on each rank, with the rank's device current."""
 
     def body(comm: Communicator) -> Any:
         device = engine_of(comm).device_ref[1]
@@ -90,12 +90,12 @@ def run(devices: Devices, world: LocalWorld, fn: Callable[..., Any], *args: Any)
 
 
 def filled(comm: Communicator, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers that differ by rank and position."""
+    """Returns small integers that differ by rank and position."""
     return kept(((torch.arange(count) + 3 * comm.rank) % 5).to(dtype))
 
 
 def made_of(comm: Communicator, call: Callable[[], object]) -> Counter[str]:
-    """Returns the native calls that were made in ``call``."""
+    """Returns the native calls that ``call`` makes."""
     engine = engine_of(comm)
     counting: Any = Counting(engine.calls)
     fast, starts = engine.fast, engine.starts
@@ -108,7 +108,7 @@ def made_of(comm: Communicator, call: Callable[[], object]) -> Counter[str]:
 
 
 def everything(comm: Communicator, checked: bool) -> list[torch.Tensor]:
-    """The results of each collective, on the checked path or not."""
+    """Returns the results of each collective, on the checked path or on the fast path."""
     engine = engine_of(comm)
     if checked:
         engine.calls.set_shared(True)
@@ -216,7 +216,7 @@ def test_a_broadcast_advances_the_versions_of_what_it_writes(
 
 
 def test_calls_on_two_streams_follow_each_other(devices: Devices, world: LocalWorld) -> None:
-    """Each adds to what the last one left, on whatever stream."""
+    """Each call adds to the result of the call before, although the streams differ."""
 
     def body(comm: Communicator) -> torch.Tensor:
         runtime, device = devices.runtime, engine_of(comm).device_ref[1]
@@ -273,7 +273,7 @@ def test_other_calls_are_not_fast(devices: Devices, world: LocalWorld, name: str
 
 
 def test_a_mode_of_torch_makes_no_call_fast(devices: Devices, world: LocalWorld) -> None:
-    """It has to see the call."""
+    """The mode must see the call."""
 
     def body(comm: Communicator) -> list[object]:
         calls, tensor = engine_of(comm).calls, torch.ones(8)
@@ -330,7 +330,7 @@ def test_plans_are_made_many_times(devices: Devices, world: LocalWorld) -> None:
 
 
 def together(devices: Devices, world: LocalWorld, call: Callable[[], object]) -> list[int]:
-    """Makes a call of all ranks from this thread; counts what each native function made of it."""
+    """Makes a call of all ranks in this thread; counts the calls of each native function."""
     names = ("all_reduce_together", "reduce_scatter_together", "all_gather_together")
     made = dict.fromkeys(names, 0)
     before = {name: getattr(_native, name) for name in names}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on several devices, groups of them, and calls of all of them from one thread."""
+"""Ranks on several devices, their groups, and calls that one thread makes for all ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ BOTH = (0, 1)
 
 @pytest.mark.parametrize("ranks", [3, *in_test_all(2, 4)])
 def test_two_devices_of_one_process(two_devices, ranks):
-    """One launch on each; a rank's plain tensors are its own device's."""
+    """One launch per device; a rank's plain tensors belong to its own device."""
     devices = two_devices
 
     def body(comm):
@@ -39,7 +39,7 @@ def test_two_devices_of_one_process(two_devices, ranks):
 
 def test_devices_named_one_by_one(two_devices):
     named: list[torch.device | str | int | None] = [torch.device("cuda", 1), "cuda:0", 1]
-    # Few blocks: worlds of other tests, which live on, keep blocks for their messages.
+    # Few blocks, since worlds of other tests still exist and keep blocks for their messages.
     options = CommOptions(timeout=60, channels=2)
     with ringcomm.local_world(3, device=named, options=options) as world:
         assert [device_of(comm) for comm in world] == [1, 0, 1]
@@ -69,7 +69,7 @@ def test_groups(request, devices, on):
             tensor = put(odd, torch.full((MANY,), float(comm.rank)), "heap")
             odd.all_reduce(tensor)
             assert torch.equal(on_host(tensor), torch.full((MANY,), 4.0))
-            alone = odd.new_group([odd.rank])  # a group of a group
+            alone = odd.new_group([odd.rank])  # a subgroup of a group
             assert alone.ranks == (comm.rank,)
             alone.all_reduce(tensor)
             assert torch.equal(on_host(tensor), torch.full((MANY,), 4.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of the links between the ranks' devices."""
+"""The check that the links between the ranks' devices work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SCRATCH = 256
-# Of what must come; nothing takes that long when all is right.
+# For words that must arrive; if all is well they arrive much earlier.
 DEADLINE_S = 20.0
 
 
@@ -55,7 +55,7 @@ def prove(links: Links, timeout_s: float = DEADLINE_S) -> None:
 def _proves(store, rank, world):
     cuda.use(EmulatedRuntime())
     heap = device_heap.device_heap(0)
-    for turn in range(2):  # the lines still hold the words of the turn before
+    for turn in range(2):  # the lines still hold the words of the first turn
         store.set(f"handle/{rank}", text_of(handle_of(heap, rank, world)))
         await_all(store, f"posted{turn}", world)
         links = links_of(heap, rank, read_handles(store, world))
@@ -74,7 +74,7 @@ def test_links_that_work(world):
 
 
 class Copies(EmulatedRuntime):
-    """A driver that maps a copy: reading works once, writing never arrives."""
+    """A driver that maps a copy: the first read is right, but writes never arrive."""
 
     def open_handle(self, device: int, handle: bytes) -> int:
         mapped = super().open_handle(device, handle)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between devices: in any pattern that does not wait for itself, and none that does."""
+"""Messages between devices, in any pattern that is not a cycle of waits."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def test_sends_and_receives_in_turn(devices):
 
 
 def test_threads_wait_for_messages_on_the_host(devices):
-    """What follows on the stream must wait for no other thread: a copy may lock that out."""
+    """Later work on the stream, a copy say, must wait for no other thread: it may lock it out."""
 
     def body(comm):
         peer = 1 - comm.rank
@@ -82,7 +82,7 @@ def test_many_messages_arrive_in_order(devices):
 
 
 def test_everybody_to_everybody(devices):
-    """Each rank serves its peers in an order of its own, which the peers share."""
+    """Each rank serves its peers in a different order, which both ranks of a pair agree on."""
     world_size = 5
 
     def body(comm):
@@ -102,7 +102,7 @@ def test_everybody_to_everybody(devices):
 
 
 def test_many_messages_beside_another_communicator(devices):
-    """Launches that follow each other on a stream take the blocks of one."""
+    """Consecutive launches on a stream need the blocks of one launch only."""
 
     def body(comm):
         peer = 1 - comm.rank
@@ -121,7 +121,7 @@ def test_many_messages_beside_another_communicator(devices):
 
 
 def test_exchange_messages_waits_for_none_of_its_own(devices):
-    """In a launch of its own each, these would be a cycle of sends that wait to be received."""
+    """In separate launches, these sends would wait for each other in a cycle."""
 
     def body(comm):
         ahead, behind = (comm.rank + 1) % 3, (comm.rank - 1) % 3
@@ -134,7 +134,7 @@ def test_exchange_messages_waits_for_none_of_its_own(devices):
         assert work.wait() and work.result() == [tensors[behind], tensors[ahead]]
         for peer, tensor in tensors.items():
             assert torch.equal(on_host(tensor), torch.full((MANY,), 10.0 * peer + comm.rank))
-        # One direction alone, and nothing at all.
+        # A send alone, a receive alone, and no message at all.
         if comm.rank < 2:
             tensor = _filled(comm, 5, comm.rank)
             messages = [(tensor, 1 - comm.rank)]
@@ -147,7 +147,7 @@ def test_exchange_messages_waits_for_none_of_its_own(devices):
 
 
 def test_a_batch_of_messages_in_any_order(devices):
-    """A cycle of sends and receives, which one by one would wait for each other."""
+    """A cycle of sends and receives, which would wait for each other one by one."""
 
     def body(comm):
         ahead, behind = (comm.rank + 1) % 3, (comm.rank - 1) % 3

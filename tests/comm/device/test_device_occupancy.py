@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All blocks that may have to run at one time fit on the device, or a call is refused by name.
+"""All blocks that may have to run at once fit on the device, or the call is refused by name.
 
 The arithmetic is checked for devices, worlds and channels of all kinds, DeviceOrder for every order
 of a few launches, and the tightest cases run on emulated devices. Each check has a mutant.
@@ -39,13 +39,13 @@ RANKS = range(1, 9)
 
 # ---- what a multiprocessor runs at once ----------------------------------------------------------
 
-# The optimizer's that wait for nobody, and may run in waves.
+# The optimizer's kernels that do not wait for peers, and so may run in waves.
 ALONE = ("rc_adamw_prepare", "rc_grad_norm", "rc_adamw_shard_")
 REGISTERS, SHARED_BYTES, SYSTEM_BYTES = 65536, 228 << 10, 1 << 10
 
 
 def waiting_kernels() -> Iterator[tuple[str, str, int]]:
-    """Unit, name and handle of the kernels that wait for peers."""
+    """Yields unit, name and handle of the kernels that wait for peers."""
     for unit, made in UNITS.items():
         for name in made.kernels:
             kernel = library().emulated_kernel(unit.encode(), name.encode())
@@ -54,7 +54,7 @@ def waiting_kernels() -> Iterator[tuple[str, str, int]]:
 
 
 def too_large(each: int) -> list[str]:
-    """The kernels a block of which takes more than ``1 / each`` of a multiprocessor."""
+    """Returns the kernels whose blocks take more than ``1 / each`` of a multiprocessor."""
     found = []
     for _, name, kernel in waiting_kernels():
         of = figures_of(kernel)
@@ -65,7 +65,7 @@ def too_large(each: int) -> list[str]:
 
 
 def test_the_kernels_that_are_asked_stand_for_all_that_wait():
-    """So any blocks fit of which there are no more than ``_blocks_each`` per multiprocessor."""
+    """So any launch fits that has at most ``_blocks_each`` blocks per multiprocessor."""
     heap: Any = SimpleNamespace(runtime=EmulatedRuntime(), device=0)
     each = rendezvous._blocks_each(heap)
     assert too_large(each) == []
@@ -73,13 +73,13 @@ def test_the_kernels_that_are_asked_stand_for_all_that_wait():
     assert {"rc_move", "rc_adamw_step_float16"} <= {name for _, name, _ in waiting_kernels()}
 
 
-# ---- what communicators ask for ------------------------------------------------------------------
+# ---- what communicators request ------------------------------------------------------------------
 
 
 def blocks_of(multiprocessors: int, ranks: int, channels: int) -> Blocks:
-    """What a process asks for with so many ranks on one device; 0 channels: by default.
+    """Returns the blocks that a process requests for its ranks on a device; 0 channels: default.
 
-    A rank alone on its device has a peer on another one.
+    A rank that is alone on its device has a peer on another device.
     """
     infos = [_DeviceInfo(1, 1, "GPU", "emulated", multiprocessors, "", "")] * ranks
     if ranks == 1:
@@ -91,7 +91,7 @@ def blocks_of(multiprocessors: int, ranks: int, channels: int) -> Blocks:
 
 
 def asked_on(multiprocessors: int) -> list[Blocks]:
-    """What communicators may ask for on a device, of any number of ranks and channels."""
+    """Returns the requests that communicators may make on a device, with any ranks and channels."""
     asked = set()
     for ranks in RANKS:
         most = multiprocessors // ranks
@@ -101,7 +101,7 @@ def asked_on(multiprocessors: int) -> list[Blocks]:
 
 
 class Owner:
-    """A communicator on a device, whose calls are let through or refused."""
+    """A communicator on a device; records whether its calls were accepted or refused."""
 
     def __init__(self, order: DeviceOrder, blocks: Blocks, capacity: int) -> None:
         self.order, self.blocks = order, blocks
@@ -125,13 +125,13 @@ class Owner:
 
 
 def resident(owners: Sequence[Owner]) -> int:
-    """The most blocks that may have to run at once: all messages and the largest collective."""
+    """Returns the most blocks that may have to run at once: messages and a collective."""
     largest = max((each.blocks.collective for each in owners if each.built), default=0)
     return largest + sum(each.blocks.messages for each in owners if each.sends)
 
 
 def past_capacity(kind: type[DeviceOrder]) -> Iterator[tuple[int, Blocks, Blocks]]:
-    """Devices and pairs of communicators that are let onto them though they do not fit."""
+    """Yields devices and pairs of communicators that were accepted although they do not fit."""
     runtime: Any = None
     for capacity in MULTIPROCESSORS:
         for one, two in product(asked_on(capacity), repeat=2):
@@ -161,7 +161,7 @@ class JoinsUnchecked(DeviceOrder):
 
 
 class OthersForgotten(DeviceOrder):
-    """A communicator's messages are seen beside its own collectives only."""
+    """The mutant: a collective only counts the messages of its own communicator."""
 
     def _kept(self) -> int:
         return 0
@@ -177,7 +177,7 @@ def test_a_check_that_is_missing_is_seen(mutant):
 
 
 def test_what_is_refused_by_default():
-    """Ranks past the multiprocessors, and messages where each rank has fewer than three."""
+    """More ranks than multiprocessors, and messages with fewer than three of them per rank."""
     refused = {}
     for multiprocessors, ranks in product(MULTIPROCESSORS, RANKS):
         runtime: Any = None
@@ -189,7 +189,7 @@ def test_what_is_refused_by_default():
 
 
 def test_six_communicators_send_on_132_multiprocessors_by_default():
-    """Of a rank that has a GPU alone: docs/cuda.md says so."""
+    """For a rank that is alone on a GPU, as docs/cuda.md says."""
     runtime: Any = None
     order, blocks = DeviceOrder(runtime, 0, driver().native), blocks_of(132, 1, 0)
     owners = [Owner(order, blocks, 132) for _ in range(8)]
@@ -209,7 +209,7 @@ def test_a_world_of_one_rank_takes_all_multiprocessors():
 
 
 def test_a_world_of_one_rank_is_built_beside_messages_of_others():
-    """Its kernels wait for no peer, so they need no room beside the blocks of the messages."""
+    """Its kernels wait for no peer, so they need no room in addition to the messages' blocks."""
     devices = Devices("emulated", devices=1, physical=(0,), multiprocessors=6)
     try:
 
@@ -242,7 +242,7 @@ CAPACITY, KEPT = 6, 1
 
 
 class NeverCapturing:
-    """In the place of a runtime."""
+    """A runtime whose streams never capture."""
 
     def is_capturing(self, device: int, stream: int) -> bool:
         return False
@@ -256,12 +256,12 @@ class Launch:
 
 
 def most_at_once(launches: Sequence[Launch], kind: type[DeviceOrder]) -> int:
-    """The most blocks of launches none of which comes after another one."""
+    """Returns the most blocks of launches that may run at the same time."""
     stub, runtime = driver(), cast(DeviceRuntime, NeverCapturing())
     stub.reset()
     stub.hold_events()
     order = kind(runtime, 0, stub.native)
-    events: list[int] = []  # at the end of each launch
+    events: list[int] = []  # recorded after each launch
     owners = [object() for _ in range(3)]
     for owner in owners:
         order.join(owner, Blocks(CAPACITY - KEPT, KEPT), CAPACITY, "world")
@@ -285,7 +285,7 @@ def most_at_once(launches: Sequence[Launch], kind: type[DeviceOrder]) -> int:
 
 
 def patterns(length: int, kinds: int) -> Iterator[tuple[int, ...]]:
-    """Sequences of ``kinds`` things, without those that only name them otherwise."""
+    """Yields sequences of ``kinds`` values, one for each way to repeat values."""
     for sequence in product(range(kinds), repeat=length):
         firsts = [value for at, value in enumerate(sequence) if value not in sequence[:at]]
         if firsts == sorted(firsts) == list(range(len(firsts))):
@@ -320,7 +320,7 @@ COUNT = (256 << 10) // 4  # more than the staging of a message holds
 
 
 def exchange(multiprocessors: int, ranks: int, channels: int, timeout: float = 20.0) -> None:
-    """All ranks send first, and one receives; a collective comes before what these wait for."""
+    """All ranks send before they receive; a collective comes between their sends and receives."""
     devices = Devices("emulated", devices=1, physical=(0,), multiprocessors=multiprocessors)
     assert devices.emulated is not None
     options = CommOptions(timeout=timeout, segment_bytes=1024, channels=channels)
@@ -330,7 +330,7 @@ def exchange(multiprocessors: int, ranks: int, channels: int, timeout: float = 2
         try:
             messages_around_a_collective(comm)
         except BaseException:
-            all_wait.abort()  # else the others wait there for a rank that has ended
+            all_wait.abort()  # otherwise the others would wait for a rank that has ended
             raise
 
     def messages_around_a_collective(comm: Any) -> None:
@@ -340,7 +340,7 @@ def exchange(multiprocessors: int, ranks: int, channels: int, timeout: float = 2
         late, last = ranks - 2, torch.zeros(COUNT)
         if late and comm.rank == 0:
             comm.irecv(last, late)
-        waiting = ranks + (late > 0)  # else the collective might come first
+        waiting = ranks + (late > 0)  # otherwise the collective might come first
         while devices.emulated.resident_blocks(0) < waiting and not comm.aborted:
             time.sleep(0.001)
         all_wait.wait()
@@ -350,7 +350,7 @@ def exchange(multiprocessors: int, ranks: int, channels: int, timeout: float = 2
         if late and comm.rank == late:
             comm.send(out, 0)
         devices.runtime.synchronize(0)
-        comm.barrier()  # raises what a kernel has met
+        comm.barrier()  # raises errors of kernels
         assert torch.equal(into, torch.full((COUNT,), (comm.rank - 1) % ranks + 1.0))
         assert torch.equal(total, torch.full((COUNT,), float(ranks)))
 
@@ -393,7 +393,7 @@ def test_one_channel_more_would_stall_until_the_deadline(monkeypatch):
 
 
 def test_a_kernel_that_takes_more_than_its_share_would_stall_until_the_deadline(monkeypatch):
-    """As if the kernels that are asked had half of the registers that those of a call have."""
+    """The share is computed as if blocks needed half of their registers."""
     honest = rendezvous._blocks_each
     monkeypatch.setattr(rendezvous, "_blocks_each", lambda heap: 2 * honest(heap))
     with pytest.raises((CollectiveTimeout, AbortedError), match="until its timeout ended"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in several processes, which reach each other's memory over IPC, on one GPU and on several.
+"""Ranks in several processes, which use each other's memory by IPC, on one GPU and on several.
 
-Each process makes its own runtime, so nothing of a parent's is used.
+Each process makes its own runtime, and so uses no state of a parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIMIT_S = 150.0
 
 
 def _devices(kind, physical=0):
-    """Emulated: one device, which is the GPU of that number."""
+    """Devices of a process; if emulated, a single device, which is GPU number ``physical``."""
     return Devices(kind, devices=1, physical=(physical,)) if kind == "emulated" else Devices(kind)
 
 
@@ -63,7 +63,7 @@ def test_processes_that_share_a_gpu(kind):
     world = 3
     for reason, opened in run_ranks(_rank, world, kind, True, timeout_s=LIMIT_S):
         assert f"all {world} ranks share" in reason
-        # One mapping per peer, which the group uses too.
+        # One mapping per peer; the group uses the same mappings.
         assert opened == world - 1
 
 
@@ -75,11 +75,11 @@ def test_processes_with_a_gpu_each():
 
 
 def _two_threads(store, process, processes, kind):
-    """Two ranks of four: the one launch of this process waits for that of the other."""
+    """Runs two of four ranks: this process's single launch waits for the other process's launch."""
     devices, errors = _devices(kind), []
 
     def run(rank):
-        # On one stream, a rank's send would be behind what the other receives.
+        # On a shared stream, one rank's send would be queued after the other rank's receive.
         stream = devices.runtime.make_stream(0)
         try:
             with (
@@ -107,7 +107,7 @@ def test_two_processes_of_two_ranks(kind):
 
 
 def _mixed_memories(store, rank, world, kind):
-    """Each rank decides for itself where its tensors lie, and peers map what comes later, too."""
+    """Each rank chooses its tensors' memory; peers also map memory that is allocated later."""
     devices = _devices(kind)
     with _connect(store, rank, world) as comm, devices.as_on_gpu(comm):
         for turn in range(4):

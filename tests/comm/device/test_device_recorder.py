@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of calls on devices, which claim nothing that the host cannot know."""
+"""Records of calls on devices claim only facts that the host can know."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ones(comm, count=64):
 
 @contextmanager
 def held(devices, comm):
-    """Holds the current stream of the device back; gives what lets it go on."""
+    """Blocks the device's current stream; yields a function that releases it."""
     if devices.emulated is None:
         pytest.skip("only an emulated stream can be held back")
     opened = threading.Event()
@@ -85,7 +85,7 @@ def test_what_is_recorded_of_collectives(devices):
 
     (first, one_id), (second, other_id) = devices.run(world, body)
     assert first == second and one_id == other_id != 0
-    # 16 KiB in pieces of 4096 bytes: four times two launches, which kernels number, too.
+    # 16 KiB in pieces of 4096 bytes are four times two launches, and launches are numbered.
     assert first == [
         (1, ("all_reduce", "int8", "MIN", -1, "ring", "native", 4), 4, here(2, body)),
         (2, ("broadcast", "float32", "", 1, "one_shot", "native", 24), 24, here(3, body)),
@@ -152,10 +152,10 @@ def test_the_fused_optimizer_is_recorded(devices):
 
 
 def test_a_call_is_not_completed_before_its_event_has_passed(devices):
-    """Whoever reads the records: the stream is held, so the kernels cannot have begun."""
+    """Independent of the reader: the stream is blocked, so the kernels cannot have begun."""
     world = devices.new_world(1)
     comm = world[0]
-    tensors = [ones(comm), ones(comm)]  # torch does not know that the device still uses them
+    tensors = [ones(comm), ones(comm)]  # the device still uses them, which torch does not know
     with held(devices, comm) as release:
         comm.all_reduce(tensors[0])
         work = comm.all_reduce(tensors[1], async_op=True)
@@ -167,7 +167,7 @@ def test_a_call_is_not_completed_before_its_event_has_passed(devices):
         released_ns = time.monotonic_ns()
         release()
         until(work.is_completed)
-        # It follows the first call and is before the barrier, of which the event says nothing.
+        # The Work's event follows the first call, but says nothing about the barrier.
         native = comm.engine.device_core.recorder.native
         native.stop()
         assert states(comm)[:2] == ["completed"] * 2 and states(comm)[2] in OPEN
@@ -177,7 +177,7 @@ def test_a_call_is_not_completed_before_its_event_has_passed(devices):
 
 
 def test_the_kernels_count_says_what_has_begun(two_devices):
-    """A kernel that waits for its peer has begun: those before it are done, it is not."""
+    """A kernel that waits for its peer has begun: earlier kernels are done, but this one is not."""
     world = two_devices.new_world(2, on=(0, 1), options=ALONE)
     come = threading.Event()
 
@@ -198,7 +198,7 @@ def test_the_kernels_count_says_what_has_begun(two_devices):
 
 
 def test_a_captured_call_is_one_record_and_its_replays_are_none(devices):
-    """Replays count in the kernels: from then on that count says nothing of the calls."""
+    """Kernels count replays as well, so afterwards their count says nothing about calls."""
     if devices.emulated is None:
         pytest.skip("captures of torch's own streams: tests/proof/faults/device")
     runtime, world = devices.emulated, devices.new_world(1)
@@ -228,7 +228,7 @@ def kernels_count(comm):
 
 @pytest.mark.parametrize("withdraws", [True, False], ids=["", "control"])
 def test_a_call_that_was_not_launched_takes_no_number(devices, monkeypatch, withdraws):
-    """Its kernels count nothing, so the next call must not be one further than theirs."""
+    """The kernels did not count this call, so the next call's number must not skip one."""
     world = devices.new_world(2)
     tensors = [ones(comm) for comm in world]
     world.all_reduce(tensors)
@@ -253,7 +253,7 @@ def test_a_call_that_was_not_launched_takes_no_number(devices, monkeypatch, with
 
 def test_only_the_last_are_kept_and_none_takes_no_memory(devices):
     used = {}
-    gc.collect()  # else what earlier tests left is freed between two looks at the heap
+    gc.collect()  # otherwise garbage of earlier tests is freed between the measurements
     for records in (0, 3):
         before = ringcomm.heap_stats()["used_bytes"]
         world = devices.new_world(2, options=with_options(records=records))
@@ -267,6 +267,6 @@ def test_only_the_last_are_kept_and_none_takes_no_memory(devices):
         assert numbers == ([[5, 6, 7]] * 2 if records else [])
         world.close()
         assert ringcomm.heap_stats()["used_bytes"] == before
-    # A header of 256 bytes, two kinds of records of 192 bytes, and 17 totals of 32 bytes, in blocks
-    # of 256 bytes, of two ranks.
+    # For two ranks: a header of 256 bytes, 3 records of 192 bytes of two kinds, and 17 totals of 32
+    # bytes, rounded up to blocks of 256 bytes.
     assert used == {0: 0, 3: 2 * 8 * 256}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorders of devices that do not fit together, that cannot be reached, or that are forged."""
+"""Recorders of devices with different sizes, recorders that cannot be mapped, and forged ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_number_of_records_is_equal_on_all_ranks(devices):
 
 
 def test_a_recorder_that_cannot_be_mapped_is_missing_and_said_to_be(devices, monkeypatch):
-    """The communicator works: its device memory is mapped by the driver, not by the kernel."""
+    """The communicator works: the driver maps device memory, and the kernel only the recorder."""
     real = host_heap.map_heap
 
     def refuses(address, own, operation):

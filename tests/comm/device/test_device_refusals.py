@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that cannot be built say why, on every rank, and leave nothing allocated."""
+"""Worlds that cannot be built report the reason on every rank, and leave no memory allocated."""
 
 import re
 import threading
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def emulated():
-    """``emulated(**settings)``: devices from which everything comes back, whatever a test does."""
+    """``emulated(**settings)`` makes devices; after the test all their memory must be free."""
     require("emulated")
     made = []
 
@@ -51,14 +51,14 @@ def emulated():
 
 @pytest.fixture
 def kernels():
-    """What an emulated device needs for windows; nothing here launches them."""
+    """The kernels that an emulated device needs for windows; no test here launches them."""
     if nvrtc.library_path() is None:
         pytest.skip("no NVRTC")
     return multicast_kernels()
 
 
 def _errors(ranks, options=OPTIONS, devices=None, heap_bytes=None):
-    """Returns the error that each rank's rendezvous raises."""
+    """Returns the error of each rank's rendezvous."""
     store, errors = HashStore(), [RingcommError("nothing was raised")] * ranks
 
     def build(rank):
@@ -104,7 +104,7 @@ def test_no_peer_access(emulated):
 
 
 def test_a_rank_that_fails_when_its_peers_have_mapped_it(emulated, monkeypatch):
-    """They wait for what it will never write, and hear of its end long before their deadline."""
+    """Peers wait for words that it will never write; its error ends their waits early."""
     emulated()
     peers_prove = threading.Barrier(3)
 
@@ -197,7 +197,7 @@ def test_devices_without_multicast(emulated, settings, lacks):
     errors = _errors(2, WITH_WINDOW, ["cuda:0", "cuda:1"])
     assert any(isinstance(error, UnsupportedError) for error in errors)
     for error in errors:
-        # Its own refusal, or the other's that reached it first.
+        # Each error is the rank's own refusal, or repeats the other rank's.
         told = (
             r"of 2: (rank [01] failed: UnsupportedError: )?multicast_bytes: expected devices with"
         )
@@ -255,7 +255,7 @@ def test_calls_by_multicast_that_are_not_supported(emulated):
             comm.all_reduce(plain, algorithm="multicast")
         with pytest.raises(ArgumentError, match="multicast_bytes > 0"):
             comm.all_gather_into_tensor(plain, plain[:4], algorithm="multicast")
-        world.run(lambda comm: comm.barrier())  # nothing of it reached the peer
+        world.run(lambda comm: comm.barrier())  # the peer is not affected
 
 
 def test_multicast_on_the_host():
@@ -270,7 +270,7 @@ def test_multicast_on_the_host():
 
 
 def test_a_kernel_is_launched_with_the_threads_that_it_was_compiled_for(emulated, monkeypatch):
-    """The host reads them from the function: the mutant is given one more than it bears."""
+    """The host reads the number from the function; the mutant reports one more than it allows."""
     devices = emulated()
     find, more = devices.runtime.find_kernel, 0
     monkeypatch.setattr(
@@ -297,7 +297,7 @@ def test_a_kernel_is_launched_with_the_threads_that_it_was_compiled_for(emulated
 
 @pytest.mark.parametrize("call", ["barrier", "all_to_all"])
 def test_a_kernel_of_other_parameters_than_the_launch_has_is_refused(emulated, monkeypatch, call):
-    """The mutant: kernels that take lists, and those that take none, are taken for each other."""
+    """The mutant: kernels with lists and kernels without lists are exchanged."""
     devices = emulated()
     find, other = devices.runtime.find_kernel, {"rc_move": "rc_list_move"}
     other |= {theirs: name for name, theirs in other.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rings follow the choice, whatever order of the ranks it names, and however many it has."""
+"""Rings follow the topology's choice: any order of the ranks, and any number of rings."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ OPTIONS = with_options(channels=3)
 
 @pytest.fixture
 def choose_rings(monkeypatch):
-    """``choose_rings(rings, algorithm)``: what every rank built from then on chooses."""
+    """``choose_rings(rings, algorithm)`` sets the choice of all ranks that are built later."""
     usual = Topology.choose
 
     def use(rings, algorithm="one_shot"):
@@ -54,7 +54,7 @@ def test_every_order_of_the_ranks(devices, choose_rings, name):
 
 
 def _in_ring_order(parts, ring, owner):
-    """Partial sums go around the ring from the owner's successor to the owner, rounding at each."""
+    """Sums around the ring from the owner's successor to the owner, and rounds after each step."""
     start = ring.index(owner)
     order = [ring[(start + 1 + step) % len(ring)] for step in range(len(ring))]
     total = parts[order[0]]
@@ -65,7 +65,7 @@ def _in_ring_order(parts, ring, owner):
 
 @pytest.mark.parametrize("ring", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)])
 def test_partial_sums_take_the_way_of_the_ring(devices, choose_rings, ring):
-    """By the roundings: each order of the ranks has bits of its own."""
+    """Seen by the rounding: each order of the ranks gives other bits."""
     choose_rings((ring,))
     generator = torch.Generator().manual_seed(3)
     given = list((torch.randn(4, 4 * 500, generator=generator) * 30).bfloat16())
@@ -101,7 +101,7 @@ def test_auto_takes_the_family_of_the_choice_for_large_messages(devices, choose_
 
 
 def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
-    """Two ranks on two devices, whose tables in memory say that nobody is there."""
+    """Two ranks on two devices, whose tables in memory are empty: no rank is listed."""
     choose_rings(((1, 0),))
 
     def body(comm):

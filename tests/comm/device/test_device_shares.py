@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launch that would not fit what this process may use of a device is sized to it, or refused."""
+"""A launch larger than this process's share of a device gets fewer blocks, or is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE_HAS, SHARE = 16, 4
 
 
 def sum_of(channels: int = 0) -> int:
-    """Two ranks of a process with a share of a device add up; returns their channels."""
+    """Sums on two ranks of a process that may use a part of a device; returns their channels."""
     devices = Devices("emulated", devices=1, multiprocessors=DEVICE_HAS, usable=SHARE)
     options = CommOptions(timeout=20.0, segment_bytes=1024, channels=channels)
 
@@ -56,7 +56,7 @@ def test_more_channels_than_the_share_holds_are_refused():
 
 
 def test_counted_by_the_whole_device_a_launch_does_not_fit(monkeypatch):
-    """The negative control. The emulator refuses what would wait for ever on a GPU."""
+    """The negative control. The emulator refuses a launch that would wait for ever on a GPU."""
 
     def whole(runtime: EmulatedRuntime, device: int) -> int:
         return runtime.multiprocessors
@@ -97,7 +97,7 @@ def test_a_stream_of_a_small_green_context_is_refused(stub: StubRuntime, kind: s
         call()
         engine: Any = comm.engine
         channels = engine.device_core.native.channels
-        # A world of one rank waits for no peer, so any context will do.
+        # Set here, since a world of one rank waits for no peer and needs no multiprocessors.
         engine.device_core.calls.set_needed_multiprocessors(channels)
         small, large = stub.make_stream(0), stub.make_stream(0)
         stub.driver.set_green(small.handle, channels - 1)
@@ -108,8 +108,8 @@ def test_a_stream_of_a_small_green_context_is_refused(stub: StubRuntime, kind: s
         for _ in range(2):
             with stub.on_stream(small), pytest.raises(RingcommError, match=words):
                 call()
-        call()  # on the default stream, as if nothing had happened
-        engine.device_core.calls.set_needed_multiprocessors(0)  # the mutant: any context will do
+        call()  # on the default stream, unaffected by the refusals
+        engine.device_core.calls.set_needed_multiprocessors(0)  # the mutant: accept any context
         with stub.on_stream(small):
             call()
 
@@ -128,7 +128,7 @@ def test_one_launch_of_all_ranks_is_refused_by_the_blocks_of_all(stub: StubRunti
         with stub.on_stream(small), pytest.raises(RingcommError, match=f"{needed} multiproc"):
             world.all_reduce(tensors)
         world.all_reduce(tensors)
-        for comm in world:  # the mutant: each rank counts its own blocks
+        for comm in world:  # the mutant: each rank counts only its own blocks
             mine: Any = comm.engine
             mine.device_core.calls.set_needed_multiprocessors(needed // 2)
         with stub.on_stream(small):
@@ -138,7 +138,7 @@ def test_one_launch_of_all_ranks_is_refused_by_the_blocks_of_all(stub: StubRunti
 def test_a_green_context_that_is_current_is_that_of_the_default_stream(stub: StubRuntime) -> None:
     with ringcomm.local_world(1, device="cuda:0") as (comm,):
         stub.driver.set_green(0, 1)
-        engine: Any = comm.engine  # of one rank, which waits for no peer: it needs none
+        engine: Any = comm.engine  # a single rank waits for no peer, so the need is set here
         engine.device_core.calls.set_needed_multiprocessors(2)
         with pytest.raises(RingcommError, match="green context of 1,"):
             comm.all_reduce(torch.ones(64))

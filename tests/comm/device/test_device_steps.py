@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded optimizer on devices steps as on the host, bit for bit, in every form."""
+"""On devices the sharded optimizer's steps equal the host's in every bit, in every form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import Devices
 from tests.support.emulator.capture import graph_of
 
-# The ring's pieces are whole tiles of 512 elements.
+# A ring's pieces must be multiples of a tile of 512 elements.
 COMM = CommOptions(timeout=20.0, segment_bytes=4096, channels=2)
 SHAPES = ((700,), (3, 5), (40, 41), ())
 STEPS = 3
@@ -28,7 +28,7 @@ def values(dtype: torch.dtype, rank: int, turn: int) -> list[torch.Tensor]:
 
 
 def train(comm, dtype, options, clip, groups=None, make=AdamW):
-    """The parameters after some steps, in one of which a parameter has no gradient."""
+    """Returns the parameters after some steps; in one step a parameter has no gradient."""
     params = [torch.nn.Parameter(each.to(comm.device)) for each in values(dtype, 99, 99)]
     decay, no_decay = {"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}
     optimizer = make([decay, {**no_decay, **(groups or {})}], lr=1e-2, comm=comm, options=options)
@@ -78,7 +78,7 @@ def test_every_form(devices, world_size, algorithm, clip):
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("make", [AdamW, AdamW8bit])
 def test_each_channel_reads_its_own_gradients(devices, make, clips):
-    """The parameter is large enough for several channels."""
+    """The parameter is large enough to be divided between several channels."""
 
     def step(comm: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(5)
@@ -180,7 +180,7 @@ def test_other_rules(devices, rule, way):
 
 
 def test_torchs_grad_scaler_drives_one_rank(devices):
-    """Its communicator is there for the launches only: no other rank could overflow."""
+    """Its communicator only launches the kernels: there is no other rank that could overflow."""
 
     def body(comm):
         params = [torch.nn.Parameter(each.to(comm.device)) for each in values(torch.float32, 9, 9)]
@@ -214,7 +214,7 @@ def step_once(optimizer, clip):
     optimizer.step()
 
 
-# Rule and dtype, clipped, scaled: one with all, and each of the others with each of both.
+# Rule and dtype. The cases below have clipping and scaling both on, both off, and one of them.
 CAPTURED: dict[str, tuple[Any, torch.dtype]] = {
     "AdamW": (AdamW, torch.float32),
     "bfloat16": (AdamW, torch.bfloat16),
@@ -232,10 +232,10 @@ CAPTURED: dict[str, tuple[Any, torch.dtype]] = {
     ],
 )
 def test_a_graph_replays_steps_as_eager_ones(devices, name, clip, scaled):
-    """Nothing in a step waits for the device: its number, the rate and the scale are there.
+    """No step waits for the device: step number, learning rate and scale are on the device.
 
-    Two steps are captured, and replayed with other gradients and rates. Nothing of a step runs
-    while it is captured, and the numbers that it would find then are not those of the replay.
+    Two steps are captured, and replayed with other gradients and rates. A capture runs no part of a
+    step, so values read during the capture would differ from those of the replay.
     """
     if devices.emulated is None:
         pytest.skip("tests/gpu/test_optimizer.py captures with torch.cuda")
@@ -248,7 +248,7 @@ def test_a_graph_replays_steps_as_eager_ones(devices, name, clip, scaled):
             lr = torch.tensor(1e-2)
             optimizer = make(params, lr=lr, comm=comm, loss_scaler=scaler)
             give(params, 0)
-            step_once(optimizer, clip)  # what is made at a first step is not made in a capture
+            step_once(optimizer, clip)  # makes what a first step makes, outside of the capture
             return params, lr, optimizer
 
         def give(params, turn):

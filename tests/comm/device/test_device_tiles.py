@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives whose channels get tiles of a chunk (core/tiles.h), and slices for comparison.
+"""Collectives whose channels get tiles of a chunk (core/tiles.h), compared with slices.
 
 Segments have the size of the smallest tile, and each chunk has several rounds of tiles and a rest.
 """
@@ -17,7 +17,7 @@ from tests.support.device_worlds import MEMORIES, with_options
 
 TILE_BYTES = 16 << 10
 CHANNELS = 3
-# Elements of 4 bytes: three rounds of tiles, and a rest that ends within a vector of 16 bytes.
+# 4-byte elements: three rounds of tiles, and a rest that ends within a 16-byte vector.
 COUNT = 3 * CHANNELS * TILE_BYTES // 4 + 5_003
 OPTIONS = with_options(segment_bytes=TILE_BYTES, channels=CHANNELS)
 KERNELS = ("batched", "sliced")
@@ -37,7 +37,7 @@ def test_every_call_is_exact(devices, monkeypatch, name, memory, kernels):
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_every_way_to_sum_is_exact(devices, name):
-    """Two sources, four in the loop for any number, an average, and factors."""
+    """Two sources, a number of sources without a loop of its own, an average, and factors."""
 
     def body(comm):
         for op in ("AVG", "PREMUL_SUM"):
@@ -49,7 +49,7 @@ def test_every_way_to_sum_is_exact(devices, name):
 
 
 def test_chunks_of_one_round_and_of_none(devices):
-    """A chunk of less than a round is divided in slices; shorter chunks have fewer rounds."""
+    """A chunk shorter than a round is divided into slices; short chunks have fewer rounds."""
     round_elems = CHANNELS * TILE_BYTES // 4
 
     def body(comm):
@@ -64,7 +64,7 @@ def test_chunks_of_one_round_and_of_none(devices):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_shorter_chunk_whose_part_is_longer_by_a_piece(devices, monkeypatch, kernels):
-    """The third of five channels gets 256 lines of a chunk of 1,283, and 257 of one of 1,282."""
+    """The third of five channels gets 256 lines of a chunk of 1,283 lines, but 257 of 1,282."""
     monkeypatch.setenv("RINGCOMM_KERNELS", kernels)
 
     def body(comm):
@@ -77,7 +77,7 @@ def test_a_shorter_chunk_whose_part_is_longer_by_a_piece(devices, monkeypatch, k
 
 
 def test_ranks_that_cut_differently_get_an_error(devices, monkeypatch):
-    """Each rank looks up the kernel in its own thread; rank 1 asks for slices."""
+    """Each rank looks up the kernel in its own thread; rank 1 requests slices."""
     of_thread = threading.local()
     monkeypatch.setattr(units, "deals_tiles", lambda: not getattr(of_thread, "sliced", False))
 

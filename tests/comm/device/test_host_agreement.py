@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on devices agree on a few flags on their hosts, and no host waits for its device."""
+"""Ranks on devices agree on a few flags on the host, and no host waits for its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = [[True, False, False], [False, False, True]]
 
 @pytest.fixture
 def waits(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often a host has waited for its device."""
+    """Counts how often a host waits for its device."""
     found: Counter[str] = Counter()
     synchronize = devices.runtime.synchronize
 
@@ -87,7 +87,7 @@ def test_a_peer_that_does_not_come_is_named_at_the_deadline(devices: Devices) ->
             if comm.rank == 1:
                 time.sleep(1.0)
                 return ""
-            comm.timeout = 0.3  # set after the hosts have met
+            comm.timeout = 0.3  # set after the host communicator was built
             with pytest.raises(CollectiveTimeout) as caught:
                 _agree(comm)
             assert comm.aborted

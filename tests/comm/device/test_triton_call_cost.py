@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars for the host's cost of a call by Triton's kernels: those of calls by the CUDA kernels.
+"""Limits for the host's cost of a call by Triton's kernels: the same as with CUDA kernels.
 
-The first call of a kind is launched by Triton, on a stand-in for its driver; the others reach a
-driver that does nothing. A mutant of each must exceed its bar.
+Triton launches the first call of a kind, on a replacement of its driver; later calls reach a driver
+that does nothing. A mutant of each must exceed its limit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_a_call_costs_what_one_by_cuda_kernels_does(
 def test_the_checked_path_is_seen(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, call: Call, asynchronous: bool
 ) -> None:
-    """The mutant: no call is fast, so all pass the checks in Python."""
+    """The mutant: no call is fast, so Python checks all of them."""
     monkeypatch.setattr(comm.engine, "compiled", None)
     assert frames_of(lambda: call(comm, torch.ones(64), asynchronous)) > FRAMES[asynchronous]
 
@@ -147,13 +147,13 @@ def test_a_plan_is_one_launch(runtime: StubRuntime, comm: Communicator) -> None:
     for plan in plans:
         assert frames_of(plan) <= FRAMES[False]
         assert driver_calls_of(runtime.driver, plan) == DRIVER[False]
-        plan._again = None  # the mutant: it is checked and prepared each time
+        plan._again = None  # the mutant: each call is checked and prepared
         assert frames_of(plan) > FRAMES[False]
 
 
 @pytest.mark.parametrize("place", ["launch_enter_hook", "launch_exit_hook"])
 def test_triton_launches_while_it_has_hooks(gpu: StandIn, comm: Communicator, place: str) -> None:
-    """A profiler must see every launch."""
+    """A profiler's hooks must see every launch."""
     runtime = triton.knobs.runtime
     seen: list[object] = []
     launched = len(gpu.launched)
@@ -174,7 +174,7 @@ def test_triton_launches_while_it_has_hooks(gpu: StandIn, comm: Communicator, pl
 def test_sizes_of_other_types_have_kernels_of_their_own(
     runtime: StubRuntime, gpu: StandIn, comm: Communicator
 ) -> None:
-    """Triton compiles again for numbers that do not fit into 32 bits."""
+    """Triton compiles another kernel for numbers that do not fit into 32 bits."""
     small, large = torch.ones(64), torch.empty(1 << 28, dtype=torch.bfloat16)
     comm.all_reduce(torch.ones(64, dtype=torch.bfloat16))
     launched = len(gpu.launched)
@@ -210,7 +210,7 @@ def test_a_fast_call_is_recorded_as_a_checked_one(
 
 
 def test_a_timeout_is_passed_as_the_communicator_has_it(gpu: StandIn, comm: Communicator) -> None:
-    """One of less than 2.1 s fits into 32 bits, so Triton has another kernel for it."""
+    """A timeout below 2.1 s fits into 32 bits, so Triton compiles another kernel for it."""
     launched = len(gpu.launched)
     comm.timeout = 1.0
     comm.all_reduce(torch.ones(64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receives from any source over nodes lose nothing and keep each sender's messages in order."""
+"""Receives from any source over nodes lose no message, and keep each sender's order."""
 
 import threading
 import time
@@ -65,7 +65,7 @@ def test_every_message_comes_once_and_in_its_senders_order(shape):
 def test_named_and_any_sources_of_one_tag():
     asked = [3, 1, 2, *[source for _ in range(6) for source in (None, 2, None, 3, 1, None)]]
     named = {source: asked.count(source) for source in (1, 2, 3, None)}
-    # So many that those from any source cannot take what the others need.
+    # Enough that receives from any source cannot take messages that the other receives need.
     each = {rank: named[rank] + named[None] for rank in (1, 2, 3)}
 
     def body(comm):
@@ -111,7 +111,7 @@ def test_sizes_that_differ_cost_one_message():
 
 
 def test_senders_may_close_before_the_others_have_sent():
-    """A receive from any source goes on while any other rank lives; with none it ends."""
+    """A receive from any source waits while any other rank is open; when none is, it ends."""
     left = threading.Semaphore(0)
 
     def body(comm):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls over nodes are exact; threads of one process stand for the nodes.
+"""Calls over nodes are exact; threads of one process play the ranks of several nodes.
 
-``make nodes-check`` runs all tests of calls in that way.
+``make nodes-check`` runs all tests of calls in this way.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from tests.support.covering import covering
 from tests.support.exact import ops_for, same
 
 SHAPES = [(2, 2), (1, 2), (2, 1, 2), (1, 1, 1)]
-# Nothing, one element, less than a vector, several segments.
+# None, one element, less than a vector, several segments.
 COUNTS = (0, 1, 7, 701)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,7 +32,7 @@ def world_of(shape: tuple[int, ...], **options) -> LocalWorld:
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def world(request) -> Iterator[LocalWorld]:
     with pytest.MonkeyPatch.context() as patch:
-        # Small, so that calls of some kilobytes take all paths.
+        # Small limits, so that calls of some kilobytes use all paths.
         patch.setattr(calls, "ONE_HOP_BYTES", 64)
         patch.setattr(sums, "SEGMENT_BYTES", 1024)
         with world_of(request.param) as made:
@@ -53,7 +53,7 @@ def test_node_layout(world):
 
 @covering(strength=1, indirect=["world"], world=SHAPES, name=[*CHECKS])
 def test_every_call(world, name):
-    """With parts of equal and of different sizes; from and to each rank."""
+    """With parts of equal and of different sizes, and with each rank as root."""
 
     def body(comm):
         for number, count in enumerate(COUNTS):
@@ -77,7 +77,7 @@ def test_every_call(world, name):
     dtype=[*FLOATS, torch.float64, torch.int32, torch.uint8, torch.bool],
 )
 def test_every_op(world, name, dtype):
-    """Each with another count in each world."""
+    """The count differs between ops and worlds."""
 
     def body(comm):
         for number, op in enumerate(ops_for(dtype)):
@@ -93,7 +93,7 @@ def test_messages_and_groups(world):
         after, before = (rank + 1) % size, (rank - 1) % size
         for count in COUNTS:
             got = [torch.empty(count) for _ in range(2)]
-            # The tags are received in another order than they are sent in.
+            # The receives' tags are in another order than the sends'.
             works = [comm.irecv(got[tag], before, tag) for tag in (1, 0)]
             works += [
                 comm.isend(torch.full((count,), rank + tag * 0.5), after, tag) for tag in (0, 1)
@@ -117,7 +117,7 @@ def test_messages_and_groups(world):
 
 
 def drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Operands of which those of ranks 0 and 2 cancel, so that the order of the sums shows."""
+    """Returns operands; those of ranks 0 and 2 cancel, so that the order of the sums shows."""
     made = torch.Generator().manual_seed(rank % 2 and rank)
     tensor = torch.randn(5003, generator=made)
     return (tensor if rank % 2 else tensor * (1 - rank) * 2.0**13).to(dtype)
@@ -147,7 +147,7 @@ def test_sums_are_those_of_one_node_that_sums_in_groups(dtype):
 
 
 def test_partial_sums_rounded_for_the_network():
-    """|x - exact| <= 2 u sum|x_i|, u = 2^-8: one rounding per node and one of the result."""
+    """|x - exact| <= 2 u sum|x_i|, u = 2^-8: one rounding per node, and one of the result."""
 
     def body(comm):
         tensor = drawn(comm.rank, torch.bfloat16)
@@ -186,7 +186,7 @@ def test_other_calls_are_told_apart():
 
 
 def ends_of(shape: tuple[int, ...], call: Callable[[ringcomm.Communicator], object]) -> list[str]:
-    """Makes one call on every rank; returns by rank the words of its error, or ""."""
+    """Makes one call on every rank; returns by rank the error's type and text, or ""."""
 
     def body(comm):
         try:
@@ -201,7 +201,7 @@ def ends_of(shape: tuple[int, ...], call: Callable[[ringcomm.Communicator], obje
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=str)
 def test_another_dtype_of_a_local_peer_is_told(shape):
-    """Equal bytes, which one node would take as another type's."""
+    """The sizes in bytes are equal, so the data could be taken for the other type."""
 
     def mine(comm):
         return torch.ones(4, dtype=torch.int32 if comm.rank == 3 else torch.float32)
@@ -293,7 +293,7 @@ def test_division_into_nodes():
     assert (layout.rail(0), layout.rail(1)) == ((0, 1, 4), (2, 3, 4))
     assert layout.rails_of(4) == [0, 1]
     assert divide(0, ["a", "a"], [{}, {0: "why"}], "here").nodes == ((0,), (1,))
-    # 0 reaches 1 and 2, which do not reach each other.
+    # Rank 0 reaches 1 and 2, which do not reach each other.
     with pytest.raises(RendezvousError, match=r"ranks 1 and 2 cannot map.*why"):
         divide(0, ["a"] * 3, [{}, {2: "why"}, {}], "here")
     assert NodeLayout(((0,), (1, 2)), 0).even is False

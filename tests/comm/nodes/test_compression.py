@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed reductions over nodes: their sums, what stays as it is, and who may use them."""
+"""Compressed reductions over nodes: their sums, exact exceptions, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.covering import covering
 Tensor = torch.Tensor
 SHAPES = [(1, 1), (2, 2), (2, 1, 1)]
 DTYPES = (torch.float32, torch.bfloat16)
-COUNT = 5003  # elements of a rank's chunk: several segments, and a short block in the end
+COUNT = 5003  # elements per rank: several segments and a short last block
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
@@ -37,7 +37,7 @@ def numbers(elems: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def partials(nodes: list[list[int]], elems: int, dtype: torch.dtype) -> list[Tensor]:
-    """What each node sends: sums in FP32, in the order of its ranks."""
+    """Returns what each node sends: its ranks' sum in FP32, in rank order."""
     made = []
     for ranks in nodes:
         total = numbers(elems, ranks[0], dtype).float()
@@ -53,7 +53,7 @@ def nodes_of(comm: ringcomm.Communicator) -> list[list[int]]:
 
 
 def in_blocks(compression: str, whole: Tensor, cuts: list[int]) -> Tensor:
-    """Numbers as they are once dequantized, quantized in runs that begin at cuts."""
+    """Quantizes runs that begin at ``cuts``, and returns the dequantized numbers."""
     ends = [*cuts[1:], whole.numel()]
     return torch.cat(
         [dequantized(compression, whole[a:b]) for a, b in zip(cuts, ends, strict=True)]
@@ -62,7 +62,7 @@ def in_blocks(compression: str, whole: Tensor, cuts: list[int]) -> Tensor:
 
 @covering(indirect=["world"], world=SHAPES, dtype=DTYPES, compression=[*KINDS])
 def test_a_reduce_scatter_adds_what_was_quantized_once(world, compression, dtype):
-    """Bits: of each node's partial sum, quantized and dequantized, in the order of the nodes."""
+    """Bits: each node's partial sum is quantized and dequantized, then added in node order."""
 
     def body(comm):
         size, rank, nodes = comm.world_size, comm.rank, nodes_of(comm)
@@ -88,7 +88,7 @@ def test_a_reduce_scatter_adds_what_was_quantized_once(world, compression, dtype
 
 @covering(indirect=["world"], world=SHAPES, dtype=DTYPES, compression=[*KINDS])
 def test_an_all_reduce_quantizes_its_sums_again(world, compression, dtype):
-    """All ranks have the same bits, and the error is that of quantized terms and sums."""
+    """All ranks have equal bits; the error is bounded by that of quantized terms and sums."""
 
     def body(comm):
         nodes, elems = nodes_of(comm), COUNT * 3
@@ -128,7 +128,7 @@ def test_a_reduce_to_one_rank(world, compression):
 
 
 def test_what_has_no_use_for_quantization_is_exact(world):
-    """Integers, doubles, other operators, and small buffers."""
+    """Integers, doubles, other ops, and small buffers are not quantized."""
 
     def body(comm):
         size = comm.world_size
@@ -217,7 +217,7 @@ def test_bad_options():
 
 
 def test_bytes_on_the_rails(monkeypatch):
-    """What leaves a node is the closed form: values and scales, and headers of calls beside."""
+    """A node sends exactly the values and scales that the formula counts, plus headers of calls."""
     from ringcomm.comm.nodes import transport as rails
 
     elems = 1 << 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks are told at once of a rank that cannot connect, in the words of ringcomm."""
+"""If a rank cannot connect, all ranks get an error of ringcomm at once."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def without_a_card(store: Any, number: int, size: int, timeout: Any) -> Any:
 
 def test_a_transport_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connecting, "CONNECT_S", 3.0)
-    # Each rank with a connection of its own, which Gloo's wait holds.
+    # Each rank has its own connection to the store, because Gloo's wait occupies it.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     stores += [TCPStore("127.0.0.1", stores[0].port, is_master=False) for _ in NODES[1:]]
     errors = [""] * len(NODES)
@@ -48,7 +48,7 @@ def test_a_transport_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    # Nothing waits on in Gloo, which Python could not end.
+    # No thread may still wait in Gloo, since Python could not end it.
     for thread in threading.enumerate():
         if thread.name == "ringcomm-connect":
             thread.join()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A communicator over nodes that is dropped without close() ends as a closed one does."""
+"""A communicator over nodes that is deleted without close() ends like a closed one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from ringcomm import CommOptions, Communicator, PeerLost
 from ringcomm.memory.host_heap import process_heap
 
-# By rank, its node.
+# The node of each rank.
 NODES = (0, 0, 1)
 TIMEOUT_S = 60.0
 
@@ -39,7 +39,7 @@ def build(made: list[Communicator | None], store: HashStore, rank: int) -> None:
         node_id=f"node{NODES[rank]}",
     )
     comm.all_reduce(torch.ones(100_000))
-    # A message has a thread of its own.
+    # Each message has its own thread.
     if comm.rank == 0:
         comm.send(torch.ones(3), 2)
     elif comm.rank == 2:
@@ -62,7 +62,7 @@ def build_and_drop() -> None:
 
 
 def test_nothing_is_left_of_it() -> None:
-    build_and_drop()  # what a process keeps for good
+    build_and_drop()  # makes what a process keeps until it ends
     before = left_behind()
     for _ in range(2):
         build_and_drop()

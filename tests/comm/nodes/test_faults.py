@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults over nodes: every rank of every node hears of them, and which rank and node they began at.
+"""Faults over nodes: every rank on every node gets an error that names the failing rank and node.
 
-The nodes are network namespaces (tests/support/lab.py). No test waits for a deadline of the
-communicator where another end is expected: TIMEOUT_S is longer than the lab's patience.
+The nodes are network namespaces (tests/support/lab.py). Tests that expect another error than a
+timeout use TIMEOUT_S, which is longer than the lab's own timeout, and so never wait for it.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.support import lab
 SHAPE = (2, 2)
 TIMEOUT_S, PATIENCE_S = 600.0, 60.0
 LARGE_ELEMS = 1 << 20
-# More than the buffers of a connection hold.
+# More bytes than the buffers of a connection hold.
 HUGE_ELEMS = 16 << 20
 Call = Callable[[Communicator, torch.Tensor], None]
 _comms: list[Communicator] = []
@@ -43,7 +43,7 @@ def two_nodes() -> Iterator[lab.Lab]:
 
 @pytest.fixture(scope="module")
 def slow_link() -> Iterator[lab.Lab]:
-    """Two nodes between which a megabyte takes 4 s: data always are on their way."""
+    """Two nodes with a link that takes 4 s per megabyte, so that data is always in transit."""
     lab.require()
     with lab.Lab(2, gbps=0.002) as made:
         yield made
@@ -57,7 +57,7 @@ def connect(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Shortens the timeout of calls; ranks that come late must join in time."""
+    """Shortens the timeout of calls, after late ranks had time to join."""
     _comms[0].timeout = timeout_s
 
 
@@ -87,7 +87,7 @@ def message_of_any(comm: Communicator, tensor: torch.Tensor) -> None:
 
 
 def fault(calls: int, call: Call = reduce, elems: int = LARGE_ELEMS) -> tuple[str, str, float]:
-    """Makes calls until one fails; returns the kind and the words of the error, and the seconds."""
+    """Makes calls until one fails; returns the error's type and text, and the seconds it took."""
     (comm,) = _comms
     tensor = torch.ones(elems)
     begin = time.monotonic()
@@ -125,7 +125,7 @@ def other_call() -> tuple[str, str, float]:
 
 
 def again(world_size: int) -> float:
-    """A new communicator, over whatever ranks there are now."""
+    """Builds a new communicator of the ranks that are alive now."""
     comm = Communicator.from_env(timeout=TIMEOUT_S)
     tensor = torch.ones(LARGE_ELEMS)
     comm.all_reduce(tensor)
@@ -187,7 +187,7 @@ CALLS = (reduce, message, message_back, message_of_any)
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_data_on_their_way_hold_nobody_at_a_timeout(slow_link: lab.Lab, call: Call) -> None:
-    """Gloo ends no wait for a half-moved message: see NOTE [Ending a wait of Gloo's]."""
+    """Gloo cannot end a wait for a half-moved message: see NOTE [Ending a wait of Gloo's]."""
     ranks = slow_link.ranks((1, 1))
     ranks.run(connect, timeout_s=PATIENCE_S)
     ranks.run(set_timeout, 1.0, timeout_s=PATIENCE_S)
@@ -199,7 +199,7 @@ def test_data_on_their_way_hold_nobody_at_a_timeout(slow_link: lab.Lab, call: Ca
 def test_a_peer_that_dies_while_data_are_on_their_way_is_named(
     slow_link: lab.Lab, call: Call
 ) -> None:
-    """The survivor is alone: only its own connection shows that the peer has ended."""
+    """There is one survivor: only its own connection shows that the peer has ended."""
     ranks = slow_link.ranks((1, 1))
     ranks.run(connect, timeout_s=PATIENCE_S)
     ranks.start(fault, 1, call, HUGE_ELEMS)
@@ -251,7 +251,7 @@ def refused(interface: str, ranks: tuple[int, ...]) -> str:
 def test_a_peer_that_cannot_be_reached_is_named(
     two_nodes: lab.Lab, interface: str, ranks: tuple[int, ...], words: str
 ) -> None:
-    """All learn it from the first that does, long before they give up to connect."""
+    """All ranks learn of it from the first that does, long before they give up connecting."""
     told = two_nodes.run(refused, interface, ranks, ranks_per_node=(1, 1), timeout_s=PATIENCE_S / 2)
     for text in told:
         assert any(words.format(peer=peer) in text for peer in range(2)), text
@@ -282,8 +282,8 @@ def calls_of(name: str, buffer_bytes: int) -> None:
         comm.all_gather_into_tensor(full, part)
 
 
-# Headers of Ethernet, IP and TCP take 66 of 1514 bytes, or of more where the device cuts segments;
-# acknowledgements as much of every second packet at most.
+# Headers of Ethernet, IP and TCP take 66 of 1514 bytes, or of more if the network device cuts the
+# segments. Acknowledgements add at most as many bytes for every second packet.
 LARGEST_SHARE = 1.0 + 2 * 66 / 1448 + 0.01
 
 

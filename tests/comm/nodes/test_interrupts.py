@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ctrl-C ends the waits of all ranks over nodes, and leaves no thread to abort the process."""
+"""A Ctrl-C ends the waits of all ranks over nodes, and no remaining thread aborts the process."""
 
 import os
 import signal
@@ -31,23 +31,23 @@ def wait_in(what: str, comm: Any) -> None:
 def interrupted(
     store: Store, rank: int, world_size: int, what: str, folder: Path
 ) -> tuple[str, list[str]]:
-    """Waits for a Ctrl-C; returns how the wait ended, and the threads that are left at exit."""
+    """Waits for a Ctrl-C; returns how the wait ended, and the daemon threads left at exit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     comm = join_nodes(store, rank, world_size, ((0, 1), (2, 3)), timeout=600)
     comm.barrier()
     threads = set(threading.enumerate()) - {threading.main_thread()}
-    assert threads  # the watches at least
+    assert threads  # at least those that watch for faults
     ended = "KeyboardInterrupt"
     try:
         try:
             (folder / str(rank)).touch()
             wait_in(what, comm)
-        except AbortedError as error:  # told by a rank whose Ctrl-C came first
+        except AbortedError as error:  # another rank's Ctrl-C came first
             ended = f"AbortedError: {error}"
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A rank that waited has ended the communicator, as one that makes no call has not.
+    # A rank that waited has aborted the communicator; rank 3 makes no call and may not have.
     assert comm.aborted or rank == 3
     store.add("ended", 1)
     deadline = time.monotonic() + 30
@@ -77,7 +77,7 @@ def test_every_rank_ends(tmp_path, what):
 
 
 class Lingering:
-    """A group or a work of Gloo's, of which a long wait ends somewhat after the message."""
+    """A Gloo group or work whose long waits return some time after the message."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on emulated devices over nodes are exact, and end with the bits of the host.
+"""Calls on emulated devices over nodes are exact, and have the same bits as on the host.
 
-Threads of one process stand for the nodes; Gloo carries emulated devices' memory in the place of
-NCCL, in the order of streams (tests/support/device_transport.py).
+Threads of one process play the ranks of several nodes. Gloo sends emulated devices' memory instead
+of NCCL, in stream order (tests/support/device_transport.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tests.support.emulator.library import COMPILER
 from tests.support.exact import same
 from tests.support.ranks import Ranks, join_nodes
 
-# By rank, its node: equal ones, and unequal ones with ranks in another order than theirs.
+# The node of each rank: two equal nodes, and unequal nodes with ranks in mixed order.
 NODES = [(0, 0, 1, 1), (0, 1, 2, 0)]
 NAMES = [name for name in CHECKS if name != "messages"]
 OVER_NCCL = with_options(transport=emulated_nccl)
@@ -65,11 +65,11 @@ COUNT = 1200
 def devices() -> Iterator[Devices]:
     if COMPILER is None:
         pytest.skip("the emulator needs a C++ compiler")
-    # Ranks of one machine share devices here, and a transport's stream must never wait in a
-    # hardware queue behind a stream of another rank that waits for that transport.
+    # The ranks of a node share a device. A transport's stream must never wait in a hardware queue
+    # behind a stream of another rank that waits for this transport.
     made = Devices("emulated", devices=3, hardware_queues=1024)
     with pytest.MonkeyPatch.context() as patch:
-        # Small, so that calls of some kilobytes take all paths.
+        # Small limits, so that calls of some kilobytes use all paths.
         patch.setattr(calls, "ONE_HOP_BYTES", 64)
         patch.setattr(device_core, "SCRATCH_BYTES", 2048)
         yield made
@@ -77,7 +77,7 @@ def devices() -> Iterator[Devices]:
 
 
 def world_of(nodes: tuple[int, ...], options: CommOptions = OVER_NCCL) -> LocalWorld:
-    """Ranks of the nodes that are given by rank; each node has a device, which its ranks share."""
+    """Builds ranks on the given nodes, listed by rank; the ranks of a node share its device."""
     store, made = torch.distributed.HashStore(), {}
 
     def build(rank: int) -> None:
@@ -109,7 +109,7 @@ def world(devices: Devices, request: Any) -> Iterator[LocalWorld]:
 
 @covering(strength=1, indirect=["world"], world=NODES, name=NAMES)
 def test_every_collective(devices: Devices, world: LocalWorld, name: str) -> None:
-    """Nothing, one element, less than a vector, several segments."""
+    """None, one element, less than a vector, several segments."""
     memories = ("plain", "heap", "unaligned", "mixed", "plain")
     cases = [
         Case(count, memory=memory, in_place=turn % 2 == 0, root=turn % 4, async_op=turn % 3 == 1)
@@ -134,7 +134,7 @@ def test_the_hosts_agree_on_flags(devices: Devices, world: LocalWorld) -> None:
 
 @pytest.mark.parametrize("world", [(0, 0, 1)], indirect=True)
 def test_every_dtype_and_op(devices: Devices, world: LocalWorld) -> None:
-    """By turns, so that each operator meets every second dtype: a node alone has them all."""
+    """Each op gets every second dtype in turn; tests within one node cover all pairs."""
 
     def body(comm: Communicator) -> None:
         for turn, (dtype, ops) in enumerate(EMULATED.items()):
@@ -157,7 +157,7 @@ def of_the_host(
 def bits(
     comm: Communicator, dtype: torch.dtype, to: Callable[..., Any], sums_alone: bool = False
 ) -> list[torch.Tensor]:
-    """Sums in which the order of what is added shows."""
+    """Returns sums that depend on the order of additions."""
     found = []
     each = COUNT // comm.world_size
     product = [ReduceOp.PRODUCT] if "PRODUCT" in EMULATED[dtype] else []
@@ -203,7 +203,7 @@ def test_quantized_values_are_the_hosts(
     monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(device_core, "SCRATCH_BYTES", 3000)
     dtype = torch.bfloat16
-    # What an operator makes of numbers comes before they are quantized, in whichever format.
+    # An op is applied before the quantization in every format, so one format tests all ops.
     sums_alone = compression != "int8"
     with world_of(
         (0, 0, 1), with_options(transport=emulated_nccl, compression=compression)
@@ -239,7 +239,7 @@ def test_places_groups_and_order(devices: Devices, world: LocalWorld) -> None:
         part = comm.split(comm.node_of(rank))
         assert part is not None and part.num_nodes == 1
         part.close()
-        # The calls of a communicator follow each other, on whatever streams.
+        # The calls of a communicator run in order, although their streams differ.
         tensor = put(comm, torch.ones(3001), "heap")
         works = [comm.all_reduce(tensor, async_op=turn % 2 == 0) for turn in range(4)]
         assert all(work.wait() for work in works if work is not None)
@@ -257,7 +257,7 @@ def test_places_groups_and_order(devices: Devices, world: LocalWorld) -> None:
 )
 def test_no_transport_for_devices(devices: Devices, transport: str, words: str) -> None:
     assert not torch.distributed.is_nccl_available()
-    # Which rank is first to say so is not known; the others repeat it.
+    # Any rank may be the first to refuse; the others repeat its error.
     with pytest.raises((UnsupportedError, RendezvousError), match=words):
         world_of((0, 1), with_options(transport=transport))
 
@@ -338,7 +338,7 @@ def test_what_is_refused(devices: Devices) -> None:
         assert devices.emulated is not None
         with devices.emulated.capture(comm.rank), pytest.raises(UnsupportedError, match="graph"):
             comm.all_reduce(tensor)
-        comm.barrier()  # nothing of this has disturbed the peers
+        comm.barrier()  # none of these calls has disturbed the peers
 
     with world_of((0, 1)) as made:
         devices.run(made, body)
@@ -348,7 +348,7 @@ def test_what_is_refused(devices: Devices) -> None:
 
 
 def errors_of(world: LocalWorld, body: Callable[[Communicator], None]) -> list[RingcommError]:
-    """Returns the error of each rank's ``body``."""
+    """Returns the errors of all ranks' ``body``."""
     found: list[RingcommError] = []
 
     def failing(comm: Communicator) -> None:
@@ -382,7 +382,7 @@ def test_an_abort_is_heard_on_every_node(devices: Devices) -> None:
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
 def test_other_calls_are_told_apart(devices: Devices, name: str) -> None:
-    """Also of other sizes, whose exchange would end the process: Gloo has no room for them."""
+    """Also with different sizes: without a check Gloo would end the process for lack of room."""
 
     def body(comm: Communicator) -> None:
         with devices.as_on_gpu(comm):
@@ -433,14 +433,14 @@ def test_a_dropped_communicator_ends_after_what_was_enqueued(devices: Devices) -
 
 
 def test_a_device_that_does_not_go_on(devices: Devices) -> None:
-    """A rank's stream stands still, so its data never come; both hosts have made the call."""
+    """One rank's stream is blocked, so its data never arrives; both hosts have made the call."""
     released = threading.Event()
     made = world_of((0, 1), with_options(transport=emulated_nccl, timeout=1.0))
 
     def body(comm: Communicator) -> None:
         runtime, device = devices.emulated, comm.node_of(comm.rank)
         assert runtime is not None
-        # Operations keep their tensors, but wait for no stream, as that would hold the host up.
+        # Keeps operations' tensors alive without waiting for a stream, which would block the host.
         with runtime.assuming(device), InStreamOrder(lambda: None):
             tensor, kept = torch.ones(3001), []
             if comm.rank == 1:

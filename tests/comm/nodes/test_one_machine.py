@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine whose ranks are several nodes is warned of once, at the program's line."""
+"""If the ranks of one machine form several nodes, one warning says so, at the program's line."""
 
 import threading
 import warnings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules of rails: played by numbers, and called with threads as nodes."""
+"""The schedules of rails: simulated with numbers, and run with threads as nodes."""
 
 from typing import TypeAlias
 
@@ -13,14 +13,14 @@ from tests.support.exact import equal, op_of, operand, reduced, same
 
 NAMES = ("one_shot", "levels", "ring")
 SIZES = (*range(2, 17), 23, 24, 31, 32, 40)
-# A node's partial sum, or a sum in this order.
+# A node's partial sum, or a sum of terms in this order.
 Terms: TypeAlias = "int | tuple[Terms, ...]"
 
 
 def terms_of(name: str, nodes: int) -> list[Terms]:
-    """Plays a reduction; returns by node how its sum came about.
+    """Simulates a reduction; returns by node the terms of its sum.
 
-    It fails where a rank sends what it has sent before, or receives what nobody sends.
+    Fails if a rank sends a part that it has sent before, or receives a part that no rank sends.
     """
     rounds = [core.reduction(name, nodes, node) for node in range(nodes)]
     held: list[dict[int, Terms]] = [dict.fromkeys(range(nodes), node) for node in range(nodes)]
@@ -137,7 +137,7 @@ def test_calls_are_exact(shape, name, monkeypatch):
             assert equal(part, want[count * rank : count * (rank + 1)])
             comm.all_gather_into_tensor(tensor, part)
             assert equal(tensor, want)
-        # Some ranks have nothing: messages carry the parts that there are.
+        # Some ranks have no data: messages carry only the existing parts.
         outputs = [torch.empty(r % 3 * 500, dtype=torch.int16) for r in range(size)]
         comm.all_gather(outputs, torch.full((rank % 3 * 500,), rank, dtype=torch.int16))
         assert all(torch.equal(out, torch.full_like(out, r)) for r, out in enumerate(outputs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace files that each node leaves at a fault, and what they say of all nodes together."""
+"""Each node writes a trace file at a fault; together they describe all nodes."""
 
 import time
 from pathlib import Path
@@ -21,9 +21,9 @@ def traces_in(folder: Path) -> list[Path]:
 
 
 def wait_for_the_last(comm: ringcomm.Communicator, folder: Path) -> str:
-    """All but the last rank make a call, whose timeout ends; returns the error.
+    """All ranks but the last make a call that times out; returns the error.
 
-    The last rank is alone on its node, and makes no call before its trace is there.
+    The last rank is alone on its node, and makes no call before the traces exist.
     """
     tensor = torch.ones(100_000)
     comm.all_reduce(tensor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors over nodes say: the program's call and line, who is awaited in the end, and where."""
+"""Errors over nodes name the program's call and line, and the rank and node that is missing."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors_of(body: Callable[[Communicator], object], shape: tuple[int, ...]) -> list[str]:
-    """Returns by rank the words of the errors of a world's calls; "" where a rank makes none."""
+    """Returns by rank the error's type and text, or "" for a rank without an error."""
 
     def caught(comm: Communicator) -> str:
         comm.barrier()
@@ -39,7 +39,7 @@ def errors_of(body: Callable[[Communicator], object], shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_timeout_names_the_programs_call(missing: int) -> None:
-    """Of a local peer and of a rail peer that make no call; the node's own calls are not shown."""
+    """A local peer or a rail peer makes no call; the error does not show the node's own calls."""
 
     def body(comm: Communicator) -> None:
         if comm.rank != missing:
@@ -57,7 +57,7 @@ def test_a_timeout_names_the_programs_call(missing: int) -> None:
 
 
 def test_the_rank_behind_a_local_peer_is_named_first() -> None:
-    """Rank 1 waits for a local peer, which waits for another node, and gives up before it does."""
+    """Rank 1 waits for a local peer that waits for another node, and times out before this peer."""
 
     def body(comm: Communicator) -> None:
         if comm.rank < 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of objects that no rank packed, and ranks without room for those that one did."""
+"""Messages of objects that no rank has packed, and ranks without room for valid messages."""
 
 import inspect
 import json
@@ -95,7 +95,7 @@ def _unpack_of(value: Any) -> Any:
 
 
 def _at_the_end_of_the_stack(call: Any) -> Any:
-    """Returns the error of ``call`` where frames are left, but too few for a hundred levels."""
+    """Returns the error of ``call`` with some stack frames left, but fewer than a hundred."""
 
     def down(levels: int) -> Any:
         return down(levels - 1) if levels else call()
@@ -132,7 +132,7 @@ def test_no_memory_is_an_error_of_ringcomm(monkeypatch):
 
 
 def test_the_place_is_not_built_for_what_is_data(monkeypatch):
-    """A million integers took ten times as long as pickling them."""
+    """Building it for a million integers took ten times as long as pickling them."""
 
     def shown(value: object) -> str:
         raise AssertionError(value)
@@ -155,7 +155,7 @@ def test_the_place_is_not_built_for_what_is_data(monkeypatch):
 )
 @pytest.mark.parametrize("kind", ["b", "a", "T", "A"])
 def test_entries_follow_each_other(kind, entries):
-    """Else a message of a megabyte becomes gigabytes."""
+    """Otherwise a message of a megabyte could describe gigabytes."""
 
     def of(at: int, size: int) -> list[Any]:
         shaped = {"T": ["torch.uint8", [size]], "A": ["uint8", [size]]}.get(kind, [])

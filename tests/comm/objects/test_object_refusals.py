@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that cannot travel: every rank hears of it at once, and the communicator goes on."""
+"""Objects that cannot be sent: every rank gets an error at once, and calls continue to work."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.faults import leaving_together
 
 
 class Other:
-    """Not data, and not to be pickled."""
+    """An object that is neither data nor can be pickled."""
 
     def __reduce__(self) -> Any:
         raise ZeroDivisionError("an Other does not want to")
@@ -46,7 +46,7 @@ def test_every_rank_hears_of_it(name, objects):
         assert found == [0, 1, 2]
         return text, raised.value.repeats
 
-    # Nobody waits for the timeout: after it the communicator would be of no use.
+    # No rank may wait for the timeout: it would make the communicator unusable.
     with ringcomm.local_world(3, options=CommOptions(objects=objects, timeout=60)) as world:
         texts = world.run(body)
     for rank, (text, repeats) in enumerate(texts):
@@ -96,7 +96,7 @@ def test_sizes_that_nobody_may_announce(size, monkeypatch):
 
 
 def test_a_rank_without_memory_ends_the_others_at_once(monkeypatch):
-    """The room is made before the objects move, where the others would wait for it."""
+    """Memory is allocated before the objects are sent, while the other ranks wait."""
 
     class Scarce(bytearray):
         def __new__(cls, size: Any = 0) -> Any:
@@ -108,7 +108,7 @@ def test_a_rank_without_memory_ends_the_others_at_once(monkeypatch):
     monkeypatch.setattr(objects, "bytearray", Scarce, raising=False)
 
     def body(comm):
-        # Rank 0 makes room for what rank 1 has; rank 1 waits for rank 0.
+        # Rank 0 allocates memory for rank 1's object; rank 1 waits for rank 0.
         with pytest.raises(RingcommError) as raised:
             ringcomm.gather_object("x" * (3000 * comm.rank), [None] * 2 if not comm.rank else None)
         return raised.value
@@ -124,7 +124,7 @@ def test_a_rank_without_memory_ends_the_others_at_once(monkeypatch):
 
 
 def test_ranks_make_no_room_for_what_others_send_elsewhere(monkeypatch):
-    """Neither gather nor scatter pads to the largest."""
+    """Neither gather nor scatter pads objects to the largest size."""
     made: dict[str, list[int]] = {}
     room = objects.Codec.room
 

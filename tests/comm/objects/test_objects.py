@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that travel; nothing is unpickled unless the caller asks for it."""
+"""Objects that can be sent; nothing is unpickled unless the caller asks for it."""
 
 import enum
 import math
@@ -137,7 +137,7 @@ class Colour(enum.IntEnum):
 
 
 class Flag(int):
-    """A subclass of a type of data."""
+    """A subclass of a data type."""
 
 
 class Odd(torch.Tensor):
@@ -172,7 +172,7 @@ def test_what_would_be_lost_is_said(value, words):
         pack({"a": value}, "op")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what these become
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns when it makes these tensors
 def test_nested_and_quantised_tensors_are_refused_in_words():
     parts = [torch.ones(2), torch.ones(1)]
     for layout in (torch.strided, torch.jagged):

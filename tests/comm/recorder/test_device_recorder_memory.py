@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's recorder, given what the host would see; no device is needed."""
+"""Tests a device's recorder with the host's observations as input; needs no device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = _native.call_words(64, 1, 11, 0, 1)
 
 
 class Recorder:
-    """A recorder of rank 0 of 2, whose kernels have not given up."""
+    """A recorder of rank 0 of 2; no kernel has given up."""
 
     def __init__(self, records: int = 8) -> None:
         heap = process_heap()
@@ -33,7 +33,7 @@ class Recorder:
             self.native.enqueue_triton(WORDS, channels, captured)
 
     def give_up(self) -> None:
-        """Writes the word behind `abort_requested`, as a kernel does."""
+        """Writes the word after `abort_requested`, as a kernel that gives up does."""
         self.page[4:8] = (1).to_bytes(4, "little")
 
     @property
@@ -53,7 +53,7 @@ def test_an_event_ends_what_is_before_it(recorder: Recorder) -> None:
     recorder.calls(4)
     recorder.native.seen_completed(COLLECTIVES, 1, 2)
     assert recorder.states() == ["completed"] * 2 + ["enqueued"] * 2
-    recorder.native.seen_completed(COLLECTIVES, 1, 9)  # no more than there are
+    recorder.native.seen_completed(COLLECTIVES, 1, 9)  # more than there are
     recorder.calls()
     assert recorder.states() == ["completed"] * 4 + ["enqueued"]
 
@@ -64,12 +64,12 @@ def test_the_kernels_count_ends_what_is_before_the_last_that_began(recorder: Rec
     assert recorder.states() == ["enqueued"] * 4
     recorder.native.seen_begun(3)
     assert recorder.states() == ["completed"] * 2 + ["begun", "enqueued"]
-    recorder.native.seen_begun(2)  # a look that took longer than the one after it
+    recorder.native.seen_begun(2)  # a delayed, older observation
     assert recorder.states() == ["completed"] * 2 + ["begun", "enqueued"]
 
 
 def test_nothing_ends_well_once_a_kernel_has_given_up(recorder: Recorder) -> None:
-    """Kernels that give up end, too: their events pass, and their count goes on."""
+    """Kernels that give up end as well: their events pass, and their count increases."""
     recorder.calls(4)
     recorder.native.seen_completed(COLLECTIVES, 1, 1)
     recorder.give_up()
@@ -111,10 +111,10 @@ def test_old_calls_are_forgotten_and_new_ones_kept_apart(recorder: Recorder) -> 
 
 
 def test_calls_by_the_numbers_of_their_blocks(recorder: Recorder) -> None:
-    """Each block counts the calls that it took part in."""
+    """Each block counts the calls in which it took part."""
     for channels in (4, 1, 4, 1, 2):
         recorder.calls(channels=channels)
-    # Block 0 counts 1 2 3 4 5, block 1 counts 1 - 2 - 3, blocks 2 and 3 count 1 - 2 - -.
+    # Calls as counted by block 0: 1 2 3 4 5, block 1: 1 - 2 - 3, blocks 2 and 3: 1 - 2 - -.
     assert [recorder.native.numbers_of(each) for each in range(7)] == [
         [],
         [1],

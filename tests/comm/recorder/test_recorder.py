@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flight recorder: what it keeps, from where, and that nobody sees half of a record."""
+"""The flight recorder: its records, their call sites, and that readers see only whole records."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def here(offset, function):
 
 
 def enumerators(name):
-    """The values of an enumeration of call.h, but for their count."""
+    """Returns the names in an enumeration of call.h, except its count."""
     source = (ROOT / "kernels/include/ringcomm/protocol/call.h").read_text()
     (body,) = re.findall(rf"enum class {name} : uint32_t {{(.*?)}};", source, re.DOTALL)
     values = re.findall(r"\bk\w+", body)
@@ -41,7 +41,7 @@ def enumerators(name):
 
 
 def test_every_code_of_a_record_has_a_name_of_its_own():
-    """Readers take a record with another code, or one without a name, for a torn one."""
+    """Readers count a record with an unknown code, or a code without a name, as torn."""
     names = _native.RECORD_NAMES
     assert len(names["collectives"]) == len(enumerators("Collective"))
     assert list(_native.ALGORITHMS.values()) == list(range(len(enumerators("Algorithm"))))
@@ -150,7 +150,7 @@ def test_an_asynchronous_call_was_made_where_it_was_queued():
 
 
 def test_the_place_is_the_innermost_of_the_users():
-    """Not where a helper of the user's was called, nor a line of the library's."""
+    """Not the place where a user's helper was called, and no line of the library."""
 
     def helper(comm):
         comm.all_gather_into_tensor(T(8), T(4))
@@ -227,7 +227,7 @@ def test_the_recorder_of_a_killed_rank_is_still_there():
 
 
 def test_ranks_of_processes_share_one_time_line():
-    """The clock is that of the machine: nobody leaves a barrier before all have entered it."""
+    """All processes use one clock: no rank leaves a barrier before all have entered it."""
     for records in run_ranks(_barriers, 2):
         first, second = records
         for one, other in zip(first, second, strict=True):
@@ -247,7 +247,7 @@ def _barriers(store, rank, world):
 
 
 def recorder_of(calls):
-    """The bytes of a recorder with that many barriers in it."""
+    """Returns the bytes of a recorder after this many barriers."""
     copies = []
 
     def body(comm):
@@ -260,7 +260,7 @@ def recorder_of(calls):
 
 
 def test_a_torn_record_is_not_shown_as_whole():
-    """A version that is odd, or fields that no owner writes, hide a record and are counted."""
+    """Records with an odd version, or with fields that no owner writes, are hidden but counted."""
     memory = bytearray(recorder_of(3))
     whole = read_recorder(memory)
     assert [each.number for each in whole.collectives] == [1, 2, 3] and whole.torn == 0
@@ -281,13 +281,13 @@ def test_a_record_that_changed_between_two_looks_is_not_shown():
     changed = unstable_records(first, first[:-1] + b"\1")
     assert changed == [len(first[format.HEADER_BYTES :]) // format.RECORD_BYTES - 1]
     assert unstable_records(first, first) == []
-    # The times differ, the rest of the two records does not.
+    # The times of both records differ, the other fields do not.
     assert unstable_records(first, bytes(second)) == [1, 2]
     assert read_recorder(first, [1, 2]).torn == 2 and not read_recorder(first, [1, 2]).collectives
 
 
 def test_records_are_whole_while_their_owner_writes():
-    """Readers on another thread see calls whose fields fit together, however fast they change."""
+    """A reader on another thread sees only calls whose fields fit together, at any speed."""
     wrong, looks = [], []
 
     def body(comm):
@@ -303,7 +303,7 @@ def test_records_are_whole_while_their_owner_writes():
         reader = threading.Thread(target=look)
         reader.start()
         number = 0
-        while number < 3000 or not looks:  # on a busy machine the thread starts late
+        while number < 3000 or not looks:  # on a busy machine the reader starts late
             number += 1
             comm.all_reduce(T(1 + number % 50))
         stop.set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged recorders and odd texts: the fault is explained, and the trace can be read."""
+"""With damaged recorders and odd texts the fault is still explained, and the trace readable."""
 
 import struct
 import tempfile
@@ -48,7 +48,7 @@ def left_and_read(recording: Recording, error: str) -> reader.Trace:
 
 @pytest.fixture(scope="module")
 def memory():
-    """The recorder of rank 0 of 2 after seven collectives and a message."""
+    """Returns the recorder of rank 0 of 2 after seven collectives and a message."""
 
     def body(comm):
         for number in range(7):
@@ -82,7 +82,7 @@ ODD_WORDS = (0, 1, 2, 3, 1 << 31, (1 << 32) - 1, (1 << 32) - 2)
 
 
 def damaged(memory: bytes, chance: Random) -> bytes:
-    """With odd words anywhere but in what the reader knows by itself: layout, rank, world."""
+    """Writes odd words into all fields but the three that readers know: layout, rank, world."""
     raw = bytearray(memory)
     for _ in range(chance.randint(1, 12)):
         at = 4 * chance.randrange(len(raw) // 4)
@@ -130,7 +130,7 @@ def test_what_no_owner_writes_is_unreadable(memory, at, raw):
 
 
 def test_a_peers_damaged_recorder_hides_nobody_elses(folder):
-    """All of its bytes, header included, are junk; the error still says where each rank is."""
+    """The whole recorder, with its header, is junk; the error still says where each rank is."""
     records = 16
     told = []
 
@@ -172,7 +172,7 @@ def test_of_many_records_a_trace_holds_the_last(folder):
     (path,) = folder.iterdir()
     for rank in reader.read(path).recording.ranks:
         numbers = [each.number for each in rank.collectives]
-        # The other rank may not be at the last call yet.
+        # The other rank may not have begun the last call.
         assert len(numbers) == KEPT_RECORDS and numbers[-1] in (calls, calls + 1)
         assert numbers == list(range(numbers[-1] - KEPT_RECORDS + 1, numbers[-1] + 1))
 
@@ -193,7 +193,7 @@ def test_a_reason_writes_nothing_to_a_peers_terminal():
 @pytest.mark.parametrize("world_size", [0, -1, (1 << 16) + 1, 1 << 29, 1 << 63])
 @pytest.mark.parametrize("name", ["world", "world/node0:" + ".".join(["0-999999999"] * 33)])
 def test_a_world_is_no_larger_than_any_is(tmp_path, world_size, name):
-    """Two kilobytes that claim it take no memory for its ranks."""
+    """A file of two kilobytes that claims more ranks takes no memory for them."""
     path = tmp_path / "trace.json"
     trace = reader.Trace(Recording(name, world_size, 1, 1, ()), 0, 1.0, "")
     path.write_text(reader.text_of(trace))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that a fault leaves: one for all ranks, for this user alone, and never in the way."""
+"""The trace file of a fault: one for all ranks, for this user only, and never in the way."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ T = torch.ones
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder in which faults of this test leave their traces."""
+    """The folder to which faults of this test write their traces."""
     monkeypatch.setenv(reader.VARIABLE, str(tmp_path / "traces"))
     return tmp_path / "traces"
 
 
 def mismatch(world=2):
-    """Provokes a fault; what each rank was told."""
+    """Provokes a fault; returns each rank's error text."""
     told = []
 
     def body(comm):
@@ -123,7 +123,7 @@ def test_only_files_of_this_user_are_removed(folder, monkeypatch):
 
 
 def test_what_cannot_be_removed_is_no_reason_against_the_trace(folder, monkeypatch):
-    """A file that is gone when it is looked at, and one that may not be removed."""
+    """A file that disappears before it is read, and a file that may not be removed."""
     folder.mkdir()
     names = [f"ringcomm-old-{index:016x}.json" for index in range(reader.KEPT_TRACES + 2)]
     for index, name in enumerate(names):
@@ -197,7 +197,7 @@ def test_what_a_killed_writer_left_is_removed_later(folder):
 
 
 def test_the_newest_is_looked_up_without_a_trace_of_it(folder, monkeypatch):
-    """No folder is made for it, and what somebody begins is not taken."""
+    """The lookup makes no folder, and ignores a file that is still being written."""
     with pytest.raises(RingcommError, match="got none"):
         reader.newest()
     assert not folder.exists()

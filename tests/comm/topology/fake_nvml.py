@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An NVML for tests: answers, in the words of nvidia-ml-py, from a recorded topology."""
+"""A fake NVML with nvidia-ml-py's interface, which answers from a recorded topology."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAMES = sorted(path.stem for path in RECORDINGS.glob("*.json"))
 LEVEL_NUMBERS = {"PSB": 0, "PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 VERSION_NUMBERS = {"1.0": 1, "2.0": 2, "2.2": 3, "3.0": 4, "3.1": 5, "4.0": 6, "5.0": 7}
 SWITCH = "switch"
-# A GPU of no recording.
+# The name of a GPU that no recording contains.
 ELSEWHERE = "GPU-ffffffff-0000-0000-0000-000000000000"
 
 
 class NVMLError(Exception):
-    """The error of nvidia-ml-py, which has one subclass per error code."""
+    """The error class of nvidia-ml-py, which has one subclass per error code."""
 
 
 class NVMLError_NotSupported(NVMLError): ...
@@ -43,18 +43,18 @@ def recorded(name: str) -> Topology:
 
 
 def words_of(numbers: list[int], count: int) -> list[int]:
-    """A set of numbers as `count` 64-bit words."""
+    """Encodes a set of numbers as `count` 64-bit words."""
     return [sum(1 << n - 64 * i for n in numbers if n // 64 == i) for i in range(count)]
 
 
 class FakeNvml:
-    """Stands for the module ``pynvml``.
+    """Replaces the module ``pynvml``.
 
     Args:
-        topology: what it answers from.
-        errors: what a function raises, by its name, instead of answering.
+        topology: the source of the answers.
+        errors: by function name, the error that it raises instead of answering.
         lacking: functions that this version does not have.
-        answers: by its name, what is called in place of a function, with the function first.
+        answers: by function name, a replacement, which gets the function as its first argument.
     """
 
     NVMLError = NVMLError
@@ -87,7 +87,7 @@ class FakeNvml:
         return call
 
     def _links_of(self, gpu: Gpu) -> list[tuple[object, object]]:
-        """The far end of each link, and the kind of links that it belongs to."""
+        """Returns for each link of a GPU its far end, and the group of links that it belongs to."""
         found: list[tuple[object, object]] = []
         for other in self._gpus:
             if other is not gpu:
@@ -171,7 +171,7 @@ class FakeNvml:
         return VERSION_NUMBERS[self._link(handle, link)[1].version]
 
     def nvmlDeviceGetFieldValues(self, handle, which):
-        # The line rate, a little more than the data rate that topologies have.
+        # The line rate, which is slightly higher than the data rate in topologies.
         (_, link) = which[0]
         rate = self._link(handle, link)[1].link_gbps * 1.03125
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=int(rate * 1000)))]

@@ -83,7 +83,7 @@ FIRST, SECOND, NO_LINKS = gpu(1), gpu(2), NvLinks()
 
 
 def two(nvlinks=NO_LINKS, first=FIRST, second=SECOND, **pair):
-    """The connection of two GPUs."""
+    """Returns the connection between two GPUs."""
     ends = (first.pci_bus_id, second.pci_bus_id)
     topology = Topology(gpus=(first, second), pairs=(Pair(*ends, nvlinks, **pair),))
     return topology.connection(*topology.gpus)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for the recorded machines, and what holds for every machine."""
+"""Plans for the recorded machines, and properties of the plans of every machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_per_gpu(topology):
 
 
 def check_rings(topology, placements, chosen):
-    """Every ring is an order of all ranks from 0 on; several together use all links alike."""
+    """Every ring visits all ranks, starting from 0; several rings use all links equally."""
     world = len(placements)
     taken: Counter[tuple[str, str]] = Counter()
     for ring in chosen.rings:
@@ -69,17 +69,17 @@ def test_one_rank_per_gpu(name, algorithm, rings, gbps, says):
 @pytest.mark.parametrize(
     ("gpus", "algorithm", "gbps"),
     [
-        # Two of six rings share each direction of a single link.
+        # Six rings: two of them share each direction of a single link.
         ([0, 1, 2, 3], "ring", 75.0),
-        # 0-1, 0-2 single, 1-2 double.
+        # The pairs 0-1 and 0-2 have one link, 1-2 has two.
         ([0, 1, 2], "ring", 50.0),
         ([0, 3], "one_shot", 50.0),
         ([0, 1], "one_shot", 25.0),
-        # No NVLink between 0 and 5.
+        # GPUs 0 and 5 have no NVLink.
         ([0, 5], "one_shot", None),
-        # 0-4 double, and no ring without SYS.
+        # The pair 0-4 has two links, but every ring needs a SYS connection.
         ([0, 4, 1], "ring", None),
-        # The same in another order.
+        # The GPUs of the first case in another order.
         ([3, 0, 2, 1], "ring", 75.0),
     ],
 )
@@ -147,7 +147,7 @@ def test_without_nvml_there_is_a_plan_that_says_so(placements):
     chosen = recorded("no_nvml").choose(placements)
     assert chosen.algorithm == "ring"
     assert "NVML Shared Library Not Found" in chosen.reason
-    # Equal names are still one GPU.
+    # Without NVML, equal names still count as one GPU.
     assert chosen.rings == (((0, 1, 2, 3) if None in placements else (0, 2, 1, 3)),)
 
 
@@ -186,7 +186,7 @@ def test_refused_access_is_told():
     pairs = (replace(known.pairs[0], peer_access=False), *known.pairs[1:])
     chosen = replace(known, pairs=pairs).choose(one_per_gpu(known))
     assert "the driver gives ranks 0 and 1 no access to each other's memory" in chosen.reason
-    # The ring goes round the pair that cannot.
+    # The ring avoids the pair without access.
     assert chosen.rings == ((0, 2, 1, 3),)
 
 
@@ -203,7 +203,7 @@ def test_a_mesh_with_a_missing_link_is_no_mesh():
 
 
 def mesh(count, gbps):
-    """GPUs with one NVLink between every two; `gbps` of each pair by its ends."""
+    """Makes GPUs with one NVLink between every two; ``gbps(a, b)`` is the rate of a pair."""
     gpus = tuple(Gpu(f"GPU-{n}", f"0000:{n + 1:02x}:00.0") for n in range(count))
     pairs = tuple(
         Pair(gpus[a].pci_bus_id, gpus[b].pci_bus_id, NvLinks(1, None, gbps(a, b)), peer_access=True)
@@ -223,7 +223,7 @@ def test_links_of_unknown_speed_count_as_equal():
 def test_many_gpus_are_ordered_by_numa_node():
     gpus = tuple(Gpu(f"GPU-{n:02d}", f"0000:{n:02x}:00.0", numa_node=n % 2) for n in range(1, 17))
     chosen = Topology(gpus=gpus).choose([gpu.uuid for gpu in gpus])
-    # Rank 0 is on node 1, the nodes follow one another, and within them the bus ids.
+    # The ring starts on rank 0's node 1, then visits node 0; within a node it follows the bus ids.
     assert chosen.rings == ((*range(0, 16, 2), *range(1, 16, 2)),)
 
 
@@ -234,7 +234,7 @@ def test_sixteen_gpus_on_a_switch():
     chosen = topology.choose([gpu.uuid for gpu in gpus])
     assert (chosen.algorithm, chosen.rings) == ("one_shot", (tuple(range(16)),))
     assert topology.rings_gbps([gpu.uuid for gpu in gpus], chosen.rings) == 150.0
-    # Two rings share what the switch has for each GPU, though they have no hop in common.
+    # Two rings share each GPU's link to the switch, although they have no hop in common.
     both_ways = (*chosen.rings, tuple(range(0, -16, -1)))
     both_ways = tuple(tuple(rank % 16 for rank in ring) for ring in both_ways)
     assert topology.rings_gbps([gpu.uuid for gpu in gpus], both_ways) == 150.0

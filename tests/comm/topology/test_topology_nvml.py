@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVML reader, against an NVML that answers, answers half, or does not start."""
+"""The NVML reader, with an NVML that answers, answers only partly, or does not start."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support import ROOT, fork_server
 
 @pytest.fixture(autouse=True)
 def _large_host(monkeypatch):
-    # NVML is asked for as many CPUs as the machine has; the recorded ones have more.
+    # The reader asks NVML for as many CPUs as the machine has; the recorded machines have more.
     monkeypatch.setattr("os.cpu_count", lambda: 256)
 
 
 @pytest.fixture
 def read(monkeypatch):
-    """Reads the machine of a recording, or of a topology, through a fake NVML."""
+    """Reads the machine of a recording or a topology through a fake NVML."""
 
     def through(source, **options):
         topology = recorded(source) if isinstance(source, str) else source
@@ -48,7 +48,7 @@ def read(monkeypatch):
 def test_what_nvml_says_is_what_is_read(read, name):
     expected = replace(recorded(name), machine=platform.node())
     if name == "mig":
-        # Links of a GPU in MIG mode are not asked about: a driver may well call them active.
+        # The reader skips the links of a GPU in MIG mode: a driver may report them as active.
         assert expected.gpus[0].switch.count == 12
     assert read(name) == expected
 
@@ -88,7 +88,7 @@ def test_shutdown_may_fail(monkeypatch):
 
 
 def at(answer, wanted):
-    """An answer in place of the usual one where the arguments begin with `wanted`."""
+    """Answers with `answer` if the arguments begin with `wanted`, else as usual."""
 
     def call(usual, *arguments):
         return answer if arguments[: len(wanted)] == wanted else usual(*arguments)

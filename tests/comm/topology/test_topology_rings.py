@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rings of a mesh, and the best ring against exhaustion."""
+"""The rings of a mesh, and the best ring compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringcomm.comm.device.topology import best_ring, hops, mesh_rings
 
 
 def matrix(count, links):
-    """A symmetric matrix from numbers above the diagonal."""
+    """Makes a symmetric matrix from the numbers above the diagonal."""
     rows = [[0] * count for _ in range(count)]
     numbers = iter(links)
     for a in range(count):
@@ -41,7 +41,7 @@ def test_rings_of_a_mesh_use_every_direction_of_every_pair_alike(count):
 
 
 def test_the_best_ring_avoids_the_worst_hops():
-    # Two near pairs, 0-2 and 1-3.
+    # Two close pairs: 0-2 and 1-3.
     near = matrix(4, [1, 5, 1, 1, 5, 1])
     assert best_ring(near) == (0, 1, 3, 2)
     assert best_ring([[0]]) == (0,)

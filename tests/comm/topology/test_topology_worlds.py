@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of every machine's rings, however little sense the machine makes."""
+"""Properties of the rings of every machine, even of impossible ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.comm.topology.fake_nvml import ELSEWHERE
 
 @st.composite
 def worlds(draw):
-    """A machine that makes no sense, and ranks on it or elsewhere."""
+    """Draws a machine with arbitrary properties, and ranks on it or elsewhere."""
     count = draw(st.integers(0, 9))
     links = st.builds(NvLinks, st.integers(0, 3), st.none(), st.sampled_from([None, 20.0, 25.0]))
     gpus = tuple(
