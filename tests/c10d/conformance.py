@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs torch's own c10d tests on Gloo and on ringcomm, over nodes too, and tables differences.
+"""Runs torch's own c10d tests on Gloo and ringcomm, also over nodes, and tables the differences.
 
 ``python -m tests.c10d.conformance`` (``make c10d-conformance``) writes docs/c10d-conformance.md.
 The tests are those in the torch wheel, ``torch.testing._internal.distributed.distributed_test``.
 
-That module decides by the constant BACKEND, while it is imported, which tests exist for a
-backend, and knows no third-party backend. So it is imported as for Gloo and BACKEND is set to
-the backend under test afterwards: every test that exists for Gloo runs on ringcomm, with the
-same conditions. What is skipped for want of ranks, or for not being MPI (all-to-all), runs again
-with more ranks or with the conditions of MPI, on all systems.
+When that module is imported, its constant BACKEND decides which tests exist; the module knows no
+third-party backend. So this program imports it with the conditions of Gloo, and then sets BACKEND
+to the backend under test: every test that exists for Gloo runs on ringcomm, with the same
+conditions. Tests that were skipped because they need more ranks, or because the backend is not MPI
+(all-to-all), run again on all systems with more ranks or the conditions of MPI.
 
-Over nodes, the ranks are processes of one machine that say that they are on two.
+Over nodes, the ranks are processes of one machine that claim to be on two nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BACKENDS = ("gloo", "ringcomm")
 
 @dataclass(frozen=True)
 class System:
-    """A backend whose ranks say that they are on so many nodes; on 1 they say nothing."""
+    """A backend whose ranks claim to be on ``nodes`` nodes; with 1 they claim nothing."""
 
     backend: str
     nodes: int = 1
@@ -51,7 +51,7 @@ SECONDS_PER_TEST = 120
 
 @dataclass(frozen=True)
 class Pass:
-    """One run over the tests that the passes before skipped with a reason like ``skipped``."""
+    """A run of the tests that earlier passes skipped with a reason containing ``skipped``."""
 
     conditions: str
     world_size: int
@@ -59,7 +59,7 @@ class Pass:
 
 
 PASSES = (
-    Pass("gloo", 3),  # what torch's own CI takes on a machine without GPUs
+    Pass("gloo", 3),  # as in torch's own CI on machines without GPUs
     Pass("gloo", 4, "world size of 4"),
     Pass("gloo", 8, "small world size"),
     Pass("mpi", 8, "Only MPI supports"),
@@ -69,7 +69,7 @@ Outcomes = dict[str, tuple[str, str]]  # test -> (pass, fail or skip; why)
 
 
 class Backend(str):
-    """The name of the backend under test, equal to that of its conditions as well.
+    """The name of the backend under test; also equal to the name of its conditions.
 
     A few tests compare BACKEND while they run, to choose between code for CPUs and for GPUs.
     """
@@ -86,13 +86,13 @@ class Backend(str):
 
 
 def load_suite(backend: str, conditions: str, world_size: int, folder: str) -> ModuleType:
-    """torch's test module.
+    """Imports torch's test module.
 
     Args:
         backend: "gloo" or "ringcomm".
         conditions: the backend for which the tests must exist.
         world_size: ranks of each test.
-        folder: empty, for the file by which tests that make their own group meet.
+        folder: an empty folder, for the rendezvous file of tests that make their own group.
     """
     os.environ.update(
         BACKEND=conditions,
@@ -115,10 +115,10 @@ def load_suite(backend: str, conditions: str, world_size: int, folder: str) -> M
 
 
 def test_class(suite: Any, nodes: int) -> type[unittest.TestCase]:
-    """The test case class; each test forks its ranks from this process, which runs no torch op.
+    """Makes the test case class; each test forks its ranks from this process, which runs no op.
 
-    They are forks since the class, made here, cannot be pickled for an interpreter, and since each
-    rank of each test would import torch anew.
+    A new interpreter could not unpickle this class, which is local to the function, and would
+    import torch again for each rank of each test.
     """
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
@@ -179,7 +179,7 @@ def run(system: System, conditions: str, world_size: int, names: list[str]) -> O
 
 
 def run_apart(system: System, one: Pass, names: list[str], log: Path) -> Outcomes:
-    """Does what :func:`run` does in a process of its own, whose output goes to ``log``."""
+    """Does the same as :func:`run` in a separate process whose output goes to ``log``."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "outcomes.json"
         command = [sys.executable, "-m", "tests.c10d.conformance"]
@@ -192,7 +192,7 @@ def run_apart(system: System, one: Pass, names: list[str], log: Path) -> Outcome
 
 
 def all_passes(system: System, names: list[str], log: Path) -> Outcomes:
-    """The outcome of every test, of the last pass that it is in."""
+    """Returns the outcome of each test in the last pass that runs it."""
     outcomes = run_apart(system, PASSES[0], names, log)
     for one in PASSES[1:]:
         again = [n for n, (kind, why) in outcomes.items() if kind == "skip" and one.skipped in why]
@@ -218,7 +218,7 @@ torch's C++ code treats a group that is implemented in Python differently:
 
 
 def report(outcomes: dict[System, Outcomes], torch_version: str) -> str:
-    """The Markdown page: counts, and every test whose outcome differs."""
+    """Returns the Markdown page: the counts, and every test whose outcome differs."""
     kinds = ("pass", "fail", "skip")
     lines = [
         "# c10d conformance",

@@ -25,7 +25,7 @@ def four_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
 
 @pytest.fixture(scope="session")
 def two_devices() -> Iterator[RankPool]:
-    """Two ranks whose tensors count as those of an emulated device that they share."""
+    """Two ranks whose tensors count as tensors of one emulated device."""
     if COMPILER is None:
         pytest.skip("no C++ compiler to build the emulated driver")
     pool = RankPool(2, emulated)

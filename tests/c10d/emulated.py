@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ringcomm whose tensors are on an emulated device, in processes of a ``RankPool``."""
+"""Groups of ringcomm with tensors on an emulated device, in processes of a ``RankPool``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRAPPERS = (AsyncCollectiveTensor, DTensor)
 
 
 class EmulatedCommunicators(Communicators):
-    """Asks the runtime where a tensor is, since emulated devices' look like the host's."""
+    """Asks the runtime for a tensor's device: for torch emulated devices' tensors are on CPU."""
 
     def of(self, tensors: Sequence[torch.Tensor], operation: str) -> Communicator:
         return self._elsewhere(tensors, operation)
@@ -38,10 +38,10 @@ class EmulatedCommunicators(Communicators):
 
 
 class InStreamOrderBelowWrappers(InStreamOrder):
-    """Sees the operations that a wrapping tensor makes on the one inside it.
+    """Skips wrapping tensors, and orders the operations on the tensors inside them.
 
-    An asynchronous functional collective gives a tensor that makes the stream wait for it when it
-    is used; only behind that may the operation wait for the stream.
+    An asynchronous functional collective returns a tensor whose first use makes the stream wait for
+    the collective. The operation must wait for the stream only after that.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,7 +68,7 @@ def _await_streams() -> None:
 
 
 def _resize_in_stream_order(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-    # FSDP frees memory so; a GPU's allocator would not reuse it before the work on the stream.
+    # FSDP frees memory in this way. A GPU's allocator would not reuse it before the stream's work.
     _await_streams()
     return _resize(storage, size_bytes)
 
@@ -82,7 +82,7 @@ def _never() -> bool:
 
 @contextmanager
 def emulated(backend: str) -> Iterator[None]:
-    """Inside, ringcomm takes this thread's tensors for ones of an emulated device."""
+    """Inside, ringcomm treats this thread's tensors as tensors of an emulated device."""
     if backend != "ringcomm":
         yield
         return
@@ -92,8 +92,8 @@ def emulated(backend: str) -> Iterator[None]:
         with (
             InStreamOrderBelowWrappers(_await_streams),
             mock.patch.object(torch.UntypedStorage, "resize_", _resize_in_stream_order),
-            # The mode stands for the device, not for one of a user's: what a call does with tensors
-            # has to pass it, too, which happens below the modes otherwise.
+            # The mode emulates the device and is not a user's mode: it must also see the operations
+            # inside ringcomm's calls, which otherwise run below the modes.
             mock.patch.object(calls, "is_watched", _never),
             mock.patch.object(messages, "is_watched", _never),
         ):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communicators that note what they are asked, and tensors that claim to be on a device.
+"""Communicators that record their calls, and tensors that claim to be on a device.
 
-The tensors are of torch's device "meta": not of the CPU, and without memory.
+The tensors are on torch's device "meta": not on the CPU, and without memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=77)
 
 
 class NotedWork:
-    """A communicator's work; ``waits`` are the timeouts that it was waited for with."""
+    """A communicator's work; ``waits`` are the timeouts that were passed to wait()."""
 
     def __init__(self) -> None:
         self.waits: list[Any] = []
@@ -39,7 +39,7 @@ class NotedWork:
 
 
 class NotedCommunicator:
-    """Notes all calls as (method, arguments); one whose last argument is True gives a work."""
+    """Records all calls as (method, arguments); a call with an argument True returns a work."""
 
     name = "group"
     rank, world_size = RANK, WORLD_SIZE
@@ -52,7 +52,7 @@ class NotedCommunicator:
         self.aborted = False
         self.group_at: Callable[..., Any] | None = None
         self.engine = self.messages = self
-        # As of an engine without fast calls: each call of the group is one of a method.
+        # Like an engine without fast calls, so that each call of the group is a method call.
         self.queue = SimpleNamespace(pending=0)
         self.fast = NoFastCalls()
         self.kernels = None
@@ -100,7 +100,7 @@ class OnPretendedDevice(Communicators):
 
 
 def on_device(*shape: int, device: int = 0) -> Tensor:
-    """A tensor that counts as one on ``device``."""
+    """Makes a tensor that counts as a tensor on ``device``."""
     tensor = torch.empty(*shape, device="meta")
     cast(Any, tensor).pretended_device = device
     return tensor
@@ -112,7 +112,7 @@ class NotedGroup:
     Attributes:
         group: the real process group.
         host: its communicator for CPU tensors.
-        devices: those of devices, in the order in which they were connected.
+        devices: its communicators for devices, in the order of their connection.
     """
 
     def __init__(self, kind: type[Communicators] = OnPretendedDevice) -> None:

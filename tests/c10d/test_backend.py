@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ backend: groups that it shares with others, what torch sees of its calls, its build."""
+"""The C++ backend: groups shared with other backends, torch's view of its calls, and its build."""
 
 import ctypes
 import datetime
@@ -59,14 +59,14 @@ SHORT = datetime.timedelta(seconds=0.3)
 
 @pytest.fixture(scope="session", autouse=True)
 def built() -> Path:
-    """The library, which the ranks find beside the package."""
+    """Builds the library, which the ranks find in the package's folder."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
     return backend.build()
 
 
 def our_group(group=None):
-    """The process group in Python behind one of torch."""
+    """Returns the Python process group behind a group of torch."""
     group = group or default_group()
     assert type(group) is dist.ProcessGroup
     found = behind(group)
@@ -109,7 +109,7 @@ def beside_gloo(rank, world_size):
 
 
 def found_by_ringcomm(rank, world_size):
-    """Whatever of ringcomm takes a group of torch takes one of a C++ backend."""
+    """Every function of ringcomm that takes a torch group accepts a group with a C++ backend."""
     host = our_group().communicator
     tensor = torch.ones(2)
     ringcomm.all_reduce(tensor)
@@ -158,7 +158,7 @@ def options(rank, world_size):
 
 
 def wrapped_by_torch(rank, world_size):
-    """Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a backend of its own before each."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend in a backend of its own."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         group = dist.new_group(backend=MIXED)
@@ -270,7 +270,7 @@ def test_a_rank_dies_in_the_backward_pass():
     assert str(raised.value) == "rank 1: the process died"
 
 
-# ---- what torch sees -----------------------------------------------------------------------------
+# ---- torch's view --------------------------------------------------------------------------------
 
 
 def step(x):
@@ -282,7 +282,7 @@ def step(x):
 
 
 def traced(rank, world_size):
-    """Fake tensors, graphs, the profiler and CommDebugMode have what they have of Gloo."""
+    """Fake tensors, graphs, the profiler and CommDebugMode see the same as with Gloo."""
     results: list[object] = []
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
@@ -323,7 +323,7 @@ def test_a_profiler_sees_direct_calls(two_ranks):
 
 
 def errors(rank, world_size):
-    """Their types and words are those of Python, from a call and from its work."""
+    """Errors have the types and texts of Python, both from a call and from its work."""
     with pytest.raises(ArgumentError, match=r"all_gather_into_tensor on rank \d of 2: "):
         dist.all_gather_into_tensor(torch.empty(3), torch.ones(2))
     group = dist.new_group(timeout=SHORT)
@@ -388,7 +388,7 @@ def forked(rank, world_size):
 
 
 def interrupted(rank, world_size):
-    """Ctrl-C ends a call that waits."""
+    """Ctrl-C ends a waiting call."""
     group = dist.new_group()
     if rank == 0:
         with mock.patch.object(signal, "default_int_handler"):
@@ -408,7 +408,7 @@ def test_on_the_native_way(two_ranks, check):
 
 
 def direct_calls(call) -> int:
-    """How many calls the backend makes without Python in ``call``."""
+    """Returns how many calls in ``call`` the backend makes without Python."""
     served = default_group()._get_backend(CPU)
     before = served.direct_count
     call()
@@ -429,7 +429,7 @@ def common_calls_are_direct(rank, world_size):
     advanced = [
         each._version - before for each, before in zip((x, wide, shard), versions, strict=True)
     ]
-    assert advanced == [3 if rank == 0 else 2, 1, 1]  # a broadcast leaves its root's tensor alone
+    assert advanced == [3 if rank == 0 else 2, 1, 1]  # a broadcast changes no root's tensor
     work = default_group().allreduce([x], _options())
     assert work.is_completed() and work.is_success() and work.wait()
     assert work.get_future().wait()[0] is x or torch.equal(work.get_future().wait()[0], x)
@@ -452,7 +452,7 @@ def refused(error, call):
 
 
 def other_calls_are_pythons(rank, world_size):
-    """Calls that need Python reach it, and its refusals keep their words."""
+    """Calls that need Python reach Python, and refusals have the same texts."""
     group = default_group()
 
     def not_direct(call):
@@ -483,7 +483,7 @@ def other_calls_are_pythons(rank, world_size):
 
 
 def in_order_after_queued_calls(rank, world_size):
-    """A synchronous call behind one that is queued waits for it; the next one is direct again."""
+    """A synchronous call after a queued call waits for it; the next call is direct again."""
     group, served = default_group(), default_group()._get_backend(CPU)
     engine = our_group().communicator.engine
     x, order = torch.ones(4), []
@@ -513,7 +513,7 @@ def in_order_after_queued_calls(rank, world_size):
 
 
 def closed_and_aborted(rank, world_size):
-    """A call that waits hears of an abort, and none is made on memory that was freed."""
+    """An abort ends a waiting call; after a close no call uses freed memory."""
     group = dist.new_group()
     if rank == 0:
         timer = threading.Timer(0.2, group.abort)
@@ -531,7 +531,7 @@ def closed_and_aborted(rank, world_size):
 
 
 def triton_is_asked(rank, world_size):
-    """A group whose options ask for other kernels has them."""
+    """A group with the option ``kernels="triton"`` uses these kernels."""
     options = ringcomm.CommOptions(kernels="triton")
     group = dist.new_group(pg_options=options)
     x = torch.ones(4)
@@ -541,7 +541,7 @@ def triton_is_asked(rank, world_size):
 
 
 def other_version(rank, world_size):
-    """A library of another version of the native module is refused."""
+    """A library for another version of the native module is refused."""
     words = (ctypes.c_uint64 * 8)(99, 64)
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = (
@@ -612,7 +612,7 @@ def test_the_doctor_says_which_is_used(built, monkeypatch):
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """A package of its own, with the sources of this one."""
+    """A separate package with the same sources as this one."""
     sources = tmp_path / "src"
     for name in backend._SOURCES:
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
@@ -626,7 +626,7 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_a_stale_library_is_not_loaded(built, copy, monkeypatch):
-    """A library of other sources, another torch or another Python is stale."""
+    """A library from other sources, or for another torch or Python, is stale."""
     (copy / "package" / built.name).write_bytes(built.read_bytes())
     assert backend.find() is not None
     source = copy / "src" / backend._SOURCES[0]

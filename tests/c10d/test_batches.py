@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between devices as one launch, told from what stand-ins are asked."""
+"""Messages between devices as one launch, as seen in the calls that stand-ins record."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_a_bracket_is_opened_and_closed_once():
 
 
 def messages(noted: NotedGroup) -> list[tuple[list[int], list[int], int]]:
-    """Sizes sent and received, and the tag, of each launch."""
+    """Returns for each launch the sizes sent, the sizes received, and the tag."""
     found = []
     for name, (sends, receives, tag) in noted.devices[0].calls:
         assert name == "exchange_messages"
@@ -77,7 +77,7 @@ def test_more_messages_between_two_ranks_go_in_later_rounds():
     group.recv([on_device(6)], 0, 0)
     group.recv([on_device(7)], 0, 0)
     group._end_coalescing(device)
-    # The third and fourth go to other ranks: they need not follow the first.
+    # The third and fourth message go to other ranks, so they need not wait for the first.
     assert messages(noted) == [([1, 3], [6], 0), ([4], [], 8), ([2], [7], 0), ([5], [], 0)]
 
 
@@ -103,7 +103,7 @@ def test_a_failed_batch_leaves_no_bracket_open():
 
 
 def message(op: Callable[..., Any], noted: NotedGroup, tensor: torch.Tensor) -> Any:
-    """The fields of a P2POp, whose own constructor asks for a group that torch knows."""
+    """Has the fields of a P2POp, whose constructor accepts only groups that torch knows."""
     return SimpleNamespace(op=op, tensor=tensor, group=noted.group, group_peer=0, tag=0)
 
 

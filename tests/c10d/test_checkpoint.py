@@ -84,7 +84,7 @@ def save_in_the_background(rank, world_size):
 
 
 def from_a_full_state(rank, world_size):
-    """Broadcast from rank 0, as one loads a checkpoint that only it has."""
+    """Broadcasts from rank 0, as when only rank 0 has loaded a checkpoint."""
     net = sharded_model(rank)
     full: dict[str, Any] = {"0.weight": torch.arange(170.0).view(17, 10)} if rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of torch.distributed, on ringcomm and on Gloo, or against what it has to be."""
+"""Every call of torch.distributed, compared with Gloo or with the expected result."""
 
 import datetime
 
@@ -19,12 +19,12 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def total(world_size: int, count: int) -> torch.Tensor:
-    """The sum of :func:`numbers` over all ranks."""
+    """Returns the sum of :func:`numbers` over all ranks."""
     return torch.stack([numbers(rank, count) for rank in range(world_size)]).sum(0)
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small integers, so that every order of summing gives the same bits."""
+    """Returns small integers, so that every order of summing gives the same bits."""
     return ((torch.arange(count) * 7 + rank * 3) % 5).to(dtype)
 
 
@@ -91,7 +91,7 @@ def exchanges(rank, world_size):
 
 
 def lists_of_uneven_tensors(rank, world_size):
-    """Gloo asks for equal sizes here, as it does for the all-to-all of lists."""
+    """Gloo accepts only equal sizes here, and also in the all-to-all of lists."""
     outputs = [torch.empty(peer + 1) for peer in range(world_size)]
     dist.all_gather(outputs, numbers(rank, rank + 1))
     for peer, output in enumerate(outputs):
@@ -189,7 +189,7 @@ def messages(rank, world_size):
     ops += [dist.P2POp(dist.irecv, t, left, tag=i) for i, t in enumerate(incoming)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    # Tags may be received in another order than they are sent in.
+    # The receives' tags are in another order than the sends'.
     works = [dist.isend(numbers(rank, 3) + tag, right, tag=tag) for tag in range(3)]
     tagged = {tag: torch.empty(3) for tag in (2, 0, 1)}
     for tag, tensor in tagged.items():
@@ -246,9 +246,9 @@ def sparse_refusals(rank, world_size):
 
 
 def layouts(rank, world_size):
-    """Tensors that are not contiguous, and one whose gradient is tracked.
+    """Tensors that are not contiguous, and a tensor that requires a gradient.
 
-    Gloo takes the memory of every other element for that of the first ones, and broadcasts wrongly.
+    Gloo ignores the strides of every other element, and so broadcasts a wrong result.
     """
     expected = total(world_size, 12)
     transposed = numbers(rank, 12).view(3, 4).t()
@@ -266,7 +266,7 @@ def layouts(rank, world_size):
 
 
 def older_forms(rank, world_size):
-    """The methods of a group, in the forms with single tensors, op, root and timeout."""
+    """A group's methods in the older forms with single tensors, op, root and timeout."""
     group, long = default_group(), datetime.timedelta(seconds=30)
     results = [numbers(rank, 6) for _ in range(4)]
     group.allreduce(results[0], ReduceOp.MAX, long).wait()
@@ -286,7 +286,7 @@ def older_forms(rank, world_size):
 
 
 def timeouts(rank, world_size):
-    """The timeout of one call, on a group of its own: a fault ends the group."""
+    """The timeout of a single call, on a separate group because a fault makes a group unusable."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
     if rank == 0:
         with pytest.raises(RuntimeError, match="barrier"):
@@ -298,7 +298,7 @@ def timeouts(rank, world_size):
 
 
 def wrong_arguments(rank, world_size):
-    """Refused before a peer is disturbed: the group goes on working."""
+    """Wrong arguments are refused before peers are disturbed, and the group stays usable."""
     group = default_group()
     with pytest.raises(ArgumentError, match="one tensor per rank"):
         group.allreduce([torch.ones(1), torch.ones(1)]).wait()
@@ -319,7 +319,7 @@ def wrong_arguments(rank, world_size):
 
 
 def versions(rank, world_size):
-    """Of outputs advance, also in calls that are made at once; those of inputs stay."""
+    """Versions of outputs increase, also in synchronous calls; versions of inputs stay."""
     tensor, whole, chunk = torch.ones(4), torch.empty(4 * world_size), torch.empty(4)
     lists, received = [torch.empty(4) for _ in range(world_size)], torch.empty(4)
     dist.all_gather_into_tensor(whole, tensor)

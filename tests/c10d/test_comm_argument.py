@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that ``comm=`` means, for an optimizer, a sharded module and a scaler."""
+"""Which ranks ``comm=`` selects for an optimizer, a sharded module and a scaler."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ def weights() -> list[torch.Tensor]:
 
 
 def stepped(params, rank, **arguments) -> AdamW:
-    """An optimizer after one step with gradients that differ between ranks."""
+    """Returns an optimizer after one step with gradients that differ between ranks."""
     optimizer = AdamW(params, lr=0.25, weight_decay=0.0, **arguments)
     for param in params:
         param.grad = torch.arange(param.numel(), dtype=torch.float32) * (rank + 1)
@@ -43,7 +43,7 @@ def first_moments(optimizer) -> list[torch.Tensor]:
 
 
 def of_mean(world_size) -> list[torch.Tensor]:
-    """The moments after the step on the mean of the ranks' gradients."""
+    """Returns the moments after a step with the mean of the ranks' gradients."""
     params = weights()
     for param in params:
         param.grad = torch.arange(param.numel(), dtype=torch.float32) * ((world_size + 1) / 2)
@@ -52,11 +52,11 @@ def of_mean(world_size) -> list[torch.Tensor]:
     return [optimizer.state[param]["exp_avg"] for param in params]
 
 
-# In processes of a RankPool.
+# The following functions run in processes of a RankPool.
 
 
 def together_by_default(rank, world_size):
-    """The ranks of the default group of torch work together, on any backend."""
+    """By default the ranks of torch's default group work together, with any backend."""
     optimizer = stepped(weights(), rank)
     assert optimizer.communicator.world_size == world_size
     assert optimizer.communicator.rank == rank
@@ -77,7 +77,7 @@ def together_by_default(rank, world_size):
 
 
 def some_of_the_ranks(rank, world_size):
-    """Members of a group build its communicator, and others are refused at once."""
+    """A group's communicator is built by its members; other ranks are refused at once."""
     group = dist.new_group([1])
     if rank == 1:
         assert find_communicator(group, "test", None) in (None, getattr(group, "communicator", 0))
@@ -107,7 +107,7 @@ def some_of_the_ranks(rank, world_size):
 
 
 def forgotten(rank, world_size):
-    """A communicator goes with its group; the next group has another one."""
+    """A communicator ends with its group; the next group has a new communicator."""
     first = find_communicator(None, "test", None)
     group = dist.new_group(list(range(world_size)))
     find_communicator(group, "test", None)
@@ -120,14 +120,14 @@ def forgotten(rank, world_size):
 
 
 def forgotten_before(rank, world_size):
-    """Asserts that nothing is left of the default groups that this process has destroyed."""
+    """No communicator of a default group that this process has destroyed is left."""
     gc.collect()
     assert len(comm_argument._built) == 0
     assert find_communicator(None, "test", None).world_size == world_size
 
 
 def under_ddp(rank, world_size):
-    """Gradients that DDP has averaged are no others after a second mean of two ranks."""
+    """DDP has averaged the gradients; a second mean over the two ranks does not change them."""
     seen = []
     for comm in (None, "alone"):
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ def under_ddp(rank, world_size):
 
 
 def replaced(rank, world_size):
-    """Parameters that another has put in place may differ between ranks, and are not touched."""
+    """Parameters that the user has replaced may differ between ranks, and stay unchanged."""
     optimizer = AdamW(weights())
     mine = torch.full((3,), float(rank)).requires_grad_()
     optimizer.param_groups[0]["params"] = [mine]
@@ -167,7 +167,7 @@ def replaced(rank, world_size):
 
 
 def of_fsdp2(rank, world_size):
-    """A DTensor's data differs between ranks, so that no rank may take another's."""
+    """A DTensor's data differs between ranks, so no rank may use another rank's data."""
     module = nn.Linear(4, 2)
     fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
     for comm in (None, "alone"):
@@ -178,7 +178,7 @@ def of_fsdp2(rank, world_size):
 
 
 def ringcomms_own_first(rank, world_size):
-    """The default group of ringcomm wins over that of torch."""
+    """ringcomm's default group takes precedence over torch's."""
     with ringcomm.local_world(1) as world:
         assert world.run(lambda comm: find_communicator(None, "test", None) is comm) == [True]
     assert find_communicator(None, "test", None).world_size == world_size
@@ -201,7 +201,7 @@ def test_a_torch_group_is_the_default(two_ranks, four_ranks, backend):
 
 def test_a_communicator_goes_with_its_group(two_ranks):
     two_ranks.run(forgotten, "gloo")
-    # A RankPool keeps a group until the next one is there.
+    # A RankPool keeps a group until the next group exists.
     two_ranks.run(forgotten_before, "gloo")
 
 
@@ -217,7 +217,7 @@ def test_on_gloo(two_ranks, check):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """This process as one that a launcher started, with no group yet."""
+    """Sets the variables of a process that a launcher has started, without a group."""
 
     def as_started(**variables):
         for name, value in variables.items():
@@ -267,7 +267,7 @@ def test_other_arguments_are_refused(comm):
 
 
 class StandIn(dist.ProcessGroup):
-    """A group of torch without a backend, which a thread can be a rank of."""
+    """A torch group without a backend, so that threads can be its ranks."""
 
     def __init__(self, store=None, rank=0, world_size=2, types=("cuda",), bound=None):
         super().__init__(rank, world_size)  # type: ignore[call-arg]
@@ -304,7 +304,7 @@ def test_a_group_has_one_communicator_as_long_as_it_lives():
         ends = list(pool.map(work, range(2)))
     assert [total for total, _ in ends] == [3.0, 3.0]
     gc.collect()
-    assert len(comm_argument._built) == before  # the groups are gone
+    assert len(comm_argument._built) == before  # the groups no longer exist
     for _, found in ends:
         found.close()
 
@@ -314,7 +314,7 @@ def test_a_group_of_one_rank_is_alone():
 
 
 def mesh_of(group):
-    """A mesh of one dimension for GPUs, which this process need not have."""
+    """A mesh of one dimension for GPUs; this process needs no GPU."""
     mesh = mock.create_autospec(DeviceMesh, instance=True, device_type="cuda", ndim=1)
     mesh.get_group.return_value = group
     return mesh

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communicator that a process group's call goes to, told from the calls that stand-ins get."""
+"""Which communicator serves a process group's call, as seen in the calls that stand-ins record."""
 
 import datetime
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def pair(make: Make) -> list[torch.Tensor]:
     return [make(2), make(2)]
 
 
-# What the group is asked, by the method that its communicator must then be asked.
+# By the communicator's method that must be called, the call of the group.
 CALLS: dict[str, Callable[[Any, Make], Any]] = {
     "all_reduce": lambda group, make: group.allreduce([make(4)]),
     "broadcast": lambda group, make: group.broadcast([make(4)], root=0),
@@ -146,7 +146,7 @@ def test_an_asynchronous_call_waits_for_the_work_of_its_device():
     inner = noted.devices[0].works[0]
     assert not inner.waits
     work.wait()
-    # torch's C++ passes zero for "no timeout".
+    # torch's C++ code passes zero if there is no timeout.
     work.wait(datetime.timedelta(0))
     work.wait(datetime.timedelta(seconds=2))
     assert inner.waits == [None, None, datetime.timedelta(seconds=2)]
@@ -216,7 +216,7 @@ def test_a_barrier_on_a_device_blocks_its_caller(runtime):
     called = [("barrier", (True,)), ("submit", ("barrier", limit)), ("barrier", ())]
     assert noted.devices[0].calls == called
     waits = [work.waits[0] for work in noted.devices[0].works]
-    # Longer than the barrier's own timeout, after which its kernel gives up and says why.
+    # Longer than the barrier's own timeout, so that its kernel can give up and report why.
     noted_timeout = noted.devices[0].timeout
     assert noted_timeout < waits[0] < noted_timeout + datetime.timedelta(minutes=1)
     assert limit < waits[1] < limit + datetime.timedelta(minutes=1)

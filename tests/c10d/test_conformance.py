@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quick part of torch's own c10d tests; ``make c10d-conformance`` runs them all."""
+"""A quick selection of torch's own c10d tests; ``make c10d-conformance`` runs all of them."""
 
 import json
 import sys
 
 from tests.support import ROOT, fork_server
 
-# Names of torch's tests for calls that no other test of tests/c10d makes.
+# Tests of torch for calls that no other test of tests/c10d makes.
 NAMES = [
     "test_all_gather_coalesced_complex",
     "test_all_reduce_complex_unsupported_ops",
@@ -18,7 +18,7 @@ NAMES = [
     "test_scatter_object_list",
     "test_static_graph_api_cpu",
 ]
-# Names of tests that depend on the nodes of ranks: groups within nodes, and messages.
+# Tests that depend on the ranks' nodes: groups within nodes, and messages.
 NAMES_OVER_NODES = ["test_all_gather_object_subgroup", "test_batch_isend_irecv_gloo_tags"]
 
 
@@ -37,7 +37,7 @@ open(sys.argv[1], "w").write(json.dumps(outcomes))
 
 
 def test_the_quick_part(tmp_path):
-    """In one process, which imports torch's tests once."""
+    """In one process, so that torch's tests are imported once."""
     result = tmp_path / "outcomes.json"
     done = fork_server.run([sys.executable, "-c", PROGRAM, result], cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel trains alike on ringcomm and on Gloo."""
+"""DistributedDataParallel trains with the same results on ringcomm and on Gloo."""
 
 import os
 import signal
@@ -86,7 +86,7 @@ def hooked(hook, state=None):
 
 
 def bfloat16_hook(state, bucket):
-    # By another name: DDP refuses torch's own hook by its name on builds without CUDA.
+    # A wrapper with another name, since DDP refuses torch's hook by name on builds without CUDA.
     return default_hooks.bf16_compress_hook(state, bucket)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmodified DeepSpeed trains alike on ringcomm and on Gloo, with ZeRO stages 1 to 3."""
+"""Unmodified DeepSpeed trains with the same results on ringcomm and Gloo, at ZeRO stages 1 to 3."""
 
 import functools
 import os
@@ -54,7 +54,7 @@ def train(stage: int, dtype: str, folder: Path, rank: int, world_size: int) -> N
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_zero(tmp_path, stage, dtype):
-    # DeepSpeed keeps the first group of a process, so every run has its own processes.
+    # DeepSpeed keeps the first group of a process, so every run needs new processes.
     for backend in ("gloo", "ringcomm"):
         with closing(RankPool(2)) as pool:
             pool.run(functools.partial(train, stage, dtype, tmp_path), backend)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP, FSDP and pipelines on tensors of a device, emulated, train as on Gloo to the bit.
+"""DDP, FSDP and pipelines on an emulated device train with the same bits as on Gloo.
 
-torch takes the tensors for those of the CPU, so what it does otherwise on a GPU (streams of its
-own, futures with events) runs in tests/gpu/test_training.py only, on a GPU.
+For torch these are CPU tensors. Its special code for GPUs (additional streams, futures with events)
+runs only in tests/gpu/test_training.py, on a GPU.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of torch.distributed on tensors of a device, emulated, against Gloo on the CPU.
+"""Calls of torch.distributed with tensors on an emulated device, compared with Gloo on the CPU.
 
-What each call gives is tested in ``test_collectives.py``, where each goes in
-``test_communicators.py``, and the communicators of devices in ``tests/comm``.
+``test_collectives.py`` tests the results of each call, ``test_communicators.py`` which communicator
+serves it, and ``tests/comm`` the communicators of devices.
 """
 
 import datetime
@@ -25,11 +25,11 @@ from tests.support.rank_pool import default_group
 
 DEVICE = torch.device("cuda:0")
 SHORT = datetime.timedelta(milliseconds=300)
-# A tensor's list is read past the order of the streams, so results are compared as tensors here.
+# tolist() ignores the order of streams, so the tests here compare results as tensors.
 
 
 def on_the_device(check, rank, world_size):
-    """``check``, and that ringcomm ran it on the device."""
+    """Runs ``check``, and asserts that ringcomm ran it on the device."""
     result = check(rank, world_size)
     group = default_group()
     assert not isinstance(group, ProcessGroup) or group._communicators.devices() == [0]
@@ -42,7 +42,7 @@ def asynchronous(rank, world_size):
     gathered = torch.empty(4 * world_size)
     works.append(dist.all_gather_into_tensor(gathered, numbers(rank, 4), async_op=True))
     for work in reversed(works):
-        # Without a timeout it only makes the stream wait.
+        # wait() without a timeout only makes the stream wait; with a timeout the host waits, too.
         assert work.wait(datetime.timedelta(seconds=30))
         assert work.is_completed() and work.is_success() and work.exception() is None
     future = dist.all_reduce(tensors[0], async_op=True).get_future()
@@ -63,7 +63,7 @@ def batches_of_messages(rank, world_size):
 
 
 def single_messages(rank, world_size):
-    """Both send first; messages match in order, with their tags."""
+    """Both ranks send first; messages match in order and by tag."""
     peer = 1 - rank
     outgoing = [numbers(rank, size) for size in (5, 60000)]
     sent = [dist.isend(tensor, peer, tag=tag) for tag, tensor in enumerate(outgoing)]
@@ -81,7 +81,7 @@ def any_source(rank, world_size):
 
 
 def wrong_arguments(rank, world_size):
-    """Refused before a peer is disturbed: the group goes on working."""
+    """Wrong arguments are refused before peers are disturbed, and the group stays usable."""
     dist.all_reduce(torch.ones(1))
     with pytest.raises(ArgumentError):
         dist.all_gather_into_tensor(torch.empty(3), torch.ones(2))
@@ -129,7 +129,7 @@ def a_bound_device(rank, world_size):
         dist.barrier()
         assert group.get_group_store().check([f"came/{turn}"])
     assert group._get_sequence_number_for_group() == 3
-    # Groups of a bound one are bound as well, and connected from the start.
+    # Groups made from a bound group are bound as well, and connected at once.
     alone = [dist.new_group([peer]) for peer in range(world_size)][rank]
     assert alone.bound_device_id == DEVICE and alone._communicators.devices() == [0]
     tensor = numbers(rank, 7)
@@ -165,7 +165,7 @@ def barrier_on_the_device(timeout):
 
 
 def timeouts(rank, world_size):
-    """The timeout of one call, on a group of its own: a fault ends what the group has there."""
+    """The timeout of one call, on a separate group since a fault ends its communicator."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
     dist.all_reduce(torch.ones(1), group=group)
     if rank == 0:

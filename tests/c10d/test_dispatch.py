@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of torch sees a group's calls, as those of Gloo: modes, autograd, traces and works."""
+"""The parts of torch that see a group's calls as with Gloo: modes, autograd, traces and works."""
 
 import warnings
 from datetime import timedelta
@@ -19,7 +19,7 @@ from tests.support.rank_pool import default_group
 
 
 class Watching(TorchDispatchMode):
-    """Notes the operators of c10d."""
+    """Records the operators of c10d."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def every_call(rank, world_size, async_op):
 
 
 def under_modes(rank, world_size):
-    """Every call under modes, one in the other: what they see, and what the calls give."""
+    """Makes every call under nested modes; returns what the modes see, and the results."""
     results: list[object] = []
     for async_op in (False, True):
         with Watching() as outer, Watching() as inner:
@@ -103,7 +103,7 @@ class Keeping(TorchDispatchMode):
 
 
 def kept_by_a_mode(rank, world_size):
-    """A mode may keep a call to itself; the stack is then as before, and calls go on."""
+    """A mode may suppress a call; afterwards the stack is as before, and calls work."""
     tensor = torch.ones(2)
     with Keeping():
         dist.all_reduce(tensor)
@@ -114,7 +114,7 @@ def kept_by_a_mode(rank, world_size):
 
 
 def _warned(call):
-    """How often backward warns through what a call leaves."""
+    """Returns how often a backward through a call's results warns."""
     leaf = torch.ones(4, requires_grad=True)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -125,7 +125,7 @@ def _warned(call):
 
 
 def backward_warns(rank, world_size):
-    """Where Gloo's calls warn, those of this backend do."""
+    """A backward warns in the same cases as with Gloo."""
 
     def in_place(call):
         def made(y):
@@ -154,7 +154,7 @@ def backward_warns(rank, world_size):
 
 
 def backward_through_outputs_warns(rank, world_size):
-    """As Gloo's do, where autograd lets them change a view on another thread."""
+    """Gloo's calls warn as well if autograd changes a view on another thread."""
 
     def gathered(y):
         out = torch.zeros(4 * world_size)
@@ -174,7 +174,7 @@ def backward_through_outputs_warns(rank, world_size):
 
 
 def with_a_timeout(rank, world_size):
-    """A call with a timeout of its own runs on another thread, and is admitted on this one."""
+    """A call with its own timeout runs on another thread, but is checked on the calling thread."""
     group, opts = default_group(), AllreduceOptions()
     opts.timeout = timedelta(seconds=50)
     for async_op in (False, True):
@@ -214,7 +214,7 @@ def traces_are_refused(rank, world_size):
 
 
 def op_types(rank, world_size):
-    """Each work says which operation it is of."""
+    """Each work returns the type of its operation."""
     group, peer = default_group(), 1 - rank
     one, many = torch.ones(2), [torch.ones(2) for _ in range(world_size)]
     wide = torch.ones(2 * world_size)

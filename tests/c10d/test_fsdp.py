@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 and FSDP1 train alike on ringcomm and on Gloo."""
+"""FSDP2 and FSDP1 train with the same results on ringcomm and on Gloo."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def fsdp1_mixed_precision(rank, world_size):
 
 
 def divide_factor(rank, world_size):
-    """The gradients are the sum over the ranks divided by the factor; Gloo has no such op."""
+    """Gradients are the sum over the ranks divided by the factor; Gloo lacks this op."""
     net = model()
     expected = []
     for peer in range(world_size):
@@ -94,7 +94,7 @@ def divide_factor(rank, world_size):
 
 
 def buffers_from_the_heap(rank, world_size):
-    """FSDP2 takes its communication buffers from the group's allocator when told to."""
+    """FSDP2 takes its communication buffers from the group's allocator if this is enabled."""
     reference = train(shard(init_device_mesh("cpu", (world_size,))), rank)
     sharded = shard(init_device_mesh("cpu", (world_size,)))
     for module in sharded.modules():

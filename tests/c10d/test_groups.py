@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making, naming, dividing and ending groups."""
+"""Making, naming, splitting and ending groups."""
 
 import ast
 import datetime
@@ -52,7 +52,7 @@ def identity(rank, world_size):
 
 
 def ringcomm_finds_it(rank, world_size):
-    """Functions of ringcomm mean the default group of torch where there is none of ringcomm."""
+    """Without a group of ringcomm, ringcomm's functions use torch's default group."""
     tensor = torch.ones(2)
     ringcomm.all_reduce(tensor)
     assert tensor.tolist() == [world_size] * 2
@@ -81,7 +81,7 @@ def sequence_numbers(rank, world_size):
 
 
 def messages_that_are_waited_for(rank, world_size):
-    """torch's send() and recv() need no thread of ours, which others would wake in vain."""
+    """torch's send() and recv() use no thread of ringcomm, which would cost wake-ups."""
     group: Any = dist.new_group([0, 1])
     if rank > 1:
         return
@@ -114,7 +114,7 @@ def subgroups(rank, world_size):
 
 
 def groups_of_their_members_only(rank, world_size):
-    """Made without the other ranks; roots and peers are global ranks."""
+    """Made without the other ranks of the world; roots and peers are global ranks."""
     group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
     tensor = torch.tensor([rank])
     dist.broadcast(tensor, rank % 2 + 2, group=group)
@@ -145,7 +145,7 @@ def mixed_backends_without_the_cpp_backend(rank, world_size):
             pytest.raises(UnsupportedError, match=words) as error,
         ):
             dist.new_group(backend=backend)
-        # The error's frames hold a group of Gloo, to which other ranks may be connecting still.
+        # The error's frames keep a Gloo group alive, to which other ranks may still be connecting.
         dist.barrier()
         del error
     for backend in ("cpu:ringcomm", "cuda:ringcomm", "cpu:ringcomm,cuda:ringcomm"):
@@ -185,7 +185,7 @@ def splits_by_torch(rank, world_size):
     try:
         half = dist.split_group(split_ranks=[[0, 3], [1, 2]], group_desc="half")
     except RuntimeError as error:
-        # Up to torch 2.14 it wants a group that is bound to an accelerator.
+        # Up to torch 2.14 split_group() accepts only a group that is bound to an accelerator.
         assert "No device associated with the default pg" in str(error)
         return
     assert isinstance(half, ProcessGroup) and half.group_desc == "half"
@@ -214,7 +214,7 @@ def ended(rank, world_size):
 
 
 def failures_reach_futures(rank, world_size):
-    """A future of a failed call raises, for C++ waiters as well, which cannot see exceptions."""
+    """A failed call's future raises, also for waiters in C++, which see no Python exceptions."""
     group = dist.new_group(timeout=SHORT)
     if rank == 0:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
@@ -282,13 +282,13 @@ def test_a_monitored_barrier_names_ranks_whose_processes_have_ended() -> None:
     with pytest.raises(PeerLost, match=words):
         judge(minute, False)
     with pytest.raises(PeerLost, match=r"from rank 0: Rank 2 failed"):
-        barrier(store, 1, 2)(minute, False)  # which comes late, and finds the verdict
+        barrier(store, 1, 2)(minute, False)  # comes late, and reads the verdict
     words = "Ranks 1, 2 failed to pass monitoredBarrier in 300 ms; of rank 2 the process"
     with pytest.raises(PeerLost, match=words):
         judge(SHORT, True)
     with pytest.raises(PeerLost, match="from rank 0: its process has ended"):
         barrier(dist.HashStore(), 1, 0)(minute, False)
-    # A rank that came before its end has come.
+    # A rank that arrived before its process ended counts as arrived.
     again = dist.HashStore()
     for rank in (1, 2):
         again.set(f"monitored_barrier/attempt0/0/here/{rank}", "")
@@ -343,7 +343,7 @@ print(repr((loaded, backend, touched)))
 
 
 def test_no_import_is_needed():
-    """Torch's own import registers the backend, loads little, and touches no device."""
+    """The import of torch registers the backend, imports little, and uses no device."""
     if not any(point.name == "ringcomm" for point in entry_points(group="torch.backends")):
         pytest.skip("ringcomm is not installed in this environment: pip install -e .")
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 
 def meshes(store: Any, rank: int, world_size: int) -> list[Any]:
-    """Ranks 0 and 2 are on one node, 1 and 3 on another, as some launchers number them."""
+    """Ranks 0 and 2 are on one node, 1 and 3 on another, as some launchers number ranks."""
     os.environ["RINGCOMM_NODE_ID"] = f"node{rank % 2}"
     dist.init_process_group("ringcomm", store=store, rank=rank, world_size=world_size)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's trainers on a group over two nodes end with the bits of one node that sums in blocks.
+"""torch's trainers over two nodes get the same bits as on one node that sums in groups.
 
-The nodes are processes that say that they are on some.
+The nodes are processes that claim to be on different nodes.
 """
 
 import pytest
@@ -23,11 +23,11 @@ from tests.support.rank_pool import default_group
 
 
 def nodes_of(group) -> int:
-    """Returns how many nodes a group is over, having asserted that these are its ranks' nodes."""
+    """Returns the number of nodes of a group, after checking it against the nodes of its ranks."""
     comm, everyone = group.communicator, default_group().communicator
     ranks = dist.get_process_group_ranks(group)
     assert comm.num_nodes == len({everyone.node_of(rank) for rank in ranks})
-    # Within a node nothing but ringcomm is at work.
+    # A group within a node has a plain communicator of ringcomm.
     assert (type(comm) is Communicator) == (comm.num_nodes == 1)
     return comm.num_nodes
 
@@ -94,6 +94,6 @@ def test_groups_over_nodes(four_ranks, check):
 
 
 def test_a_negative_control(four_ranks):
-    """Sums that one node takes in rank order are other ones."""
+    """One node that sums in rank order gets other bits."""
     with pytest.raises(AssertionError, match="leaf"):
         four_ranks.compare_nodes(test_fsdp.one_axis, sum_group_size=0)

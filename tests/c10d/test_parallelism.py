@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence parallelism, meshes and compiled collectives, against Gloo.
+"""Sequence parallelism, meshes and compiled collectives, compared with Gloo.
 
-Tensor parallelism beside FSDP2 and over stages is in ``tests/examples/test_parallelism.py``.
+``tests/examples/test_parallelism.py`` tests tensor parallelism with FSDP2 and with stages.
 """
 
 from typing import Any
@@ -111,7 +111,7 @@ def differentiable_collectives(rank, world_size):
 
 
 def differentiable_calls(rank, world_size):
-    """torch.distributed.nn.functional, which some models call in their forward pass."""
+    """torch.distributed.nn.functional, which some models use in their forward pass."""
     x = (torch.arange(8, dtype=torch.float32) + rank).requires_grad_()
     parts = list((x * 3).chunk(world_size))
     outputs = [
@@ -146,7 +146,7 @@ def compiled(rank, world_size):
 
 
 def graph_breaks(rank, world_size):
-    """Calls that Dynamo does not trace: it runs them between two graphs, and compiles no part."""
+    """Dynamo does not trace these calls: it runs them between two graphs, and compiles no part."""
 
     def broadcast(y):
         dist.broadcast(y, 1)
@@ -185,9 +185,9 @@ def graph_breaks(rank, world_size):
 
 
 def inductor(rank, world_size):
-    """Inductor writes its own calls of the collectives, also into buffers that it reuses.
+    """Inductor generates its own calls of the collectives, also with output buffers that it reuses.
 
-    Products only: for those it calls no C++ compiler, which would take longer than all else.
+    With products only, because these need no C++ compiler, which would take most of the time.
     """
 
     def step(x):

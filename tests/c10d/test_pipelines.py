@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's pipeline schedules, and attention over ranks, against Gloo."""
+"""torch's pipeline schedules, and attention across ranks, compared with Gloo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from tests.support.rank_pool import default_group
 
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
-# DualPipeV takes no fewer than there are stages: two for each of up to four ranks.
+# DualPipeV needs at least as many as there are stages: two for each of up to four ranks.
 MICRO_BATCHES = 8
 
 
@@ -31,7 +31,7 @@ def layers(count: int) -> list[nn.Module]:
 
 
 def schedule_of(kind: Any, rank: int, world_size: int) -> list[Any]:
-    """The losses and gradients of a schedule whose ranks have two stages each."""
+    """Returns the losses and gradients of a schedule with two stages per rank."""
     count = 2 * world_size
     second = rank + world_size if kind in LOOPED else count - 1 - rank
     modules = layers(count)
@@ -53,7 +53,7 @@ def schedules(rank: int, world_size: int) -> list[Any]:
 
 
 def ulysses(rank: int, world_size: int) -> list[Any]:
-    """Attention whose ranks have tokens outside and heads inside, by an all-to-all each way."""
+    """Attention with tokens divided outside of it and heads divided inside, by two all-to-alls."""
     group = default_group()
     draw = torch.Generator().manual_seed(rank)
     qkv = torch.randn(3, 4, 5, 6, generator=draw).requires_grad_()  # [3, heads, tokens, dim]

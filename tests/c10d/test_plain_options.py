@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options objects of torch as the native module reads them, against torch's own answers."""
+"""The native module reads torch's options objects; the results equal torch's own answers."""
 
 import itertools
 from datetime import timedelta
@@ -75,7 +75,7 @@ def test_other_objects_are_left_to_python(other):
 
 @pytest.mark.parametrize("size", [8, 16, 40])
 def test_offsets_are_found_only_if_all_are(size):
-    # A value without the last fields, as of a torch that keeps them elsewhere.
+    # A value without its last fields, as with a torch that stores them elsewhere.
     assert plain_options._find(AllreduceOptions, size) is None
 
 

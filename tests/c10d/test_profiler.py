@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profiler of torch sees every call as an event with its bytes, and costs nothing while off."""
+"""torch's profiler sees every call as an event with its bytes; while it is off it costs nothing."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ EVENT = re.compile(r"ringcomm::(\w+) (\d+) bytes")
 
 
 def seen(calls):
-    """The number of events by name and bytes while ``calls`` runs in this thread."""
+    """Returns the number of events by name and bytes while ``calls`` runs in this thread."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         calls()
     found = [EVENT.fullmatch(event.name) for event in profiled.events() or ()]
@@ -48,7 +48,7 @@ def through_torch(rank, world_size):
         ("barrier", 0): 1,
         ("send" if rank == 0 else "recv", 16): 1,
     }
-    # A message may begin without a wait, whichever function torch calls.
+    # torch may call the function without a wait for any message.
     found = Counter({(name.removeprefix("i"), size): n for (name, size), n in found.items()})
     assert found == expected, found
 
@@ -112,7 +112,7 @@ def costs_nothing_while_off(rank, world_size):
         comm.all_reduce(x)
         comm.all_reduce(x, async_op=True).wait()
         dist.all_reduce(x)
-    # The fast path takes the call again once the profiler is off.
+    # Once the profiler is off, the fast path serves calls again.
     seen(lambda: comm.all_reduce(x))
     with mock.patch.object(comm.engine, "start_call", side_effect=AssertionError):
         comm.all_reduce(x)

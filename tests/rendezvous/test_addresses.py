@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks of several nodes meet, by what their launchers' variables say."""
+"""The address where ranks of several nodes meet, according to their launchers' variables."""
 
 import socket
 from itertools import product
@@ -18,8 +18,8 @@ from ringcomm.rendezvous.launchers import (
     tasks_on,
 )
 
-# What srun of Slurm 22.05, mpirun of Open MPI 4.1 and mpiexec of MPICH 5.0 set on 2 nodes of 2
-# ranks, as far as it is read.
+# The variables that srun of Slurm 22.05, mpirun of Open MPI 4.1 and mpiexec of MPICH 5.0 set on 2
+# nodes of 2 ranks, as far as ringcomm reads them.
 SLURM = {
     "SLURM_JOB_ID": "12",
     "SLURM_STEP_ID": "3",
@@ -68,7 +68,7 @@ def test_hosts(text, hosts):
 
 
 def test_every_small_list_of_hosts():
-    """All lists of up to two entries, of a name or of up to two ranges between 0 and 11."""
+    """All lists of up to two entries; an entry is a name, or up to two ranges between 0 and 11."""
     ranges = [(first, last) for first in (0, 8, 9) for last in (9, 11)]
     brackets = [[one] for one in ranges] + [[one, other] for one in ranges for other in ranges]
     entries = [("x", ["x"])]
@@ -158,7 +158,7 @@ def test_without_a_step_the_list_is_the_jobs():
         (MPICH, r"only 2 of the ranks .* mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),
         (RANK, r"only 2 of the ranks .* Set both on all ranks"),
         (
-            # Of several addresses one may be that of a bridge.
+            # One of several addresses may belong to a bridge.
             {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "7.0;tcp://172.17.0.1,10.77.0.1:41493"},
             r"only 2 of the ranks .* mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank of a process, by launcher; and real launches of torchrun and mpirun."""
+"""The rank of a process, by its launcher; and real launches by torchrun and mpirun."""
 
 import os
 import shutil
@@ -124,7 +124,7 @@ def test_mpirun(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2: 3.0" in done.stdout
-    # Other tests' ranks meet in the same namespace: their sockets go within a while.
+    # Other tests' ranks use the same namespace; their sockets disappear after some time.
     left, deadline = _sockets() - before, time.monotonic() + 60
     while left and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -133,7 +133,7 @@ def test_mpirun(tmp_path):
 
 
 def _sockets() -> set[str]:
-    """Returns the names of ringcomm's sockets on this machine, each with the socket's number."""
+    """Returns the names of ringcomm's sockets on this machine, each with the socket's inode."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return {" ".join(line.split()[-2:]) for line in lines if "ringcomm-" in line}
 
@@ -149,7 +149,7 @@ def test_rendezvous_on_a_node_without_rank_0():
 
 
 def _listens_at(port: int) -> set[str]:
-    """The addresses, in hexadecimal digits, at which this machine listens on a port."""
+    """Returns the hexadecimal addresses at which this machine listens on a port."""
     tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
     texts = [each.read_text() for each in tables if each.exists()]
     lines = [line.split() for text in texts for line in text.splitlines()[1:]]
@@ -165,14 +165,14 @@ def test_the_store_of_a_node_listens_on_loopback_only():
 
 
 def test_a_store_that_listens_everywhere_is_noticed():
-    """torch's own store listens on every address, even one that is made for 127.0.0.1."""
+    """torch's own store listens on all addresses, even if it was made for 127.0.0.1."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = _listens_at(store.port)
     assert found and all(set(address) == {"0"} for address in found)
 
 
 def test_slurm_ranks_find_each_other_by_their_job():
-    """The ranks meet, whatever process started each of them."""
+    """Ranks of a Slurm job meet, whichever process started them."""
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
     assert read_environment(slurm).job == "slurm-77-3"
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}

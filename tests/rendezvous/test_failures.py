@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rank of a failed rendezvous says why, and none blames the store that ends with rank 0."""
+"""Every rank of a failed rendezvous reports the cause, not the store that ends with rank 0."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 
 def errors_of(build: Callable[[int], Any], ranks: int) -> list[str]:
-    """Returns the words of each rank's error; ranks are threads."""
+    """Returns each rank's error as text; ranks are threads."""
     errors = [""] * ranks
 
     def body(number: int) -> None:
@@ -41,7 +41,7 @@ def errors_of(build: Callable[[int], Any], ranks: int) -> list[str]:
 
 
 class Slow:
-    """A store whose answers come late, as those of a rank that is behind the others."""
+    """A store with delayed answers, as for a rank that is later than the others."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -56,10 +56,10 @@ class Slow:
 
 
 def different_options(ranks: int) -> list[str]:
-    """Rank 0 serves the store, has other options than the rest, and ends the store with itself.
+    """Rank 0 serves the store, has other options than the rest, and ends the store at its end.
 
-    It comes last, since it waits for nobody who has not come: each rank counts its arrival and
-    posts its handle.
+    Rank 0 starts last, because it does not wait for absent ranks. Each other rank counts its
+    arrival and posts its handle before.
     """
     server = TCPStore(LOOPBACK, 0, ranks, True, wait_for_workers=False)
     stores: list[TCPStore | None] = [server]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only announced ranks may join, whose memory says what their handles say."""
+"""Only announced ranks may join, and only if their memory matches their handles."""
 
 import json
 import os
@@ -90,13 +90,13 @@ def test_a_region_that_is_none():
 
 
 def _forger(store, rank, world):
-    """Rank 1 is another process of this user, with a region that nobody made."""
+    """Rank 1 is another process of this user, and announces a region that does not exist."""
     if rank == 0:
         with pytest.raises(RendezvousError) as raised:
             Communicator.from_store(store, 0, 2, timeout=TIMEOUT_S)
         return str(raised.value)
     store.set(f"{PREFIX}/heap/1", _text(_forged(None, 1, 2)))
-    store.get(f"{PREFIX}/failed/0")  # until rank 0 has told why it failed
+    store.get(f"{PREFIX}/failed/0")  # until rank 0 has posted its error
     return ""
 
 
@@ -106,7 +106,7 @@ def test_a_forged_handle_is_refused():
 
 
 def test_a_replayed_handle_is_refused():
-    """Everything in the store is right, but of an earlier communicator: the memory says no."""
+    """A replayed handle is valid, but an earlier communicator's; the memory shows this."""
     store = HashStore()
     replayed: list[str] = []
 
@@ -128,7 +128,7 @@ def test_a_replayed_handle_is_refused():
     again.set(f"{PREFIX}/heap/1", replayed[0])
 
     def confirm() -> None:
-        # What rank 0 posts as seen is what the forger posts, too.
+        # The forger posts as seen the same text as rank 0.
         again.set(f"{PREFIX}/ready/1", again.get(f"{PREFIX}/ready/0").decode())
 
     forger = threading.Thread(target=confirm)
@@ -141,7 +141,7 @@ def test_a_replayed_handle_is_refused():
 
 
 class _Overwriting:
-    """A store in which somebody else posts as rank 1, right after rank 1 has."""
+    """A store in which another process overwrites rank 1's handle right after it is posted."""
 
     def __init__(self, inner: HashStore, forged: str) -> None:
         self._inner, self._forged = inner, forged
@@ -158,14 +158,14 @@ def test_a_rank_that_is_taken_is_named():
     store: Any = _Overwriting(HashStore(), _text(_forged(core, 1, 2)))
     store.add("ringcomm/world/attempt0/arrivals/0", 0)
     with pytest.raises(RendezvousError, match="another process posts as rank 1, too"):
-        # Rank 0 posts by itself: rank 1 fails before it looks at that handle.
+        # The forged handle of rank 0 is enough: rank 1 fails before it reads it.
         store.set(f"{PREFIX}/heap/0", _text(_forged(core, 0, 2)))
         Communicator.from_store(store, 1, 2, timeout=TIMEOUT_S)
     core.close()
 
 
 def test_ranks_that_read_different_handles_name_the_rank():
-    """Rank 0 reads what a stranger posted as rank 1; rank 2 reads the real one."""
+    """Rank 0 reads a stranger's handle of rank 1; rank 2 reads the real one."""
     inner = HashStore()
     core = _native.Comm(process_heap(), rank=1, world=3, records=256)
     forged = _text(_forged(core, 1, 3, layout=""))
@@ -201,7 +201,7 @@ def test_ranks_that_read_different_handles_name_the_rank():
 
 
 def _stranger_joins(port: int) -> str:
-    """Plays rank 1 with a heap of its own, as another user who has the store."""
+    """Plays rank 1 with its own heap, as another user who can reach the store."""
     program = f"""
 import ctypes, os
 from datetime import timedelta
@@ -230,11 +230,11 @@ def test_another_user_does_not_join():
     told: list[str] = []
     stranger = threading.Thread(target=lambda: told.append(_stranger_joins(server.port)))
     stranger.start()
-    server.wait(["stranger"], timedelta(seconds=60))  # who loads torch first
+    server.wait(["stranger"], timedelta(seconds=60))  # importing torch takes time
     with pytest.raises(RingcommError) as raised:
         Communicator.from_store(server, 0, 2, timeout=TIMEOUT_S)
     stranger.join()
-    # The kernel refuses the stranger; a rank of root's, which may open all, looks whose heap it is.
+    # The kernel refuses the stranger. A rank of root may open all memory, so it checks the owner.
     assert told[0].startswith(("UnsupportedError", "RendezvousError")), told[0]
     assert "rank 1" in str(raised.value)
     assert f"belongs to user {NOBODY}" in str(raised.value) or "UnsupportedError" in told[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers start ranks on two nodes, which meet and sum: each as it is started by its users."""
+"""Launchers start ranks on two nodes as users would; the ranks meet and sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.launchers import NOT_PASSED, SLURM_TOOLS, RemoteShell, start_
 
 LIMIT_S = 60
 NODES = 2
-# Ranks are forks that have torch; with this in the environment they are real interpreters.
+# Ranks are forks that have torch; if this variable is set, they are new interpreters.
 REAL = "RINGCOMM_REAL_LAUNCHES"
 
 PROGRAM = """
@@ -87,7 +87,7 @@ def check(done: subprocess.CompletedProcess[str], launcher: str, world: int = 4)
 
 
 def finish(processes: list[Any]) -> subprocess.CompletedProcess[str]:
-    """Waits for launchers, one on each node; returns what all of them said."""
+    """Waits for the launchers, one on each node; returns their joined output."""
     outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     codes = [process.returncode for process in processes]
     return subprocess.CompletedProcess("", max(map(abs, codes)), "".join(outputs), "")
@@ -120,7 +120,7 @@ def torchrun(made: Lab, node: int, rendezvous: str, *words: str) -> list[str]:
 def test_torchrun(two_nodes, program, rendezvous):
     commands = [torchrun(two_nodes, node, rendezvous, str(program)) for node in range(NODES)]
     done = on_each_node(two_nodes, commands, [environment()] * NODES)
-    if rendezvous == "c10d":  # which numbers the nodes as they come
+    if rendezvous == "c10d":  # numbers the nodes in the order of their arrival
         done.stdout = done.stdout.replace("on node0", "on node?").replace("on node1", "on node?")
         assert done.returncode == 0, done.stdout
         wanted = [re.sub(r"node\d", "node?", line) for line in said(4, "torchrun")]
@@ -130,7 +130,7 @@ def test_torchrun(two_nodes, program, rendezvous):
 
 
 # A rank of the second node dies in the first attempt. The first node's agent only sees that another
-# has come again, and does not count that as a restart: its ranks are told of no attempt before.
+# agent has joined again, and counts no restart: it tells its ranks of no earlier attempt.
 DIES = """
 import os, signal, sys, torch, ringcomm
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -166,12 +166,12 @@ def test_torchrun_starts_all_ranks_again(two_nodes, tmp_path):
 
 
 def test_an_address_and_numbers_alone(two_nodes, program):
-    """One rank in each pod, as Kubernetes' training operators start them."""
+    """One rank per pod, as Kubernetes training operators start them."""
     port = str(two_nodes.next_port())
     variables_of_rank_0 = {"MASTER_ADDR": "node0", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     variables = [environment(**variables_of_rank_0, RANK=str(rank)) for rank in range(NODES)]
     done = on_each_node(two_nodes, [[sys.executable, "-u", str(program)]] * NODES, variables)
-    done.stdout = done.stdout.replace("1 and 2 here", "1 and 1 here")  # nobody said how many
+    done.stdout = done.stdout.replace("1 and 2 here", "1 and 1 here")  # no variable says how many
     check(done, "torchrun", 2)
 
 

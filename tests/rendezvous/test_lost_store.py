@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node that holds the store is lost: the others learn it, in time, and from where."""
+"""If the node with the store is lost, the others get an error in time that names the store."""
 
 import time
 from pathlib import Path
@@ -11,11 +11,11 @@ from ringcomm import Communicator, RingcommError
 from tests.support import lab
 from tests.support.lab import Lab
 
-TIMEOUT_S, LIMIT_S = 2.0, 20.0  # of many times that; a question to the store waits for minutes
+TIMEOUT_S, LIMIT_S = 2.0, 20.0  # many timeouts, but a request to the store waits for minutes
 
 
 def loses_the_store(folder: Path) -> tuple[str, str]:
-    """Calls until a call fails; returns the error's type and its words."""
+    """Makes calls until one fails; returns the error's type and text."""
     comm = Communicator.from_env(timeout=TIMEOUT_S)
     tensor = torch.ones(1000)
     while True:
@@ -29,7 +29,7 @@ def loses_the_store(folder: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("how", ["cut", "kill"])
 def test_the_node_of_the_store_is_lost(how, tmp_path):
-    """A cable that is pulled says nothing: every question to the store waits then."""
+    """A cut link sends no message, so each request to the store waits."""
     lab.require()
     with Lab(2) as made:
         ranks = made.ranks((1, 2))

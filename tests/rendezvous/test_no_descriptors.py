@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank runs out of file descriptors at each step of a rendezvous in turn."""
+"""A rank runs out of file descriptors at each step of a rendezvous, one step per run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _tcp_store(rank: int, port: int) -> TCPStore:
 
 
 def _leave(spare: int) -> list[int]:
-    """Leaves this process so many more descriptors; returns those that take the rest."""
+    """Leaves this process ``spare`` free descriptors; returns those that occupy the rest."""
     _limit(64)
     taken: list[int] = []
     with contextlib.suppress(OSError):

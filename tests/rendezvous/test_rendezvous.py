@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks' messages of a rendezvous, and junk in their place."""
+"""The ranks' messages in a rendezvous, and junk in their place."""
 
 import json
 import os

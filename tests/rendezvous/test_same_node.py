@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of one launch's ranks on a machine, and other users' processes at its sockets."""
+"""The rendezvous of a launch's ranks on one machine, and other users' processes at its sockets."""
 
 import multiprocessing
 import os
@@ -23,15 +23,15 @@ from ringcomm.rendezvous.same_node import LaunchSockets
 
 LONG_S = 30.0
 NOBODY = 65534
-# Processes of their own become another user or are killed. They run closures of a test, which a
-# fork has and no started program could be given.
+# Processes become another user or are killed, so they are forks. They run closures of a test, which
+# a fork has, but a new interpreter could not be given.
 FORK = multiprocessing.get_context("fork")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch):
-    """In a temporary folder that every user may write to, as /tmp, and of a short path."""
+    """Uses a temporary folder with a short path to which every user may write, like /tmp."""
     shared = Path(tempfile.mkdtemp(dir="/tmp"))
     shared.chmod(0o1777)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -41,7 +41,7 @@ def folder(monkeypatch):
 
 
 def sockets(job, number=0):
-    # The thread of an earlier test may not have left its sockets yet.
+    # Named by the test, since a thread of an earlier test may still hold its sockets.
     test = os.environ["PYTEST_CURRENT_TEST"]
     return LaunchSockets.of(f"{job}-{os.getpid()}-{test}", number, "test on rank 0 of 2")
 
@@ -55,7 +55,7 @@ def ask(at):
 
 
 def serve_and_ask(at, ranks=2):
-    """What the other ranks are told, and the port that rank 0 serves."""
+    """Returns the ports that the other ranks get, and the port that rank 0 serves."""
     store = serve(at, ranks)
     ports = [ask(at) for _ in range(1, ranks)]
     return ports, store.port
@@ -139,7 +139,7 @@ def test_old_sockets_of_killed_ranks_are_removed(folder):
 
 
 def test_without_a_common_folder_ranks_find_each_other_and_warn(folder, monkeypatch, tmp_path):
-    """As in containers with the same network and other file systems."""
+    """As in containers with a common network but separate file systems."""
     mine = sockets("a")
     other = tmp_path / "other"
     other.mkdir()
@@ -199,7 +199,7 @@ def _as_nobody(act, ready):
 
 
 class Stranger:
-    """A process of another user that has done something, and holds what it made."""
+    """A process of another user; runs a function and keeps its result alive."""
 
     def __init__(self, act):
         ready = FORK.Event()
