@@ -62,11 +62,11 @@ def test_each_entry_point_is_called_as_often_as_it_is_timed(stub):
         assert all(0 < time_us < 1e5 for time_us in each.times_us)
     turns = calls * (rounds + 1)  # one warms up
     assert stub.counted() == {
-        "launch": len(PARAMETER_BYTES) * turns + 1,  # the graph's own
+        "launch": len(PARAMETER_BYTES) * turns + 1,  # one launch of the graph itself
         "create": 1,
         "record": turns + 1,  # for the other stream to wait for
         **dict.fromkeys(("wait", "is_capturing", "graph_launch"), turns),
-        "set_device": turns + 1,  # the thread's
+        "set_device": turns + 1,  # once for the thread
     }
 
 

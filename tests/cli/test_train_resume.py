@@ -121,7 +121,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, text, whole):
 
 
 def test_a_run_that_torchrun_starts_again_is_the_whole_run(tmp_path, text, whole):
-    """The same command starts first, and resumes after a rank was killed behind a save."""
+    """The same command starts first, and resumes after a rank was killed after a save."""
     program, record = tmp_path / "program.py", tmp_path / "record.json"
     program.write_text(KILLED_ONCE)
     options = ("--data", text, *OPTIONS, "--save", tmp_path / "saved", "--resume", "auto")

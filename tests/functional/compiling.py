@@ -26,7 +26,7 @@ METHODS = (
 
 
 def evaluate(function: Callable[..., Tensor], rows: int, seed: int, *rest: Any) -> list[Any]:
-    """Value and gradient."""
+    """Returns value and gradient."""
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.randint(-2, 3, (rows, 3), generator=generator).double() * 12
     tensor.requires_grad_()
@@ -43,7 +43,7 @@ def check(
     backend: Any = "aot_eager",
     dynamic: bool | None = None,
 ) -> None:
-    """Compiled against eager."""
+    """Compares a compiled function with the eager one."""
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     want = evaluate(function, rows, seed, *rest)
     assert all(map(equal, evaluate(compiled, rows, seed, *rest), want))

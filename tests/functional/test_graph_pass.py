@@ -172,7 +172,7 @@ def test_it_fuses_forward_and_backward(compiling_ranks, dim, bias, dtype):
 
 
 def is_left_alone(rank: int, world_size: int) -> None:
-    """Another backend's calls stay, and small gathers: fused products would gather them twice."""
+    """Calls of another backend are not fused, nor small gathers, which would then run twice."""
     ours = dist.get_backend() == "ringcomm"
     with mock.patch.object(matmul, "READ_FROM_BYTES", matmul.READ_FROM_BYTES if ours else 0):
         calls = both_ways(rank, 1, False, torch.float32)

@@ -81,7 +81,7 @@ def refuse(*arguments: Any) -> None:
 @by_hosts_of_one_node
 @covering(world_size=[2, 3, 5], dtype=[each for each in MOVABLE if not each.is_complex], call=CALLS)
 def test_same_bits_as_the_operator(worlds, world_size, dtype, call):
-    """The tensor may require grad: graphs read parameters, and separate graphs differentiate."""
+    """The tensor may require grad: a graph reads parameters, and another graph differentiates."""
     name, arguments = call
     op = arguments[0] if name in ("all_reduce", "reduce_scatter") else "SUM"
     reduces = name in ("all_reduce", "reduce_scatter", "reduce")

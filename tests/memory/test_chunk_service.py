@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends chunks of heaps to other processes: who receives them, and what counts as mapped."""
+"""Chunks of heaps sent to other processes: who receives them, and which count as mapped."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_other_users_get_nothing(heap):
 @pytest.mark.parametrize(
     ("heap", "said"),
     [
-        (Offered(2 * MIB, told=3 * MIB), f"a chunk of {3 * MIB} bytes at 0"),  # no whole units
+        (Offered(2 * MIB, told=3 * MIB), f"a chunk of {3 * MIB} bytes at 0"),  # not whole units
         (Offered(2 * MIB, told=10 * MIB), f"a chunk of {10 * MIB} bytes at 0"),  # beyond the end
         (Offered(2 * MIB, told=4 * MIB), "cuMemMap"),  # more than the memory holds
     ],

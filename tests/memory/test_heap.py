@@ -32,7 +32,7 @@ def test_every_dtype(dtype):
         assert zeros.dtype is dtype
         assert zeros.shape == of_torch.shape
         assert zeros.is_contiguous()
-        if dtype is not torch.float8_e8m0fnu:  # has no zero
+        if dtype is not torch.float8_e8m0fnu:  # this dtype has no zero
             assert torch.equal(
                 zeros.float() if dtype.is_floating_point else zeros,
                 of_torch.float() if dtype.is_floating_point else of_torch,

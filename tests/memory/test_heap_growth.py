@@ -85,7 +85,7 @@ def test_a_step_that_does_not_fit_is_made_smaller(runtime):
     other = runtime.allocate(0, 44 * MIB)
     kept = take(9 * MIB)
     assert committed() == 10 * MIB
-    assert take(4 * MIB).numel() == 4 * MIB  # a step of 10 MiB does not fit, since 10 MiB are left
+    assert take(4 * MIB).numel() == 4 * MIB  # a step of 10 MiB is wanted, and 10 MiB are left
     runtime.free(0, other)
     del kept
 

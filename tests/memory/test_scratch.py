@@ -284,7 +284,7 @@ def _all_direct_files() -> list[str]:
         try:
             if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_DIRECT:
                 found.append(f"/proc/self/fd/{name}")
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
     return found
 

@@ -99,7 +99,7 @@ class Problem:
         ]
 
     def dealt(self, params: list[Tensor]) -> list[dict[str, Any]]:
-        """The param groups."""
+        """Returns the param groups."""
         count = len(self.groups)
         return [
             {**_copied(extra), "params": params[index::count]}

@@ -91,7 +91,7 @@ def test_values_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
 
 @pytest.mark.parametrize("moment", MOMENT_FORMATS)
 def test_the_expectation_of_a_rounded_number_is_the_number(moment):
-    """Over all random bits, the share that rounds up equals the position between two numbers."""
+    """Over all random bits, the share rounded up is the number's position between neighbours."""
     moment_format = MOMENT_FORMATS[moment]
     generator = torch.Generator().manual_seed(3)
     random = torch.arange(1 << 20, dtype=torch.int32).view(-1, MOMENT_BLOCK)

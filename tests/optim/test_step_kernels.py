@@ -187,7 +187,7 @@ def test_updates_with_one_moment_have_the_bits_of_torch(rule):
     for turn in range(4):
         grad = gradient(5003, torch.float32, 0, turn % 2)
         grad[:3] = torch.tensor([float("nan"), -0.0, float("inf")]) if turn == 2 else -0.0
-        shard.active[1] = float(turn != 0)  # it begins later
+        shard.active[1] = float(turn != 0)  # parameter 1 begins later
         shard.prepare()
         _native.adamw_shard(shard.native, grad.data_ptr(), code(torch.float32))
         for number, (optimizer, param, cut) in enumerate(

@@ -157,7 +157,7 @@ def test_a_storage_that_is_still_there_is_not_read(acts):
 
 
 def test_new_storages_at_an_old_address_are_written(acts):
-    """A new storage at the address of one that was freed and read back is not taken for it."""
+    """A new storage at a freed storage's address is not mistaken for the freed storage."""
     x = leaf(2048)
     with acts:
         y = x * 1
@@ -411,7 +411,7 @@ def test_what_was_read_ahead_for_a_graph_that_is_dropped_goes(acts):
 
 
 def test_graphs_may_take_turns(acts):
-    """Backwards may run in the order of the forwards: data read ahead for one blocks no other."""
+    """Backwards may run in forward order: data prefetched for one graph blocks no other graph."""
     xs = [leaf(1024, seed=seed) for seed in range(6)]
     with acts:
         losses = [((x * 1).sin() * (x * 2).cos()).exp().sum() for x in xs]

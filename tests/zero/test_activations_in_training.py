@@ -202,7 +202,7 @@ def test_models_that_are_brittle(worlds, folder, model, names):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_unsharded_is_not_written(worlds, folder, monkeypatch, stage):
-    """No bucket's memory is written to the disk, with the module's parameters known or not."""
+    """No bucket's memory is written to the disk, whether the parameters are known or not."""
     saved: list[int] = []
     save = ActivationStore.save
 
@@ -317,7 +317,7 @@ def damage(acts: Any) -> None:
 
 @covering(strength=1, stage=STAGES, when=["backward", "forward"])
 def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when):
-    """All ranks end their backward without waiting, rank 0's raises, and no rank takes the step."""
+    """All ranks end their backward without waiting; rank 0's raises, and no rank steps."""
     base = new_model("narrow gpt")
     ended = threading.Event()
 
@@ -329,7 +329,7 @@ def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when
         if comm.rank == 0 and when == "forward":
             fail_at_add(acts)
         with acts:
-            # This backward needs tensors saved by the loss before those of the module.
+            # Backward reads the tensors that the loss saved before those of the module.
             loss = (module(*text(comm, 0)) * torch.ones(2)).square().sum()
         if comm.rank == 0 and when == "backward":
             damage(acts)

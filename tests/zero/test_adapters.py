@@ -150,7 +150,7 @@ def test_adapters_put_in_after_shard(worlds, stage, shards):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_base_is_saved_with_its_adapters_or_without(worlds, stage, tmp_path):
-    """Saves the base under its present names; separately sharded adapters are saved separately."""
+    """Saved names are those that the modules have now; sharded adapters are saved separately."""
 
     def made(comm, shards):
         model: Any = zero.shard(deepcopy(BASE), stage, comm=comm)

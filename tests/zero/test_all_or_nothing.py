@@ -81,7 +81,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 class Broken(RuntimeError):
-    """On purpose."""
+    """An error that the tests raise on purpose."""
 
 
 def is_last(bucket: ParamBucket) -> bool:
@@ -208,12 +208,12 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
     monkeypatch.setattr(Rollback, "call", forget)
     forgotten = "nothing"
     assert worlds(3).run(work) == [False] * 3
-    # tests/zero/checkpoint/test_pretrained.py covers shown parameters that cannot be swapped.
+    # tests/zero/checkpoint/test_pretrained.py covers unshow(): shown parameters cannot be swapped.
     unseen = {"give_back", "unshow"} if stage < 2 else {"give_back", "unshow", "leave"}
     seen = {"_put_back", "copy_", "__setitem__", "close", "forget_engine", "restore_params"}
     assert missed == {*seen, *unseen}
     for forgotten in sorted(missed - unseen):
-        # Rank 0's values do not change: the other ranks receive them.
+        # Rank 0's values do not change, because the other ranks receive them.
         assert worlds(3).run(work)[1:] == [True] * 2, forgotten
 
 

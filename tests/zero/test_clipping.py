@@ -90,7 +90,7 @@ def test_gradients_that_were_clipped_are_what_get_gradient_returns(worlds):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters_of_no_group_do_not_count(worlds, stage):
-    """As in torch, frozen parameters do not count, frozen before shard() or after it."""
+    """As in torch, frozen parameters do not count, whether frozen before or after shard()."""
 
     def work(comm, everything):
         module: Any = deepcopy(base)

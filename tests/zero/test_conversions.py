@@ -68,7 +68,7 @@ def step(module: Any, optimizer: AdamW) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_conversions_are_refused_on_all_ranks_and_change_nothing(worlds, stage):
-    """A conversion of the module or of a part raises with a remedy; training keeps its bits."""
+    """Converting the module or a part raises with a remedy, and changes no bit of the training."""
 
     def work(comm, converts):
         module: Any = zero.shard(new(), stage, comm=comm)
@@ -101,7 +101,7 @@ def test_the_refusal_names_the_option(worlds):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_conversion_to_what_it_is(worlds, stage):
-    """Converting to the present dtype changes nothing, but converts modules added after shard()."""
+    """A conversion to the present dtype changes only modules that were added after shard()."""
 
     def work(comm):
         module: Any = zero.shard(new(), stage, comm=comm)
@@ -122,7 +122,7 @@ def test_a_conversion_to_what_it_is(worlds, stage):
 
 
 def test_what_is_not_sharded_any_more_converts(worlds):
-    """After remove_sharding() a module converts; so do a copied part, and one of a freed module."""
+    """Conversions work after remove_sharding(), on a copied part, on a part of a freed module."""
 
     def work(comm):
         module: Any = zero.shard(new(), 1, comm=comm)

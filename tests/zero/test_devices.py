@@ -89,7 +89,7 @@ def assert_trains_alike(devices, worlds, run):
     """Asserts that a device trains to the host's bits."""
     run = replace(run, options={"algorithm": "one_shot"})
     base = new_model(run.model)
-    # On the host there is no offload of state to compare with.
+    # Offloading applies only to devices; on the host the state is in host memory anyway.
     in_memory = replace(run, adamw=replace(run.adamw, offload_state=None))
     wanted, norms = worlds(2).run(train, base, in_memory)[0]
     world = devices.new_world(2, options=OPTIONS)

@@ -361,7 +361,7 @@ def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, 
         found = world.run(continued, base, (2, {}), tmp_path, None)
     for name in saved[0].owed:
         wanted = all_owed(saved, name) / 4
-        if len(nodes) == 1:  # which quantizes nothing
+        if len(nodes) == 1:  # one node quantizes nothing
             wanted = torch.zeros_like(wanted)
         owed = all_owed(found, name) / len(nodes)
         if saves[1] == BY_NODE:  # with one more rounding, to 24 bits

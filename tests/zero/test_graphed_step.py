@@ -294,7 +294,7 @@ def one_reads_the_device(comm: Any, devices: Any, base: Any) -> str:
         graphed(batch(comm, 1))
     assert_same_bits(zero.full_state_dict(training.module), before)
     training.optimizer.zero_grad()
-    training.step(batch(comm, 1))  # goes on eagerly
+    training.step(batch(comm, 1))  # training continues eagerly
     comm.engine.finish_host_side()
     return str(caught.value)
 

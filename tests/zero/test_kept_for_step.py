@@ -18,7 +18,7 @@ from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
 LAYERS, WIDTH = 5, 64
-BUCKET_ELEMS = WIDTH * WIDTH  # a layer
+BUCKET_ELEMS = WIDTH * WIDTH  # the elements of a layer
 TURNS = 3
 
 
@@ -33,7 +33,7 @@ DEEP = _deep()
 
 
 class Loop:
-    """One rank's training."""
+    """Trains a model on one rank."""
 
     def __init__(self, comm, stage: int, **options) -> None:
         chosen = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, **options)

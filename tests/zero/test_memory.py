@@ -44,7 +44,7 @@ WORLD = 4
 
 @dataclass(frozen=True)
 class Bytes:
-    """Per parameter."""
+    """Numbers of bytes per parameter."""
 
     params: int
     grads: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training at each stage equals torch's in one process, and is close to other orders of sums."""
+"""Training at each stage equals torch's in one process; other orders of sums come close."""
 
 from __future__ import annotations
 

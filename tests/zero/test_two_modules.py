@@ -178,7 +178,7 @@ def test_one_rank_may_run_backwards_alone_under_no_sync(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_may_take_gradients_alone(worlds, stage):
-    """Forces are an energy's gradients by positions: autograd adds nothing to parameters."""
+    """Forces are gradients of an energy by positions, which add nothing to the parameters."""
     g, d = two_modules()
 
     def work(comm):

@@ -143,7 +143,7 @@ def test_units_that_stay_from_forward_to_backward(worlds, kept):
 
 @pytest.mark.parametrize(("name", "ahead"), [("blocks.0", 2), ("blocks.1", 1)])
 def test_units_that_are_unsharded_ahead(worlds, name, ahead):
-    """A unit's prefetch sets how many units come ahead while it runs; else the module's does."""
+    """A unit's prefetch sets how many units are unsharded ahead of it, else the module's does."""
     chosen = {"blocks.0": UnitOptions(prefetch=2)}
     options = ZeroOptions(units=units, overlap=True, prefetch=1, per_unit=chosen)
 

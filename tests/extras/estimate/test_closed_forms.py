@@ -359,7 +359,7 @@ def on_disk(elems: int, ranks: int, disk: Disk, **more: Any) -> Training:
     ],
 )
 def test_bytes_of_an_element_and_step(more, moved):
-    """A step reads and writes each element; DeepSpeed's ZeRO-Infinity moves 32 bytes of it."""
+    """Reads plus writes of a step, per element; DeepSpeed's ZeRO-Infinity moves 32 bytes."""
     elems = 1 << 30
     told = on_disk(elems, 4, Disk("x"), **more).offloaded_state(3)
     assert told.stored * 4 / elems == moved / 2
@@ -444,7 +444,7 @@ def test_gradients_move_in_their_own_dtype_and_sums_in_theirs():
 
 
 def test_what_leaves_a_node_by_hand():
-    """Half of gradients and parameters, of sums if nodes have copies, and of two unshardings."""
+    """A node sends half of gradients, parameters, sums (if nodes have copies) and unshardings."""
     model = ModelElems(1000, frozen=300, root=100)
 
     def leaving(stage: int, **options: Any) -> int:

@@ -165,7 +165,7 @@ def _ranks_killed_everywhere(store, rank, world_size, folder):
 
 
 def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path):
-    """The survivor raises, unless the save was done but for the removal of an old checkpoint."""
+    """The survivor raises, unless only the removal of an old checkpoint was left to do."""
     ((first, other),) = run_ranks(_ranks_killed_everywhere, 1, str(tmp_path), timeout_s=TIMEOUT_S)
     assert len(other) > 3 and {*other} == {(1, FAILED)}
     assert {(1, FAILED), (2, SAVED)} <= {*first} <= {(1, FAILED), (2, FAILED), (2, SAVED)}

@@ -144,7 +144,7 @@ def test_a_meta_module_is_as_if_loaded_before(worlds, tmp_path, stage, kind, dty
 
 @covering(strength=1, stage=STAGES, kind=[*PRECISIONS])
 def test_a_trained_module_takes_other_weights(worlds, file, stage, kind):
-    """The optimizer's masters get the values before rounding, and its moments stay."""
+    """Loading sets the optimizer's masters to the values before rounding, and keeps its moments."""
     precision, adamw = PRECISIONS[kind]
     base, wanted = new_net(2), new_net(1).state_dict()
 
@@ -256,7 +256,7 @@ def test_what_the_files_do_not_have_is_initialised(worlds, tmp_path, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_part_is_loaded_under_other_names(worlds, tmp_path, stage):
-    """``only`` and ``rename`` load some weights; rank 0 supplies the others, none is missing."""
+    """``only`` and ``rename`` load some weights; others come from rank 0, and no key is missing."""
     wanted = new_net(1).state_dict()
     theirs = {f"layer{n}.w": wanted[f"blocks.{n}.down.weight"].clone() for n in range(2)}
     save_file({**theirs, "bias": torch.zeros(2)}, tmp_path / "a.safetensors")

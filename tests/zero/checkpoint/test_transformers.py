@@ -66,7 +66,7 @@ OPTIONS = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """``saved(name)`` returns a folder of several files and the model that they load as."""
+    """``saved(name)`` returns a folder of several weight files, and the model that they hold."""
 
     @cache
     def save(name: str) -> Any:

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Honest(nn.Module):
-    """A buffer, and an own child called "module", the name that DDP uses for its child."""
+    """A model with a buffer, and with a child that is itself called "module", like DDP's child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     ["both", "parallel", "root", *in_test_all("plain", "checkpoint", "compile", "compiled root")],
 )
 def test_files_have_unwrapped_names(worlds, tmp_path, kind):
-    """Every function that names tensors writes unwrapped names, for any unwrapped model."""
+    """Every function that names tensors writes unwrapped names, which fit unwrapped models."""
 
     def work(comm: Any, stage: int) -> Any:
         folder = tmp_path / str(stage)
