@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Sorts long files first, so that no long file is left alone at the end."""
+    """Returns the sort key: long files first, so that no long file runs alone at the end."""
     if item.get_closest_marker("deadlines"):
         return 0
     is_long = item.get_closest_marker("compiles") or item.get_closest_marker("long")
@@ -75,7 +75,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _import_from_another_one_on(session: pytest.Session) -> None:
-    """Has each worker of ``make test`` import the test files in an order of its own, then collects.
+    """Makes each worker of ``make test`` import the test files in an order of its own.
 
     If no byte code exists yet, all workers would otherwise rewrite the assertions of the same file
     at once. Here each worker starts at another file, and later finds the byte code that the others

@@ -225,7 +225,7 @@ def test_a_changed_byte_a_new_file_and_another_tool_change_the_digest(tree, monk
     ],
 )
 def test_all_files_that_a_proof_opens_as_it_runs_are_listed(proof: Proof, tree: Path) -> None:
-    shutil.rmtree(tree / "build", ignore_errors=True)  # other proofs may have built it
+    shutil.rmtree(tree / "build", ignore_errors=True)  # other proofs may have filled it
     inherited = environment(tree)
     inherited.pop("RINGCOMM_TEST_CASES", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *proof.tests]
@@ -415,7 +415,7 @@ STOPPED = ("assert False", "-x")
 )
 def test_a_run_that_ends_early_records_nothing(project, body, option, workers) -> None:
     project.write("checks/test_behaviour.py", f"import os\ndef test_it(): {body}\n")
-    # This file comes first, so that the proof's other tests have not run at the end.
+    # This file comes first: the proof's other tests have not run when the run ends.
     project.write("checks/products/test_a.py", f"import os\ndef test_it(): {body}\n")
     project.run(option, *workers)
     assert "products" not in project.recorded()

@@ -28,7 +28,7 @@ WRAPPERS = (AsyncCollectiveTensor, DTensor)
 
 
 class EmulatedCommunicators(Communicators):
-    """Asks the runtime for a tensor's device: for torch emulated devices' tensors are on CPU."""
+    """Asks the runtime for a tensor's device, since torch sees emulated tensors on the CPU."""
 
     def of(self, tensors: Sequence[torch.Tensor], operation: str) -> Communicator:
         return self._elsewhere(tensors, operation)

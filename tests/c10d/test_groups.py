@@ -81,7 +81,7 @@ def sequence_numbers(rank, world_size):
 
 
 def messages_that_are_waited_for(rank, world_size):
-    """torch's send() and recv() use no thread of ringcomm, which would cost wake-ups."""
+    """torch's send() and recv() use no background thread, which would be woken needlessly."""
     group: Any = dist.new_group([0, 1])
     if rank > 1:
         return
@@ -244,7 +244,7 @@ def one_rank_misses_a_monitored_barrier(rank, world_size):
     elif rank != 2:
         with pytest.raises(RuntimeError, match="received errors while waiting"):
             dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
-    assert total(None, rank) == sum(range(world_size)), "the group goes on working"
+    assert total(None, rank) == sum(range(world_size)), "the group must stay usable"
 
 
 def several_ranks_miss_a_monitored_barrier(rank, world_size):

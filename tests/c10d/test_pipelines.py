@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from tests.support.rank_pool import default_group
 
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
-# DualPipeV needs at least as many as there are stages: two for each of up to four ranks.
+# DualPipeV needs at least as many micro-batches as stages: two stages for each of 4 ranks.
 MICRO_BATCHES = 8
 
 
@@ -53,7 +53,7 @@ def schedules(rank: int, world_size: int) -> list[Any]:
 
 
 def ulysses(rank: int, world_size: int) -> list[Any]:
-    """Attention with tokens divided outside of it and heads divided inside, by two all-to-alls."""
+    """Ulysses attention: an all-to-all divides heads instead of tokens, another one undoes it."""
     group = default_group()
     draw = torch.Generator().manual_seed(rank)
     qkv = torch.randn(3, 4, 5, 6, generator=draw).requires_grad_()  # [3, heads, tokens, dim]

@@ -48,7 +48,7 @@ def through_torch(rank, world_size):
         ("barrier", 0): 1,
         ("send" if rank == 0 else "recv", 16): 1,
     }
-    # torch may call the function without a wait for any message.
+    # torch may record send() as send or isend, and recv() likewise.
     found = Counter({(name.removeprefix("i"), size): n for (name, size), n in found.items()})
     assert found == expected, found
 

@@ -263,7 +263,7 @@ def under(mode, fn):
 @pytest.mark.parametrize("kind", INTERCEPTORS)
 @pytest.mark.parametrize("given", ["theirs", "plain"])
 def test_no_call_is_lost_to_what_intercepts_operators(worlds, kind, given):
-    """Neither with the interceptor's own tensors nor with other tensors, which it ignores."""
+    """Each call raises, with the interceptor's own tensors and with tensors unknown to it."""
     intercept, words = INTERCEPTORS[kind]
     comm, mine, out = worlds(1)[0], torch.ones(N), torch.ones(N)
 

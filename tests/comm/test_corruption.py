@@ -116,8 +116,8 @@ def _mappings() -> list[tuple[int, int]]:
 def _bit_to_flip(at: int, chance: random.Random) -> int:
     """Returns a bit to flip in a sound header's byte ``at``.
 
-    process_ptr is 0: there the highest bit whose address is unmapped, which depends on Python's
-    linking.
+    In process_ptr, which is 0, the highest bit whose address is unmapped. Python's linking decides
+    which addresses are unmapped.
     """
     shift = 8 * (at - (HEADER.size - 8))
     if shift < 0:

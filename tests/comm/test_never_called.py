@@ -99,7 +99,7 @@ def until(comm, rank, done):
     """Waits until ``done`` is true for this rank's recording."""
     deadline = time.monotonic() + 30
     while not done(comm.recording().rank(rank)):
-        assert time.monotonic() < deadline, "it does not happen"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.001)
 
 

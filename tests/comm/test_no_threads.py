@@ -86,7 +86,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert ended, "it hangs"
+    assert ended, "the call hangs"
     value, error = ended[0]
     if error is not None:
         raise error
@@ -96,7 +96,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON_S
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.002)
 
 

@@ -188,7 +188,7 @@ def _refused_later(store, rank, world):
 
 @needs_filter
 def test_a_refusal_in_a_call_fails_it_on_all_ranks():
-    """Also shows that the bytes take this way: no other way would ask the kernel."""
+    """Also shows that single copy was used: only this path makes the refused system call."""
     for error in run_ranks(_refused_later, 2):
         assert type(error) is UnsupportedError
         assert "the operating system refuses it" in str(error)

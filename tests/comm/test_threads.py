@@ -417,7 +417,7 @@ def interrupted_call(store: Any, rank: int, world: int) -> str:
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
-            comm.all_reduce(x)  # nobody else comes
+            comm.all_reduce(x)  # rank 1 makes no call
         except KeyboardInterrupt:
             store.set("interrupted", "1")
             return "interrupted"

@@ -261,7 +261,7 @@ def _loses_rank_2(store, rank, world, eighth):
     _native.always_sum_in_levels(True)
     options = CommOptions(timeout=60, segment_bytes=4096, sum_group_size=2)
     with Communicator.from_store(store, rank, world, options=options) as comm:
-        _native.arm_fault("none")  # only counts
+        _native.arm_fault("none")  # only counts the steps
         comm.all_reduce(torch.ones(12_000))
         steps = sum(_native.fault_passages().values())
         if rank == 2:

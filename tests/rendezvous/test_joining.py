@@ -128,7 +128,7 @@ def test_a_replayed_handle_is_refused():
     again.set(f"{PREFIX}/heap/1", replayed[0])
 
     def confirm() -> None:
-        # The forger posts as seen the same text as rank 0.
+        # The forger confirms the same handles as rank 0.
         again.set(f"{PREFIX}/ready/1", again.get(f"{PREFIX}/ready/0").decode())
 
     forger = threading.Thread(target=confirm)
@@ -234,7 +234,7 @@ def test_another_user_does_not_join():
     with pytest.raises(RingcommError) as raised:
         Communicator.from_store(server, 0, 2, timeout=TIMEOUT_S)
     stranger.join()
-    # The kernel refuses the stranger. A rank of root may open all memory, so it checks the owner.
+    # The kernel refuses the stranger. A rank of root may open all memory, so it checks its owner.
     assert told[0].startswith(("UnsupportedError", "RendezvousError")), told[0]
     assert "rank 1" in str(raised.value)
     assert f"belongs to user {NOBODY}" in str(raised.value) or "UnsupportedError" in told[0]

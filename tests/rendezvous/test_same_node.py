@@ -75,7 +75,7 @@ def test_ranks_find_each_other_in_a_folder_of_their_user(folder):
     assert ports == [served] * 2
     status = folder.stat()
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.geteuid(), 0o700)
-    until_gone(folder / sockets("a").name)  # nothing is left
+    until_gone(folder / sockets("a").name)  # the socket is removed
 
 
 def test_the_runtime_folder_comes_first(folder, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None  # as .ci/run asks
+CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None  # the condition of .ci/run
 
 
 def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:

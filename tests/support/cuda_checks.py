@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
 
-# Resources of a multiprocessor of compute capability 9.0. A kernel whose registers times threads
-# exceed the first does not launch. Each block takes 1 KiB of shared memory besides its own.
+# Resources of a multiprocessor of compute capability 9.0. A kernel does not launch if its block
+# needs more registers. Each block takes 1 KiB of shared memory in addition to its own.
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR, SYSTEM_BYTES_PER_BLOCK = 228 << 10, 1 << 10
 THREADS_PER_MULTIPROCESSOR, BLOCKS_PER_MULTIPROCESSOR = 2048, 32
@@ -218,7 +218,7 @@ def traffic(loop: Loop) -> Traffic:
     narrow = []
     for instruction in code:
         used = instruction.registers
-        if pending & used:  # it waits here
+        if pending & used:  # the loop waits here
             pending, under_way = set(), 0
         if instruction.loaded:
             pending |= instruction.loaded
@@ -297,7 +297,7 @@ def multicast_loop(kernel: Kernel) -> list[str]:
         pending: set[int] = set()
         in_flight = 0
         for instruction in loop.code:
-            if pending & instruction.registers:  # it waits here
+            if pending & instruction.registers:  # the loop waits here
                 break
             if _SUM_OF_16_BYTES.match(instruction.opcode):
                 pending |= {first + offset for first in instruction.target for offset in range(4)}

@@ -98,7 +98,7 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
 
     def loops(self) -> list[Loop]:
-        """Returns a loop per label that is branched back to: up to the last such branch."""
+        """Returns the loops: each reaches from a label to the last branch back to this label."""
         ends: dict[int, int] = {}
         for index, instruction in enumerate(self.instructions):
             target = re.search(r"`\(([^)]+)\)", instruction.operands)

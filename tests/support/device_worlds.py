@@ -24,8 +24,8 @@ from tests.support.emulator import EmulatedRuntime
 
 T = TypeVar("T")
 Tensor = torch.Tensor
-# The most ranks of the cached worlds. A rank has three streams, a world one, and there are the
-# default stream and some of tests. A device has 32 hardware queues, which more would share.
+# The most ranks of the cached worlds. A rank has three streams and a world one, in addition to the
+# default stream and streams of tests. More would share the device's 32 hardware queues.
 KEPT_RANKS = 8
 MEMORIES = ("plain", "heap", "mixed", "unaligned")
 LL_BYTES = 1024

@@ -94,7 +94,7 @@ class Held:
         return held
 
     def leaks(self, settle_s: float) -> tuple[str, ...]:
-        """Returns what is held now in addition to this, after time to release it."""
+        """Returns the resources held in addition to these, after time to release them."""
         deadline = time.monotonic() + settle_s
         while (found := self._beyond(Held.now())) and time.monotonic() < deadline:
             time.sleep(POLL_S)

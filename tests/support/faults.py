@@ -34,7 +34,7 @@ def until_stopped(pid: int) -> None:
     """Waits until the process is stopped; on a busy machine a signal takes time."""
     deadline = time.monotonic() + 60.0
     while not is_stopped(pid):
-        assert time.monotonic() < deadline, "it was not stopped"
+        assert time.monotonic() < deadline, "the process was not stopped"
         time.sleep(0.001)
 
 
@@ -43,7 +43,7 @@ def wait_for_all(store: Any, name: str, n: int) -> None:
     store.add(f"met/{name}", 1)
     deadline = time.monotonic() + 60.0
     while int(store.add(f"met/{name}", 0)) < n:
-        assert time.monotonic() < deadline, "the others did not come"
+        assert time.monotonic() < deadline, "not all processes came"
         time.sleep(0.001)
 
 
@@ -55,7 +55,7 @@ def until_rank_threads_have_ended(*ranks: int) -> None:
     names = {f"ringcomm-rank-{rank}" for rank in ranks}
     deadline = time.monotonic() + 60.0
     while any(thread.name in names for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "they go on"
+        assert time.monotonic() < deadline, "the rank threads have not ended"
         time.sleep(0.001)
 
 

@@ -62,7 +62,7 @@ MAX_FILES = 64
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-_CANNOT_EXECUTE = 127  # the exit status of a shell in this case
+_CANNOT_EXECUTE = 127  # a shell's status if it cannot execute
 
 _RealPopen = subprocess.Popen
 _EXECUTE: Any = inspect.signature(_RealPopen._execute_child)  # type: ignore[attr-defined]
@@ -347,7 +347,7 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 def start_multiprocessing(server: ForkServer) -> None:
     """Starts a fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
-    multiprocessing.resource_tracker.ensure_running()  # not by the server, with blocked signals
+    multiprocessing.resource_tracker.ensure_running()  # unpatched, to inherit blocked signals
     with _patching, mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
         server.ensure_running()
 
@@ -404,7 +404,7 @@ def _fork_for_the_owner(namespaces: Namespaces | None) -> int:
 
 
 def _serve(connection: socket.socket) -> Order:
-    """Starts what is ordered until all orderers are gone; returns only in the forks."""
+    """Starts the ordered programs until the connection closes; returns only in the forks."""
     while True:
         try:
             order, files = _receive(connection)

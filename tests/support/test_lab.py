@@ -114,7 +114,7 @@ def test_a_number_of_a_process_means_another_one_on_another_node(two_nodes):
         done = two_nodes.command(node, ["sh", "-c", shown])
         assert done.stdout.splitlines() == [str(node), two_nodes.namespace(node, "pid")]
     assert two_nodes.namespace(0, "pid") != two_nodes.namespace(1, "pid")
-    assert not mine.exists()  # nor here
+    assert not mine.exists()  # not in the tests' own /dev/shm either
 
 
 def test_a_process_is_not_seen_from_another_node(two_nodes):

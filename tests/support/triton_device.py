@@ -192,7 +192,7 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 
 def _laid_out(types: Sequence[str], values: Sequence[Any]) -> bytes:
-    """The parameters as a kernel reads them: each at a multiple of its size, no constants."""
+    """The parameters as a kernel reads them: each at a multiple of its size; no constants."""
     made = bytearray()
     given = [
         (kind, value) for kind, value in zip(types, values, strict=True) if kind != "constexpr"

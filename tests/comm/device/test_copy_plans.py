@@ -365,7 +365,7 @@ def test_an_input_outside_of_the_heap_is_refused_on_all_ranks(devices: Devices) 
         plan = comm.plan_all_gather_into_tensor
         error = raised(lambda: plan(output, own, algorithm="copy_engine"))
         assert isinstance(error, ArgumentError)
-        gathers(comm)  # nothing is lost
+        gathers(comm)  # the communicator still works
         return str(error)
 
     for rank, text in enumerate(errors(devices, body, 3)):

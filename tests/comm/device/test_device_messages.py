@@ -36,7 +36,7 @@ def test_sends_and_receives_in_turn(devices):
 
 
 def test_threads_wait_for_messages_on_the_host(devices):
-    """Later work on the stream, a copy say, must wait for no other thread: it may lock it out."""
+    """A copy on the stream may block all other threads, so it must not wait for one of them."""
 
     def body(comm):
         peer = 1 - comm.rank

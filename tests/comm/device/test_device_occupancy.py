@@ -65,7 +65,7 @@ def too_large(each: int) -> list[str]:
 
 
 def test_the_kernels_that_are_asked_stand_for_all_that_wait():
-    """So any launch fits that has at most ``_blocks_each`` blocks per multiprocessor."""
+    """A multiprocessor holds ``_blocks_each`` blocks of any kernel that waits for peers."""
     heap: Any = SimpleNamespace(runtime=EmulatedRuntime(), device=0)
     each = rendezvous._blocks_each(heap)
     assert too_large(each) == []
@@ -285,7 +285,7 @@ def most_at_once(launches: Sequence[Launch], kind: type[DeviceOrder]) -> int:
 
 
 def patterns(length: int, kinds: int) -> Iterator[tuple[int, ...]]:
-    """Yields sequences of ``kinds`` values, one for each way to repeat values."""
+    """Yields sequences of up to ``kinds`` values, without renamed copies of other sequences."""
     for sequence in product(range(kinds), repeat=length):
         firsts = [value for at, value in enumerate(sequence) if value not in sequence[:at]]
         if firsts == sorted(firsts) == list(range(len(firsts))):

@@ -65,7 +65,7 @@ def _in_ring_order(parts, ring, owner):
 
 @pytest.mark.parametrize("ring", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)])
 def test_partial_sums_take_the_way_of_the_ring(devices, choose_rings, ring):
-    """Seen by the rounding: each order of the ranks gives other bits."""
+    """The rounding shows it: each order of the ranks gives other bits."""
     choose_rings((ring,))
     generator = torch.Generator().manual_seed(3)
     given = list((torch.randn(4, 4 * 500, generator=generator) * 30).bfloat16())
@@ -101,7 +101,7 @@ def test_auto_takes_the_family_of_the_choice_for_large_messages(devices, choose_
 
 
 def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
-    """Two ranks on two devices, whose tables in memory are empty: no rank is listed."""
+    """Two ranks on two devices with emptied tables in memory, so launches must bring theirs."""
     choose_rings(((1, 0),))
 
     def body(comm):

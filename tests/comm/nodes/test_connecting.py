@@ -76,7 +76,7 @@ def test_a_rank_that_fails_after_another_has_built(
     def fail() -> None:
         with pytest.raises(type(error)):
             Communicator.from_store(store, 1, 2, timeout=LONG_S, node_id="node1")
-        told.wait(PATIENCE_S)  # its connections stay
+        told.wait(PATIENCE_S)  # its connections stay open meanwhile
 
     monkeypatch.setattr(engine, "StepsCore", make_core)
     other = threading.Thread(target=fail)

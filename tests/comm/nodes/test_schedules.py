@@ -164,7 +164,7 @@ def test_the_sums_of_levels_are_those_of_groups_of_nodes():
         tensor, small = drawn(comm.rank), drawn(comm.rank)[:9].clone()
         comm.all_reduce(tensor)
         comm.all_reduce(small)
-        assert same(tensor[:9], small)  # in one hop
+        assert same(tensor[:9], small)  # small is summed in one hop
         return tensor
 
     for name, expected in want.items():

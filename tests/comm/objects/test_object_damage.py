@@ -132,7 +132,7 @@ def test_no_memory_is_an_error_of_ringcomm(monkeypatch):
 
 
 def test_the_place_is_not_built_for_what_is_data(monkeypatch):
-    """Building it for a million integers took ten times as long as pickling them."""
+    """Describing the places of a million integers took ten times as long as pickling them."""
 
     def shown(value: object) -> str:
         raise AssertionError(value)

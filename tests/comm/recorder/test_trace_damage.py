@@ -108,7 +108,7 @@ AT_NUMBER, AT_ROOT, AT_BEGIN, AT_END, AT_PEER = 8, 36, 56, 64, 76
     ("at", "raw"),
     [
         (AT_NUMBER, struct.pack("<Q", 1 << 63)),
-        (AT_NUMBER, struct.pack("<Q", 6)),  # as another one
+        (AT_NUMBER, struct.pack("<Q", 6)),  # another record's number
         (AT_NUMBER + 8, struct.pack("<Q", 1 << 63)),
         (AT_ROOT, struct.pack("<i", -2)),
         (AT_BEGIN, struct.pack("<Q", 1)),

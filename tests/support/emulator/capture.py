@@ -193,7 +193,7 @@ def capture_on(
 def graph_of(
     runtime: EmulatedRuntime, known: Iterable[Tensor], call: Callable[[], object]
 ) -> Iterator[Callable[[], None]]:
-    """Captures a call, including torch's operations; yields what replays it and waits."""
+    """Captures a call with torch's operations; yields a function that replays it and waits."""
     with runtime.capture() as graph:
         capture = partial(runtime.run_on_stream, 0, runtime.current_stream(0))
         with CapturedOperations(capture, known) as operations:

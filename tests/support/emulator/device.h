@@ -104,7 +104,7 @@ struct Stream {
   std::deque<Task> queue{};
   std::shared_ptr<Completion> last = std::make_shared<Completion>(Completion{true});
   std::condition_variable awake{};   // has work
-  bool joins = false;                // other streams' work that was already done
+  bool joins = false;                // its next task follows other streams' work
   std::shared_ptr<Graph> capture{};  // the graph that this stream is capturing
   std::vector<int> frontier{};       // the nodes that its next node depends on
 };

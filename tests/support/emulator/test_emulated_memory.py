@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of emulated devices: counted, mappable by other processes only, and with a device."""
+"""Memory of emulated devices is counted, mapped by other processes only, and has a device."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_a_copy_on_the_legacy_stream_waits_for_blocking_streams():
 
 
 def test_an_operation_on_one_device_s_tensors_waits_for_no_other_device():
-    """Of two ranks that are threads, one would wait for a call that the other must join."""
+    """Otherwise one rank's thread could wait for a call that another rank must join first."""
     device = Device(devices=2, hardware_queues=1)
     runtime, streams = device.runtime, _stalled(device)
     passed = threading.Event()

@@ -47,10 +47,10 @@ std::vector<Wait> waits;
 std::vector<void*> records;
 std::map<void*, unsigned> green;  // multiprocessors of green contexts, by stream
 std::vector<Event*> events;       // never freed
-bool events_pass = true;          // at once
-int refusal = kSuccess;           // how many further launches, records and waits fail
-int refusals = 0;                 // how many
-size_t params_bytes = 0;          // the most bytes of a launch
+bool events_pass = true;          // events pass at once
+int refusal = kSuccess;           // the code of further launches, records and waits
+int refusals = 0;                 // how many of these it refuses
+size_t params_bytes = 0;          // the most parameter bytes of a launch
 
 int refused() {
   if (refusals == 0) return kSuccess;
@@ -133,7 +133,7 @@ int cuModuleGetFunction(void** function, void* module, const char*) {
   return kSuccess;
 }
 int cuStreamCreate(void** stream, unsigned) {
-  *stream = new char;  // for good
+  *stream = new char;  // never freed
   return kSuccess;
 }
 int cuStreamSynchronize(void*) { return kSuccess; }
