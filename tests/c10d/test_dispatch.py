@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of torch that see a group's calls as with Gloo: modes, autograd, traces and works."""
+"""Modes, autograd, traces and works of torch see a group's calls as they see Gloo's."""
 
 import warnings
 from datetime import timedelta

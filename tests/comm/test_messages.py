@@ -153,7 +153,10 @@ def test_many_messages_whose_works_are_dropped(worlds):
 
 @pytest.mark.parametrize("count", [64, 1 << 20])
 def test_messages_that_nobody_waits_for_advance(worlds, count):
-    """One rank only polls, in turn. Messages fit into the slots, or not. Pauses let it rest."""
+    """In turn one rank only polls, with messages that fit into the slots, or not.
+
+    The pauses let the rank's thread rest.
+    """
 
     def body(comm):
         for turn in range(4):

@@ -264,7 +264,7 @@ def test_torch_is_asked_at_each_call(torch_threads: Callable[[int], None]) -> No
 
 
 class Facts:
-    """What one rank reports about its machine: CPUs, cores, torch's threads, and its own option."""
+    """The facts that one rank reports: its CPUs, cores, torch's threads, and its own option."""
 
     def __init__(self, cpus: str, cores: int, torch_threads: int, threads: int = 0) -> None:
         self.cpus, self.cores = cpus, cores

@@ -173,7 +173,7 @@ def test_who_could_tell_gets_an_interpreter(command, how):
 
 
 def test_threads_that_start_multiprocessing_at_once_leave_it_as_it_was():
-    """The second thread must not patch while the first does: it would restore the first's patch."""
+    """Patching must be exclusive: a second thread would restore the first thread's patch."""
     usual = multiprocessing.util.spawnv_passfds
     inside = threading.Barrier(2)
 

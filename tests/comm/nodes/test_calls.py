@@ -117,7 +117,7 @@ def test_messages_and_groups(world):
 
 
 def drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns operands; those of ranks 0 and 2 cancel, so that the order of the sums shows."""
+    """Returns operands whose sums depend on the order: those of ranks 0 and 2 cancel."""
     made = torch.Generator().manual_seed(rank % 2 and rank)
     tensor = torch.randn(5003, generator=made)
     return (tensor if rank % 2 else tensor * (1 - rank) * 2.0**13).to(dtype)

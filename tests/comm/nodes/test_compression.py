@@ -37,7 +37,7 @@ def numbers(elems: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def partials(nodes: list[list[int]], elems: int, dtype: torch.dtype) -> list[Tensor]:
-    """Returns what each node sends: its ranks' sum in FP32, in rank order."""
+    """Returns each node's message: its ranks' sum in FP32, in rank order."""
     made = []
     for ranks in nodes:
         total = numbers(elems, ranks[0], dtype).float()
