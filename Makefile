@@ -24,7 +24,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-all check lint native nodes-check tsan model-check fuzz soak cuda-compile oldest-triton ptx-check bench gpu-check
-.PHONY: c10d-conformance clean emulated-driver integrations matrix pictures site wheels aarch64-check
+.PHONY: c10d-conformance clean compare emulated-driver integrations matrix pictures site wheels aarch64-check
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native $(VENV)/.package
@@ -122,14 +122,22 @@ gpu-check:
 	$(or $(PYTHON),python3) -m tools.gpu_check $(if $(BUDGET),--budget $(BUDGET)) \
 		$(if $(REHEARSE),--rehearse)
 
+# Times ringcomm beside Gloo, MPICH, Intel MPI, oneCCL, DDP, FSDP2 and DeepSpeed in one session of
+# about five minutes, and writes tables and a chart to build/compare. OPTIONS=--record also puts the
+# tables into docs/performance.md; OPTIONS=--quick tries everything at small sizes. A library that
+# cannot be installed or run here is left out, and the tables say why.
+compare: export I_MPI_ROOT := $(VENV)/intel
+compare: $(VENV)/.native $(VENV)/.tools
+	-@$(MAKE) --no-print-directory --keep-going $(VENV)/.deepspeed $(VENV)/.intel
+	$(BIN)/python -m tools.compare $(OPTIONS)
+
 # Tests Lightning and DeepSpeed, whose installation takes too long for make test, in .venv.
 # DeepSpeed compiles an extension of torch's groups at its first use. The command compiles it before
 # the tests, whose ranks cannot wait for minutes, and in its own folder, since an interrupted
 # compiler leaves a lock for which all others wait.
 integrations: export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch-extensions
-integrations: $(VENV)/.native $(VENV)/.tools
+integrations: $(VENV)/.native $(VENV)/.tools $(VENV)/.deepspeed
 	$(INSTALL) --quiet lightning
-	DS_BUILD_OPS=0 $(INSTALL) --quiet --no-build-isolation deepspeed
 	rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 	$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	$(BIN)/python -m pytest -v tests/extras/integrations tests/c10d/test_deepspeed.py tests/bench/test_training.py
@@ -199,6 +207,20 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.native
 $(VENV)/.tools: $(VENV)/.package
 	$(INSTALL) --quiet --no-build-isolation --editable ".[bench,dev,test]"
 	@$(BIN)/python -c "import ringcomm, torch._dynamo, hypothesis, pytest"
+	@touch $@
+
+$(VENV)/.deepspeed: $(VENV)/.tools
+	DS_BUILD_OPS=0 $(INSTALL) --quiet --no-build-isolation deepspeed
+	@touch $@
+
+# Intel MPI has files of the same names as MPICH, so it gets a folder of its own. The wheel oneccl has
+# oneCCL's C functions; the CPU's library is in oneccl-cpu, whose files replace those of oneccl.
+ONECCL := 2022.1.2
+INSTALL_INTEL = $(INSTALL) --quiet --ignore-installed --prefix $(VENV)/intel
+$(VENV)/.intel: $(VENV)/.made
+	$(INSTALL_INTEL) impi-rt
+	-$(INSTALL_INTEL) --no-deps oneccl==$(ONECCL)
+	-$(INSTALL_INTEL) --no-deps oneccl-cpu==$(ONECCL)
 	@touch $@
 
 $(VENV)/.wheels: $(VENV)/.made pyproject.toml

@@ -48,6 +48,8 @@ from .training_systems import Batches, GpuShape, GraphedModel, ResidentBatches, 
 DEFAULT_CONTEXT = 64
 # Suffixes of a system's name: its whole step as a graph, and the host's time of an eager step.
 GRAPH, HOST = ", graph", ", host"
+# In a row's note, before the ratio of another system's time to the row's time.
+TAKES = " takes "
 _MB = 1e6
 # Buffers per parameter: a stage's parameters and gradients, and the buffers of gathers and
 # reductions.
@@ -105,12 +107,18 @@ def rows_of(
             name: timings[name] for name in gpt.RIVALS if name in timings and name != row.system
         }
         took = {name: statistics.median(ratios(each, own)) for name, each in others.items()}
-        note = "; ".join([found.text, *(f"{name} takes {took[name]:.3f}" for name in took)])
+        note = "; ".join([found.text, *(f"{name}{TAKES}{took[name]:.4f}" for name in took)])
         rows.append(replace(row, wrong=found.wrong, note=note, held_bytes=found.held_bytes))
     if gpt.FSDP2 in timings and not training_deepspeed.installed_version():
         note = training_deepspeed.MISSING
         rows += [replace(case, system=name, note=note) for name in training_deepspeed.STAGES]
     return rows
+
+
+def taken_by_rivals(row: Row) -> dict[str, float]:
+    """Returns, by system, the median over rounds of its time divided by the time of ``row``."""
+    parts = (part.rpartition(TAKES) for part in row.note.split("; "))
+    return {name: float(ratio) for name, separator, ratio in parts if separator}
 
 
 def _case(shape: Shape, world: int, mode: str, nodes: int = 1) -> Row:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ringcomm.bench.report import Report, Row, read
+from ringcomm.bench.report import Report, Row, read, size_label
 from ringcomm.bench.training_deepspeed import STAGES as DEEPSPEED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,33 +217,60 @@ def bandwidth() -> Sheet:
 
 def headline() -> Sheet:
     """Draws the times of other systems at 64 MiB, as multiples of ringcomm's, from one run."""
-    report = read(RESULTS / "2ranks-float-heap.csv")
-    found = {
-        (row.collective, row.placement, row.size_bytes, row.system): row for row in report.rows
+    return ratio_bars([read(RESULTS / "2ranks-float-heap.csv")], "run")
+
+
+# Systems of collectives on CPUs, with their names and colours.
+_LIBRARIES = (
+    *(("gloo", "Gloo", "orange"), ("mpi", "MPICH", "green")),
+    *(("impi", "Intel MPI", "violet"), ("oneccl", "oneCCL", "blue")),
+)
+
+
+def ratio_bars(reports: Sequence[Report], unit: str) -> Sheet:
+    """Draws the systems' times at the largest size in ``reports``, as multiples of ringcomm's.
+
+    ``unit`` is "run" or "session": all systems were measured in one.
+    """
+    size_bytes = max(row.size_bytes for report in reports for row in report.rows)
+    ratios = {
+        (row.collective, row.placement, row.system): row.ratio
+        for report in reports
+        for row in report.rows
+        if row.size_bytes == size_bytes and row.ratio
     }
-    systems = (("gloo", "Gloo", "orange"), ("mpi", "MPICH", "green"))
+    systems = [each for each in _LIBRARIES if all((*case, each[0]) in ratios for case in CASES)]
     bars = [
-        (f"{collective}: {name}", colour, found[collective, placement, 64 * MIB, system].ratio or 0)
+        (f"{collective}: {name}", colour, ratios[collective, placement, system])
         for collective, placement in CASES
         for system, name, colour in systems
     ]
-    told = "; ".join(f"{name} {ratio:.1f} times" for name, _, ratio in bars)
+    told = "; ".join(f"{name} {_multiple(ratio)} times" for name, _, ratio in bars)
+    bottom = 89 + (len(bars) - 1) * 33 + 10 * (len(CASES) - 1)
+    machine, size = _machine(reports[0]), size_label(size_bytes)
     sheet = Sheet(
-        330,
-        "Collectives of 64 MiB: the time of other libraries over the time of ringcomm",
-        f"Two ranks on CPUs, FP32, tensors in the heap, all systems in one run: {told} as long as "
-        f"ringcomm. Measured on {_machine(report)}.",
+        bottom + 56,
+        f"Collectives of {size}: the time of other libraries over the time of ringcomm",
+        f"Two ranks on CPUs, FP32, tensors in the heap, all systems in one {unit}: {told} as long "
+        f"as ringcomm. Measured on {machine}.",
     )
-    heading = "Collectives of 64 MiB, 2 ranks: how many times as long as ringcomm"
+    heading = f"Collectives of {size}, 2 ranks: how many times as long as ringcomm"
     sheet.text(27, 34, heading, "f-ink b", font_size=15)
-    scale = 440 / max(ratio for _, _, ratio in bars)
+    scale = 440 / max([1.0, *(ratio for _, _, ratio in bars)])
     for index, (name, colour, ratio) in enumerate(bars):
         y = 56 + index * 33 + 10 * (index // len(systems))
+        lost = ", lost" if ratio < 1 else ""
         sheet.text(228, y + 17, name, "f-ink", text_anchor="end")
         sheet.bar(240, y, ratio * scale, colour)
-        sheet.text(247 + ratio * scale, y + 17, f"{ratio:.1f}", "f-ink b")
-    sheet.text(27, 312, f"FP32 tensors in the heap; {_machine(report)}; one run, medians of rounds")
+        sheet.text(247 + ratio * scale, y + 17, f"{_multiple(ratio)}{lost}", "f-ink b")
+    note = f"FP32 tensors in the heap; {machine}; one {unit}, medians of rounds"
+    sheet.text(27, bottom + 38, note)
     return sheet
+
+
+def _multiple(ratio: float) -> str:
+    """Returns a ratio with one decimal, or below 2 with two."""
+    return f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
 
 
 def bandwidth_gpu() -> Sheet:

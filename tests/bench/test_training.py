@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import ringcomm
 from ringcomm.bench import run, training, training_deepspeed, training_systems
 from ringcomm.bench.launch import RankInfo
 from ringcomm.bench.report import read
-from ringcomm.bench.timing import Device
+from ringcomm.bench.timing import Device, Timing
 from ringcomm.bench.training import GRAPH, HOST
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
@@ -119,6 +120,19 @@ def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
     assert status == (wrong > 0)
     assert told.count(training_deepspeed.MISSING) == len(training_deepspeed.STAGES)
     assert told.count("WRONG: ") == told.count(f"WRONG: {wrong} ") == (wrong > 0)
+
+
+def test_a_row_has_the_median_ratio_of_each_rival():
+    """The medians of the times have the ratio 0.5."""
+    times = {STAGES[1]: (1.0, 10.0, 100.0), DDP: (2.0, 5.0, 300.0), FSDP2: (4.0, 40.0, 400.0)}
+    timings = {name: Timing(each, 1) for name, each in times.items()}
+    findings = dict.fromkeys(times, training.TrainingOutcome(0, 5.0, 4.0, 1))
+    rows = {
+        row.system: row for row in training.rows_of(Shape(32, 2, 2, 1, 8), 2, timings, findings)
+    }
+    assert training.taken_by_rivals(rows[STAGES[1]]) == {DDP: 2.0, FSDP2: 4.0}
+    assert training.taken_by_rivals(rows[DDP]) == {FSDP2: 2.0}
+    assert training.taken_by_rivals(replace(rows[DDP], note="")) == {}
 
 
 def test_text_that_is_not_there_is_refused(tmp_path):
