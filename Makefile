@@ -128,7 +128,8 @@ gpu-check:
 # cannot be installed or run here is left out, and the tables say why.
 compare: export I_MPI_ROOT := $(VENV)/intel
 compare: $(VENV)/.native $(VENV)/.tools
-	-@$(MAKE) --no-print-directory --keep-going $(VENV)/.deepspeed $(VENV)/.intel
+	-@MAKEFLAGS="$(filter-out -j% --jobs%,$(MAKEFLAGS))" $(MAKE) --no-print-directory --keep-going \
+		$(VENV)/.deepspeed $(VENV)/.intel
 	$(BIN)/python -m tools.compare $(OPTIONS)
 
 # Tests Lightning and DeepSpeed, whose installation takes too long for make test, in .venv.
