@@ -25,7 +25,8 @@ inline std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
   return result;
 }
 
-// Returns one span of `bytes` bytes per rank. A rank that takes no list has passed an empty list.
+// Returns one span of `bytes` bytes per rank. A rank that neither sends nor receives by a list,
+// such as a sender of a gather, has passed an empty list.
 inline std::vector<Span> spans(Addresses ptrs, uint64_t bytes, int world) {
   ptrs.resize(size_t(world));
   return spans(ptrs, Sizes(ptrs.size(), bytes));

@@ -147,7 +147,8 @@ void bind_calls(nb::class_<DeviceComm>& c) {
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-// Returns a new region's first bytes, with all nonzero words; written before a rank connects.
+// Returns the first bytes of a new region, which contain all its nonzero words. The caller writes
+// them before the rank connects.
 nb::bytes words(const DeviceComm& d) {
   std::string bytes(d.words_bytes(), '\0');
   begin_page(reinterpret_cast<ControlPage*>(bytes.data()), d.config().rank, d.config().layout);

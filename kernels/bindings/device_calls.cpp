@@ -224,7 +224,8 @@ int DevicePlan::launch() {
 
 namespace {
 
-// True if both make the same call; else the kernels would find a mismatch, ending the communicator.
+// True if both ranks make the same call. Otherwise the kernels would report a mismatch, which ends
+// the communicator.
 bool are_alike(const DeviceComm& one, const DeviceComm& two) {
   const device::CallArgs &a = one.prepared().args, &b = two.prepared().args;
   return one.prepared().kernel.function == two.prepared().kernel.function &&
@@ -380,7 +381,7 @@ Result barrier(DeviceCalls& calls, Result otherwise, Then then) {
   return then(nb::make_tuple(), [&] { calls.comm().barrier(); });
 }
 
-// Each returns a `then` for the functions above, which makes, starts or prepares the call.
+// Each returns an argument `then` for the functions above: it makes, starts or prepares the call.
 auto made_by(DeviceCalls& calls) {
   return [&](const nb::object&, auto prepare) { return calls.make(prepare); };
 }

@@ -28,8 +28,9 @@
 
 namespace ringcomm::host {
 
-// A point on a stream after some calls. Once the stream has passed it, the calls' records note
-// their end. The event returns to its pool, so its destructor makes no driver call.
+// A point on a stream after some calls. Once the stream has passed the event, the records of these
+// calls note the calls' end. The destructor returns the event to its pool, and makes no driver
+// call.
 class DeviceEvent {
  public:
   // When the event has passed, calls [first, last] of a track have ended.
@@ -125,8 +126,8 @@ class DeviceCalls {
   bool read(nanobind::handle tensor, TensorMemory* result) const;
   device::DeviceComm& comm() const { return comm_; }
 
-  // Makes `stream` wait for the communicator's last call, and remembers it as the last call's
-  // stream. The caller holds the call lock, and the device is current.
+  // Makes `stream` wait for the communicator's last call, and from now on takes `stream` for the
+  // last call's stream. The caller holds the call lock, and the device is current.
   void follow(void* stream);
   // Returns the stream of the last call outside captures; null pointer: there was no call.
   void* const* last_stream() const { return has_last_ ? &last_ : nullptr; }
@@ -136,7 +137,7 @@ class DeviceCalls {
   // all_collectives(): the `ends` for an event that follows all collectives launched so far.
   std::shared_ptr<DeviceEvent> mark(void* stream, DeviceEvent::Ends ends);
   DeviceEvent::Ends all_collectives() const;
-  // Keeps tensors until the event has passed, or join() has made `stream` wait for it.
+  // Keeps tensors until the event has passed, or join() has made `stream` wait for the event.
   void keep(nanobind::object tensors, std::shared_ptr<DeviceEvent> event, void* stream);
   // Makes the current stream wait for the event. Unless `checked`, returns false without a wait if
   // a call may have failed or another device is current.
@@ -174,7 +175,8 @@ class DeviceCalls {
   void take_turn();
   // Returns an event to record on the side stream.
   std::shared_ptr<DeviceEvent> take_event() const;
-  // True if the next call's stream, or after captures the side stream, is capturing.
+  // True if `stream`, that of the next call, is capturing. Once a call has been captured, also true
+  // if the side stream is capturing.
   bool captures(void* stream) const;
   void follow(void* stream, bool captures);
   // Throws DriverError if the stream's green context is too small for a call's blocks.

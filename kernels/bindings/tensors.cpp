@@ -71,7 +71,8 @@ struct Torch {
   PyObject *is_neg = nullptr, *forward_ad = nullptr, *increment_version = nullptr;
   PyObject* requires_grad = nullptr;  // the property, whose getter is called
   descrgetfunc get = nullptr;
-  // Offsets of the implementation in a tensor's object, and of keys in the implementation, or 0.
+  // Offset of the TensorImpl pointer in a tensor's Python object, and of the dispatch keys in the
+  // TensorImpl; 0 if they are not known.
   size_t impl_offset = 0, keys_offset = 0;
   uint64_t known_keys = 0;
   PyObject *int8 = nullptr, *uint8 = nullptr;

@@ -174,7 +174,7 @@ void bind_triton(nb::module_& m) {
   m.def("call_words", &call_words, nb::arg("match_bytes"), nb::arg("collective"), nb::arg("dtype"),
         nb::arg("redop"), nb::arg("algorithm"), nb::arg("root") = -1,
         "Returns the words of a Triton call's header behind its sequence number.");
-  // For tests, which compare the arithmetic of kernels/tl with it.
+  // For tests, which compare these offsets with the arithmetic of kernels/tl.
   m.def(
       "layout_offset",
       [](std::tuple<int, int, int, uint32_t> sizes, const std::string& what, int stream,

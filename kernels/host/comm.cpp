@@ -365,8 +365,8 @@ Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DTy
              [&](auto& e) { return exchange_one_shot(e, from, to, Edges{.only_sender = root}); });
 }
 
-// Every pair of ranks has its own size, which only these two ranks know. So a pair's size decides:
-// a large message is divided among all channels of large calls, any other message uses channel 0.
+// Only the two ranks of a pair know the size of their message. So this size decides: a large
+// message is divided among all channels that large calls use, any other message uses channel 0.
 Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype) {
   const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kOneShot};
   const int most = view_.world <= 64 ? used_channels_ : 1;  // Edges has masks of 64 ranks
@@ -403,8 +403,9 @@ Status Comm::barrier() {
   return run(id, 0, [&](auto& e) { return exchange_one_shot(e, nothing, nothing, Edges{}); });
 }
 
-// One rank's pair slots take 2 to 4 MiB for any number of peers, within the limits of a segment: 16
-// KiB to 256 KiB, or to 128 KiB with several channels, since each channel has slots of its own.
+// Returns the segment size with which one rank's pair slots take 2 to 4 MiB for any number of
+// peers. It is at least 16 KiB, and at most 256 KiB; with several channels at most 128 KiB, since
+// each channel has slots of its own.
 uint32_t default_segment_bytes(int world, int channels) {
   const uint32_t share = (4u << 20) / 4 / uint32_t(std::max(world - 1, 1));
   return std::clamp(std::bit_floor(share), 16u << 10, channels > 1 ? 128u << 10 : 256u << 10);

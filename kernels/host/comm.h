@@ -142,7 +142,7 @@ class Comm {
   Status barrier();
 
   Status reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems, const NormCall& norm);
-  // step_bytes: bytes of the parameters that the step updates in all its buckets; 0: this bucket's.
+  // step_bytes: bytes of all parameters that the step updates; 0: those of this bucket alone.
   Status adamw_all_gather(const AdamWShard& shard, const GradCall& grad, uint64_t step_bytes = 0);
   Status reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads,
                                          uint64_t step_bytes = 0);

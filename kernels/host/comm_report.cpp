@@ -9,8 +9,8 @@
 namespace ringcomm::host {
 namespace {
 
-// Reports a rank whose abort word is raised but which has no fault record: the rank began the fault
-// or followed another rank's.
+// Reports a rank whose abort word is raised but which has no fault record: the rank began the
+// fault, or followed the fault of another rank.
 FaultReport without_record(int rank) {
   Fault fault{};
   fault.status = Status::kAborted;
@@ -71,7 +71,8 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   return bytes;
 }
 
-// This rank's messenger or an abort may own the fault record; the owner raises the abort word.
+// The fault record may belong to this rank's messenger or to a call of abort(). The owner of the
+// record raises the abort word.
 void Comm::settle(Status status) const {
   if (status != Status::kOk) await_raised(SoloTeam{{&waiter_}}, view_);
 }
@@ -176,7 +177,8 @@ bool Comm::faulted(FaultReport* report) const {
     }
     const Fault fault = trusted(control->fault, r, view_.world);
     const bool origin = fault.status != Status::kAborted || fault.peer < 0;
-    // This rank's own record with kAborted only names the rank where the fault began.
+    // A kAborted record with a peer only names the rank where the fault began, so any other record
+    // is reported instead.
     if (any && !origin) continue;
     *report = {fault, reason_of(*control)};
     any = true;

@@ -12,13 +12,13 @@ namespace ringcomm::host {
 const char* name_of(Collective collective);
 const char* name_of(DType dtype);
 const char* name_of(RedOp op);
-// The name of an algorithm in calls of a collective. kOneShot runs each phase of a call in one hop:
-// an all-reduce has two phases, so its name is "two_shot", elsewhere "one_shot". kNone: the name in
-// an option that applies to several collectives.
+// Returns the name of an algorithm in calls of `collective`; kNone: its name in an option that
+// applies to several collectives. kOneShot runs each phase of a call in one hop. Its name is
+// "two_shot" in an all-reduce, which has two phases, and "one_shot" in other calls.
 const char* name_of(Algorithm algorithm, Collective collective);
 const char* name_of(Status status);
 
-// Returns the reason in a page, at most as long as its field there: a peer may be writing it now.
+// Returns the reason in a page, cut at the end of its field: a peer may be writing the field now.
 std::string reason_of(const ControlPage& page);
 
 // Returns a copy of a peer's fault record that is safe to use: it belongs to rank `owner`, and its

@@ -37,7 +37,7 @@ void pass_armed(Point point, int rank, uint64_t sequence);
 inline void pass(Point point, const View& v, Stream stream) {
   if (load_relaxed_sys(&fault_is_armed) == 0) [[likely]]
     return;
-  // The header in the view is the collective's, which may run at the same time as a message.
+  // `v.mine` is the header of a collective, which may run at the same time as a message.
   pass_armed(point, v.rank, stream == Stream::kMessage ? 0 : v.mine->id.sequence);
 }
 

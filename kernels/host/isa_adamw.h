@@ -2,7 +2,8 @@
 
 // The host's loops of the optimizer: gradient, update and norm of one tile at a time in the
 // first-level cache, so that each array of the state crosses the memory bus once in each direction.
-// Like isa_kernels.h, part of one instruction set's table.
+// Like the loops of isa_kernels.h, these loops are compiled once for each instruction set, into its
+// KernelTable.
 #pragma once
 
 #include "kernels/host/isa_kernels.h"
@@ -37,7 +38,7 @@ inline void narrow_result(T* RC_RESTRICT out, const float* RC_RESTRICT src, uint
   for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::store(src[i]);
 }
 
-// buffer = the sum of sources [first, last), at least one, for a turn of n elements.
+// buffer = the sum of sources [first, last) over a turn of n elements; last > first.
 template <class T>
 inline void sum_sources(const GradSources& g, int first, int last, uint64_t begin, uint64_t n,
                         float* buffer) {

@@ -86,8 +86,9 @@ inline void load_quantized(const uint8_t* RC_RESTRICT from, uint64_t n, Take tak
 }
 
 #if RC_HAS_F16C
-// Widens e4m3 values divided by 256, which are FP16 numbers of the same bits, since FP16's exponent
-// bias is 8 larger. The processor widens such FP16 numbers, including subnormal numbers.
+// Widens e4m3 values, and divides them by 256. The fields of an e4m3 value are those of an FP16
+// number 1/256 as large, since FP16's exponent bias is 8 larger. The processor widens such FP16
+// numbers, including subnormal numbers.
 inline void widen_e4m3(float* RC_RESTRICT to, const uint8_t* RC_RESTRICT values, uint64_t n) {
   alignas(64) Float16 halves[kQuantBlock];
   for (uint64_t i = 0; i < n; ++i)

@@ -24,7 +24,8 @@ struct ReduceJob {
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
-// The number of types that accumulate in another type; the index of such a type in tables, else -1.
+// kHalves: the number of types that accumulate in another type. half_index(): the index of such a
+// type in tables; -1 for all other types.
 constexpr int kHalves = 2;
 constexpr int half_index(DType type) {
   switch (type) {
@@ -144,8 +145,8 @@ struct CopyRowsJob {
 };
 using CopyRowsFn = void (*)(const CopyRowsJob& job);
 
-// out[t] = the sum in FP32 over j < k, in ascending order, of weights[t k + j] * row t k + j of the
-// table, rounded once. Without weights the rows are added unweighted.
+// out[t] = the sum in FP32 over j < k, in ascending order, of weights[i] * row i of the table,
+// where i = t * k + j, rounded once. Without weights the rows are added unweighted.
 struct SumRowsJob {
   RowTable table;
   uint64_t tokens, k, elems;

@@ -270,8 +270,9 @@ bool Messenger::progress_receives(int peer) {
     moved = true;
     if (m->next_item < m->items) continue;
     q.incoming = nullptr;
-    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers(); the
-    // fence of the acknowledgement separates the reads from this look).
+    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers()). The
+    // fence of the acknowledgement separates the reads of the buffer from this read of the abort
+    // word.
     const bool doubtful = m->zero_copy != nullptr && abort_seen(v);
     if (m->request != nullptr && doubtful)
       complete(m->request, Status::kAborted);

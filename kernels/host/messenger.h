@@ -60,7 +60,8 @@ class Messenger {
 
   RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
-  // Ends a receive, with no source, unless a message has matched it; returns true if it did.
+  // Ends a receive, with no source, unless a message has matched it. Returns true if it has ended
+  // the receive.
   bool withdraw(const RequestPtr& request);
   // Makes a background thread drive the requests for which no thread waits.
   void drive_in_background();

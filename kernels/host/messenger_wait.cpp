@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The waiting half of the messenger: which thread drives, and when a wait ends without success.
+// The waiting half of the messenger: which thread drives the requests, and when a wait ends without
+// success.
 #include <algorithm>
 #include <chrono>
 

@@ -88,7 +88,8 @@ struct HostOps {
   }
 };
 
-// The Ops of a call that leaves results unfinished, in the accumulator's type, which may be wider.
+// The Ops of a call that leaves results unfinished, in the accumulator's type, which may be wider
+// than the elements' type.
 struct PartialOps : HostOps {
   char* out;  // where results begin
 

@@ -9,7 +9,8 @@
 
 namespace ringcomm::host {
 
-// Finish{} does a lane's work. It takes the lane's run, and the whole run's gradients and begin.
+// finish(mine, from, first) does a lane's work. mine: the lane's part of a run; from: the gradients
+// of the whole run; first: the element at which the whole run begins.
 template <class Finish>
 struct OptimizerOps : HostOps {
   Finish finish;

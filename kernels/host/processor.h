@@ -28,7 +28,7 @@ inline Processor find_processor() {
   found.sse42 = c1 & bit_SSE4_2;
   found.pclmul = c1 & bit_PCLMUL;
   if (!(c1 & bit_OSXSAVE) || !__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return found;
-  unsigned saved, saved_high;  // registers that the system saves; no C++ function reads them
+  unsigned saved, saved_high;  // XCR0: the registers that the system saves
   __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
   constexpr unsigned kYmm = 0x6, kZmm = 0xe6;
   found.avx2 = (saved & kYmm) == kYmm && (c1 & bit_FMA) && (b7 & bit_AVX2) && (b7 & bit_BMI2);

@@ -134,7 +134,7 @@ class Writing {
 }  // namespace
 
 ClockPair clock_pair() {
-  // The narrowest of some pairs: the thread may lose its core between the two clocks.
+  // The narrowest of several pairs: the thread may lose its core between reading the two clocks.
   constexpr int kTries = 8;
   ClockPair best{};
   uint64_t narrowest = ~uint64_t(0);

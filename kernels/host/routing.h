@@ -2,7 +2,7 @@
 
 // Routes the rows of tokens to the experts that work on them, and back.
 //
-// Assignment t k + j sends token t to its j-th expert (k experts per token). A rank sorts its
+// Assignment t * k + j sends token t to its j-th expert (k experts per token). A rank sorts its
 // assignments by expert. The rows of an expert are the assignments of all ranks, in rank order.
 #pragma once
 
@@ -22,8 +22,9 @@ struct Assignments {
 int64_t sort_by_expert(const int64_t* topk_idx, uint64_t assignments, uint64_t experts,
                        int64_t* order, int64_t* counts);
 
-// Writes, for each assignment a of a rank, the rank of its expert into expert_rows[2 a] and its row
-// there into expert_rows[2 a + 1]; -1 and 0 without an expert. `all`: the assignments of all ranks.
+// For each assignment `a` of a rank, writes the rank of its expert into expert_rows[2 * a], and the
+// number of the assignment's row at that rank into expert_rows[2 * a + 1]; -1 and 0 without an
+// expert. `all`: the assignments of all ranks.
 void find_expert_rows(const std::vector<Assignments>& all, uint64_t rank, uint64_t experts,
                       uint64_t experts_here, uint64_t assignments, int64_t* expert_rows);
 

@@ -71,7 +71,7 @@ struct SoloTeam : HostTeam {
 // NOTE [Threads of a rank] in worker_pool.h.
 struct ChannelTeam : SoloTeam {
   int channel_, channels_;
-  bool cuts_ = true;  // false: the call itself cuts the buffers
+  bool cuts_ = true;  // false: the call itself divides its buffers among the channels
 
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }

@@ -176,7 +176,8 @@ cpu_set_t all_cores() {
   return all;
 }
 
-// Returns the mask to restore: the thread's affinity, or all cores if both allow the same cores.
+// Returns the mask to restore: the thread's affinity, or a mask of all cores if the thread may use
+// all cores of its cpuset.
 const cpu_set_t& restoring(const cpu_set_t& cores) {
   static const cpu_set_t all = all_cores();
   static thread_local Affinity known{};

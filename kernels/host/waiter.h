@@ -65,7 +65,8 @@ class Process {
   // With a descriptor, which is faster to check than the system's table of processes. Throws
   // HeapError if this process has no descriptor left.
   explicit Process(int pid, bool with_descriptor = true);
-  // Returns a thread of this process: it has ended while the word `left` in its control page is 1.
+  // Returns a Process for a thread of this process. has_ended() is true while the thread's `left`,
+  // a word of its control page, is 1.
   static Process of_thread(const uint32_t* left);
   Process(Process&& other) noexcept;
   Process& operator=(Process&& other) noexcept;

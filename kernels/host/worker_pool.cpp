@@ -104,8 +104,8 @@ class Pool {
 };
 
 // A forked child has none of the threads and starts with a new pool. The parent's pool stays as it
-// was. The child inherits the shares, so no other thread may be changing them during the fork. All
-// this is set up when the module is loaded: no thread can be halfway through it during a fork.
+// was. The child inherits the shares, so no other thread may be changing them during the fork. The
+// first pool is made when the module is loaded, so no fork can happen while it is being made.
 std::atomic<Pool*> pool_of_process = new Pool;
 
 [[maybe_unused]] const int forks_are_watched =

@@ -18,7 +18,7 @@
 // The pool is not torch's. A thread of torch's pool (GNU OpenMP) polls for some milliseconds after
 // each parallel region, and at its barriers, on cores that other ranks may need (see NOTE [Busy
 // cores]). A fork leaves that pool unusable in the child, and this module would have to be built
-// for one version of torch. The number of threads is torch's.
+// for one version of torch. Only the number of threads is torch's.
 #pragma once
 
 #include <atomic>
