@@ -11,7 +11,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// A rank's spans and peers in a launch with lists; null spans: evenly cut.
+// A rank's spans and peers in a launch with lists; null spans: the data are cut evenly.
 struct Lists {
   const Span *in, *out;
   Edges edges;

@@ -128,8 +128,8 @@ class DeviceComm {
     stream_ = stream;
     captures_ = captures;
   }
-  // Makes launches wait for other communicators' launches, and records them as `owner`'s. It does
-  // neither for messages: the ledger reserves blocks for them.
+  // From now on, launches wait for the launches of other communicators in `ledger`, which records
+  // them under `owner`. Launches of messages do neither, since the ledger reserves blocks for them.
   void set_ledger(std::shared_ptr<LaunchLedger> ledger, uint64_t owner) {
     ledger_ = std::move(ledger);
     owner_ = owner;

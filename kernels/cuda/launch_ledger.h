@@ -9,7 +9,8 @@
 // receive that comes after a collective. So from a communicator's first message on, the ledger
 // reserves blocks for the messages of all its ranks in this process. If ranks launch the
 // collectives of several communicators in different orders, the collectives run concurrently as far
-// as the device's occupancy allows. If it does not, they fail at the deadline (docs/cuda.md).
+// as the device's occupancy allows. Collectives that cannot run concurrently fail at the deadline
+// (docs/cuda.md).
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ class LaunchLedger {
   // members: communicators of this process on the device. capacity: blocks that the device can run
   // at once. kept: blocks reserved for messages.
   void set_members(int members, unsigned capacity, unsigned kept);
-  // True if several communicators may conflict: a single one cannot.
+  // True if there are several communicators, whose launches may block each other.
   bool is_shared() const { return load_relaxed_sys(&members_) > 1; }
 
   // Makes `stream` wait for the launches that must end before `blocks` more blocks fit. The

@@ -199,7 +199,7 @@ struct MulticastSums {
   char* all;
   char* out;  // my own address of the results; unused for all-reduces through slots
   uint64_t bytes;
-  bool padded;  // true: an all-reduce may store a whole vector where the last one is partial
+  bool padded;  // true: an all-reduce may store a partial last vector as a whole vector
 };
 
 // Reduces a part of my chunk. A partial vector is stored byte by byte. In an all-reduce in place, a

@@ -91,8 +91,8 @@ __device__ __forceinline__ void add_elems(const TileElems& g, NormKind kind, int
   if (lane == 0) add_to_words(words, sum);
 }
 
-// Adds a tile to the words of the norm. elems(first, g) sets the lane's elements g; the elements of
-// half 0 begin at element `first` of the tile.
+// Adds a tile to the words of the norm. elems(first, g) fills `g` with the lane's elements: of the
+// tile's first half, those from element `first` on; of the second half, those half a tile later.
 template <class Elems>
 __device__ __forceinline__ void norm_tile(NormKind kind, int lane, NormWords& words, Elems elems) {
   TileElems g;

@@ -173,7 +173,8 @@ RC_TEAM_FN void use_vectors(const char* (&from)[sources], Results to, const Vect
     b.use(result, made);
     // ptxas moves no load ahead of a store. With these stores before the loads of `b`, it would use
     // `b` before it issues the loads of `a`: few loads would be in flight during the wait for `b`.
-    // One source's uses are short, and partial turns lack registers: there, the stores come first.
+    // The stores come first with one source, whose uses are short, and in partial turns, which lack
+    // registers.
     constexpr bool kStoresLater = kWhole && sources > 1;
     if constexpr (!kStoresLater)
       Half::template store<kWhole>(made, to, Half::kBytes, mine + Half::kVectors, count);
@@ -234,7 +235,8 @@ struct Scaling {
   bool premultiply;   // true: first multiply by factors[source]
   int32_t divide_by;  // the divisor of AVG; 0: no division
 
-  // True for a power of two: to divide by it equals to multiply by its reciprocal, which is exact.
+  // True if divide_by is a power of two: a division then equals a product with the exact
+  // reciprocal.
   RC_TEAM_FN bool halves() const {
     return divide_by > 0 && (uint32_t(divide_by) & (uint32_t(divide_by) - 1)) == 0;
   }

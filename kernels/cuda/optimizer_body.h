@@ -249,7 +249,8 @@ RC_TEAM_FN void adamw_ring_kernel(Team team, const LaunchParams& p, int rank_in_
   });
 }
 
-// Calls `run` with the bucket; clears the team's norm before, and adds it to the call's afterwards.
+// Calls `run` with the bucket; clears the team's norm before, and adds it to the call's norm
+// afterwards.
 template <class G, bool ring, class Team, class Run>
 RC_TEAM_FN void reduce_scatter_norm_by(Team& team, const LaunchParams& p, int rank_in_launch,
                                        Workspace& w, Run run) {

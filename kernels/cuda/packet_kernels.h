@@ -12,7 +12,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// The fields of a table that packets use.
+// The fields of a RankTable that kernels of packets use.
 struct TableHead {
   int32_t rank, world;
   Layout layout;

@@ -313,7 +313,8 @@ inline void assume_shared(const void*) {}
 
 #endif
 
-// Returns the bits of a vector after widening and narrowing: only NaNs change. Two NaNs per word.
+// Returns the bits of a vector after widening and narrowing, which change only NaNs. Each word has
+// two elements, which are changed together.
 template <class T>
 RC_TEAM_FN Vec16 quieted(Vec16 v) {
   RC_UNROLL

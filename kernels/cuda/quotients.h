@@ -6,7 +6,8 @@
 // and Newton and Markstein steps that round it correctly (tests/proof/compile/test_quotient_code.py
 // compares the machine code). The compiler adds a check of the exponents and a call to each
 // quotient. Here the caller checks the exponents of several elements at once, so that their
-// quotients interleave, and computes elements that fail it again, by `/` and square_root().
+// quotients interleave, and computes the elements that fail the check a second time, by `/` and
+// square_root().
 #pragma once
 
 #include "kernels/cuda/ptx.h"

@@ -33,7 +33,7 @@ struct Workspace {
   HostPage* host;
   Portion portion;  // the portion of this block's channel
   Deal deal;        // how tiles are dealt to this block's channel
-  Gaps gaps[2];     // the gaps of the next reduction's sources and results; no gaps
+  Gaps gaps[2];     // the gaps of the next reduction's sources and results; [kNoGaps]: no gaps
   int failure;      // the greatest status of any lane so far
   int ring_position;
   // The channel's words, as loaded when the call began.

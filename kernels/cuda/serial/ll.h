@@ -93,7 +93,8 @@ RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
 }
 RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
-// Returns the address, plus `offset`, at which `reader` receives `sender`'s packets of a call.
+// Returns the address at byte `offset` of the packets that `reader` receives from `sender` in a
+// call.
 template <class E>
 RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int reader,
                                 uint64_t offset) {
@@ -102,7 +103,7 @@ RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int 
 }
 
 // Returns the packets of this channel's header. The headers of all channels come first: ranks that
-// disagree on the size of the message still find them at the same addresses.
+// disagree on the size of the message still find the headers at the same addresses.
 template <class E>
 RC_TEAM_FN LLPacket* header_packets(const E& e, const LLCall& call, int sender, int reader) {
   const uint64_t offset = e.v.layout.ll_header_offset(e.team.channel());

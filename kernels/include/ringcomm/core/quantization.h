@@ -25,8 +25,8 @@
 // before and divided after. So subnormal numbers are as exact as others.
 //
 // Another bit of the word marks a block with infinities or NaNs. The values of largest magnitude
-// then represent these, and M is the largest finite number. int8 and int4 then have a value less,
-// and errors of M / 252 and M / 12.
+// then represent these, and M is the largest finite number. int8 and int4 then have one value
+// fewer, and errors of M / 252 and M / 12.
 //
 // e4m3 reaches 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of
 // their norm. This is the least of all choices from 224 to 448 that were tried, whose errors reach
@@ -60,7 +60,7 @@ RC_FN constexpr uint64_t quantized_bytes(QuantFormat format, uint64_t elems) {
   return values_bytes(format, elems) + (elems + kQuantBlock - 1) / kQuantBlock * kWordBytes;
 }
 
-// y + kRounder is y rounded to a whole number, ties to even, for |y| < 2^22; its low bits hold it.
+// For |y| < 2^22, the low bits of y + kRounder are y rounded to a whole number, ties to even.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 RC_FN int32_t nearest_whole(float y) {
   return int32_t(bits_of(y + kRounder)) - int32_t(0x4b400000);

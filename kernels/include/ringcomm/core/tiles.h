@@ -20,7 +20,7 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // The sizes of tiles. They are a choice that no GPU has measured.
 constexpr int kLeastTileShift = 14, kMostTileShift = 17;
-// Loops count the vectors of 16 bytes of a part in 32 bits. No tiles of larger parts are dealt.
+// Loops count a part's vectors of 16 bytes in 32 bits, so larger chunks are not dealt in tiles.
 constexpr uint64_t kMostPartBytes = uint64_t(1) << 35;
 
 // How tiles are dealt to one channel; computed once per call. round_bytes 0: no tiles are dealt.

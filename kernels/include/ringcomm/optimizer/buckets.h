@@ -60,8 +60,8 @@ struct Bucket {
   }
 };
 
-// Returns the cut of a chunk, of gradients or of parameters, into whole tiles. Elements have 2 or 4
-// bytes, and segments are powers of two that contain whole tiles.
+// Returns the Cut by which channels share a chunk of gradients or parameters in whole tiles.
+// Elements have 2 or 4 bytes, and segments are powers of two that contain whole tiles.
 RC_FN Cut cut_by_tiles(int32_t elem_bytes) {
   return {kTileShift + (elem_bytes == 2 ? 1 : 2), 0, true};
 }

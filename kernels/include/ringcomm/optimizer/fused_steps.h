@@ -47,11 +47,12 @@ RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
   return return_offers(e, b);
 }
 
-// e.ops.reduce() must pass the last hop's sums to consume(). Sets e.cut to whole tiles.
+// e.ops.reduce() must pass the sums of the last hop to consume(). Sets e.cut, by which channels
+// share a chunk in whole tiles.
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
   e.cut = cut_by_tiles(b.grad_bytes);
-  // The last hop stores nothing at its target, which only tells reduce() the hop's elements.
+  // The last hop stores nothing: from its target, reduce() only computes the hop's first element.
   return reduce_scatter_ring(e, b.grads(), b.grads().get(e.rank()).ptr);
 }
 
@@ -65,8 +66,8 @@ RC_TEAM_FN Gradients own_gradients(E& e, const Bucket& b, const char* grad) {
 }
 
 // Runs a one-shot step up to its update, whose gradients are then at e.sources(). `grad`: the only
-// source if the bucket has no gradients (see own_gradients()). It is read last, and by reference: a
-// GPU has it in shared memory, so no register keeps it while the lanes wait for peers.
+// source if the bucket has no gradients (see own_gradients()). `grad` is read last, and by
+// reference: a GPU has it in shared memory, so no register keeps it while the lanes wait for peers.
 template <class E>
 RC_TEAM_FN Status begin_step_one_shot(E& e, const Bucket& b, const char* const& grad) {
   RC_RETURN_IF_FAILED(offer(e, b, true));

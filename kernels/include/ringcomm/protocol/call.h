@@ -132,7 +132,7 @@ struct ControlPage {
   uint64_t magic;
   uint32_t version;
   int32_t rank, world;
-  uint64_t proof;    // random in every communicator; a rank that announces it has read this region
+  uint64_t proof;    // a random number; only a rank that has read this region can announce it
   uint64_t members;  // digest of all announcements that the owner has read; until then 0
   Layout layout;
   uint32_t fences_for_all;  // 1: Waiter::can_fence_for_all() is true in the owner's process

@@ -132,8 +132,8 @@ struct Endpoint {
     return known;
   }
 
-  // One lane, with a sync() before the next reduction of all_sources(): sets the gaps for this
-  // reduction, which reduces the bytes of `part` from `begin` on.
+  // Called by one lane, with a sync() before the next reduction of all_sources(). Sets the gaps for
+  // that reduction, of the bytes of `part` from `begin` on.
   RC_TEAM_FN void set_gaps(const Part& part, uint64_t begin) const {
     if constexpr (Team::kDealsTiles) *team.gaps() = begin == 0 ? part.gaps : Gaps{};
   }
@@ -385,8 +385,8 @@ struct Endpoint {
       status = arrive(s, sender, Part{{nullptr, expected_bytes}}, begin, bytes, &sources()[sender]);
     return team.share(status);
   }
-  // Returns the number of reads in which I take `bytes` from `sender`. opened: its header had
-  // arrived before the last sync(); else only the first read is certain.
+  // Returns the number of reads in which I take `bytes` from `sender`. opened: the sender's header
+  // arrived before the last sync(); otherwise only the first read is known, and counted.
   RC_TEAM_FN uint32_t reads(Stream s, int sender, uint64_t bytes, bool opened) const {
     if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
     return pieces(bytes);

@@ -68,7 +68,7 @@ constexpr int kPacketBatch = 8;
 RC_FN constexpr uint32_t ranks_in_batch(int first, int world) {
   return (1u << (world - first < kPacketBatch ? world - first : kPacketBatch)) - 1;
 }
-// Returns a bit for each of these ranks except `rank`.
+// Returns a bit for each rank of ranks_in_batch(first, world) except `rank`.
 RC_FN constexpr uint32_t peers_in_batch(int first, int world, int rank) {
   const uint32_t at = uint32_t(rank - first);
   return ranks_in_batch(first, world) ^ (at < kPacketBatch ? 1u << at : 0);
@@ -317,8 +317,8 @@ RC_TEAM_FN void send_payload(E& e, const LLCall& call, const LLLane& lane,
   }
 }
 
-// Packets for which one lane waits together: a packet of a header, unless `header` is null, and a
-// batch of payloads.
+// The packets for which a lane waits at the same time: a packet of a header, unless `header` is
+// null, and one payload packet from each rank of a batch.
 struct Awaited {
   const LLPacket* header = nullptr;
   int header_sender = 0;
