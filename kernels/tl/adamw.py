@@ -394,7 +394,7 @@ def _update_segment(
 
 @triton.jit
 def segment_at(segments, count, element):
-    """Returns the segment with element ``element`` of the bucket, or the first one after it."""
+    """Returns the segment with element ``element`` of the bucket, or the first segment after it."""
     low = element * 0
     high = low + count
     while low < high:

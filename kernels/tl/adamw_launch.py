@@ -150,8 +150,8 @@ def plan_reduce_scatter_norm(
     *,
     stores: bool = True,
 ) -> KernelPlan:
-    """Plans a reduce-scatter of ``elems`` gradients, with the norm whose native code is
-    ``kind``; without ``stores``, in a world of one rank, plans only the norm."""
+    """Plans a reduce-scatter of ``elems`` gradients, with the norm whose native code is ``kind``.
+    If ``stores`` is false, plans only the norm; this requires a world of one rank."""
     norm = NormKind(DTYPES[grad], kind, world if op == "AVG" else 1, stores, accumulates)
     return KernelPlan(
         reduce_scatter_norm_kernel,

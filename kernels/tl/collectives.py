@@ -150,8 +150,8 @@ def most_pieces(chunks, channel, G: tl.constexpr):
 
 @triton.jit
 def rounds_of(ws, chunks, G: tl.constexpr):
-    """Returns the rounds of a ring; shorter slices have empty pieces, so all ranks' counts are
-    equal."""
+    """Returns the number of rounds of a ring. It is equal on all ranks, since shorter slices get
+    empty pieces."""
     return most_pieces(chunks, get(ws, CHANNEL), G)
 
 
@@ -371,7 +371,7 @@ def collect_piece(
 
 @triton.jit
 def finish_sharing(ws, zero_copy, items, status, G: tl.constexpr):
-    """Waits for all readers if zero copy, and counts the items in any case."""
+    """Waits for all readers if ``zero_copy``, and in any case counts ``items`` as sent."""
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
         if zero_copy:

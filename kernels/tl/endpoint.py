@@ -262,7 +262,8 @@ def send_piece(
 
 @triton.jit
 def finish_sending(ws, stream, reader, address, size_bytes, status, G: tl.constexpr):
-    """Counts the slice's items; if zero copy, first waits until ``reader`` no longer reads it."""
+    """Counts a slice's items as sent. With zero copy, first waits until ``reader`` has read the
+    slice."""
     items = items_of(ws, address, size_bytes, G)
     if is_zero_copy(ws, address, size_bytes):
         epoch = sent(ws, stream, reader, G) + items
@@ -430,7 +431,7 @@ def end_call(ws, status, G: tl.constexpr):
     tl.debug_barrier()
     if (status == 0) & (reads_peers != 0):
         # Orders the block's reads of data before its reads of the words, by an addition that
-        # changes nothing. One lane does it, between barriers.
+        # changes nothing. One lane adds, between barriers.
         tl.atomic_add(
             word64(ws) + READS_PEERS, tl.full((), 0, tl.int64), sem="acq_rel", scope="sys"
         )

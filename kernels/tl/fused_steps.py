@@ -239,7 +239,7 @@ def slice_of(ws, elems, rank, G: tl.constexpr):
 @triton.jit
 def grads_of(ws, grads, elems, rank, ITEM: tl.constexpr, G: tl.constexpr):
     """Returns address and bytes of this channel's slice of the gradients of ``rank``'s chunk; both
-    are 0 if ``grads`` is 0, when no gradients are exchanged."""
+    are 0 if ``grads`` is 0, which means that the call exchanges no gradients."""
     origin, begin, end = slice_of(ws, elems, rank, G)
     none = grads == 0
     address = tl.where(none, grads, grads + (origin + begin) * ITEM)
@@ -273,7 +273,8 @@ def accept(
     ws, grads, elems, status, ITEM: tl.constexpr, RESULT_ITEM: tl.constexpr, G: tl.constexpr
 ):
     """Waits for all offers. Then SOURCE of a peer is the address of its gradients of my slice, and
-    RESULT the address of its bucket; RESULT is not set if RESULT_ITEM, in bytes, is 0."""
+    RESULT the address of its bucket. RESULT_ITEM: the bytes of a bucket's element; 0: RESULT is not
+    set."""
     _, size_bytes = grads_of(ws, grads, elems, get(ws, RANK), ITEM, G)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from .hooks import INTERPRETED
 
-# 256 lanes with four accesses of 16 bytes each. A turn copies two such blocks. It sums one block of
-# each source, or half a block of each of four or more sources. So a lane has at least 8 loads under
-# way. This choice has not been measured on a GPU.
+# 256 lanes with four accesses of 16 bytes each. A turn that copies moves two such blocks. A turn
+# that sums takes one block of each source, or half a block of each of four or more sources. So a
+# lane has at least 8 loads under way. This choice has not been measured on a GPU.
 BLOCK_BYTES = tl.constexpr(16384)
 NUM_WARPS = 8
 # A sum loads this many sources before it adds the first; also chosen, not measured.

@@ -23,7 +23,7 @@ _PTX_BYTES = {"32": 4, "64": 8}
 # Triton 3.6 to 3.9 pass two pointers after the arguments, to global and to profile scratch memory
 # (launchKernel in backends/nvidia/driver.c). Kernels that use such memory are left to Triton.
 _SCRATCH_POINTERS = 2
-# A launch with more shared memory needs one more attribute (_launch in the same file).
+# A launch with more shared memory needs one more attribute (_launch in Triton's driver.c).
 _MOST_SHARED_BYTES = 228 << 10
 # The metadata of a plain launch of a grid of blocks: each field with its value.
 _PLAIN = {

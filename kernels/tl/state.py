@@ -69,7 +69,8 @@ def of_peer(ws, peer, word):
 
 @triton.jit
 def set_of_peer(ws, peer, word, value):
-    """Stores a word about ``peer``, after all lanes' reads of the old value, before later reads."""
+    """Stores a word about ``peer``: after all lanes' reads of the old word, and before later
+    reads."""
     tl.debug_barrier()
     tl.store(word64(ws) + (PEERS + PEER_WORDS * peer + word), value.to(tl.int64))
     tl.debug_barrier()
